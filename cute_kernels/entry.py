@@ -1,0 +1,176 @@
+"""From a spec to what the compiler needs: a host function and fake arguments with run-time shapes.
+
+The exported functions are positional. Tensors are checked by TVM-FFI at each call (dtype, rank, strides, alignment,
+equal dimensions, device); everything optional or of varying type is an address, 0 where absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .activation import ActivationParams
+from .sm90.epilogue import Addends
+from .sm90.grouped_gemm import DTYPES, GroupedGemm
+from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
+
+NO_PARAMS = (0.0, 0.0, 0.0)
+
+
+def _no_params() -> ActivationParams:
+    return ActivationParams(*(Float32(p) for p in NO_PARAMS))
+
+
+class GroupedMmEntry:
+    """y = grouped_mm(x, w). The last two integers: SM count, and 0 to load the kernel without launching it."""
+
+    def __init__(self, spec: GroupedMmSpec):
+        self.gemm = GroupedGemm(spec)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, do_launch: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            self.gemm.launch(
+                x, w, (y,), (groups, group_form, num_groups), w_table, Addends(bias, bias_table, scale), _no_params(),
+                num_sms, stream,
+            )  # fmt: skip
+
+
+class GroupedGluEntry:
+    """act = grouped_glu(x, w1)."""
+
+    def __init__(self, spec: GroupedGluSpec):
+        self.gemm = GroupedGemm(spec)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            self.gemm.launch(
+                x, w1, (act,), (groups, group_form, num_groups), w_table, Addends(bias, bias_table, scale),
+                ActivationParams(limit, alpha, offset), num_sms, stream,
+            )  # fmt: skip
+
+
+class GroupedGluPreactEntry:
+    """act, preact = grouped_glu(x, w1, return_preact=True)."""
+
+    def __init__(self, spec: GroupedGluSpec):
+        self.gemm = GroupedGemm(spec)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, groups: Int64, group_form: Int32,
+        num_groups: Int32, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32,
+        alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            self.gemm.launch(
+                x, w1, (act, preact), (groups, group_form, num_groups), w_table, Addends(bias, bias_table, scale),
+                ActivationParams(limit, alpha, offset), num_sms, stream,
+            )  # fmt: skip
+
+
+class GroupedMlpEntry:
+    """y = grouped_mlp(x, w1, w2): two launches in one call; the second starts while the first drains."""
+
+    def __init__(self, spec: GroupedMlpSpec):
+        self.fc1 = GroupedGemm(spec.fc1)
+        self.fc2 = GroupedGemm(spec.fc2)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, mid: cute.Tensor, y: cute.Tensor, groups: Int64,
+        group_form: Int32, num_groups: Int32, w1_table: Int64, b1: Int64, b1_table: Int64, w2_table: Int64, b2: Int64,
+        b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        do_launch: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            sizes = (groups, group_form, num_groups)
+            params = ActivationParams(limit, alpha, offset)
+            self.fc1.launch(x, w1, (mid,), sizes, w1_table, Addends(b1, b1_table, scale), params, num_sms, stream)
+            self.fc2.launch(
+                mid, w2, (y,), sizes, w2_table, Addends(b2, b2_table, scale), params, num_sms, stream, after_launch=True
+            )  # fmt: skip
+
+
+class _Fakes:
+    """Fake tensors whose equal dimensions TVM-FFI checks at each call. Rows and columns are in elements."""
+
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype = dtype
+        self.rows = cute.sym_int32()
+
+    def dim(self) -> Any:
+        return cute.sym_int32(divisibility=8)
+
+    def matrix(self, cols: Any) -> cute.Tensor:
+        """[T, cols], rows at any multiple of 16 bytes."""
+        stride = (cute.sym_int64(divisibility=8), 1)
+        return make_fake_tensor(self.dtype, (self.rows, cols), stride=stride, assumed_align=16)
+
+    def weight(self, rows: Any, cols: Any) -> cute.Tensor:
+        """[E or 1, rows, cols]; the front checks that it is contiguous."""
+        stride = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+        return make_fake_tensor(self.dtype, (cute.sym_int32(), rows, cols), stride=stride, assumed_align=16)
+
+
+def _groups_fakes() -> tuple:
+    return Int64(0), Int32(0), Int32(0)
+
+
+def _weight_fakes() -> tuple:
+    """Table of experts, bias, table of biases."""
+    return Int64(0), Int64(0), Int64(0)
+
+
+def _tail_fakes(with_params: bool) -> tuple:
+    params = tuple(Float32(p) for p in NO_PARAMS) if with_params else ()
+    return Int64(0), *params, Int32(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
+    fakes = _Fakes(DTYPES[spec.dtype])
+    n, k = fakes.dim(), fakes.dim()
+    x_cols, y_cols = (n, k) if spec.transpose_w else (k, n)
+    tensors = fakes.matrix(x_cols), fakes.weight(n, k), fakes.matrix(y_cols)
+    return GroupedMmEntry(spec), (*tensors, *_groups_fakes(), *_weight_fakes(), *_tail_fakes(False))
+
+
+def _trace_glu(spec: GroupedGluSpec) -> tuple[Any, tuple]:
+    fakes = _Fakes(DTYPES[spec.dtype])
+    hidden, intermediate = fakes.dim(), fakes.dim()
+    w1_rows = fakes.dim() if spec.gated else intermediate
+    tensors = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
+    rest = (*_groups_fakes(), *_weight_fakes(), *_tail_fakes(True))
+    if const_expr(spec.save_preact):
+        return GroupedGluPreactEntry(spec), (*tensors, fakes.matrix(w1_rows), *rest)
+    return GroupedGluEntry(spec), (*tensors, *rest)
+
+
+def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
+    fakes = _Fakes(DTYPES[spec.dtype])
+    hidden, intermediate, out = fakes.dim(), fakes.dim(), fakes.dim()
+    w1_rows = fakes.dim() if spec.fc1.gated else intermediate
+    weights = fakes.weight(w1_rows, hidden), fakes.weight(out, intermediate)
+    tensors = fakes.matrix(hidden), *weights, fakes.matrix(intermediate), fakes.matrix(out)
+    return GroupedMlpEntry(spec), (
+        *tensors, *_groups_fakes(), *_weight_fakes(), *_weight_fakes(), *_tail_fakes(True),
+    )  # fmt: skip
+
+
+def trace(spec: Spec) -> tuple[Any, tuple]:
+    """The host function of a spec and the fake arguments to compile it with."""
+    return {"grouped_mm": _trace_mm, "grouped_glu": _trace_glu, "grouped_mlp": _trace_mlp}[spec.op](spec)

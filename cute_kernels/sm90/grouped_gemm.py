@@ -1,0 +1,205 @@
+"""The grouped GEMM kernel of Hopper: a scheduler, a mainloop and an epilogue, put together.
+
+    y[row] = epilogue(x[row] @ w[e]^T)    for every row of every group e
+
+Persistent and warp-specialised: one CTA on each SM, in clusters that share operand tiles by multicast.
+
+    warp(s)              role        waits for                          signals
+    0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
+    1                    scheduler   ring (empty)                       ring (full)
+    2, 3                 idle; they complete the warpgroup that gives its registers away
+    4 .. 4 + 4 n         MMA, n = tile.m / 64 warpgroups of 64 rows     stages (empty), ring (empty)
+                                     ring (tile), stages (full)
+
+    ring    WorkRing, 2 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp (1 + 4 n).
+    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 an MMA warp of every CTA in the multicast.
+    slots   2 staging slots a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
+
+from ..activation import ActivationParams
+from ..invariant import Invariant
+from ..specs import GroupedGluSpec, GroupedMmSpec
+from . import epilogue as epi
+from . import store
+from . import tile_scheduler as sched
+from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
+from .weights import weight_view
+
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+SMEM_BYTES = 227 * 1024
+# Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
+SMALL_BYTES = 2048
+LOAD_WARP, SCHEDULER_WARP = 0, 1
+# Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
+LOAD_REGISTERS, MMA_REGISTERS = 24, 240
+
+
+class GroupedGemm(Invariant):
+    """Kernel of one GroupedMmSpec or GroupedGluSpec."""
+
+    def __init__(self, spec: GroupedMmSpec | GroupedGluSpec):
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+        self.tile = spec.tile
+        self.is_glu = isinstance(spec, GroupedGluSpec)
+        self.parts = 2 if self.is_glu and spec.gated else 1
+        self.layout = spec.glu_layout if self.is_glu else "concat"
+        self.transposed = not self.is_glu and spec.transpose_w
+        self.num_warpgroups = self.tile.m // 64
+        self.threads = (1 + self.num_warpgroups) * store.THREADS
+        self.cluster_size = self.tile.cluster_m * self.tile.cluster_n
+
+    @property
+    def stages(self) -> int:
+        staging = self.num_warpgroups * store.SLOTS * store.ROWS * store.COLS * 2
+        stage = (self.tile.m + self.tile.n) * self.tile.k * 2
+        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+
+    @property
+    def chunks_per_tile(self) -> int:
+        """64-column chunks that one tile stores: its output's, and its preactivation's."""
+        preact = self.tile.n if self.is_glu and self.spec.save_preact else 0
+        return (self.tile.n // self.parts + preact) // store.COLS
+
+    @cute.jit
+    def launch(
+        self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple, w_table: Int64, addends: epi.Addends,
+        params: ActivationParams, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
+    ):  # fmt: skip
+        """Launch on `stream`. `after_launch`: start early, behind a kernel of this package (programmatic launch)."""
+        mainloop = self._mainloop()
+        view, address = weight_view(w, w_table, self.parts, self.layout, self.transposed)
+        operands = mainloop.operands(x, view, address)
+        stores = tuple(store.make_store(self._store_view(y, index)) for index, y in enumerate(outputs))
+        n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
+        num_n_clusters = cute.ceil_div(n, self.tile.n * self.tile.cluster_n)
+        self.kernel(operands, stores, addends, params, sched.Groups(*groups, x.shape[0]), n, num_n_clusters).launch(
+            grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster_size, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=after_launch,
+        )
+
+    def _mainloop(self) -> Mainloop:
+        return Mainloop(self.dtype, self.tile, self.parts, self.transposed, self.stages)
+
+    def _store_view(self, y: cute.Tensor, index: int) -> cute.Tensor:
+        is_preact = index == 1
+        if is_preact and self.parts == 2 and self.layout == "concat":
+            return store.halves(y)
+        return y
+
+    def _make_epilogue(self, params: ActivationParams, *args):
+        if self.is_glu:
+            return epi.ActivationEpilogue(self.spec, params, *args)
+        return epi.LinearEpilogue(*args)
+
+    def _shared_storage(self, mainloop: Mainloop) -> type:
+        slots_layout = store.staging_layout(self.dtype, self.num_warpgroups)
+
+        @cute.struct
+        class Storage:
+            stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
+            ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
+            bias: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.n * self.num_warpgroups], 16]
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(slots_layout)], 1024]
+
+        return Storage
+
+    @cute.kernel
+    def kernel(
+        self, operands: Operands, stores: tuple, addends: epi.Addends, params: ActivationParams, groups: sched.Groups,
+        num_weight_rows: Int32, num_n_clusters: Int32,
+    ):  # fmt: skip
+        mainloop = self._mainloop()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        warpgroup = cute.arch.make_warp_uniform(thread // store.THREADS)
+        if warp == LOAD_WARP:
+            cpasync.prefetch_descriptor(operands.atom_a)
+            cpasync.prefetch_descriptor(operands.atom_b)
+
+        storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
+        stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
+        consumer_warps = 1 + WARPS_PER_GROUP * self.num_warpgroups
+        ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps)
+        cluster = cute.make_layout((self.cluster_size, 1))
+        pipeline_init_arrive(cluster, is_relaxed=True)
+        sA = storage.a.get_tensor(mainloop.a_layout.outer, swizzle=mainloop.a_layout.inner)
+        sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
+        pipeline_init_wait(cluster)
+
+        # Everything before this line overlaps the kernel before; everything after it may read that kernel's output.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        if warpgroup == 0:
+            if const_expr(self.num_warpgroups > 1):
+                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD_WARP:
+                self._load_role(mainloop, operands, sA, sB, stages, ring)
+            elif warp == SCHEDULER_WARP:
+                sched.GroupTileScheduler(self.tile, groups, num_n_clusters).run(ring)
+        else:
+            if const_expr(self.num_warpgroups > 1):
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            staging_layout = store.staging_layout(self.dtype, self.num_warpgroups)
+            staging = storage.staging.get_tensor(staging_layout.outer, swizzle=staging_layout.inner)
+            biases = storage.bias.get_tensor(cute.make_layout((self.tile.n, self.num_warpgroups)))
+            slots = store.Slots(staging, self.dtype, warpgroup - 1, thread % store.THREADS, self.chunks_per_tile)
+            epilogue = self._make_epilogue(
+                params, addends, self.tile.n, num_weight_rows, slots, biases[None, warpgroup - 1]
+            )
+            num_k_tiles = cute.ceil_div(cute.size(operands.x, mode=[1]), self.tile.k)
+            self._mma_role(mainloop, epilogue, stores, sA, sB, num_k_tiles, stages, ring, warpgroup - 1)
+
+    @cute.jit
+    def _load_role(
+        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing
+    ):  # fmt: skip
+        ring_state = ring.consumer_state()
+        state = mainloop.producer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            state = mainloop.load(operands, sA, sB, stages, state, work)
+            ring_state.advance()
+            work = ring.get(ring_state)
+        # A CTA must outlive its peers' multicasts into it and arrivals on its barriers.
+        stages.producer_tail(state)
+
+    @cute.jit
+    def _mma_role(
+        self, mainloop: Mainloop, epilogue: epi.Epilogue, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
+        num_k_tiles: Int32, stages, ring: sched.WorkRing, index: Int32,
+    ):  # fmt: skip
+        tiled_mma = mainloop.tiled_mma()
+        slice_layout = cute.make_layout(self.num_warpgroups, stride=store.THREADS)
+        thread_mma = tiled_mma.get_slice(slice_layout(index))
+        tCrA = tiled_mma.make_fragment_A(thread_mma.partition_A(sA))
+        tCrB = tiled_mma.make_fragment_B(thread_mma.partition_B(sB))
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile.m, self.tile.n)), cutlass.Float32)
+
+        ring_state = ring.consumer_state()
+        state = mainloop.consumer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            row = work.row + index * store.ROWS
+            scales = epilogue.begin(work, row)
+            state = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, state)
+            epilogue.finish(acc, scales, stores, work, row)
+            ring_state.advance()
+            work = ring.get(ring_state)
+        epilogue.slots.drain()

@@ -1,0 +1,219 @@
+"""Which output tile a CTA works on next, from group sizes that only the device knows.
+
+Cluster c of a persistent grid of C clusters takes cluster tiles c, c + C, c + 2C, ... of one linear order: experts in
+order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight tiles outermost, so that the CTAs that
+run at once share a few weight tiles and a few row tiles, both out of L2. One warp a CTA walks the groups, 32 experts a
+step, one a lane, and hands each tile to the other warps through a small ring in shared memory: nobody else reads
+group sizes, and the latency of reading them hides behind the MMAs of the tile before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Int32, Int64
+
+from ..gmem import vector_at
+from ..invariant import Invariant
+from ..specs import TileConfig
+
+# Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
+# and a weight tile is read from memory once for 8 uses.
+RASTER_BAND = 8
+STAGES = 2
+SLOT_WORDS = 4
+
+OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
+
+
+class Groups(NamedTuple):
+    """Group sizes on the device: an address, what lies there (OFFS_INT32, ...), how many, and the buffer's rows."""
+
+    address: Int64
+    form: Int32
+    count: Int32
+    rows: Int32
+
+
+class WorkTile(NamedTuple):
+    """One CTA's output tile: its first row, the row where its group ends, its weight tile. expert < 0 ends the work."""
+
+    expert: Int32
+    row: Int32
+    group_end: Int32
+    n_tile: Int32
+
+
+class _GroupWindow(NamedTuple):
+    """32 consecutive groups, one a lane: row range and, inclusive, the linear tile index where the group ends."""
+
+    base: Int32
+    begin: Int32
+    end: Int32
+    tiles_end: Int32
+
+
+def _clamp(value: Int32, low: Int32, high: Int32) -> Int32:
+    return cutlass.max(low, cutlass.min(value, high))
+
+
+@cute.jit
+def _inclusive_scan(value: Int32, lane: Int32) -> Int32:
+    for log_distance in cutlass.range_constexpr(5):
+        distance = 1 << log_distance
+        below = cute.arch.shuffle_sync_up(value, distance)
+        if lane >= distance:
+            value += below
+    return value
+
+
+def _last_lane(value: Int32) -> Int32:
+    return cute.arch.shuffle_sync(value, 31)
+
+
+def _int32_at(groups: Groups, index: Int32) -> Int32:
+    return vector_at(Int32, groups.address)[index]
+
+
+@cute.jit
+def _group_size(groups: Groups, index: Int32) -> Int32:
+    """Rows of a group given by its size, clamped to the buffer: no garbage can overflow a sum of 32."""
+    size = Int32(0)
+    if groups.form == SPLITS_INT64:
+        wide = vector_at(Int64, groups.address)[index]
+        size = Int32(cutlass.max(Int64(0), cutlass.min(wide, Int64(groups.rows))))
+    else:
+        size = _clamp(_int32_at(groups, index), Int32(0), groups.rows)
+    return size
+
+
+class WorkRing(Invariant):
+    """The ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
+
+    def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int):
+        self.pipeline = pipeline.PipelineAsync.create(
+            barrier_storage=barriers,
+            num_stages=STAGES,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, num_consumer_warps),
+            defer_sync=True,
+        )
+        self.slots = cute.make_tensor(slots, cute.make_layout((SLOT_WORDS, STAGES)))
+
+    def producer_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+
+    def consumer_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+
+    @cute.jit
+    def put(self, state: pipeline.PipelineState, work: WorkTile):
+        """Hand over one tile; called by all lanes of the scheduler warp."""
+        self.pipeline.producer_acquire(state)
+        with cute.arch.elect_one():
+            for word in cutlass.range_constexpr(SLOT_WORDS):
+                self.slots[word, state.index] = work[word]
+            self.pipeline.producer_commit(state)
+
+    @cute.jit
+    def get(self, state: pipeline.PipelineState) -> WorkTile:
+        """Wait for the next tile and copy it; called by all lanes of a consumer warp."""
+        self.pipeline.consumer_wait(state)
+        work = WorkTile(*[cute.arch.make_warp_uniform(self.slots[word, state.index]) for word in range(SLOT_WORDS)])
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.pipeline.consumer_release(state)
+        return work
+
+
+class GroupTileScheduler(Invariant):
+    """Walks the groups for one CTA. Compile-time: tile and cluster; run-time: the groups and the weight tiles of one."""
+
+    def __init__(self, tile: TileConfig, groups: Groups, num_n_clusters: Int32):
+        self.tile_m = tile.m
+        self.cluster_m = tile.cluster_m
+        self.cluster_n = tile.cluster_n
+        self.groups = groups
+        self.num_n_clusters = num_n_clusters
+
+    def _num_m_clusters(self, rows: Int32) -> Int32:
+        rows_per_cluster = self.tile_m * self.cluster_m
+        return (rows + rows_per_cluster - 1) // rows_per_cluster
+
+    @cute.jit
+    def _load_window(self, base: Int32, rows_before: Int32, tiles_before: Int32) -> _GroupWindow:
+        """Groups base .. base + 31. Lanes past the last group hold empty groups."""
+        groups = self.groups
+        lane = cute.arch.lane_idx()
+        group = base + lane
+        present = group < groups.count
+        begin = Int32(0)
+        end = Int32(0)
+        if groups.form == OFFS_INT32:
+            if present:
+                end = _clamp(_int32_at(groups, group), Int32(0), groups.rows)
+                if group > 0:
+                    begin = _clamp(_int32_at(groups, group - 1), Int32(0), end)
+        else:
+            size = Int32(0)
+            if present:
+                size = _group_size(groups, group)
+            end = cutlass.min(rows_before + _inclusive_scan(size, lane), groups.rows)
+            begin = cutlass.max(end - size, Int32(0))
+        tiles = self._num_m_clusters(end - begin) * self.num_n_clusters
+        return _GroupWindow(base, begin, end, tiles_before + _inclusive_scan(tiles, lane))
+
+    @cute.jit
+    def _tile_in_window(self, window: _GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
+        """The work of this CTA in cluster tile `tile`, which lies in one of the window's groups."""
+        lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
+        begin = cute.arch.shuffle_sync(window.begin, lane)
+        end = cute.arch.shuffle_sync(window.end, lane)
+        first_tile = tiles_before
+        before = cute.arch.shuffle_sync(window.tiles_end, cutlass.max(lane - 1, Int32(0)))
+        if lane > 0:
+            first_tile = before
+
+        index = tile - first_tile
+        band_tiles = RASTER_BAND * self.num_n_clusters
+        band = index // band_tiles
+        in_band = index - band * band_tiles
+        band_height = cutlass.min(self._num_m_clusters(end - begin) - band * RASTER_BAND, Int32(RASTER_BAND))
+        n_cluster = in_band // band_height
+        m_cluster = band * RASTER_BAND + in_band - n_cluster * band_height
+
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank_m = rank % self.cluster_m
+        rank_n = rank // self.cluster_m
+        row = begin + (m_cluster * self.cluster_m + rank_m) * self.tile_m
+        return WorkTile(window.base + lane, row, end, n_cluster * self.cluster_n + rank_n)
+
+    @cute.jit
+    def run(self, ring: WorkRing):
+        """The scheduler warp's whole life: walk the groups, put this CTA's tiles into the ring, then the end mark."""
+        cluster_size = self.cluster_m * self.cluster_n
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        tile = bidx // cluster_size
+        num_clusters = gdim // cluster_size
+
+        state = ring.producer_state()
+        tiles_before = Int32(0)
+        window = self._load_window(Int32(0), Int32(0), tiles_before)
+        window_end = _last_lane(window.tiles_end)
+        more = Boolean(True)
+        while more:
+            while (tile >= window_end) & (window.base + 32 < self.groups.count):
+                tiles_before = window_end
+                window = self._load_window(window.base + 32, _last_lane(window.end), tiles_before)
+                window_end = _last_lane(window.tiles_end)
+            more = tile < window_end
+            work = WorkTile(Int32(-1), Int32(0), Int32(0), Int32(0))
+            if more:
+                work = self._tile_in_window(window, tile, tiles_before)
+            ring.put(state, work)
+            state.advance()
+            tile += num_clusters

@@ -1,0 +1,90 @@
+"""How expert weights look to TMA: one descriptor for packed weights, for lists of experts and for every GLU layout.
+
+A TMA descriptor multiplies coordinates by strides and knows nothing of tensors, so the expert is not a dimension of
+E but an address: coordinates (lo, hi) count 16-byte units from the descriptor's base, lo in units of 16 bytes and hi
+in units of 1 GiB. An expert of a packed tensor lies at e * stride, an expert of a list wherever a table says.
+
+A gated layer's tile takes as many rows of the activated half as of the linear half, `parts` = 2 loads into one
+shared-memory tile [a rows | u rows], so that both halves of an output land in the same thread's accumulators. Where
+the rows of a half lie is a matter of strides only:
+
+    layout         row i of half h            dimension of i          distance of the halves
+    concat         h I + i                    I : K                   I K
+    interleaved    2 i + h                    I : 2 K                 K
+    interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
+
+The bounds of i and of k are the descriptor's, so a tile that hangs over an edge is filled with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from ..gmem import vector_at
+
+UNIT_BYTES = 16
+LOG2_UNITS_PER_HI = 26
+# The descriptor's bounds of (lo, hi): past any address, since only the bounds of i and k are meant to clip.
+LO_BOUND = 2**31 - 1
+HI_BOUND = 2**20
+
+
+class ExpertAddress(NamedTuple):
+    """Where an expert starts: `table` is the address of int64 [E] offsets in 16-byte units, or 0 for packed weights."""
+
+    table: Int64
+    expert_units: Int64
+    part_units: Int64
+
+
+def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
+    return elements * (dtype.width // 8) // UNIT_BYTES
+
+
+@cute.jit
+def weight_view(
+    w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
+    transposed: cutlass.Constexpr[bool],
+):  # fmt: skip
+    """w [E,N,K] as (tensor (n, k, lo, hi), ExpertAddress), n and k named as the MMA sees them.
+
+    `transposed` contracts over w's rows: n is w's last dimension, k its rows.
+    """
+    _, rows, cols = w.shape
+    row_stride = Int64(cols)
+    half = rows // parts
+    if const_expr(layout == "interleaved32"):
+        n_shape, n_stride, part_stride = (32, half // 32), (row_stride, 64 * row_stride), 32 * row_stride
+    elif const_expr(layout == "interleaved"):
+        n_shape, n_stride, part_stride = half, 2 * row_stride, row_stride
+    else:
+        n_shape, n_stride, part_stride = half, row_stride, half * row_stride
+
+    unit = UNIT_BYTES * 8 // w.element_type.width
+    shape = (n_shape, cols)
+    stride = (n_stride, 1)
+    if const_expr(transposed):
+        shape, stride = (cols, rows), (1, row_stride)
+    view = cute.make_layout((*shape, LO_BOUND, HI_BOUND), stride=(*stride, unit, unit << LOG2_UNITS_PER_HI))
+    address = ExpertAddress(
+        table, _units(Int64(rows) * row_stride, w.element_type), _units(Int64(part_stride), w.element_type)
+    )
+    return cute.make_tensor(w.iterator, view), address
+
+
+@cute.jit
+def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
+    """Where the expert starts, in 16-byte units from the descriptor's base."""
+    units = expert * address.expert_units
+    if address.table != 0:
+        units = vector_at(Int64, address.table)[expert]
+    return units
+
+
+def lo_hi(units: Int64) -> tuple[Int32, Int32]:
+    """The descriptor's coordinates of an offset in 16-byte units."""
+    return Int32(units & ((1 << LOG2_UNITS_PER_HI) - 1)), Int32(units >> LOG2_UNITS_PER_HI)

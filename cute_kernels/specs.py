@@ -1,0 +1,182 @@
+"""Kernel specs: everything that changes generated code, and nothing else.
+
+A spec is a frozen dataclass with a stable, readable `name`; that name is the exported symbol, the
+manifest key and the cache key's readable half. A spec never holds a token count, an expert count, N, K
+or a device: those are run-time values of every kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
+UNGATED = ("srelu", "silu", "gelu", "none")
+ACTIVATIONS = GATED + UNGATED
+GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
+SCHEDULES = ("cooperative",)
+TILE_M = (64, 128)
+TILE_N = (64, 128, 192, 256)
+TILE_K = (64,)
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+ARCHS = ("sm_90a",)
+
+
+class SpecError(ValueError):
+    """A spec that no kernel can be built from; the message names the field and the valid choices."""
+
+
+def _require(field: str, value: Any, valid: Any) -> None:
+    if value not in valid:
+        choices = ", ".join(str(v) for v in valid)
+        raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
+
+    m: 64 rows for each MMA warpgroup. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte
+    swizzle row of 16-bit elements. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
+    cooperative: all MMA warpgroups work on one tile.
+    """
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    cluster_m: int = 1
+    cluster_n: int = 1
+    schedule: str = "cooperative"
+
+    def __post_init__(self) -> None:
+        _require("tile m", self.m, TILE_M)
+        _require("tile n", self.n, TILE_N)
+        _require("tile k", self.k, TILE_K)
+        _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS)
+        _require("schedule", self.schedule, SCHEDULES)
+
+    @property
+    def name(self) -> str:
+        return f"t{self.m}x{self.n}x{self.k}_c{self.cluster_m}x{self.cluster_n}_coop"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMmSpec:
+    """y[T,N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y[T,K] = x[T,N] w_e."""
+
+    op: ClassVar[str] = "grouped_mm"
+    dtype: str = "bfloat16"
+    transpose_w: bool = False
+    tile: TileConfig = TileConfig()
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("dtype", self.dtype, DTYPES)
+        _require("arch", self.arch, ARCHS)
+
+    @property
+    def stem(self) -> str:
+        form = "nn" if self.transpose_w else "nt"
+        return f"{form}_{self.tile.name}"
+
+    @property
+    def name(self) -> str:
+        return f"grouped_mm_{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGluSpec:
+    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I]."""
+
+    op: ClassVar[str] = "grouped_glu"
+    dtype: str = "bfloat16"
+    activation: str = "swiglu"
+    glu_layout: str = "concat"
+    save_preact: bool = False
+    tile: TileConfig = TileConfig()
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("dtype", self.dtype, DTYPES)
+        _require("activation", self.activation, ACTIVATIONS)
+        _require("glu_layout", self.glu_layout, GLU_LAYOUTS)
+        _require("arch", self.arch, ARCHS)
+        if not self.gated and self.glu_layout != "concat":
+            raise SpecError(
+                f"glu_layout={self.glu_layout!r} has no meaning for activation={self.activation!r}, which has "
+                "no gate; leave glu_layout at 'concat'"
+            )
+        if self.gated and self.tile.n % 128:
+            valid = [n for n in TILE_N if n % 128 == 0]
+            raise SpecError(
+                f"tile n={self.tile.n} cannot be halved into 64-column chunks of gate and linear columns; "
+                f"activation={self.activation!r} needs one of: {', '.join(map(str, valid))}"
+            )
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+    @property
+    def stem(self) -> str:
+        layout = f"_{self.glu_layout}" if self.gated else ""
+        preact = "_preact" if self.save_preact else ""
+        return f"{self.activation}{layout}{preact}_{self.tile.name}"
+
+    @property
+    def name(self) -> str:
+        return f"grouped_glu_{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMlpSpec:
+    """grouped_glu then grouped_mm in one host function: two launches, programmatic dependent launch between."""
+
+    op: ClassVar[str] = "grouped_mlp"
+    fc1: GroupedGluSpec = GroupedGluSpec()
+    fc2: GroupedMmSpec = GroupedMmSpec()
+
+    def __post_init__(self) -> None:
+        if (self.fc1.dtype, self.fc1.arch) != (self.fc2.dtype, self.fc2.arch):
+            raise SpecError("fc1 and fc2 of a grouped_mlp must agree in dtype and arch")
+        if self.fc1.save_preact or self.fc2.transpose_w:
+            raise SpecError("grouped_mlp takes fc1 without save_preact and fc2 without transpose_w")
+
+    @property
+    def dtype(self) -> str:
+        return self.fc1.dtype
+
+    @property
+    def arch(self) -> str:
+        return self.fc1.arch
+
+    @property
+    def name(self) -> str:
+        return f"grouped_mlp_{DTYPES[self.dtype]}_{self.fc1.stem}__{self.fc2.stem}_{self.arch}"
+
+
+Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec
+_SPEC_TYPES: dict[str, type] = {t.op: t for t in (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec)}
+_NESTED: dict[str, type] = {"tile": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
+
+
+def to_dict(spec: Spec) -> dict[str, Any]:
+    """A JSON-ready dict that `from_dict` turns back into an equal spec."""
+    return {"op": spec.op, **dataclasses.asdict(spec)}
+
+
+def _build(cls: type, fields: dict[str, Any]) -> Any:
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = set(fields) - known
+    if unknown:
+        raise SpecError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}; it has: {', '.join(sorted(known))}")
+    return cls(**{k: _build(_NESTED[k], v) if k in _NESTED and isinstance(v, dict) else v for k, v in fields.items()})
+
+
+def from_dict(data: dict[str, Any]) -> Spec:
+    """The spec that `to_dict` described. Raises SpecError on an unknown operator or field."""
+    fields = dict(data)
+    op = fields.pop("op", None)
+    _require("op", op, _SPEC_TYPES)
+    return _build(_SPEC_TYPES[op], fields)
