@@ -11,15 +11,25 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .activation import ActivationParams
-from .sm90.epilogue import Addends
-from .sm90.grouped_gemm import DTYPES, GroupedGemm
+from .sm90.epilogue import ActivationEpilogue, Addends, LinearEpilogue
+from .sm90.grouped_gemm import GroupedGemm
 from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 NO_PARAMS = (0.0, 0.0, 0.0)
+
+
+def _mm(spec: GroupedMmSpec) -> GroupedGemm:
+    epilogue = LinearEpilogue(spec.tile.n)
+    return GroupedGemm(spec.name, DTYPES[spec.dtype], spec.tile, epilogue, transposed=spec.transpose_w)
+
+
+def _glu(spec: GroupedGluSpec) -> GroupedGemm:
+    return GroupedGemm(spec.name, DTYPES[spec.dtype], spec.tile, ActivationEpilogue(spec))
 
 
 def _no_params() -> ActivationParams:
@@ -30,7 +40,7 @@ class GroupedMmEntry:
     """y = grouped_mm(x, w). The last two integers: SM count, and 0 to load the kernel without launching it."""
 
     def __init__(self, spec: GroupedMmSpec):
-        self.gemm = GroupedGemm(spec)
+        self.gemm = _mm(spec)
 
     @cute.jit
     def __call__(
@@ -49,7 +59,7 @@ class GroupedGluEntry:
     """act = grouped_glu(x, w1)."""
 
     def __init__(self, spec: GroupedGluSpec):
-        self.gemm = GroupedGemm(spec)
+        self.gemm = _glu(spec)
 
     @cute.jit
     def __call__(
@@ -68,7 +78,7 @@ class GroupedGluPreactEntry:
     """act, preact = grouped_glu(x, w1, return_preact=True)."""
 
     def __init__(self, spec: GroupedGluSpec):
-        self.gemm = GroupedGemm(spec)
+        self.gemm = _glu(spec)
 
     @cute.jit
     def __call__(
@@ -87,8 +97,8 @@ class GroupedMlpEntry:
     """y = grouped_mlp(x, w1, w2): two launches in one call; the second starts while the first drains."""
 
     def __init__(self, spec: GroupedMlpSpec):
-        self.fc1 = GroupedGemm(spec.fc1)
-        self.fc2 = GroupedGemm(spec.fc2)
+        self.fc1 = _glu(spec.fc1)
+        self.fc2 = _mm(spec.fc2)
 
     @cute.jit
     def __call__(
@@ -155,7 +165,7 @@ def _trace_glu(spec: GroupedGluSpec) -> tuple[Any, tuple]:
     w1_rows = fakes.dim() if spec.gated else intermediate
     tensors = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
     rest = (*_groups_fakes(), *_weight_fakes(), *_tail_fakes(True))
-    if const_expr(spec.save_preact):
+    if spec.save_preact:
         return GroupedGluPreactEntry(spec), (*tensors, fakes.matrix(w1_rows), *rest)
     return GroupedGluEntry(spec), (*tensors, *rest)
 
@@ -173,4 +183,8 @@ def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
 
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
-    return {"grouped_mm": _trace_mm, "grouped_glu": _trace_glu, "grouped_mlp": _trace_mlp}[spec.op](spec)
+    if isinstance(spec, GroupedMmSpec):
+        return _trace_mm(spec)
+    if isinstance(spec, GroupedGluSpec):
+        return _trace_glu(spec)
+    return _trace_mlp(spec)

@@ -12,7 +12,7 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
                                      ring (tile), stages (full)
 
     ring    WorkRing, 2 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp (1 + 4 n).
-    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 an MMA warp of every CTA in the multicast.
+    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 an MMA warp of each CTA that shares them.
     slots   2 staging slots a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
 """
 
@@ -26,14 +26,13 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from ..activation import ActivationParams
 from ..invariant import Invariant
-from ..specs import GroupedGluSpec, GroupedMmSpec
+from ..specs import TileConfig
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
 from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .weights import weight_view
 
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 SMEM_BYTES = 227 * 1024
 # Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
 SMALL_BYTES = 2048
@@ -43,19 +42,24 @@ LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 
 
 class GroupedGemm(Invariant):
-    """Kernel of one GroupedMmSpec or GroupedGluSpec."""
+    """One kernel: a tile configuration, an epilogue, and w as rows of n (or, `transposed`, as rows of k)."""
 
-    def __init__(self, spec: GroupedMmSpec | GroupedGluSpec):
-        self.spec = spec
-        self.dtype = DTYPES[spec.dtype]
-        self.tile = spec.tile
-        self.is_glu = isinstance(spec, GroupedGluSpec)
-        self.parts = 2 if self.is_glu and spec.gated else 1
-        self.layout = spec.glu_layout if self.is_glu else "concat"
-        self.transposed = not self.is_glu and spec.transpose_w
-        self.num_warpgroups = self.tile.m // 64
+    def __init__(
+        self,
+        name: str,
+        dtype: type[cutlass.Numeric],
+        tile: TileConfig,
+        epilogue: epi.Epilogue,
+        transposed: bool = False,
+    ):
+        self.name = name
+        self.dtype = dtype
+        self.tile = tile
+        self.epilogue = epilogue
+        self.transposed = transposed
+        self.num_warpgroups = tile.m // store.ROWS
         self.threads = (1 + self.num_warpgroups) * store.THREADS
-        self.cluster_size = self.tile.cluster_m * self.tile.cluster_n
+        self.cluster_size = tile.cluster_m * tile.cluster_n
 
     @property
     def stages(self) -> int:
@@ -63,24 +67,20 @@ class GroupedGemm(Invariant):
         stage = (self.tile.m + self.tile.n) * self.tile.k * 2
         return (SMEM_BYTES - SMALL_BYTES - staging) // stage
 
-    @property
-    def chunks_per_tile(self) -> int:
-        """64-column chunks that one tile stores: its output's, and its preactivation's."""
-        preact = self.tile.n if self.is_glu and self.spec.save_preact else 0
-        return (self.tile.n // self.parts + preact) // store.COLS
-
     @cute.jit
     def launch(
-        self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple, w_table: Int64, addends: epi.Addends,
-        params: ActivationParams, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
+        self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32], w_table: Int64,
+        addends: epi.Addends, params: ActivationParams, num_sms: Int32, stream: cuda.CUstream,
+        after_launch: cutlass.Constexpr[bool] = False,
     ):  # fmt: skip
         """Launch on `stream`. `after_launch`: start early, behind a kernel of this package (programmatic launch)."""
         mainloop = self._mainloop()
-        view, address = weight_view(w, w_table, self.parts, self.layout, self.transposed)
+        view, address = weight_view(w, w_table, self.epilogue.parts, self.epilogue.layout, self.transposed)
         operands = mainloop.operands(x, view, address)
-        stores = tuple(store.make_store(self._store_view(y, index)) for index, y in enumerate(outputs))
+        stores = tuple(store.make_store(view) for view in self.epilogue.store_views(outputs))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
         num_n_clusters = cute.ceil_div(n, self.tile.n * self.tile.cluster_n)
+        self._name_kernel()
         self.kernel(operands, stores, addends, params, sched.Groups(*groups, x.shape[0]), n, num_n_clusters).launch(
             grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),
             block=(self.threads, 1, 1),
@@ -90,19 +90,12 @@ class GroupedGemm(Invariant):
             use_pdl=after_launch,
         )
 
+    def _name_kernel(self) -> None:
+        """Profilers then show the spec. The DSL's own prefix would also make ptxas treat the kernel as CUTLASS's."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+
     def _mainloop(self) -> Mainloop:
-        return Mainloop(self.dtype, self.tile, self.parts, self.transposed, self.stages)
-
-    def _store_view(self, y: cute.Tensor, index: int) -> cute.Tensor:
-        is_preact = index == 1
-        if is_preact and self.parts == 2 and self.layout == "concat":
-            return store.halves(y)
-        return y
-
-    def _make_epilogue(self, params: ActivationParams, *args):
-        if self.is_glu:
-            return epi.ActivationEpilogue(self.spec, params, *args)
-        return epi.LinearEpilogue(*args)
+        return Mainloop(self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages)
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slots_layout = store.staging_layout(self.dtype, self.num_warpgroups)
@@ -159,12 +152,12 @@ class GroupedGemm(Invariant):
             staging_layout = store.staging_layout(self.dtype, self.num_warpgroups)
             staging = storage.staging.get_tensor(staging_layout.outer, swizzle=staging_layout.inner)
             biases = storage.bias.get_tensor(cute.make_layout((self.tile.n, self.num_warpgroups)))
-            slots = store.Slots(staging, self.dtype, warpgroup - 1, thread % store.THREADS, self.chunks_per_tile)
-            epilogue = self._make_epilogue(
-                params, addends, self.tile.n, num_weight_rows, slots, biases[None, warpgroup - 1]
+            slots = store.Slots(
+                staging, self.dtype, warpgroup - 1, thread % store.THREADS, self.epilogue.chunks_per_tile
             )
+            state = epi.WarpgroupState(addends, params, num_weight_rows, slots, biases[None, warpgroup - 1])
             num_k_tiles = cute.ceil_div(cute.size(operands.x, mode=[1]), self.tile.k)
-            self._mma_role(mainloop, epilogue, stores, sA, sB, num_k_tiles, stages, ring, warpgroup - 1)
+            self._mma_role(mainloop, state, stores, sA, sB, num_k_tiles, stages, ring, warpgroup - 1)
 
     @cute.jit
     def _load_role(
@@ -182,7 +175,7 @@ class GroupedGemm(Invariant):
 
     @cute.jit
     def _mma_role(
-        self, mainloop: Mainloop, epilogue: epi.Epilogue, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
+        self, mainloop: Mainloop, state: epi.WarpgroupState, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         num_k_tiles: Int32, stages, ring: sched.WorkRing, index: Int32,
     ):  # fmt: skip
         tiled_mma = mainloop.tiled_mma()
@@ -193,13 +186,13 @@ class GroupedGemm(Invariant):
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile.m, self.tile.n)), cutlass.Float32)
 
         ring_state = ring.consumer_state()
-        state = mainloop.consumer_state()
+        stage = mainloop.consumer_state()
         work = ring.get(ring_state)
         while work.expert >= 0:
             row = work.row + index * store.ROWS
-            scales = epilogue.begin(work, row)
-            state = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, state)
-            epilogue.finish(acc, scales, stores, work, row)
+            scales = self.epilogue.begin(state, work, row)
+            stage = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, stage)
+            self.epilogue.finish(state, acc, scales, stores, work, row)
             ring_state.advance()
             work = ring.get(ring_state)
-        epilogue.slots.drain()
+        state.slots.drain()

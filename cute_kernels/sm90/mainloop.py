@@ -38,9 +38,8 @@ class Operands(NamedTuple):
 class Mainloop(Invariant):
     """Compile-time shape of the mainloop, and its two halves: `load` for the TMA warp, `mma` for a warpgroup.
 
-    Pipeline "stages": producer, 1 thread of the TMA warp, arms the transaction count of a stage; TMA arrives. Consumers,
-    one lane of every MMA warp that reads the stage, in every CTA that the stage's multicast comes from, arrive when
-    their wgmma have read it.
+    Pipeline "stages": the producer, 1 thread of the TMA warp, arms a stage's transaction count and TMA arrives. The
+    consumers, one lane of each MMA warp of each CTA that shares the stage, arrive when their wgmma have read it.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int):

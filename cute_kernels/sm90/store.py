@@ -112,7 +112,8 @@ class Slots(Invariant):
         self.sync()
         if self.is_storing_warp:
             half_mode = () if const_expr(half is None) else (half,)
-            tensor = target.tensor[(None, None, *half_mode, work.group_end)]
+            at = (None, None, *half_mode, work.group_end)
+            tensor = target.tensor[at]
             tensor = cute.domain_offset((row + target.rows - work.group_end, col), tensor)
             tile = cute.local_tile(tensor, (ROWS, COLS), (0, 0))
             source, destination = cpasync.tma_partition(

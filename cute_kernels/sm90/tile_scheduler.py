@@ -130,7 +130,7 @@ class WorkRing(Invariant):
 
 
 class GroupTileScheduler(Invariant):
-    """Walks the groups for one CTA. Compile-time: tile and cluster; run-time: the groups and the weight tiles of one."""
+    """Walks the groups for one CTA. Compile-time: tile and cluster; run-time: groups and weight tiles an expert."""
 
     def __init__(self, tile: TileConfig, groups: Groups, num_n_clusters: Int32):
         self.tile_m = tile.m

@@ -65,11 +65,11 @@ def weight_view(
         n_shape, n_stride, part_stride = half, row_stride, half * row_stride
 
     unit = UNIT_BYTES * 8 // w.element_type.width
-    shape = (n_shape, cols)
-    stride = (n_stride, 1)
+    address_shape, address_stride = (LO_BOUND, HI_BOUND), (unit, unit << LOG2_UNITS_PER_HI)
     if const_expr(transposed):
-        shape, stride = (cols, rows), (1, row_stride)
-    view = cute.make_layout((*shape, LO_BOUND, HI_BOUND), stride=(*stride, unit, unit << LOG2_UNITS_PER_HI))
+        view = cute.make_layout((cols, rows, *address_shape), stride=(1, row_stride, *address_stride))
+    else:
+        view = cute.make_layout((n_shape, cols, *address_shape), stride=(n_stride, 1, *address_stride))
     address = ExpertAddress(
         table, _units(Int64(rows) * row_stride, w.element_type), _units(Int64(part_stride), w.element_type)
     )
