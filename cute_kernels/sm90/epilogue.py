@@ -31,9 +31,15 @@ class Addends(NamedTuple):
     scale: Int64
 
 
-def chunk_of(acc: cute.Tensor, chunk: int) -> list[Float32]:
+def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
+    """A thread's accumulators as a vector, in the order above."""
+    count = cute.size(acc) - first if count is None else count
+    return cute.make_tensor(acc.iterator + first, cute.make_layout(count))
+
+
+def chunk_of(acc: cute.Tensor, chunk: int) -> cute.Tensor:
     """A thread's accumulators of one chunk of COLS columns."""
-    return [acc[chunk * CHUNK_REGS + i] for i in range(CHUNK_REGS)]
+    return registers(acc, chunk * CHUNK_REGS, CHUNK_REGS)
 
 
 class WarpgroupState(Invariant):
@@ -118,11 +124,12 @@ class Epilogue(Invariant):
         """acc += bias, times a scale for each of the thread's two rows."""
         if state.has_bias():
             state.slots.sync()
-            for i in cutlass.range_constexpr(self.tile_n // 8 * 2):
+            values = registers(acc)
+            for i in cutlass.range(self.tile_n // 8 * 2, unroll_full=True):
                 group, pair = i // 2, i % 2
                 bias = Float32(state.sBias[8 * group + 2 * (state.lane % 4) + pair])
-                acc[4 * group + pair] += bias * scale_upper_row
-                acc[4 * group + 2 + pair] += bias * scale_lower_row
+                values[4 * group + pair] += bias * scale_upper_row
+                values[4 * group + 2 + pair] += bias * scale_lower_row
 
 
 class LinearEpilogue(Epilogue):
@@ -173,19 +180,25 @@ class ActivationEpilogue(Epilogue):
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row)
         for chunk in cutlass.range_constexpr(self.part_n // COLS):
-            values = self._activated(state, acc, chunk * CHUNK_REGS, scales)
+            values = self._activated(state, acc, chunk, scales)
             col = work.n_tile * self.part_n + chunk * COLS
             state.slots.put(values, stores[0], work, row, col, None, (self.preact_chunks + chunk) % SLOTS)
 
-    def _activated(self, state: WarpgroupState, acc: cute.Tensor, first: int, scales: cute.Tensor) -> list[Float32]:
-        """CHUNK_REGS outputs from the accumulators at `first` and, gated, from their partners half a tile on."""
-        if self.spec.gated:
-            half = cute.size(acc) // 2
-            gated = act.GATED[self.spec.activation]
-            outputs = [gated(acc[first + i], acc[half + first + i], state.params) for i in range(CHUNK_REGS)]
+    @cute.jit
+    def _activated(
+        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], scales: cute.Tensor
+    ) -> cute.Tensor:
+        """One chunk of outputs, from its accumulators and, gated, from their partners half a tile on."""
+        a = chunk_of(acc, chunk)
+        outputs = cute.make_rmem_tensor(CHUNK_REGS, Float32)
+        if const_expr(self.spec.gated):
+            u = chunk_of(acc, self.part_n // COLS + chunk)
+            for i in cutlass.range(CHUNK_REGS, unroll_full=True):
+                outputs[i] = act.GATED[self.spec.activation](a[i], u[i], state.params) * scales[i // 2 % 2]
         else:
-            outputs = [act.UNGATED[self.spec.activation](acc[first + i]) for i in range(CHUNK_REGS)]
-        return [output * scales[i // 2 % 2] for i, output in enumerate(outputs)]
+            for i in cutlass.range(CHUNK_REGS, unroll_full=True):
+                outputs[i] = act.UNGATED[self.spec.activation](a[i]) * scales[i // 2 % 2]
+        return outputs
 
     @cute.jit
     def _store_preact(self, state: WarpgroupState, acc: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32):
@@ -204,11 +217,11 @@ class ActivationEpilogue(Epilogue):
             else:
                 state.slots.put(chunk_of(acc, chunk), target, work, row, col, None, slot)
 
-    def _a32_u32(self, acc: cute.Tensor, chunk: int) -> list[Float32]:
+    def _a32_u32(self, acc: cute.Tensor, chunk: int) -> cute.Tensor:
         """32 columns of a, then the same 32 of u."""
         regs = CHUNK_REGS // 2
-        half = cute.size(acc) // 2
-        return [acc[part * half + chunk * regs + i] for part in range(2) for i in range(regs)]
+        layout = cute.make_layout((regs, 2), stride=(1, cute.size(acc) // 2))
+        return cute.make_tensor(acc.iterator + chunk * regs, layout)
 
     @cute.jit
     def _put_interleaved(
@@ -219,13 +232,14 @@ class ActivationEpilogue(Epilogue):
         slots = state.slots
         slot = chunk % SLOTS
         half_regs = cute.size(acc) // 2
+        a = registers(acc, chunk * CHUNK_REGS // 2, CHUNK_REGS // 2)
+        u = registers(acc, half_regs + chunk * CHUNK_REGS // 2, CHUNK_REGS // 2)
         slots.acquire()
         for i in cutlass.range_constexpr(CHUNK_REGS // 4):
-            at = chunk * (CHUNK_REGS // 2) + i // 2 * 4 + i % 2 * 2
             quad = cute.make_rmem_tensor(4, Float32)
             for pair in cutlass.range_constexpr(2):
-                quad[2 * pair] = acc[at + pair]
-                quad[2 * pair + 1] = acc[half_regs + at + pair]
+                quad[2 * pair] = a[2 * i + pair]
+                quad[2 * pair + 1] = u[2 * i + pair]
             out = cute.make_rmem_tensor(4, slots.dtype)
             out.store(quad.load().to(slots.dtype))
             line = slots.smem[state.row_in_tile + i % 2 * 8, None, slot]

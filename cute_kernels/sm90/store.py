@@ -123,13 +123,11 @@ class Slots(Invariant):
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def put(self, values: list, target: RaggedStore, work: WorkTile, row: Int32, col: Int32, half, slot: int):
+    def put(self, values: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32, col: Int32, half, slot: int):
         """Convert CHUNK_REGS accumulator registers, stage and store them."""
         out = cute.make_rmem_tensor(self.destination[None, None, None, 0].shape, self.dtype)
-        wide = cute.make_rmem_tensor(out.shape, Float32)
-        for i in cutlass.range_constexpr(CHUNK_REGS):
-            wide[i] = values[i]
-        out.store(wide.load().to(self.dtype))
+        flat = cute.make_tensor(out.iterator, cute.make_layout(values.shape))
+        flat.store(values.load().to(self.dtype))
         self.acquire()
         cute.copy(self.tiled_copy, out, self.destination[None, None, None, slot])
         self.store(target, work, row, col, half, slot)

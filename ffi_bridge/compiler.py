@@ -1,0 +1,141 @@
+"""The compile process: one spec in, one object file and its resource report out.
+
+Run as `python -m ffi_bridge.compiler`, it serves requests until its standard input closes (`worker.py` is
+the other end). It is the only process that imports cutlass: the compiler holds the GIL, is not thread-safe
+and keeps some 250 MB. It never imports torch, so that a build sees the same world with and without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from cute_kernels import specs
+
+from . import toolchain
+from .errors import CompileError
+from .resources import KernelResources, read_resources
+
+DEFAULT_TRACER = "cute_kernels.entry:trace"
+# `remarks{ptx}` makes ptxas report registers, spills and C75xx lines; without it they are silent.
+OPTIONS = "remarks{ptx} --enable-tvm-ffi --gpu-arch "
+
+Tracer = Callable[[specs.Spec], tuple[Any, tuple[Any, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelArtifact:
+    """One compiled function: its export symbol, its object file and each device kernel's resources."""
+
+    name: str
+    object_file: Path
+    kernels: tuple[KernelResources, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "object_file": str(self.object_file),
+            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> KernelArtifact:
+        kernels = tuple(KernelResources.from_dict(kernel) for kernel in data["kernels"])
+        return cls(data["name"], Path(data["object_file"]), kernels)
+
+
+def load_tracer(name: str) -> Tracer:
+    """The function that "module:function" names: spec -> (jitted host function, its fake arguments)."""
+    module, _, function = name.partition(":")
+    tracer: Tracer = getattr(importlib.import_module(module), function)
+    return tracer
+
+
+@functools.cache
+def _cutlass(arch: str) -> Any:
+    """`cutlass.cute`, imported for `arch`: without a GPU the DSL takes its architecture from the environment, once."""
+    chosen = os.environ.setdefault("CUTE_DSL_ARCH", arch)
+    if chosen != arch:
+        raise CompileError(f"this compile process serves {chosen}; compile for {arch} in another")
+    packages = str(toolchain.dsl_packages())
+    if packages not in sys.path:  # a wheel adds itself by a .pth file, a bare folder does not
+        sys.path.insert(0, packages)
+    cute = importlib.import_module("cutlass.cute")
+    _forget_source_lines(importlib.import_module("cutlass.base_dsl.dsl"))
+    return cute
+
+
+def _forget_source_lines(dsl: Any) -> None:
+    """Remarks make the DSL look up the source line of every operation that it traces: a quarter of a build's time
+    (2.5 s to 1.9 s for two GEMMs), the same code, and nothing reads them here. Harmless where it changes nothing."""
+    if tracking := getattr(dsl, "_set_enable_frame_filtering", None):
+        dsl._set_enable_frame_filtering = lambda _: tracking(False)
+
+
+def compile_spec(spec: specs.Spec, directory: Path, tracer: str = DEFAULT_TRACER) -> KernelArtifact:
+    """Compiles one spec into `directory`/<spec.name>.o.
+
+    To be called in a process of its own: it imports cutlass for the spec's architecture and for no other.
+
+    Raises:
+        CompileError: the kernel does not compile, or the compiler's report is incomplete.
+        ToolchainError: the DSL is not installed.
+    """
+    cute = _cutlass(spec.arch)
+    function, fake_arguments = load_tracer(tracer)(spec)
+    remarks = io.StringIO()
+    with contextlib.redirect_stderr(remarks):
+        # It is exported, never called: no need of an engine that could run it.
+        compiled = cute.compile(function, *fake_arguments, options=OPTIONS + spec.arch, no_jit_engine=True)
+    object_file = Path(directory) / f"{spec.name}.o"
+    compiled.export_to_c(str(object_file), function_name=spec.name, export_only_tvm_ffi_symbols=True)
+    kernels = read_resources(compiled.kernel_info, remarks.getvalue(), str(compiled.ir_module))
+    return KernelArtifact(spec.name, object_file, kernels)
+
+
+def _place(error: Exception) -> str:
+    """Where our code was when it failed: the innermost frame outside the DSL."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}cutlass{os.sep}" not in frame.filename] or frames
+    return f"{ours[-1].filename}:{ours[-1].lineno}"
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one request: {"artifact": ...} or {"error": ...}. No exception leaves the process."""
+    try:
+        spec = specs.from_dict(request["spec"])
+        return {"artifact": compile_spec(spec, Path(request["directory"]), request["tracer"]).to_dict()}
+    except Exception as error:  # whatever the DSL raises belongs to this one spec
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error} ({_place(error)})"}
+
+
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """Answers one JSON request a line with one JSON reply a line, until the requests end."""
+    for line in requests:
+        replies.write(json.dumps(_answer(json.loads(line))) + "\n")
+        replies.flush()
+
+
+def main() -> None:
+    # Replies need a channel that nothing else prints to: take standard output, give the rest standard error.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # TVM-FFI imports torch where it can: 2 s and 200 MB a process, for nothing that compiling needs.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        serve(sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()

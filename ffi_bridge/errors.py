@@ -1,0 +1,31 @@
+"""What can go wrong between a kernel's source and a callable. Every message ends in the command that mends it."""
+
+from __future__ import annotations
+
+
+class BundleError(RuntimeError):
+    """A bundle that cannot be used. Nothing of it was loaded."""
+
+
+class BundleMissing(BundleError):
+    """No bundle for this architecture, or no such function in it."""
+
+
+class BundleDamaged(BundleError):
+    """The manifest cannot be read, or the library is not the one that it describes."""
+
+
+class BundleForeign(BundleError):
+    """Files that `glulam build` did not make, or that it made for another architecture."""
+
+
+class BundleOutdated(BundleError):
+    """Built by, or for, other versions of Glulam, of its toolchain or of its kernels' sources."""
+
+
+class ToolchainError(RuntimeError):
+    """A tool or a library that is needed to build or to load is not on this machine."""
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile, or compiled to code that the build refuses (spills, serialised wgmma)."""

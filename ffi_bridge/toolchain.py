@@ -1,0 +1,133 @@
+"""Where the tools are and which versions: the DSL's wheel, TVM-FFI, the C compiler. Imports none of them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from ._version import __version__
+from .errors import ToolchainError
+
+DSL = "nvidia-cutlass-dsl"
+TVM_FFI = "apache-tvm-ffi"
+INSTALL_DSL = 'run `pip install "nvidia-cutlass-dsl[cu13]==4.8.1"`'
+INSTALL_TVM_FFI = "run `pip install apache-tvm-ffi==0.1.15.post2`"
+
+# The DSL comes as several wheels that share one version; a run-time install may hold the libraries' wheel alone.
+_DSL_WHEELS = (DSL, "nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-base")
+
+
+def package_folders(name: str) -> list[Path]:
+    """The folders of top-level package `name`, found without importing it; empty where there is none."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return []
+    return [Path(p) for p in (found.submodule_search_locations or ())] if found else []
+
+
+def runtime_library() -> Path:
+    """The DSL's run-time library (CUDA 13), inside its wheel.
+
+    Raises:
+        ToolchainError: the wheel is not installed, or only its CUDA 12 half is.
+    """
+    folders = package_folders("nvidia_cutlass_dsl")
+    for folder in folders:
+        library = folder / "cu13" / "lib" / "libcute_dsl_runtime.so"
+        if library.is_file():
+            return library
+    lack = "has no CUDA 13 run-time library" if folders else "is not installed"
+    raise ToolchainError(f"{DSL} {lack}; {INSTALL_DSL}")
+
+
+def tvm_ffi_library() -> Path:
+    """libtvm_ffi.so, which a bundle is linked against. Raises ToolchainError where TVM-FFI is not installed."""
+    for folder in package_folders("tvm_ffi"):
+        library = folder / "lib" / "libtvm_ffi.so"
+        if library.is_file():
+            return library
+    raise ToolchainError(f"{TVM_FFI} is not installed; {INSTALL_TVM_FFI}")
+
+
+def dsl_packages() -> Path:
+    """The folder that holds `cutlass`. Raises ToolchainError where the compiler's part of the DSL is missing."""
+    for folder in package_folders("nvidia_cutlass_dsl"):
+        if (folder / "dsl_packages" / "cutlass").is_dir():
+            return folder / "dsl_packages"
+    raise ToolchainError(f"{DSL} cannot compile here: `cutlass` is not part of it; {INSTALL_DSL}")
+
+
+def c_compiler() -> list[str]:
+    """The system's C compiler as an argument list: $CC where set, else `cc`. Raises ToolchainError without one."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if shutil.which(command[0]) is None:
+        raise ToolchainError(f"no C compiler: {command[0]!r} is not on PATH; install gcc or clang, or set CC")
+    return command
+
+
+def _assigned_version(file: Path) -> str | None:
+    """`__version__` as a Python file assigns it, read without running the file."""
+    try:
+        tree = ast.parse(file.read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    constants = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    for node in constants:
+        if any(isinstance(target, ast.Name) and target.id == "__version__" for target in node.targets):
+            return str(ast.literal_eval(node.value))
+    return None
+
+
+def _installed_version(wheels: tuple[str, ...], sources: list[Path]) -> str | None:
+    """The version that any of `wheels` declares; where none does (a folder on sys.path), what its source says."""
+    for wheel in wheels:
+        try:
+            return importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return next((version for source in sources if (version := _assigned_version(source))), None)
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """The versions that a bundle must agree with; None where a package is absent or does not say."""
+    cutlass = [f / "dsl_packages" / "cutlass" / "__init__.py" for f in package_folders("nvidia_cutlass_dsl")]
+    tvm_ffi = [f / "_version.py" for f in package_folders("tvm_ffi")]
+    return {
+        "glulam": __version__,
+        DSL: _installed_version(_DSL_WHEELS, cutlass),
+        TVM_FFI: _installed_version((TVM_FFI,), tvm_ffi),
+    }
+
+
+def _python_files(package: str) -> list[tuple[str, Path]]:
+    """(name within the package, path) of every Python file of a top-level package or module."""
+    if folders := package_folders(package):
+        return sorted((p.relative_to(f).as_posix(), p) for f in folders for p in f.rglob("*.py"))
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ToolchainError(f"the kernels' sources are missing: no package {package!r} in {sys.prefix}")
+    return [(Path(found.origin).name, Path(found.origin))]
+
+
+def sources_hash(package: str) -> str:
+    """sha256 over the names and contents of a package's Python files; where they lie does not matter.
+
+    Raises:
+        ToolchainError: there is no such package.
+    """
+    digest = hashlib.sha256()
+    for name, path in _python_files(package):
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,92 @@
+"""This end of a compile process: starts it, sends it specs, tells its failures apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cute_kernels import specs
+
+from .compiler import DEFAULT_TRACER, KernelArtifact
+from .errors import CompileError
+
+_LAST_WORDS = 2000  # characters of the process's standard error that an error message quotes
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, less what would change the code, plus what this process can import."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    return {**kept, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+
+
+class Worker:
+    """One compile process, for one architecture. Not thread-safe: a thread owns a worker.
+
+    Args:
+        directory: where objects and the process's log go; also its working directory.
+        tracer: "module:function" that turns a spec into a traced function.
+    """
+
+    def __init__(self, directory: Path, tracer: str = DEFAULT_TRACER) -> None:
+        self._directory = Path(directory).absolute()
+        self._tracer = tracer
+        self._log = tempfile.TemporaryFile("w+", dir=self._directory)  # noqa: SIM115 - closed by close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ffi_bridge.compiler"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=self._directory,
+            env=_environment(),
+        )
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self.close(kill=kind is not None)
+
+    def compile(self, spec: specs.Spec) -> KernelArtifact:
+        """Compiles one spec. Raises CompileError, naming the spec, where that fails or the process dies."""
+        reply = self._ask({"spec": specs.to_dict(spec), "tracer": self._tracer, "directory": str(self._directory)})
+        if reply is None:
+            raise CompileError(f"{spec.name}: {self._post_mortem()}")
+        if "error" in reply:
+            raise CompileError(f"{spec.name}: {reply['error']}")
+        return KernelArtifact.from_dict(reply["artifact"])
+
+    def close(self, kill: bool = False) -> None:
+        """Ends the process: at once with `kill`, else when it has seen the end of its requests."""
+        if kill:
+            self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """The reply, or None where the process ended instead."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # both are pipes
+        try:
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            return None
+        reply: dict[str, Any] | None = json.loads(line) if line else None
+        return reply
+
+    def _post_mortem(self) -> str:
+        code = self._process.wait()
+        self._log.seek(0)
+        words = self._log.read().strip()[-_LAST_WORDS:]
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return f"the compile process {end}" + (f"; it said:\n{words}" if words else "")

@@ -1,0 +1,95 @@
+"""What is measured: MoE layers at the sizes of known models, and the work each operator does on them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+OPS = ("fc1", "fc2", "mlp")
+BYTES_PER_ELEMENT = 2
+DECODE_ROWS = 64  # with fewer rows an expert than the smallest tile has, a step is one of decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One MoE layer's expert MLP: `rows` token copies through SwiGLU experts.
+
+    routing: a name in `perf.routing.ROUTINGS`; seed: of the routing and of the random data.
+    """
+
+    name: str
+    experts: int
+    hidden: int
+    intermediate: int
+    rows: int
+    routing: str = "uniform"
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        sizes = f"E {self.experts}, H {self.hidden}, I {self.intermediate}, T {self.rows}"
+        return f"{self.name} ({sizes})"
+
+    def flop(self, op: str) -> int:
+        """Useful floating-point operations of one call: two for a multiply-add, activations not counted."""
+        fc2 = 2 * self.rows * self.hidden * self.intermediate
+        return {"fc1": 2 * fc2, "fc2": fc2, "mlp": 3 * fc2}[op]
+
+    def bytes(self, op: str, active_experts: int) -> int:
+        """The fewest bytes of one call: each active expert's weights and each input once, each output once.
+
+        The activation between FC1 and FC2 of an mlp is written once and read once.
+        """
+        matrix, x, mid = self.hidden * self.intermediate, self.rows * self.hidden, self.rows * self.intermediate
+        elements = {
+            "fc1": 2 * active_experts * matrix + x + mid,
+            "fc2": active_experts * matrix + mid + x,
+            "mlp": 3 * active_experts * matrix + 2 * mid + 2 * x,
+        }[op]
+        return BYTES_PER_ELEMENT * elements
+
+    @property
+    def decode(self) -> bool:
+        return self.rows < DECODE_ROWS * self.experts
+
+
+MIXTRAL = Case("Mixtral-8x7B", 8, 4096, 14336, 8192)
+QWEN3 = Case("Qwen3-30B-A3B", 128, 2048, 768, 32768)
+DEEPSEEK = Case("DeepSeek-V3 EP8", 32, 7168, 2048, 16384)
+GPT_OSS = Case("gpt-oss-120b", 128, 2880, 2880, 16384)
+PREFILL = (MIXTRAL, QWEN3, DEEPSEEK, GPT_OSS)
+DECODE = (
+    dataclasses.replace(QWEN3, name="Qwen3 decode", rows=512),
+    dataclasses.replace(DEEPSEEK, name="DeepSeek decode", rows=256),
+    dataclasses.replace(MIXTRAL, name="Mixtral decode", rows=64),
+)
+# Small enough that the GPU is done before the host has launched again: what is left is the host's time.
+TINY = Case("tiny", 8, 512, 256, 64)
+
+
+def with_routings(cases: tuple[Case, ...], routings: tuple[str, ...]) -> list[Case]:
+    """Every case under every routing, a case's routings side by side."""
+    return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
+
+
+def forward_cases() -> list[Case]:
+    """The default cases of the forward suite."""
+    return with_routings(PREFILL, ("uniform", "dirichlet")) + with_routings(DECODE, ("uniform", "zipf"))
+
+
+def graph_cases() -> list[Case]:
+    """The default cases of the graph suite: decode, where launch gaps show."""
+    return [TINY, *with_routings(DECODE, ("zipf",))]
+
+
+def select(cases: list[Case], wanted: str | None) -> list[Case]:
+    """The cases whose label or routing contains `wanted` (any case); all where it is None.
+
+    Raises ValueError, with the names there are, where none does.
+    """
+    if wanted is None:
+        return cases
+    chosen = [case for case in cases if wanted.lower() in f"{case.label} {case.routing}".lower()]
+    if not chosen:
+        names = ", ".join(sorted({case.name for case in cases}))
+        raise ValueError(f"--case {wanted!r} matches no case; there are: {names}")
+    return chosen

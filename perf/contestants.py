@@ -1,0 +1,183 @@
+"""The libraries that compete, each behind the same three calls: fc1, fc2 and mlp on one set of buffers.
+
+All compute the same function (SwiGLU, no bias, no row scale), so that nobody is charged for what a peer
+cannot do. `glu_layout` says how a library reads the 2I rows of w1: every layout is fair on random weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from .cases import TINY
+from .problem import Buffers, make_problem
+
+MAX_RELATIVE_ERROR = 0.02  # two BF16 roundings differ by about 0.004; a wrong group or layout by about 1
+
+
+class Library(Protocol):
+    """A contestant. Each call returns its result: [T,I] from fc1, [T,H] from fc2 and mlp."""
+
+    name: str
+    glu_layout: str
+
+    def fc1(self, b: Buffers) -> torch.Tensor: ...
+
+    def fc2(self, b: Buffers) -> torch.Tensor: ...
+
+    def mlp(self, b: Buffers) -> torch.Tensor: ...
+
+
+class Glulam:
+    """Our own operators with caller-given outputs."""
+
+    name = "glulam"
+    glu_layout = "concat"
+
+    def __init__(self) -> None:
+        import glulam
+
+        self.api: Any = glulam
+
+    def fc1(self, b: Buffers) -> torch.Tensor:
+        self.api.grouped_glu(b.x, b.w1, offs=b.offs, out=b.act)
+        return b.act
+
+    def fc2(self, b: Buffers) -> torch.Tensor:
+        self.api.grouped_mm(b.mid, b.w2, offs=b.offs, out=b.y)
+        return b.y
+
+    def mlp(self, b: Buffers) -> torch.Tensor:
+        self.api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
+        return b.y
+
+
+def _swiglu(h: torch.Tensor, glu_layout: str = "concat") -> torch.Tensor:
+    a, u = (h[:, 0::2], h[:, 1::2]) if glu_layout == "interleaved" else h.chunk(2, dim=1)
+    return F.silu(a) * u
+
+
+class TorchGrouped:
+    """torch's grouped_mm with silu and a multiplication between; the yardstick of correctness as well."""
+
+    name = "torch"
+
+    def __init__(self, glu_layout: str = "concat") -> None:
+        self.glu_layout = glu_layout
+
+    def fc1(self, b: Buffers) -> torch.Tensor:
+        return _swiglu(F.grouped_mm(b.x, b.w1.mT, offs=b.offs), self.glu_layout)
+
+    def fc2(self, b: Buffers) -> torch.Tensor:
+        return F.grouped_mm(b.mid, b.w2.mT, offs=b.offs)
+
+    def mlp(self, b: Buffers) -> torch.Tensor:
+        return F.grouped_mm(self.fc1(b), b.w2.mT, offs=b.offs)
+
+
+class Dense:
+    """cuBLAS on one matrix of the same FLOP, no groups and no activation: what grouping and fusing cost."""
+
+    name = "dense"
+    glu_layout = "concat"
+
+    def fc1(self, b: Buffers) -> torch.Tensor:
+        return torch.mm(b.x, b.w1[0].mT)
+
+    def fc2(self, b: Buffers) -> torch.Tensor:
+        return torch.mm(b.mid, b.w2[0].mT)
+
+    def mlp(self, b: Buffers) -> torch.Tensor:
+        self.fc1(b)
+        return self.fc2(b)
+
+
+class Quack:
+    """QuACK's fused gemm_gated and varlen gemm. `tuned` searches its configurations anew for each shape."""
+
+    glu_layout = "interleaved"
+
+    def __init__(self, tuned: bool) -> None:
+        self.api: Any = importlib.import_module("quack.gemm_interface")
+        self.tuned = tuned
+        self.name = "quack tuned" if tuned else "quack default"
+
+    def fc1(self, b: Buffers) -> torch.Tensor:
+        return self._gated(b)
+
+    def _gated(self, b: Buffers) -> torch.Tensor:
+        self.api.gemm_gated(
+            b.x,
+            b.w1.mT,
+            activation="swiglu",
+            postact_out=b.act,
+            store_preact=False,
+            cu_seqlens_m=b.starts,
+            tuned=self.tuned,
+        )
+        return b.act
+
+    def _gemm(self, a: torch.Tensor, b: Buffers) -> torch.Tensor:
+        self.api.gemm(a, b.w2.mT, out=b.y, cu_seqlens_m=b.starts, tuned=self.tuned)
+        return b.y
+
+    def fc2(self, b: Buffers) -> torch.Tensor:
+        return self._gemm(b.mid, b)
+
+    def mlp(self, b: Buffers) -> torch.Tensor:
+        return self._gemm(self._gated(b), b)
+
+
+def quack_version() -> str | None:
+    """The installed QuACK's version; None where there is none."""
+    if importlib.util.find_spec("quack") is None:
+        return None
+    try:
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return str(importlib.import_module("quack").__version__)
+
+
+def calls(library: Library, op: str, sets: list[Buffers]) -> Callable[[int], torch.Tensor]:
+    """The library's operator as a function of a call's number, which rotates through the buffer sets."""
+    call = getattr(library, op)
+    return lambda number: call(sets[number % len(sets)])
+
+
+def check(library: Library, op: str, b: Buffers) -> float:
+    """Relative error (Frobenius norms) of a library against torch on the same buffers; 0 for Dense, which computes
+    something else. Raises RuntimeError above MAX_RELATIVE_ERROR: a wrong result's time says nothing.
+    """
+    if isinstance(library, Dense):
+        return 0.0
+    expected = getattr(TorchGrouped(library.glu_layout), op)(b).float()
+    got = getattr(library, op)(b).float()
+    error = float((got - expected).norm() / expected.norm())
+    if not error <= MAX_RELATIVE_ERROR:
+        raise RuntimeError(f"{library.name} {op}: relative error {error:.2g} against torch; nothing was timed")
+    return error
+
+
+def _quack_works() -> bool:
+    """Whether QuACK, which pins its own versions, runs beside ours. Where it does not, a warning says why."""
+    try:
+        check(Quack(tuned=False), "mlp", make_problem(TINY).sets[0])
+    except Exception as error:  # whatever a foreign package raises must not cost the run
+        warnings.warn(f"QuACK is left out: {type(error).__name__}: {error}", stacklevel=3)
+        return False
+    return True
+
+
+def libraries(quack: str) -> list[Library]:
+    """The contestants of a run. quack: "off", "default" or "tuned"; left out where it is absent or does not work."""
+    chosen: list[Library] = [Glulam(), Dense(), TorchGrouped()]
+    if quack != "off" and quack_version() is not None and _quack_works():
+        chosen.append(Quack(tuned=quack == "tuned"))
+    return chosen

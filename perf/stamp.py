@@ -1,0 +1,92 @@
+"""What a result was measured on and with, so that it can be measured again."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ffi_bridge import toolchain
+
+from .contestants import quack_version
+
+ROOT = Path(__file__).resolve().parents[1]
+UNKNOWN = "unknown"
+SMI_FIELDS = {
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+
+
+def _output_of(command: list[str]) -> str | None:
+    """What a command printed; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def git_commit() -> str:
+    """The checkout's commit, with "+changes" where the working tree differs; "unknown" outside a checkout."""
+    commit = _output_of(["git", "rev-parse", "HEAD"])
+    if not commit:
+        return UNKNOWN
+    return commit + ("+changes" if _output_of(["git", "status", "--porcelain"]) else "")
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a time depends on; "unknown" for what is not installed as a distribution."""
+    found = {name: version or UNKNOWN for name, version in toolchain.versions().items()}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        **found,
+        "kernel sources": toolchain.sources_hash("cute_kernels")[:16],
+        "quack": quack_version() or "absent",
+    }
+
+
+def _smi() -> dict[str, str]:
+    query = ",".join(SMI_FIELDS.values())
+    line = _output_of(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", _device_uuid()])
+    values = line.splitlines()[0].split(", ") if line else [UNKNOWN] * len(SMI_FIELDS)
+    return dict(zip(SMI_FIELDS, values, strict=False))
+
+
+def _device_uuid() -> str:
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def _under_load() -> dict[str, str]:
+    """nvidia-smi's readings while matrix products run: an idle GPU lowers its clocks."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(1000):  # about 1.4 s on an H200, longer than nvidia-smi takes
+        a @ a
+    readings = _smi()
+    torch.cuda.synchronize()
+    return readings
+
+
+def make_stamp(command: str, commit: str | None = None) -> dict[str, Any]:
+    """Commit, command, date (UTC), GPU, driver, clocks under load and versions. `commit` overrides git's answer."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "commit": commit or git_commit(),
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": properties.name,
+        "sms": properties.multi_processor_count,
+        "host": platform.processor() or platform.machine(),
+        **_under_load(),
+        "versions": versions(),
+    }

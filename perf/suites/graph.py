@@ -1,0 +1,103 @@
+"""CUDA graphs: a stack of MLP calls, launched one by one or replayed, in wall time a layer.
+
+Before anything is timed, a graph captured under one routing is replayed under others and must equal the
+eager call bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from ..cases import Case, graph_cases, select
+from ..contestants import Library, check, libraries
+from ..options import Options
+from ..problem import Buffers, make_problem, offsets
+from ..routing import ROUTINGS, group_sizes, skew
+from ..timing import host_sampler, interleave
+
+LAYERS = 32
+COMPETING = ("glulam", "torch")
+CALLS_PER_SAMPLE = 2
+
+
+def _stack(library: Library, sets: list[Buffers]) -> Callable[[], None]:
+    """LAYERS calls one after another, each on the next set of buffers."""
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            library.mlp(sets[layer % len(sets)])
+
+    return run
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The run as a graph, captured after one warm-up on a side stream as torch asks."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def _check_replays(library: Library, case: Case, b: Buffers) -> int:
+    """Replays one captured call under every routing; how many were compared. Raises RuntimeError on a difference."""
+    graph = capture(lambda: library.mlp(b))
+    kept = b.offs.clone()
+    for routing in ROUTINGS:
+        b.offs.copy_(offsets(group_sizes(dataclasses.replace(case, routing=routing)), "cuda"))
+        expected = library.mlp(b).clone()
+        b.y.fill_(float("nan"))
+        graph.replay()
+        if not torch.equal(b.y, expected):
+            raise RuntimeError(f"{case.label}: a replay under {routing} routing differs from the eager call")
+    b.offs.copy_(kept)
+    return len(ROUTINGS)
+
+
+def _samplers(library: Library, sets: list[Buffers]) -> dict[str, Callable[[], float]]:
+    run = _stack(library, sets)
+    graph = capture(run)
+    return {
+        f"{library.name} eager": host_sampler(run, CALLS_PER_SAMPLE, drain=True),
+        f"{library.name} replay": host_sampler(graph.replay, CALLS_PER_SAMPLE, drain=True),
+    }
+
+
+def _per_layer(summary: dict[str, Any]) -> dict[str, Any]:
+    return {key: value / LAYERS if key.endswith("_us") else value for key, value in summary.items()}
+
+
+def _measure(case: Case, contestants: list[Library], budget_s: float) -> dict[str, Any]:
+    problem = make_problem(case)
+    for library in contestants:
+        check(library, "mlp", problem.sets[0])
+    replays = _check_replays(contestants[0], case, problem.sets[0])
+    samplers = {name: s for library in contestants for name, s in _samplers(library, problem.sets).items()}
+    times = interleave(samplers, budget_s)
+    return {
+        "case": dataclasses.asdict(case),
+        "skew": dataclasses.asdict(skew(problem.sizes)),
+        "layers": LAYERS,
+        "replays_equal_to_eager": replays,
+        "times": {name: _per_layer(dataclasses.asdict(summary)) for name, summary in times.items()},
+    }
+
+
+def run_graph(options: Options) -> list[dict[str, Any]]:
+    """One record a case; times are wall time a layer."""
+    cases = select(graph_cases(), options.case)
+    contestants = [library for library in libraries("off") if library.name in COMPETING]
+    records = []
+    for case in track(cases, "graph"):
+        records.append(_measure(case, contestants, options.budget_s / 2 / len(cases)))
+        torch.cuda.empty_cache()
+    return records

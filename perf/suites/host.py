@@ -1,0 +1,119 @@
+"""Where the host time of a grouped_mlp call goes.
+
+The problem is so small that the GPU is idle when the next call comes: what is timed is the time until a
+call returns. "Bare" items call the exported function with arguments made beforehand, so that a bare
+grouped_mlp is the floor of a call that makes two launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from cute_kernels.sm90.configs import SMALL
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from ffi_bridge import loader
+
+from ..cases import TINY
+from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
+from ..limits import launch_nothing
+from ..options import Options
+from ..problem import Buffers, make_problem
+from ..timing import Summary, host_sampler, interleave, no_garbage_collection
+
+Item = Callable[[], object]
+
+ARCH = "sm_90a"
+FC1 = GroupedGluSpec(tile=SMALL)
+FC2 = GroupedMmSpec(tile=SMALL)
+INT32_OFFSETS = 0  # group_form of the exported functions
+NO_PARAMS = (0.0, 0.0, 0.0)  # swiglu reads none
+
+LAUNCH = "one launch (torch's empty kernel)"
+BARE_NOTHING = "bare grouped_mlp, launching nothing"
+BARE_MM = "bare grouped_mm (1 launch)"
+BARE_MLP = "bare grouped_mlp (2 launches)"
+WITH_OUT = "glulam.grouped_mlp, out given"
+WITHOUT_OUT = "glulam.grouped_mlp, out allocated"
+
+
+def _bare_items(b: Buffers) -> dict[str, Item]:
+    bundle = loader.load(ARCH)
+    sms = torch.cuda.get_device_properties(b.x.device).multi_processor_count
+    groups = (b.offs.data_ptr(), INT32_OFFSETS, b.offs.numel())
+    absent = (0, 0, 0)  # table of experts, bias, table of biases
+    mlp = bundle.function(GroupedMlpSpec(FC1, FC2).name)
+    mlp_args = (b.x, b.w1, b.w2, b.act, b.y, *groups, *absent, *absent, 0, *NO_PARAMS, sms)
+    mm = bundle.function(FC2.name)
+    mm_args = (b.mid, b.w2, b.y, *groups, *absent, 0, sms)
+    return {
+        BARE_NOTHING: lambda: mlp(*mlp_args, 0),
+        BARE_MM: lambda: mm(*mm_args, 1),
+        BARE_MLP: lambda: mlp(*mlp_args, 1),
+    }
+
+
+def _our_items(b: Buffers) -> dict[str, Item]:
+    api = Glulam().api
+    return {
+        WITH_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
+        WITHOUT_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
+    }
+
+
+def _parts(b: Buffers) -> dict[str, Item]:
+    """What a wrapper in Python is made of, each alone."""
+    rows, hidden = b.y.shape
+    tensors = (b.x, b.w1, b.w2, b.offs, b.y)
+    return {
+        "part: torch.empty of the output": lambda: torch.empty(rows, hidden, dtype=b.y.dtype, device=b.y.device),
+        "part: data_ptr of 5 tensors": lambda: [t.data_ptr() for t in tensors],
+        "part: shape of 5 tensors": lambda: [t.shape for t in tensors],
+        "part: torch.cuda.current_stream": torch.cuda.current_stream,
+    }
+
+
+def _peer_items(b: Buffers, peers: list[Library]) -> dict[str, Item]:
+    items: dict[str, Item] = {
+        "torch.mm, out given": lambda: torch.mm(b.x, b.w2[0], out=b.act),
+        "torch F.grouped_mm": lambda: F.grouped_mm(b.mid, b.w2.mT, offs=b.offs),
+    }
+    for peer in peers:
+        items[f"{peer.name} mlp (out {'given' if isinstance(peer, Quack) else 'allocated'})"] = partial(peer.mlp, b)
+    return items
+
+
+def derived(times: dict[str, Summary]) -> dict[str, float]:
+    """Differences of the medians, in microseconds: what the front adds to the floor, and what allocating adds."""
+    median = {name: summary.median_us for name, summary in times.items()}
+    return {
+        "a launch within the exported function": median[BARE_MLP] - median[BARE_MM],
+        "the call into the exported function": median[BARE_NOTHING],
+        "glulam.grouped_mlp above its two bare launches": median[WITH_OUT] - median[BARE_MLP],
+        "the output's allocation": median[WITHOUT_OUT] - median[WITH_OUT],
+    }
+
+
+def run_host(options: Options) -> list[dict[str, Any]]:
+    """One record an item, then one with the differences."""
+    buffers = make_problem(TINY).sets[0]
+    contestants = libraries(options.quack)
+    for library in contestants:
+        check(library, "mlp", buffers)
+    peers: list[Library] = [library for library in contestants if isinstance(library, (TorchGrouped, Quack))]
+    items = {
+        LAUNCH: launch_nothing,
+        **_bare_items(buffers),
+        **_our_items(buffers),
+        **_parts(buffers),
+        **_peer_items(buffers, peers),
+    }
+    with no_garbage_collection():
+        times = interleave({name: host_sampler(item) for name, item in items.items()}, options.budget_s / 4)
+    records: list[dict[str, Any]] = [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
+    return [*records, {"derived": derived(times)}]

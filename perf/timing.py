@@ -1,0 +1,140 @@
+"""Taking samples in turns, and summing them up.
+
+Contestants are measured in rounds, one sample each, in an order that rotates from round to round, so that
+clocks and temperature drift over all of them alike. A sample is the mean of several back-to-back calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+Sampler = Callable[[], float]
+Call = Callable[[int], object]  # takes the number of the call, to rotate buffers by
+
+SAMPLE_US = 1000.0  # one device sample lasts about this long
+MAX_CALLS_PER_SAMPLE = 50
+ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest contestant
+SLEEP_CYCLES_PER_US = 1980  # of the GPU's highest clock; a longer sleep at a lower one does no harm
+HOST_CALLS_PER_SAMPLE = 100  # two launches each stay well inside the queue of 1024
+WARM_UP_CALLS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Microseconds a call: the median of the samples, and their 10th and 90th percentiles."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    samples: int
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the percentiles, relative to the median."""
+        return (self.high_us - self.low_us) / (2 * self.median_us) if self.median_us else 0.0
+
+
+def percentile(ordered: list[float], fraction: float) -> float:
+    """The `fraction` quantile of a sorted, non-empty list, linear between neighbours."""
+    position = fraction * (len(ordered) - 1)
+    below, above = math.floor(position), math.ceil(position)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summarise(samples: list[float]) -> Summary:
+    ordered = sorted(samples)
+    return Summary(statistics.median(ordered), percentile(ordered, 0.1), percentile(ordered, 0.9), len(ordered))
+
+
+def interleave(
+    samplers: Mapping[str, Sampler],
+    budget_s: float,
+    min_rounds: int = 5,
+    max_rounds: int = 200,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Summary]:
+    """Rounds of one sample each until the budget is spent, within the bounds on rounds."""
+    names = list(samplers)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    deadline = clock() + budget_s
+    for done in range(max_rounds):
+        if done >= min_rounds and clock() >= deadline:
+            break
+        first = done % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(samplers[name]())
+    return {name: summarise(values) for name, values in samples.items()}
+
+
+def sleep_cycles(cycles: int) -> None:
+    """Enqueues a kernel that spins for so many clock cycles: with 0, the thinnest launch that torch offers."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _device_us(call: Call, calls: int) -> float:
+    """Mean device time of `calls` calls, enqueued behind a sleep so that the host's pace does not show."""
+    start, end = _event(), _event()
+    sleep_cycles(int(calls * ENQUEUE_US * SLEEP_CYCLES_PER_US))
+    start.record()
+    for number in range(calls):
+        call(number)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def device_sampler(call: Call) -> Sampler:
+    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw."""
+    for number in range(WARM_UP_CALLS):
+        call(number)
+    calls = min(max(math.ceil(SAMPLE_US / _device_us(call, 1)), 1), MAX_CALLS_PER_SAMPLE)
+    return lambda: _device_us(call, calls)
+
+
+def measure_device(calls: Mapping[str, Call], budget_s: float) -> dict[str, Summary]:
+    """Device time of each call, CUDA events, interleaved; microseconds."""
+    return interleave({name: device_sampler(call) for name, call in calls.items()}, budget_s)
+
+
+def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:
+    """Samples of the wall time a call on the host, from an idle device.
+
+    Without `drain` a sample ends when the last call returns (time to enqueue), with it when the device is
+    idle again (time to finish).
+    """
+
+    def sample() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(calls):
+            call()
+        if drain:
+            torch.cuda.synchronize()
+        return (time.perf_counter_ns() - start) / (1e3 * calls)
+
+    for _ in range(WARM_UP_CALLS):
+        sample()
+    return sample
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Host times without the collector's pauses."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,57 @@
+"""Packages and the bundle in the wheel; everything else is in pyproject.toml.
+
+A wheel contains the compiled kernels, so that its user never compiles. An editable install does not build
+them: `glulam build` does, into the source tree.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent.absolute()
+ARCHS = ("sm_90a",)
+
+os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, a zip's oldest date: the same wheel from any checkout
+
+
+class BuildWithBundle(build_py):
+    """Copies the packages, then compiles the kernels into glulam/_bundle beside them."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)  # an earlier build's leftovers would be packed
+        super().run()
+        if not self.editable_mode:
+            self.build_bundle()
+
+    def build_bundle(self) -> None:
+        sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
+        from ffi_bridge import build
+
+        for arch in ARCHS:
+            build.build(build.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
+
+
+class LinuxWheel(bdist_wheel):
+    """One wheel for every Python: the library's interface is TVM-FFI's, not CPython's."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class BinaryDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(
+    packages=find_packages(include=["ffi_bridge*", "cute_kernels*"]) + find_packages("python", include=["glulam*"]),
+    package_dir={"glulam": "python/glulam"},
+    cmdclass={"build_py": BuildWithBundle, "bdist_wheel": LinuxWheel},
+    distclass=BinaryDistribution,
+)

@@ -1,0 +1,25 @@
+"""A small bundle of toy kernels, built once a test process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ffi_bridge import build
+from toys import TOY_SPECS, TOY_TRACER
+
+
+@pytest.fixture(scope="session")
+def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of a sound bundle. Not to be changed: `bundle_copy` is."""
+    root = tmp_path_factory.mktemp("toy")
+    build.build(TOY_SPECS, root, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
+    return root
+
+
+@pytest.fixture
+def bundle_copy(toy_bundle: Path, tmp_path: Path) -> Path:
+    """The root of a sound bundle that the test may damage."""
+    return shutil.copytree(toy_bundle, tmp_path / "bundle")

@@ -1,0 +1,130 @@
+"""Building: reproducible, refusing what it should, and never leaving half a bundle."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.sm90.configs import shipped_specs
+from cute_kernels.specs import GroupedMmSpec, from_dict
+from ffi_bridge import CompileError, ToolchainError, build, manifest, toolchain
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER
+
+SPEC = TOY_SPECS[0]
+LIBRARY = "sm_90a/libglulam_sm_90a.so"
+MANIFEST = "sm_90a/manifest.json"
+
+
+def _build(specs: list, out: Path, tracer: str = TOY_TRACER, allowed: dict | None = None) -> manifest.Manifest:
+    return build.build(specs, out, jobs=1, progress=False, tracer=tracer, allowed=allowed or {})
+
+
+def test_manifest_describes_the_library(toy_bundle: Path) -> None:
+    described = manifest.read(toy_bundle / "sm_90a")
+    assert list(described.functions) == sorted(spec.name for spec in TOY_SPECS)
+    assert [from_dict(f.spec) for f in described.functions.values()] == sorted(TOY_SPECS, key=lambda s: s.name)
+    assert described.size == (toy_bundle / LIBRARY).stat().st_size
+    assert described.versions == toolchain.versions()
+    assert None not in described.versions.values()
+    launched = {name: len(f.kernels) for name, f in described.functions.items()}
+    assert launched == {spec.name: 2 if spec.op == "grouped_mlp" else 1 for spec in TOY_SPECS}
+    kernels = [kernel for f in described.functions.values() for kernel in f.kernels]
+    assert all(0 < kernel.registers <= 255 and kernel.dynamic_smem == 512 for kernel in kernels)
+
+
+def test_library_exports_the_specs_names_and_nothing_else(toy_bundle: Path) -> None:
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", toy_bundle / LIBRARY], capture_output=True, text=True, check=True
+    ).stdout
+    exported = {line.split()[-1] for line in listing.splitlines()}
+    assert exported == {f"__tvm_ffi_{spec.name}" for spec in TOY_SPECS}
+
+
+def test_twice_is_the_same_bytes_anywhere_in_any_order(toy_bundle: Path, tmp_path: Path) -> None:
+    """Another folder for the sources, another for the output, two processes, reversed order, another umask."""
+    elsewhere = tmp_path / "a checkout elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(HERE / "toy_kernels.py", elsewhere)
+    script = (
+        "import sys; from ffi_bridge import build; from toys import TOY_SPECS, TOY_TRACER\n"
+        "build.build(TOY_SPECS[::-1], sys.argv[1], jobs=2, progress=False, tracer=TOY_TRACER, allowed={})"
+    )
+    path = os.pathsep.join([str(elsewhere), str(REPOSITORY), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7", "CUTE_DSL_LINEINFO": "1"}
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out")], check=True, env=environment, cwd=elsewhere, umask=0o077
+    )
+    for file in (LIBRARY, MANIFEST):
+        assert (tmp_path / "out" / file).read_bytes() == (toy_bundle / file).read_bytes(), file
+
+
+def test_library_holds_no_path_of_this_machine(toy_bundle: Path) -> None:
+    content = (toy_bundle / LIBRARY).read_bytes()
+    for trace in (HERE, toy_bundle, Path.home(), toolchain.runtime_library().parent):
+        assert str(trace).encode() not in content
+    assert b"toy_kernels" not in content
+
+
+@pytest.mark.parametrize(("variant", "complaint"), [("spilling", "spills"), ("serialised", "C7517")])
+def test_refuses_slow_code_unless_allowed_by_name(variant: str, complaint: str, tmp_path: Path) -> None:
+    tracer = f"toy_kernels:trace_{variant}"
+    with pytest.raises(CompileError) as refused:
+        _build([SPEC], tmp_path, tracer, allowed={"another": (complaint,)})
+    assert f"{SPEC.name}: {complaint}" in str(refused.value)
+    assert "ALLOWED_DIAGNOSTICS" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+    kernel = _build([SPEC], tmp_path, tracer, allowed={SPEC.name: (complaint,)}).functions[SPEC.name].kernels[0]
+    assert kernel.complaints == (complaint,)
+
+
+@pytest.mark.parametrize(
+    ("tracer", "words"),
+    [
+        ("toy_kernels:fail", "ValueError: no kernel for"),
+        ("toy_kernels:fail", "toy_kernels.py:"),
+        ("toy_kernels:die", "ended by SIGABRT"),
+        ("toy_kernels:absent", "AttributeError"),
+    ],
+)
+def test_a_failure_names_the_spec_and_leaves_the_old_bundle(bundle_copy: Path, tracer: str, words: str) -> None:
+    before = {file: (bundle_copy / file).read_bytes() for file in (LIBRARY, MANIFEST)}
+    with pytest.raises(CompileError) as failure:
+        _build([SPEC], bundle_copy, tracer=tracer)
+    assert SPEC.name in str(failure.value)
+    assert words in str(failure.value)
+    assert {file: (bundle_copy / file).read_bytes() for file in before} == before
+    assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
+
+
+def test_a_build_replaces_the_old_bundle(bundle_copy: Path) -> None:
+    _build([SPEC], bundle_copy)
+    assert list(json.loads((bundle_copy / MANIFEST).read_text())["functions"]) == [SPEC.name]
+    assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
+
+
+def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ToolchainError, match="'no-such-compiler' is not on PATH; install gcc or clang, or set CC"):
+        _build(TOY_SPECS, tmp_path)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="none at all"):
+        _build([], tmp_path)
+    with pytest.raises(ValueError, match="same name"):
+        _build([GroupedMmSpec(), GroupedMmSpec()], tmp_path)
+    with pytest.raises(ValueError, match="arch='sm_80' has no kernels; choose one of: sm_90a"):
+        build.shipped_specs("sm_80")
+
+
+def test_shipped_specs_are_those_of_the_architectures_table() -> None:
+    assert build.shipped_specs("sm_90a") == shipped_specs()
+    assert set(build.allowed_diagnostics("sm_90a")) <= {spec.name for spec in shipped_specs()}

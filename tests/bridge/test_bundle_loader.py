@@ -1,0 +1,207 @@
+"""Loading: every check comes before anything of the library is executed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ffi_bridge import (
+    BundleDamaged,
+    BundleError,
+    BundleForeign,
+    BundleMissing,
+    BundleOutdated,
+    ToolchainError,
+    load,
+    loader,
+    toolchain,
+)
+from toys import HERE, REPOSITORY, TOY_SPECS
+
+Damage = Callable[[Path], Any]
+
+
+def _edit(**changes: Any) -> Damage:
+    def edit(folder: Path) -> None:
+        file = folder / "manifest.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return edit
+
+
+def _drop(key: str) -> Damage:
+    def drop(folder: Path) -> None:
+        file = folder / "manifest.json"
+        data = json.loads(file.read_text())
+        del data[key]
+        file.write_text(json.dumps(data))
+
+    return drop
+
+
+def _flip(position: int) -> Damage:
+    def flip(folder: Path) -> None:
+        library = folder / "libglulam_sm_90a.so"
+        content = bytearray(library.read_bytes())
+        content[position] ^= 1
+        library.write_bytes(content)
+
+    return flip
+
+
+def _truncate(folder: Path) -> None:
+    library = folder / "libglulam_sm_90a.so"
+    library.write_bytes(library.read_bytes()[:-1])
+
+
+def _versions(**changes: str) -> Damage:
+    changed = {name.replace("_", "-"): version for name, version in changes.items()}
+    return _edit(versions={**toolchain.versions(), **changed})
+
+
+CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
+    "no folder": (lambda f: f.rename(f.parent / "aside"), BundleMissing, "does not exist"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), BundleMissing, "manifest.json does not exist"),
+    "no library": (lambda f: (f / "libglulam_sm_90a.so").unlink(), BundleDamaged, "libglulam_sm_90a.so cannot be read"),
+    "a flipped bit in the header": (_flip(4), BundleDamaged, "has sha256"),
+    "a flipped bit at the end": (_flip(-1), BundleDamaged, "has sha256"),
+    "truncated": (_truncate, BundleDamaged, "has sha256"),
+    "manifest is no JSON": (lambda f: (f / "manifest.json").write_bytes(b"\xff{"), BundleDamaged, "cannot be read"),
+    "manifest is a list": (lambda f: (f / "manifest.json").write_text("[]"), BundleForeign, "was not written by"),
+    "another program's manifest": (_edit(format="webpack"), BundleForeign, "was not written by `glulam build`"),
+    "manifest lacks its functions": (_drop("functions"), BundleDamaged, "is incomplete (KeyError('functions'))"),
+    "manifest lacks its hash": (_drop("sha256"), BundleDamaged, "is incomplete"),
+    "functions of a wrong type": (_edit(functions=[1]), BundleDamaged, "is incomplete"),
+    "another architecture": (_edit(arch="sm_100a"), BundleForeign, "is for sm_100a, wanted sm_90a"),
+    "a library elsewhere": (_edit(library="../../evil.so"), BundleForeign, "foreign bundle"),
+    "a later schema": (_edit(schema=2), BundleOutdated, "has manifest schema 2, this Glulam reads 1"),
+    "no schema": (_drop("schema"), BundleOutdated, "has manifest schema None"),
+    "another Glulam": (_versions(glulam="0.0.9"), BundleOutdated, "was built with glulam 0.0.9, installed is"),
+    "another DSL": (_versions(nvidia_cutlass_dsl="4.7.0"), BundleOutdated, "install nvidia-cutlass-dsl==4.7.0"),
+    "another TVM-FFI": (_versions(apache_tvm_ffi="0.1.2"), BundleOutdated, "built with apache-tvm-ffi 0.1.2"),
+    "other sources": (_edit(sources={"toy_kernels": "0" * 64}), BundleOutdated, "other sources of toy_kernels"),
+}
+
+
+@pytest.fixture
+def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test where anything is loaded."""
+    monkeypatch.setattr(loader, "_open_library", lambda path: pytest.fail(f"executed {path}"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **_: pytest.fail(f"executed {arguments}"))
+
+
+@pytest.mark.usefixtures("sealed")
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_bundle_is_named_with_its_remedy_and_never_executed(bundle_copy: Path, case: str) -> None:
+    damage, kind, words = CASES[case]
+    damage(bundle_copy / "sm_90a")
+    with pytest.raises(kind) as refused:
+        load("sm_90a", bundle_copy)
+    message = str(refused.value)
+    assert words in message
+    assert "run `glulam build`" in message
+    assert str(bundle_copy / "sm_90a") in message
+    assert "\n" not in message
+
+
+@pytest.mark.usefixtures("sealed")
+def test_the_seal_sees_a_sound_bundle(bundle_copy: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"executed .*libglulam_sm_90a\.so"):
+        load("sm_90a", bundle_copy)
+
+
+@pytest.mark.usefixtures("sealed")
+def test_an_unknown_architecture_is_missing(bundle_copy: Path) -> None:
+    with pytest.raises(BundleMissing, match="sm_100a"):
+        load("sm_100a", bundle_copy)
+
+
+def test_a_sound_bundle_loads_once(bundle_copy: Path) -> None:
+    bundle = load("sm_90a", bundle_copy)
+    assert load("sm_90a", str(bundle_copy)) is bundle
+    assert bundle.names() == sorted(spec.name for spec in TOY_SPECS)
+    assert bundle.has(TOY_SPECS[0].name)
+    assert not bundle.has("grouped_mm_of_another_world")
+    with pytest.raises(BundleMissing, match=r"no function 'grouped_mm_of_another_world' .*glulam\.compile"):
+        bundle.function("grouped_mm_of_another_world")
+
+
+def test_functions_check_their_arguments(toy_bundle: Path) -> None:
+    """Proof without a GPU that these are the compiled functions: they see the tensors and refuse their device."""
+    torch = pytest.importorskip("torch")
+    x = torch.ones(8)
+    for spec in TOY_SPECS:
+        function = load("sm_90a", toy_bundle).function(spec.name)
+        with pytest.raises(ValueError, match="device_type=cuda"):
+            function(x, x, x, 0)
+
+
+def test_an_error_is_not_remembered(bundle_copy: Path) -> None:
+    _edit(schema=2)(bundle_copy / "sm_90a")
+    with pytest.raises(BundleOutdated):
+        load("sm_90a", bundle_copy)
+    _edit(schema=1)(bundle_copy / "sm_90a")
+    assert load("sm_90a", bundle_copy).names()
+
+
+def test_unknown_versions_are_not_held_against_a_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may hold the DSL's libraries as a bare folder that declares no version."""
+    known = {**toolchain.versions(), toolchain.DSL: None}
+    monkeypatch.setattr(toolchain, "versions", lambda: known)
+    assert load("sm_90a", bundle_copy).names()
+
+
+def test_search_order(bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(loader.ENV_BUNDLE, raising=False)
+    packaged = loader.bundle_root()
+    assert (packaged.name, packaged.parent.name) == ("_bundle", "glulam")
+    monkeypatch.setenv(loader.ENV_BUNDLE, str(bundle_copy))  # read at the call
+    assert load("sm_90a").folder == bundle_copy / "sm_90a"
+    assert loader.bundle_root(tmp_path) == tmp_path
+
+
+def test_no_runtime_library(bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "package_folders", lambda name: [])
+    with pytest.raises(ToolchainError, match=r"nvidia-cutlass-dsl is not installed; run `pip install"):
+        toolchain.runtime_library()
+    monkeypatch.setattr(toolchain, "package_folders", lambda name: [tmp_path])
+    with pytest.raises(ToolchainError, match="has no CUDA 13 run-time library"):
+        toolchain.runtime_library()
+
+
+def test_versions_of_a_bare_folder_are_read_from_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise toolchain.importlib.metadata.PackageNotFoundError(name)
+
+    installed = toolchain.versions()
+    monkeypatch.setattr(toolchain.importlib.metadata, "version", absent)
+    assert toolchain.versions.__wrapped__() == installed
+
+
+def _modules_after(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    return set(done.stdout.split())
+
+
+def test_importing_the_bridge_imports_nothing_heavy() -> None:
+    heavy = {"torch", "cutlass", "tvm_ffi", "numpy", "rich", "filelock", "platformdirs", "ffi_bridge.compiler"}
+    assert not heavy & _modules_after("import ffi_bridge")
+    assert not heavy - {"ffi_bridge.compiler"} & _modules_after("import ffi_bridge.build, ffi_bridge.jit")
+
+
+def test_loading_and_verifying_imports_no_compiler(toy_bundle: Path) -> None:
+    path = [str(HERE)]
+    modules = _modules_after(
+        f"sys.path += {path!r}\nimport ffi_bridge\nb = ffi_bridge.load('sm_90a', {str(toy_bundle)!r})\n"
+        "[b.function(name) for name in b.names()]"
+    )
+    assert "tvm_ffi" in modules
+    assert not {"cutlass", "ffi_bridge.compiler", "rich"} & modules

@@ -1,0 +1,226 @@
+"""The JIT's disk cache: shared by processes, and never worse for what happens to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from cute_kernels.specs import GroupedMmSpec
+from ffi_bridge import CompileError, jit, loader, manifest, toolchain
+from toys import HERE, REPOSITORY, TOY_TRACER
+
+SPEC = GroupedMmSpec("float16")
+GET = (
+    "from toys import TOY_TRACER; from test_jit_cache import SPEC; from ffi_bridge import jit; import sys\n"
+    "function = jit.get(SPEC, tracer=TOY_TRACER); assert 'cutlass' not in sys.modules; print(type(function).__name__)"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache on disk, and none in memory. Each spec traced adds a line to traced.log beside it."""
+    monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
+    monkeypatch.setattr(jit, "_functions", {})
+    monkeypatch.setattr(loader, "_loaded", {})
+    return tmp_path / "cache"
+
+
+def _traced(cache: Path) -> int:
+    log = cache.with_name("traced.log")
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def _process(**environment: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(REPOSITORY), str(HERE), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-c", GET],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _library(cache: Path) -> Path:
+    return cache / jit.cache_key(SPEC, TOY_TRACER) / "sm_90a" / "libglulam_sm_90a.so"
+
+
+def _wait_until(reached: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if reached():
+            return
+        time.sleep(0.05)
+    pytest.fail("waited 30 s for nothing")
+
+
+def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = jit.get(SPEC, tracer=TOY_TRACER)
+    assert jit.get(SPEC, tracer=TOY_TRACER) is function
+    monkeypatch.setattr(jit, "_functions", {})
+    monkeypatch.setattr(jit, "_compile", lambda *_: pytest.fail("compiled again"))
+    jit.get(SPEC, tracer=TOY_TRACER)
+    assert _traced(cache) == 1
+    assert "cutlass" not in sys.modules
+
+
+def test_an_entry_is_a_bundle_of_its_own(cache: Path) -> None:
+    jit.get(SPEC, tracer=TOY_TRACER)
+    described = manifest.verify(_library(cache).parent, "sm_90a")
+    assert list(described.functions) == [SPEC.name]
+    leftovers = {path.name for path in cache.iterdir()} - {_library(cache).parents[1].name}
+    assert leftovers == {f"{jit.cache_key(SPEC, TOY_TRACER)}.lock"}
+
+
+def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = jit.cache_key(SPEC, TOY_TRACER)
+    assert key.startswith(f"{SPEC.name}-")
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    monkeypatch.chdir("/")
+    assert jit.cache_key(SPEC, TOY_TRACER) == key
+    others = {jit.cache_key(GroupedMmSpec(), TOY_TRACER), jit.cache_key(SPEC, "toy_kernels:fail")}
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "sources_hash", lambda package: "other")
+        others.add(jit.cache_key(SPEC, TOY_TRACER))
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "versions", lambda: {toolchain.DSL: "4.9"})
+        others.add(jit.cache_key(SPEC, TOY_TRACER))
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "OPTIONS", "--other")
+        others.add(jit.cache_key(SPEC, TOY_TRACER))
+    assert len(others - {key}) == 5
+
+
+def test_two_processes_at_once_compile_once(cache: Path) -> None:
+    processes = [_process(), _process()]
+    for process in processes:
+        output, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert output.strip() == "Function"
+    assert _traced(cache) == 1
+
+
+def test_a_killed_compile_leaves_nothing_that_matters(cache: Path) -> None:
+    victim = _process(TOY_HANG="1")
+    _wait_until(lambda: _traced(cache) == 1)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate(timeout=60)
+    assert not _library(cache).exists()
+
+    (abandoned,) = cache.glob(".compile-*")
+    jit.get(SPEC, tracer=TOY_TRACER)
+    assert _library(cache).exists()
+    assert abandoned.exists()  # it could be another key's compile, running now
+
+    os.utime(abandoned, (0, 0))
+    jit.get(GroupedMmSpec(), tracer=TOY_TRACER)
+    assert not abandoned.exists()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "emptied", "manifest"])
+def test_a_damaged_entry_is_put_aside_and_rebuilt(cache: Path, damage: str) -> None:
+    jit.get(SPEC, tracer=TOY_TRACER)
+    library = _library(cache)
+    sound = library.read_bytes()
+    target = library.with_name("manifest.json") if damage == "manifest" else library
+    target.write_bytes(bytes([sound[0] ^ 1]) + sound[1:] if damage == "flipped" else b"")
+
+    process = _process()
+    output, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert "damaged bundle" in error
+    assert "rebuilding it" in error
+    assert _traced(cache) == 2
+    assert library.read_bytes() == sound
+    assert library.parents[1].with_name(f"{library.parents[1].name}.damaged").is_dir()
+
+
+def test_half_an_entry_is_none(cache: Path) -> None:
+    _library(cache).parent.mkdir(parents=True)
+    jit.get(SPEC, tracer=TOY_TRACER)
+    assert _traced(cache) == 1
+    assert _library(cache).exists()
+
+
+def test_a_cache_that_cannot_be_made_costs_a_warning(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match=f"for this process alone; set {jit.ENV_CACHE}"):
+        function = jit.get(SPEC, tracer=TOY_TRACER)
+    assert callable(function)
+    assert jit.get(SPEC, tracer=TOY_TRACER) is function
+    assert _traced(cache) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it likes")
+def test_a_read_only_cache_is_read(cache: Path) -> None:
+    jit.get(SPEC, tracer=TOY_TRACER)
+    cache.chmod(0o555)
+    try:
+        output, error = _process().communicate(timeout=120)
+        assert (output.strip(), error) == ("Function", "")
+        with pytest.warns(RuntimeWarning, match="cannot be used"):
+            jit.get(GroupedMmSpec(), tracer=TOY_TRACER)
+    finally:
+        cache.chmod(0o755)
+
+
+def _refuse_linking_in(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = jit.build.link
+
+    def refuse(objects: Iterable[Path], library: Path) -> None:
+        if library.is_relative_to(cache):
+            raise CompileError("ld: final link failed: No space left on device")
+        link(objects, library)
+
+    monkeypatch.setattr(jit.build, "link", refuse)
+
+
+def test_a_full_cache_costs_a_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linker tells a full disk in its own words; what decides is that the disk takes no more."""
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.is_relative_to(cache):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    _refuse_linking_in(cache, monkeypatch)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.warns(RuntimeWarning, match="cannot be used .*No space left on device"):
+        assert callable(jit.get(SPEC, tracer=TOY_TRACER))
+    assert _traced(cache) == 2
+
+
+def test_a_linker_that_fails_on_a_disk_with_space_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _refuse_linking_in(cache, monkeypatch)
+    with pytest.raises(CompileError, match="final link failed"):
+        jit.get(SPEC, tracer=TOY_TRACER)
+    assert _traced(cache) == 1
+
+
+def test_a_failed_compile_names_the_spec_and_leaves_no_entry(cache: Path) -> None:
+    with pytest.raises(CompileError, match=f"{SPEC.name}: ValueError: no kernel for"):
+        jit.get(SPEC, tracer="toy_kernels:fail")
+    assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_slow_code_is_compiled_with_a_warning(cache: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=f"slower than it need be: {SPEC.name}: C7517"):
+        jit.get(SPEC, tracer="toy_kernels:trace_serialised")
+
+
+def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(jit.ENV_CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert jit.cache_root() == tmp_path / "glulam" / "kernels"

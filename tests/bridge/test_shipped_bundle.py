@@ -1,0 +1,46 @@
+"""The bundle that `make build` makes, whole: what ships neither spills nor waits, and fits on the device."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.specs import to_dict
+from ffi_bridge import Bundle, build, load
+from ffi_bridge.loader import packaged_root
+from ffi_bridge.resources import KernelResources
+
+MAX_REGISTERS = 255  # a thread
+MAX_SMEM = 227 * 1024  # bytes a block, sm_90
+
+
+@pytest.fixture(scope="module", params=build.CONFIGS)
+def bundle(request: pytest.FixtureRequest) -> Bundle:
+    """Raises BundleMissing, and so fails every test here, where there is none."""
+    return load(request.param, packaged_root())
+
+
+def test_holds_the_shipped_specs(bundle: Bundle) -> None:
+    shipped = {spec.name: to_dict(spec) for spec in build.shipped_specs(bundle.manifest.arch)}
+    assert {name: function.spec for name, function in bundle.manifest.functions.items()} == shipped
+
+
+def test_every_kernel_is_within_bounds(bundle: Bundle) -> None:
+    def fits(kernel: KernelResources) -> bool:
+        return 0 < kernel.registers <= MAX_REGISTERS and 0 < kernel.static_smem + kernel.dynamic_smem <= MAX_SMEM
+
+    kernels = [(name, k) for name, function in bundle.manifest.functions.items() for k in function.kernels]
+    assert len(kernels) >= len(bundle.names())
+    assert [kernel for kernel in kernels if not fits(kernel[1])] == []
+
+
+def test_no_kernel_spills_or_has_its_wgmma_serialised(bundle: Bundle) -> None:
+    allowed = build.allowed_diagnostics(bundle.manifest.arch)
+    complaints = {
+        name: {complaint for kernel in function.kernels for complaint in kernel.complaints}
+        for name, function in bundle.manifest.functions.items()
+    }
+    assert {n: c for n, c in complaints.items() if c - set(allowed.get(n, ()))} == {}
+
+
+def test_every_function_can_be_had(bundle: Bundle) -> None:
+    assert all(callable(bundle.function(name)) for name in bundle.names())

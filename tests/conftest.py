@@ -1,0 +1,19 @@
+"""Tests run without a GPU; those marked `gpu` are asked for with `-m gpu`."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def _gpu_arch_served() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not _gpu_arch_served():
+        pytest.skip("needs a GPU of compute capability 9.0")
