@@ -1,0 +1,96 @@
+"""Specs: names, round trips, and what no kernel can be built from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cute_kernels.sm90.configs import TILES, activation_forms, shipped_specs
+from cute_kernels.specs import (
+    ACTIVATIONS,
+    GATED,
+    GLU_LAYOUTS,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    SpecError,
+    TileConfig,
+    from_dict,
+    to_dict,
+)
+
+
+def test_shipped_names_are_unique_symbols() -> None:
+    names = [spec.name for spec in shipped_specs()]
+    assert len(set(names)) == len(names)
+    assert all(name.isidentifier() for name in names)
+
+
+def test_bundle_ships_every_form_of_every_operator_on_every_tile() -> None:
+    specs = set(shipped_specs())
+    forms = activation_forms()
+    assert {activation for activation, _ in forms} == set(ACTIVATIONS)
+    assert {layout for activation, layout in forms if activation in GATED} == set(GLU_LAYOUTS)
+    for tile in TILES:
+        for dtype in ("bfloat16", "float16"):
+            mm = GroupedMmSpec(dtype, False, tile)
+            assert {mm, dataclasses.replace(mm, transpose_w=True)} <= specs
+            for activation, layout in forms:
+                glu = GroupedGluSpec(dtype, activation, layout, False, tile)
+                with_preact = dataclasses.replace(glu, save_preact=True)
+                assert {glu, with_preact, GroupedMlpSpec(glu, mm)} <= specs
+
+
+def test_round_trip_through_json() -> None:
+    for spec in shipped_specs():
+        assert from_dict(json.loads(json.dumps(to_dict(spec)))) == spec
+
+
+def test_a_name_tells_every_field_apart() -> None:
+    base = GroupedGluSpec()
+    others = [
+        GroupedGluSpec(dtype="float16"),
+        GroupedGluSpec(activation="geglu"),
+        GroupedGluSpec(glu_layout="interleaved"),
+        GroupedGluSpec(save_preact=True),
+        GroupedGluSpec(tile=TileConfig(cluster_m=2)),
+        GroupedGluSpec(tile=TileConfig(m=64)),
+        GroupedMmSpec(),
+        GroupedMmSpec(transpose_w=True),
+        GroupedMlpSpec(),
+    ]
+    assert len({spec.name for spec in [base, *others]}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TileConfig(m=96), "tile m=96 is not supported; choose one of: 64, 128"),
+        (lambda: TileConfig(n=100), "tile n=100"),
+        (lambda: TileConfig(k=48), "tile k=48"),
+        (lambda: TileConfig(cluster_m=2, cluster_n=2), r"cluster \(m, n\)=\(2, 2\)"),
+        (lambda: TileConfig(schedule="stream_k"), "schedule='stream_k'.*cooperative"),
+        (lambda: GroupedMmSpec(dtype="float32"), "dtype='float32'.*bfloat16, float16"),
+        (lambda: GroupedMmSpec(arch="sm_80"), "arch='sm_80'.*sm_90a"),
+        (lambda: GroupedGluSpec(activation="tanh"), "activation='tanh'.*swiglu"),
+        (lambda: GroupedGluSpec(glu_layout="rows"), "glu_layout='rows'.*interleaved32"),
+        (lambda: GroupedGluSpec(activation="silu", glu_layout="interleaved"), "no gate; leave glu_layout"),
+        (lambda: GroupedGluSpec(tile=TileConfig(n=192)), "tile n=192 cannot be halved.*128, 256"),
+        (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
+        (lambda: GroupedMlpSpec(GroupedGluSpec(save_preact=True)), "without save_preact"),
+        (lambda: from_dict({"op": "conv"}), "op='conv'.*grouped_mm"),
+        (lambda: from_dict({"op": "grouped_mm", "rows": 3}), "no field 'rows'"),
+    ],
+)
+def test_impossible_specs_are_refused(build, message) -> None:
+    with pytest.raises(SpecError, match=message):
+        build()
+
+
+def test_naming_kernels_imports_no_compiler() -> None:
+    code = "import sys, cute_kernels.sm90.configs as c; c.shipped_specs(); assert 'cutlass' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
