@@ -15,21 +15,25 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .activation import ActivationParams
-from .sm90.epilogue import ActivationEpilogue, Addends, LinearEpilogue
+from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
-from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
+from .sm90.grouped_wgrad import GroupedWgrad
+from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+OUT_DTYPES = {**DTYPES, "float32": Float32}
 NO_PARAMS = (0.0, 0.0, 0.0)
 
 
 def _mm(spec: GroupedMmSpec) -> GroupedGemm:
-    epilogue = LinearEpilogue(spec.tile.n)
-    return GroupedGemm(spec.name, DTYPES[spec.dtype], spec.tile, epilogue, transposed=spec.transpose_w)
+    dtype = DTYPES[spec.dtype]
+    epilogue = LinearEpilogue(dtype, spec.tile.n)
+    return GroupedGemm(spec.name, dtype, spec.tile, epilogue, transposed=spec.transpose_w)
 
 
 def _glu(spec: GroupedGluSpec) -> GroupedGemm:
-    return GroupedGemm(spec.name, DTYPES[spec.dtype], spec.tile, ActivationEpilogue(spec))
+    dtype = DTYPES[spec.dtype]
+    return GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec))
 
 
 def _no_params() -> ActivationParams:
@@ -50,8 +54,8 @@ class GroupedMmEntry:
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
-                x, w, (y,), (groups, group_form, num_groups), w_table, Addends(bias, bias_table, scale), _no_params(),
-                num_sms, stream,
+                x, w, (y,), (groups, group_form, num_groups), w_table,
+                Inputs(Addends(bias, bias_table, scale), _no_params(), w.shape[1]), num_sms, stream,
             )  # fmt: skip
 
 
@@ -69,8 +73,9 @@ class GroupedGluEntry:
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
-                x, w1, (act,), (groups, group_form, num_groups), w_table, Addends(bias, bias_table, scale),
-                ActivationParams(limit, alpha, offset), num_sms, stream,
+                x, w1, (act,), (groups, group_form, num_groups), w_table,
+                Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w1.shape[1]),
+                num_sms, stream,
             )  # fmt: skip
 
 
@@ -88,8 +93,9 @@ class GroupedGluPreactEntry:
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
-                x, w1, (act, preact), (groups, group_form, num_groups), w_table, Addends(bias, bias_table, scale),
-                ActivationParams(limit, alpha, offset), num_sms, stream,
+                x, w1, (act, preact), (groups, group_form, num_groups), w_table,
+                Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w1.shape[1]),
+                num_sms, stream,
             )  # fmt: skip
 
 
@@ -110,10 +116,26 @@ class GroupedMlpEntry:
         if (do_launch > 0) & (x.shape[0] > 0):
             sizes = (groups, group_form, num_groups)
             params = ActivationParams(limit, alpha, offset)
-            self.fc1.launch(x, w1, (mid,), sizes, w1_table, Addends(b1, b1_table, scale), params, num_sms, stream)
-            self.fc2.launch(
-                mid, w2, (y,), sizes, w2_table, Addends(b2, b2_table, scale), params, num_sms, stream, after_launch=True
-            )  # fmt: skip
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
+            inputs2 = Inputs(Addends(b2, b2_table, scale), params, w2.shape[1])
+            self.fc1.launch(x, w1, (mid,), sizes, w1_table, inputs1, num_sms, stream)
+            self.fc2.launch(mid, w2, (y,), sizes, w2_table, inputs2, num_sms, stream, after_launch=True)
+
+
+class GroupedWgradEntry:
+    """dw = grouped_wgrad(dy, x). `mask`: bool [E], or `accumulate` for all groups; T = 0 is the caller's."""
+
+    def __init__(self, spec: GroupedWgradSpec):
+        self.wgrad = GroupedWgrad(spec.name, DTYPES[spec.dtype], OUT_DTYPES[spec.out_dtype], spec.tile)
+
+    @cute.jit
+    def __call__(
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            sizes = (groups, group_form, num_groups)
+            self.wgrad.launch(dy, x, dw, sizes, dw_table, mask, accumulate, num_sms, stream)
 
 
 class _Fakes:
@@ -131,10 +153,10 @@ class _Fakes:
         stride = (cute.sym_int64(divisibility=8), 1)
         return make_fake_tensor(self.dtype, (self.rows, cols), stride=stride, assumed_align=16)
 
-    def weight(self, rows: Any, cols: Any) -> cute.Tensor:
+    def weight(self, rows: Any, cols: Any, dtype: type[cutlass.Numeric] | None = None) -> cute.Tensor:
         """[E or 1, rows, cols]; the front checks that it is contiguous."""
         stride = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-        return make_fake_tensor(self.dtype, (cute.sym_int32(), rows, cols), stride=stride, assumed_align=16)
+        return make_fake_tensor(dtype or self.dtype, (cute.sym_int32(), rows, cols), stride=stride, assumed_align=16)
 
 
 def _groups_fakes() -> tuple:
@@ -181,10 +203,20 @@ def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
     )  # fmt: skip
 
 
+def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
+    fakes = _Fakes(DTYPES[spec.dtype])
+    n, k = fakes.dim(), fakes.dim()
+    tensors = fakes.matrix(n), fakes.matrix(k), fakes.weight(n, k, OUT_DTYPES[spec.out_dtype])
+    rest = Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return GroupedWgradEntry(spec), (*tensors, *_groups_fakes(), *rest)
+
+
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
     if isinstance(spec, GroupedMmSpec):
         return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):
         return _trace_glu(spec)
+    if isinstance(spec, GroupedWgradSpec):
+        return _trace_wgrad(spec)
     return _trace_mlp(spec)

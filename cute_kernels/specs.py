@@ -156,8 +156,29 @@ class GroupedMlpSpec:
         return f"grouped_mlp_{DTYPES[self.dtype]}_{self.fc1.stem}__{self.fc2.stem}_{self.arch}"
 
 
-Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec
-_SPEC_TYPES: dict[str, type] = {t.op: t for t in (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec)}
+@dataclasses.dataclass(frozen=True)
+class GroupedWgradSpec:
+    """dw[E,N,K]: dw_e = dy_e^T x_e over the rows of each group, written or added in `out_dtype`."""
+
+    op: ClassVar[str] = "grouped_wgrad"
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    tile: TileConfig = TileConfig()
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("dtype", self.dtype, DTYPES)
+        _require("out_dtype", self.out_dtype, (self.dtype, "float32"))
+        _require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        out = "f32" if self.out_dtype == "float32" else DTYPES[self.out_dtype]
+        return f"grouped_wgrad_{DTYPES[self.dtype]}_{out}_{self.tile.name}_{self.arch}"
+
+
+Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedWgradSpec
+_SPEC_TYPES: dict[str, type] = {t.op: t for t in (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedWgradSpec)}
 _NESTED: dict[str, type] = {"tile": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
 

@@ -16,8 +16,8 @@ from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec
-from .store import CHUNK_REGS, COLS, SLOTS, THREADS, RaggedStore, Slots, halves
-from .tile_scheduler import WorkTile
+from .store import CHUNK_REGS, COLS, ROWS, SLOTS, THREADS, RaggedStore, Slots, halves
+from .tile_scheduler import Groups, WorkTile
 
 
 class Addends(NamedTuple):
@@ -42,15 +42,21 @@ def chunk_of(acc: cute.Tensor, chunk: int) -> cute.Tensor:
     return registers(acc, chunk * CHUNK_REGS, CHUNK_REGS)
 
 
+class Inputs(NamedTuple):
+    """Run-time inputs of a GEMM's epilogue; `num_weight_rows` are the rows of w, and so elements of a bias."""
+
+    addends: Addends
+    params: act.ActivationParams
+    num_weight_rows: Int32
+
+
 class WarpgroupState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
-    def __init__(
-        self, addends: Addends, params: act.ActivationParams, num_weight_rows: Int32, slots: Slots, sBias: cute.Tensor
-    ):
-        self.addends = addends
-        self.params = params
-        self.num_weight_rows = num_weight_rows
+    def __init__(self, inputs: Inputs, slots: Slots, sBias: cute.Tensor):
+        self.addends = inputs.addends
+        self.params = inputs.params
+        self.num_weight_rows = inputs.num_weight_rows
         self.slots = slots
         self.sBias = sBias
         self.lane = slots.thread % 32
@@ -70,12 +76,19 @@ class Epilogue(Invariant):
     chunks_per_tile: 64-column chunks that one tile stores, over all outputs.
     """
 
-    def __init__(self, tile_n: int, parts: int = 1, layout: str = "concat", extra_chunks: int = 0):
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile_n: int, parts: int = 1, layout: str = "concat", extra_chunks: int = 0
+    ):
         self.tile_n = tile_n
         self.parts = parts
         self.part_n = tile_n // parts
         self.layout = layout
+        self.dtype = dtype
+        self.slot_dtype = dtype
         self.chunks_per_tile = self.part_n // COLS + extra_chunks
+
+    def make_state(self, inputs: Inputs, groups: Groups, slots: Slots, row_smem: cute.Tensor) -> WarpgroupState:
+        return WarpgroupState(inputs, slots, row_smem)
 
     def store_views(self, outputs: tuple) -> tuple:
         """How the outputs look to TMA stores."""
@@ -86,21 +99,22 @@ class Epilogue(Invariant):
         return column
 
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32
+        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
     ) -> None:
-        """Turn accumulators into stores of the tile whose first row for this warpgroup is `row`."""
+        """Turn accumulators into stores. Warpgroup `index` owns the tile's 64 rows from 64 index on."""
         raise NotImplementedError
 
     @cute.jit
-    def begin(self, state: WarpgroupState, work: WorkTile, row: Int32) -> cute.Tensor:
+    def begin(self, state: WarpgroupState, work: WorkTile, index: Int32) -> cute.Tensor:
         """Fetch the biases into shared memory and return this thread's two row scales."""
         scales = cute.make_rmem_tensor(2, Float32)
         scales.fill(1.0)
         if state.addends.scale != 0:
             scale = vector_at(Float32, state.addends.scale)
             for i in cutlass.range_constexpr(2):
-                if row + state.row_in_tile + 8 * i < work.group_end:
-                    scales[i] = scale[row + state.row_in_tile + 8 * i]
+                row = work.row + index * ROWS + state.row_in_tile + 8 * i
+                if row < work.group_end:
+                    scales[i] = scale[row]
         if state.has_bias():
             self._fetch_bias(state, work)
         return scales
@@ -137,12 +151,12 @@ class LinearEpilogue(Epilogue):
 
     @cute.jit
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32
+        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
     ):
         self._add_bias(state, acc, scales[0], scales[1])
         for chunk in cutlass.range_constexpr(self.tile_n // COLS):
-            col = work.n_tile * self.tile_n + chunk * COLS
-            state.slots.put(chunk_of(acc, chunk), stores[0], work, row, col, None, chunk % SLOTS)
+            tile = stores[0].tile(work, work.row + index * ROWS, work.n_tile * self.tile_n + chunk * COLS)
+            state.slots.put(chunk_of(acc, chunk), stores[0], tile, chunk % SLOTS)
 
 
 class ActivationEpilogue(Epilogue):
@@ -151,10 +165,10 @@ class ActivationEpilogue(Epilogue):
     Gated, the accumulators are [a | u]: a thread holds both halves of each of its outputs.
     """
 
-    def __init__(self, spec: GroupedGluSpec):
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         self.spec = spec
         self.preact_chunks = spec.tile.n // COLS if spec.save_preact else 0
-        super().__init__(spec.tile.n, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
+        super().__init__(dtype, spec.tile.n, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
 
     def store_views(self, outputs: tuple) -> tuple:
         if self.spec.save_preact and self.spec.gated and self.layout == "concat":
@@ -174,15 +188,15 @@ class ActivationEpilogue(Epilogue):
 
     @cute.jit
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32
+        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
     ):
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
-            self._store_preact(state, acc, stores[1], work, row)
+            self._store_preact(state, acc, stores[1], work, work.row + index * ROWS)
         for chunk in cutlass.range_constexpr(self.part_n // COLS):
             values = self._activated(state, acc, chunk, scales)
-            col = work.n_tile * self.part_n + chunk * COLS
-            state.slots.put(values, stores[0], work, row, col, None, (self.preact_chunks + chunk) % SLOTS)
+            tile = stores[0].tile(work, work.row + index * ROWS, work.n_tile * self.part_n + chunk * COLS)
+            state.slots.put(values, stores[0], tile, (self.preact_chunks + chunk) % SLOTS)
 
     @cute.jit
     def _activated(
@@ -202,46 +216,61 @@ class ActivationEpilogue(Epilogue):
 
     @cute.jit
     def _store_preact(self, state: WarpgroupState, acc: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32):
-        """The accumulators, 64 columns at a time, in the order that `glu_layout` gives the columns of w1."""
-        for chunk in cutlass.range_constexpr(self.tile_n // COLS):
-            slot = chunk % SLOTS
-            col = work.n_tile * self.tile_n + chunk * COLS
-            if const_expr(self.spec.gated and self.layout == "concat"):
-                part, col_in_part = divmod(chunk * COLS, self.part_n)
-                col = work.n_tile * self.part_n + col_in_part
-                state.slots.put(chunk_of(acc, chunk), target, work, row, col, part, slot)
-            elif const_expr(self.spec.gated and self.layout == "interleaved32"):
-                state.slots.put(self._a32_u32(acc, chunk), target, work, row, col, None, slot)
-            elif const_expr(self.spec.gated):
-                self._put_interleaved(state, acc, chunk, target, work, row, col)
+        """The accumulators in the order that `glu_layout` gives the columns of w1."""
+        for chunk in cutlass.range_constexpr(self.part_n // COLS):
+            a = chunk_of(acc, chunk)
+            if const_expr(self.spec.gated):
+                u = chunk_of(acc, self.part_n // COLS + chunk)
+                column = work.n_tile * self.part_n + chunk * COLS
+                store_gate_pair(state.slots, self.layout, a, u, target, work, row, column)
             else:
-                state.slots.put(chunk_of(acc, chunk), target, work, row, col, None, slot)
+                tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
+                state.slots.put(a, target, tile, chunk % SLOTS)
 
-    def _a32_u32(self, acc: cute.Tensor, chunk: int) -> cute.Tensor:
-        """32 columns of a, then the same 32 of u."""
-        regs = CHUNK_REGS // 2
-        layout = cute.make_layout((regs, 2), stride=(1, cute.size(acc) // 2))
-        return cute.make_tensor(acc.iterator + chunk * regs, layout)
 
-    @cute.jit
-    def _put_interleaved(
-        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], target: RaggedStore,
-        work: WorkTile, row: Int32, col: Int32,
-    ):  # fmt: skip
-        """64 columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
-        slots = state.slots
-        slot = chunk % SLOTS
-        half_regs = cute.size(acc) // 2
-        a = registers(acc, chunk * CHUNK_REGS // 2, CHUNK_REGS // 2)
-        u = registers(acc, half_regs + chunk * CHUNK_REGS // 2, CHUNK_REGS // 2)
-        slots.acquire()
-        for i in cutlass.range_constexpr(CHUNK_REGS // 4):
-            quad = cute.make_rmem_tensor(4, Float32)
-            for pair in cutlass.range_constexpr(2):
-                quad[2 * pair] = a[2 * i + pair]
-                quad[2 * pair + 1] = u[2 * i + pair]
-            out = cute.make_rmem_tensor(4, slots.dtype)
-            out.store(quad.load().to(slots.dtype))
-            line = slots.smem[state.row_in_tile + i % 2 * 8, None, slot]
-            cute.autovec_copy(out, cute.local_tile(line, (4,), (i // 2 * 4 + state.lane % 4,)))
-        slots.store(target, work, row, col, None, slot)
+@cute.jit
+def store_gate_pair(
+    slots: Slots, layout: cutlass.Constexpr[str], a: cute.Tensor, u: cute.Tensor, target: RaggedStore, work: WorkTile,
+    row: Int32, column: Int32,
+):  # fmt: skip
+    """Store 64 columns of each half, from `column` of a half on, as the 128 columns that `layout` makes of them.
+
+    Takes slots 0 and 1. `target` has a mode for the half where the layout is concat.
+    """
+    for i in cutlass.range_constexpr(2):
+        if const_expr(layout == "concat"):
+            slots.fill(a if const_expr(i == 0) else u, i)
+            tile = target.tile(work, row, column, i)
+        else:
+            half_a = registers(a, i * (CHUNK_REGS // 2), CHUNK_REGS // 2)
+            half_u = registers(u, i * (CHUNK_REGS // 2), CHUNK_REGS // 2)
+            if const_expr(layout == "interleaved32"):
+                slots.fill(_joined(half_a, half_u), i)
+            else:
+                _fill_interleaved(slots, half_a, half_u, i)
+            tile = target.tile(work, row, 2 * column + i * COLS)
+        slots.store(target, tile, i)
+
+
+def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
+    """Two register vectors as one."""
+    both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), Float32)
+    registers(both, 0, cute.size(first)).store(first.load())
+    registers(both, cute.size(first)).store(second.load())
+    return both
+
+
+@cute.jit
+def _fill_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
+    """64 columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
+    lane = slots.thread % 32
+    slots.acquire()
+    for i in cutlass.range_constexpr(CHUNK_REGS // 4):
+        quad = cute.make_rmem_tensor(4, Float32)
+        for pair in cutlass.range_constexpr(2):
+            quad[2 * pair] = a[2 * i + pair]
+            quad[2 * pair + 1] = u[2 * i + pair]
+        out = cute.make_rmem_tensor(4, slots.dtype)
+        out.store(quad.load().to(slots.dtype))
+        line = slots.smem[slots.thread // 32 * 16 + lane // 4 + i % 2 * 8, None, slot]
+        cute.autovec_copy(out, cute.local_tile(line, (4,), (i // 2 * 4 + lane % 4,)))

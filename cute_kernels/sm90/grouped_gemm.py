@@ -1,48 +1,21 @@
-"""The grouped GEMM kernel of Hopper: a scheduler, a mainloop and an epilogue, put together.
-
-    y[row] = epilogue(x[row] @ w[e]^T)    for every row of every group e
-
-Persistent and warp-specialised: one CTA on each SM, in clusters that share operand tiles by multicast.
-
-    warp(s)              role        waits for                          signals
-    0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
-    1                    scheduler   ring (empty)                       ring (full)
-    2, 3                 idle; they complete the warpgroup that gives its registers away
-    4 .. 4 + 4 n         MMA, n = tile.m / 64 warpgroups of 64 rows     stages (empty), ring (empty)
-                                     ring (tile), stages (full)
-
-    ring    WorkRing, 2 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp (1 + 4 n).
-    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 an MMA warp of each CTA that shares them.
-    slots   2 staging slots a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
-"""
+"""The grouped GEMM, ragged in rows: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils
 from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
-from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
-from ..activation import ActivationParams
-from ..invariant import Invariant
 from ..specs import TileConfig
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
-from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
+from .mainloop import GemmMainloop
+from .persistent import PersistentGemm
 from .weights import weight_view
 
-SMEM_BYTES = 227 * 1024
-# Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
-SMALL_BYTES = 2048
-LOAD_WARP, SCHEDULER_WARP = 0, 1
-# Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
-LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 
-
-class GroupedGemm(Invariant):
-    """One kernel: a tile configuration, an epilogue, and w as rows of n (or, `transposed`, as rows of k)."""
+class GroupedGemm(PersistentGemm):
+    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e])."""
 
     def __init__(
         self,
@@ -52,147 +25,24 @@ class GroupedGemm(Invariant):
         epilogue: epi.Epilogue,
         transposed: bool = False,
     ):
-        self.name = name
-        self.dtype = dtype
-        self.tile = tile
-        self.epilogue = epilogue
+        super().__init__(name, dtype, tile, epilogue)
         self.transposed = transposed
-        self.num_warpgroups = tile.m // store.ROWS
-        self.threads = (1 + self.num_warpgroups) * store.THREADS
-        self.cluster_size = tile.cluster_m * tile.cluster_n
 
-    @property
-    def stages(self) -> int:
-        staging = self.num_warpgroups * store.SLOTS * store.ROWS * store.COLS * 2
-        stage = (self.tile.m + self.tile.n) * self.tile.k * 2
-        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+    def make_mainloop(self) -> GemmMainloop:
+        return GemmMainloop(self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages)
+
+    def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
+        return sched.GroupTileScheduler(self.tile, groups, grid)
 
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32], w_table: Int64,
-        addends: epi.Addends, params: ActivationParams, num_sms: Int32, stream: cuda.CUstream,
-        after_launch: cutlass.Constexpr[bool] = False,
+        inputs: epi.Inputs, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
     ):  # fmt: skip
-        """Launch on `stream`. `after_launch`: start early, behind a kernel of this package (programmatic launch)."""
-        mainloop = self._mainloop()
+        """Launch on `stream`; `inputs` are the epilogue's own. See PersistentGemm.start for `after_launch`."""
         view, address = weight_view(w, w_table, self.epilogue.parts, self.epilogue.layout, self.transposed)
-        operands = mainloop.operands(x, view, address)
+        operands = self.make_mainloop().operands(x, view, address)
         stores = tuple(store.make_store(view) for view in self.epilogue.store_views(outputs))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
-        num_n_clusters = cute.ceil_div(n, self.tile.n * self.tile.cluster_n)
-        self._name_kernel()
-        self.kernel(operands, stores, addends, params, sched.Groups(*groups, x.shape[0]), n, num_n_clusters).launch(
-            grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=(self.cluster_size, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=after_launch,
-        )
-
-    def _name_kernel(self) -> None:
-        """Profilers then show the spec. The DSL's own prefix would also make ptxas treat the kernel as CUTLASS's."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-
-    def _mainloop(self) -> Mainloop:
-        return Mainloop(self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages)
-
-    def _shared_storage(self, mainloop: Mainloop) -> type:
-        slots_layout = store.staging_layout(self.dtype, self.num_warpgroups)
-
-        @cute.struct
-        class Storage:
-            stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
-            ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
-            bias: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.n * self.num_warpgroups], 16]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
-            staging: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(slots_layout)], 1024]
-
-        return Storage
-
-    @cute.kernel
-    def kernel(
-        self, operands: Operands, stores: tuple, addends: epi.Addends, params: ActivationParams, groups: sched.Groups,
-        num_weight_rows: Int32, num_n_clusters: Int32,
-    ):  # fmt: skip
-        mainloop = self._mainloop()
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup = cute.arch.make_warp_uniform(thread // store.THREADS)
-        if warp == LOAD_WARP:
-            cpasync.prefetch_descriptor(operands.atom_a)
-            cpasync.prefetch_descriptor(operands.atom_b)
-
-        storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
-        stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
-        consumer_warps = 1 + WARPS_PER_GROUP * self.num_warpgroups
-        ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps)
-        cluster = cute.make_layout((self.cluster_size, 1))
-        pipeline_init_arrive(cluster, is_relaxed=True)
-        sA = storage.a.get_tensor(mainloop.a_layout.outer, swizzle=mainloop.a_layout.inner)
-        sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
-        pipeline_init_wait(cluster)
-
-        # Everything before this line overlaps the kernel before; everything after it may read that kernel's output.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-
-        if warpgroup == 0:
-            if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
-            if warp == LOAD_WARP:
-                self._load_role(mainloop, operands, sA, sB, stages, ring)
-            elif warp == SCHEDULER_WARP:
-                sched.GroupTileScheduler(self.tile, groups, num_n_clusters).run(ring)
-        else:
-            if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            staging_layout = store.staging_layout(self.dtype, self.num_warpgroups)
-            staging = storage.staging.get_tensor(staging_layout.outer, swizzle=staging_layout.inner)
-            biases = storage.bias.get_tensor(cute.make_layout((self.tile.n, self.num_warpgroups)))
-            slots = store.Slots(
-                staging, self.dtype, warpgroup - 1, thread % store.THREADS, self.epilogue.chunks_per_tile
-            )
-            state = epi.WarpgroupState(addends, params, num_weight_rows, slots, biases[None, warpgroup - 1])
-            num_k_tiles = cute.ceil_div(cute.size(operands.x, mode=[1]), self.tile.k)
-            self._mma_role(mainloop, state, stores, sA, sB, num_k_tiles, stages, ring, warpgroup - 1)
-
-    @cute.jit
-    def _load_role(
-        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing
-    ):  # fmt: skip
-        ring_state = ring.consumer_state()
-        state = mainloop.producer_state()
-        work = ring.get(ring_state)
-        while work.expert >= 0:
-            state = mainloop.load(operands, sA, sB, stages, state, work)
-            ring_state.advance()
-            work = ring.get(ring_state)
-        # A CTA must outlive its peers' multicasts into it and arrivals on its barriers.
-        stages.producer_tail(state)
-
-    @cute.jit
-    def _mma_role(
-        self, mainloop: Mainloop, state: epi.WarpgroupState, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        num_k_tiles: Int32, stages, ring: sched.WorkRing, index: Int32,
-    ):  # fmt: skip
-        tiled_mma = mainloop.tiled_mma()
-        slice_layout = cute.make_layout(self.num_warpgroups, stride=store.THREADS)
-        thread_mma = tiled_mma.get_slice(slice_layout(index))
-        tCrA = tiled_mma.make_fragment_A(thread_mma.partition_A(sA))
-        tCrB = tiled_mma.make_fragment_B(thread_mma.partition_B(sB))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile.m, self.tile.n)), cutlass.Float32)
-
-        ring_state = ring.consumer_state()
-        stage = mainloop.consumer_state()
-        work = ring.get(ring_state)
-        while work.expert >= 0:
-            row = work.row + index * store.ROWS
-            scales = self.epilogue.begin(state, work, row)
-            stage = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, stage)
-            self.epilogue.finish(state, acc, scales, stores, work, row)
-            ring_state.advance()
-            work = ring.get(ring_state)
-        state.slots.drain()
+        grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
+        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)

@@ -1,8 +1,6 @@
-"""The mainloop: TMA fills a ring of shared-memory stages with A and B tiles, wgmma warpgroups empty it.
+"""Mainloops: TMA fills a ring of shared-memory stages with A and B tiles, wgmma warpgroups empty it.
 
-A is a tile of `tile_m` rows of x, at any row: groups need no alignment, and rows past a group's end are computed and
-never stored. B is a tile of an expert's weights (weights.py). In a cluster, CTAs that share a tile each load a slice
-and multicast it.
+In a cluster, CTAs that share a tile each load a slice and multicast it.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..invariant import Invariant
 from ..specs import TileConfig
+from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .weights import ExpertAddress, expert_offset, lo_hi
 
@@ -26,32 +25,37 @@ MMA_K = 16
 
 
 class Operands(NamedTuple):
-    """What the producer reads: TMA atoms and coordinate tensors of x (rows, k) and of the weights (n, k, lo, hi)."""
+    """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs."""
 
     atom_a: cute.CopyAtom
-    x: cute.Tensor
+    a: cute.Tensor
     atom_b: cute.CopyAtom
-    w: cute.Tensor
-    address: ExpertAddress
+    b: cute.Tensor
+    extra: tuple
 
 
 class Mainloop(Invariant):
-    """Compile-time shape of the mainloop, and its two halves: `load` for the TMA warp, `mma` for a warpgroup.
+    """Compile-time shape of a mainloop, and its two halves: `load` for the TMA warp, `mma` for a warpgroup.
 
     Pipeline "stages": the producer, 1 thread of the TMA warp, arms a stage's transaction count and TMA arrives. The
     consumers, one lane of each MMA warp of each CTA that shares the stage, arrive when their wgmma have read it.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int):
+    # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
+    may_be_empty = False
+
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
+        stages: int,
+    ):  # fmt: skip
         self.dtype = dtype
         self.tile = tile
-        self.parts = parts
         self.stages = stages
         self.num_mma_warpgroups = tile.m // 64
-        self.part_n = tile.n // parts
-        self.b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
+        self.a_major = a_major
+        self.b_major = b_major
         self.cluster = cute.make_layout((tile.cluster_m, tile.cluster_n))
-        self.a_layout = self._smem_layout(OperandMajorMode.K, tile.m, stages)
+        self.a_layout = self._smem_layout(self.a_major, tile.m, stages)
         self.b_layout = self._smem_layout(self.b_major, tile.n, stages)
 
     def _smem_layout(self, major: OperandMajorMode, rows: int, *stages: int) -> cute.ComposedLayout:
@@ -71,18 +75,12 @@ class Mainloop(Invariant):
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
-            OperandMajorMode.K,
+            self.a_major,
             self.b_major,
             Float32,
             (self.num_mma_warpgroups, 1, 1),
             (64, self.tile.n),
         )
-
-    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress) -> Operands:
-        """Host side: the TMA descriptors."""
-        atom_a, x_tma = self._tma(x, OperandMajorMode.K, self.tile.m, self.tile.cluster_n)
-        atom_b, w_tma = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
-        return Operands(atom_a, x_tma, atom_b, w_tma, address)
 
     def _tma(self, tensor: cute.Tensor, major: OperandMajorMode, rows: int, num_multicast: int):
         one_cta = num_multicast == 1
@@ -109,46 +107,29 @@ class Mainloop(Invariant):
     def consumer_state(self) -> pipeline.PipelineState:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
 
-    @cute.jit
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        raise NotImplementedError
+
     def load(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
-    ):  # fmt: skip
+    ) -> pipeline.PipelineState:  # fmt: skip
         """Fill stages with all of K for one output tile; called by the TMA warp. Returns the advanced state."""
+        raise NotImplementedError
+
+    def _multicast(self) -> tuple[Int32, Int32, Int32, Int32]:
+        """This CTA's coordinates in its cluster, and the masks of the CTAs that share its A and its B."""
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank_m, rank_n = rank % self.tile.cluster_m, rank // self.tile.cluster_m
-        coord = (rank_m, rank_n)
+        coord = (rank % self.tile.cluster_m, rank // self.tile.cluster_m)
         a_mask = cute.make_layout_image_mask(self.cluster, coord, mode=1) if self.tile.cluster_n > 1 else 0
         b_mask = cute.make_layout_image_mask(self.cluster, coord, mode=0) if self.tile.cluster_m > 1 else 0
+        return *coord, a_mask, b_mask
 
-        x = cute.domain_offset((work.row, 0), operands.x)
-        gA = cute.local_tile(x, (self.tile.m, self.tile.k), (0, None))
-        tAsA, tAgA = cpasync.tma_partition(
-            operands.atom_a, rank_n, cute.make_layout(self.tile.cluster_n), cute.group_modes(sA, 0, 2),
-            cute.group_modes(gA, 0, 2),
-        )  # fmt: skip
-        gB = cute.local_tile(operands.w, (self.part_n, self.tile.k), (None, None, None, None))
-        sB_parts = cute.flat_divide(sB, (self.part_n, self.tile.k))
-        tBsB, tBgB = cpasync.tma_partition(
-            operands.atom_b, rank_m, cute.make_layout(self.tile.cluster_m), cute.group_modes(sB_parts, 0, 2),
-            cute.group_modes(gB, 0, 2),
-        )  # fmt: skip
-
-        first = expert_offset(operands.address, work.expert)
-        for k_tile in cutlass.range(cute.size(gA, mode=[2]), unroll=1):
-            stages.producer_acquire(state)
-            barrier = stages.producer_get_barrier(state)
-            cute.copy(
-                operands.atom_a, tAgA[None, k_tile], tAsA[None, state.index], tma_bar_ptr=barrier, mcast_mask=a_mask
-            )
-            for part in cutlass.range_constexpr(self.parts):
-                lo, hi = lo_hi(first + part * operands.address.part_units)
-                cute.copy(
-                    operands.atom_b, tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index],
-                    tma_bar_ptr=barrier, mcast_mask=b_mask,
-                )  # fmt: skip
-            state.advance()
-        return state
+    def _partition(self, atom: cute.CopyAtom, rank: Int32, sharers: int, smem: cute.Tensor, gmem: cute.Tensor):
+        """TMA partitions (shared memory, global memory) of tiles whose first two modes are (rows, k)."""
+        return cpasync.tma_partition(
+            atom, rank, cute.make_layout(sharers), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        )
 
     @cute.jit
     def mma(
@@ -160,11 +141,14 @@ class Mainloop(Invariant):
         One k-tile of wgmma stays in flight: the stage before it is released while it runs.
         """
         release = state.clone()
+        if const_expr(self.may_be_empty):
+            acc.fill(0.0)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             warpgroup.fence()
             for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if const_expr(k_block == 0) else True)
+                first = const_expr(k_block == 0 and not self.may_be_empty)
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if first else True)
                 at = (None, None, k_block, state.index)
                 cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
             warpgroup.commit_group()
@@ -174,5 +158,105 @@ class Mainloop(Invariant):
                 stages.consumer_release(release)
                 release.advance()
         warpgroup.wait_group(0)
-        stages.consumer_release(release)
+        if num_k_tiles > 0:
+            stages.consumer_release(release)
         return state
+
+
+class GemmMainloop(Mainloop):
+    """A: `tile.m` rows of x at any row; groups need no alignment, rows past a group's end are computed and not stored.
+    B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int):
+        self.parts = parts
+        self.part_n = tile.n // parts
+        b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
+        super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
+
+    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress) -> Operands:
+        """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
+        atom_a, a = self._tma(x, self.a_major, self.tile.m, self.tile.cluster_n)
+        atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
+        return Operands(atom_a, a, atom_b, b, (address,))
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        tile = self.tile
+        rank_m, rank_n, a_mask, b_mask = self._multicast()
+        gA = cute.local_tile(cute.domain_offset((work.row, 0), operands.a), (tile.m, tile.k), (0, None))
+        tAsA, tAgA = self._partition(operands.atom_a, rank_n, tile.cluster_n, sA, gA)
+        gB = cute.local_tile(operands.b, (self.part_n, tile.k), (None, None, None, None))
+        sB_parts = cute.flat_divide(sB, (self.part_n, tile.k))
+        tBsB, tBgB = self._partition(operands.atom_b, rank_m, tile.cluster_m, sB_parts, gB)
+
+        address = operands.extra[0]
+        first = expert_offset(address, work.expert)
+        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
+            stages.producer_acquire(state)
+            barrier = stages.producer_get_barrier(state)
+            a_from, a_to = tAgA[None, k_tile], tAsA[None, state.index]
+            cute.copy(operands.atom_a, a_from, a_to, tma_bar_ptr=barrier, mcast_mask=a_mask)
+            for part in cutlass.range_constexpr(self.parts):
+                lo, hi = lo_hi(first + part * address.part_units)
+                b_from, b_to = tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index]
+                cute.copy(operands.atom_b, b_from, b_to, tma_bar_ptr=barrier, mcast_mask=b_mask)
+            state.advance()
+        return state
+
+
+class WgradMainloop(Mainloop):
+    """A: columns of dy, B: columns of x, contracted over a group's rows.
+
+    Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`);
+    zeros in one alone would not do, since the other may hold NaN.
+    """
+
+    may_be_empty = True
+
+    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, stages: int):
+        super().__init__(dtype, tile, OperandMajorMode.MN, OperandMajorMode.MN, stages)
+
+    def operands(self, dy: cute.Tensor, x: cute.Tensor) -> Operands:
+        """Host side: the TMA descriptors of dy and x as (column, row, ...)."""
+        atom_a, a = self._tma(_columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
+        atom_b, b = self._tma(_columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
+        return Operands(atom_a, a, atom_b, b, ())
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return cute.ceil_div(work.group_end - work.row, self.tile.k)
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        tile = self.tile
+        rank_m, rank_n, a_mask, b_mask = self._multicast()
+        a = clipped(operands.a, work.row, work.group_end, row_mode=1)
+        b = clipped(operands.b, work.row, work.group_end, row_mode=1)
+        gA = cute.local_tile(a, (tile.m, tile.k), (None, None))
+        gB = cute.local_tile(b, (tile.n, tile.k), (None, None))
+        tAsA, tAgA = self._partition(operands.atom_a, rank_n, tile.cluster_n, sA, gA)
+        tBsB, tBgB = self._partition(operands.atom_b, rank_m, tile.cluster_m, sB, gB)
+        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
+            stages.producer_acquire(state)
+            barrier = stages.producer_get_barrier(state)
+            a_from, a_to = tAgA[None, work.m_tile, k_tile], tAsA[None, state.index]
+            cute.copy(operands.atom_a, a_from, a_to, tma_bar_ptr=barrier, mcast_mask=a_mask)
+            b_from, b_to = tBgB[None, work.n_tile, k_tile], tBsB[None, state.index]
+            cute.copy(operands.atom_b, b_from, b_to, tma_bar_ptr=barrier, mcast_mask=b_mask)
+            state.advance()
+        return state
+
+
+def _columns(tensor: cute.Tensor) -> cute.Tensor:
+    """[T, C] as a ragged view (column, row, wrap, end)."""
+    ragged = ragged_rows(tensor)
+    return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))

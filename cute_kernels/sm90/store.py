@@ -1,7 +1,7 @@
-"""Storing tiles: staging slots in shared memory, and TMA stores that never touch a neighbour's rows.
+"""Storing tiles: staging slots in shared memory, and the TMA stores that empty them.
 
-Each MMA warpgroup owns 64 rows of a tile and works alone: it converts 64 columns at a time, writes them into one of its
-`SLOTS` staging slots (64 x 64, 128-byte swizzle, stmatrix), and one warp starts a TMA store of the slot.
+Each MMA warpgroup owns 64 rows of a tile and works alone: it converts 128 bytes of columns at a time, writes them into
+one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle), and one warp starts a TMA store of the slot.
 """
 
 from __future__ import annotations
@@ -15,56 +15,58 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from ..invariant import Invariant
+from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 
 ROWS = 64
-COLS = 64
+ROW_BYTES = 128
+SLOT_BYTES = ROWS * ROW_BYTES
 SLOTS = 2
 THREADS = 128
+# Of a slot of 16-bit elements, as all but weight gradients have.
+COLS = ROW_BYTES // 2
 CHUNK_REGS = ROWS * COLS // THREADS
 # Named barrier 0 is the CTA's own.
 FIRST_BARRIER = 1
 
 
 class RaggedStore(NamedTuple):
-    """A TMA store whose rows end where a group ends."""
+    """A TMA store into (T, columns[, half]) whose rows end where a group ends."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
-    rows: Int32
+
+    def tile(self, work: WorkTile, row: Int32, col: Int32, half: int | None = None) -> cute.Tensor:
+        """The 64 x 64 tile at (row, col)."""
+        rows = clipped(self.tensor, row, work.group_end)
+        if half is not None:
+            rows = rows[None, None, half]
+        return cute.local_tile(cute.domain_offset((0, col), rows), (ROWS, COLS), (0, 0))
 
 
-def smem_layout(dtype: type[cutlass.Numeric]) -> cute.ComposedLayout:
+def columns(dtype: type[cutlass.Numeric]) -> int:
+    """Columns of a slot."""
+    return ROW_BYTES * 8 // dtype.width
+
+
+def smem_layout(dtype: type[cutlass.Numeric], *more: int) -> cute.ComposedLayout:
+    """(row, column, *more) of slots."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (ROWS, COLS), order=(0, 1))
+    order = tuple(range(2 + len(more)))
+    return cute.tile_to_shape(atom, (ROWS, columns(dtype), *more), order=order)
 
 
 def staging_layout(dtype: type[cutlass.Numeric], num_warpgroups: int) -> cute.ComposedLayout:
-    """(ROWS, COLS, slot, warpgroup) of the staging buffer."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (ROWS, COLS, SLOTS, num_warpgroups), order=(0, 1, 2, 3))
-
-
-def ragged_rows(tensor: cute.Tensor) -> cute.Tensor:
-    """A view (row, column modes..., end) of tensor (T, column modes...) that clips rows at `end`, not at T.
-
-    Row mode and end mode both have the row's stride, and the base lies T rows before the tensor. Coordinates
-    (row + T - end, ..., end) then address `row`, and rows from `end` on are past the row mode's bound T: the TMA unit
-    drops them. No descriptor changes between groups, and a tile that starts past its group stores nothing.
-    """
-    rows = tensor.shape[0]
-    shape = (*tensor.shape, rows + 1)
-    stride = (*tensor.stride, tensor.stride[0])
-    base = cute.domain_offset((-rows, *[0] * (cute.rank(tensor) - 1)), tensor).iterator
-    return cute.make_tensor(base, cute.make_layout(shape, stride=stride))
+    """(row, column, slot, warpgroup) of the staging buffer."""
+    return smem_layout(dtype, SLOTS, num_warpgroups)
 
 
 def make_store(tensor: cute.Tensor) -> RaggedStore:
-    """Host side: the descriptor for storing 64 x 64 slots into tensor (T, columns[, half])."""
+    """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
     atom, view = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type), (ROWS, COLS)
     )
-    return RaggedStore(atom, view, tensor.shape[0])
+    return RaggedStore(atom, view)
 
 
 def halves(tensor: cute.Tensor) -> cute.Tensor:
@@ -88,12 +90,13 @@ class Slots(Invariant):
         self.barrier = FIRST_BARRIER + warpgroup_index
         self.thread = thread
         self.is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0
-        mma = sm90_utils.make_trivial_tiled_mma(
-            dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)
-        )
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-        self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
-        self.destination = self.tiled_copy.get_slice(thread).partition_D(self.smem)
+        if dtype.width == 16:
+            mma = sm90_utils.make_trivial_tiled_mma(
+                dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)
+            )
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+            self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
+            self.destination = self.tiled_copy.get_slice(thread).partition_D(self.smem)
 
     def sync(self):
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=THREADS)
@@ -106,31 +109,49 @@ class Slots(Invariant):
         self.sync()
 
     @cute.jit
-    def store(self, target: RaggedStore, work: WorkTile, row: Int32, col: Int32, half: cutlass.Constexpr, slot: int):
-        """Publish a filled slot and start its store at (row, col) of the output."""
+    def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Convert a slot's worth of accumulator registers and write them."""
+        converted = cute.make_rmem_tensor(values.shape, self.dtype)
+        converted.store(values.load().to(self.dtype))
+        self.acquire()
+        if const_expr(self.dtype.width == 16):
+            shape = self.destination[None, None, None, 0].shape
+            source = cute.make_tensor(converted.iterator, cute.make_layout(shape))
+            cute.copy(self.tiled_copy, source, self.destination[None, None, None, slot])
+        else:
+            lane = self.thread % 32
+            for i in cutlass.range_constexpr(cute.size(values) // 2):
+                row = self.thread // 32 * 16 + lane // 4 + i % 2 * 8
+                pair = cute.make_tensor(converted.iterator + 2 * i, cute.make_layout(2))
+                line = self.smem[row, None, slot]
+                cute.autovec_copy(pair, cute.local_tile(line, (2,), (i // 2 * 4 + lane % 4,)))
+
+    def publish(self):
+        """Make a filled slot visible to TMA."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
-        if self.is_storing_warp:
-            half_mode = () if const_expr(half is None) else (half,)
-            at = (None, None, *half_mode, work.group_end)
-            tensor = target.tensor[at]
-            tensor = cute.domain_offset((row + target.rows - work.group_end, col), tensor)
-            tile = cute.local_tile(tensor, (ROWS, COLS), (0, 0))
-            source, destination = cpasync.tma_partition(
-                target.atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
-            )
-            cute.copy(target.atom, source[None, slot], destination)
-            cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def put(self, values: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32, col: Int32, half, slot: int):
-        """Convert CHUNK_REGS accumulator registers, stage and store them."""
-        out = cute.make_rmem_tensor(self.destination[None, None, None, 0].shape, self.dtype)
-        flat = cute.make_tensor(out.iterator, cute.make_layout(values.shape))
-        flat.store(values.load().to(self.dtype))
-        self.acquire()
-        cute.copy(self.tiled_copy, out, self.destination[None, None, None, slot])
-        self.store(target, work, row, col, half, slot)
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Start storing a published slot; called by the storing warp alone."""
+        source, destination = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(atom, source[None, slot], destination)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store(self, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Publish a filled slot and start its store into a tile of `target`."""
+        self.publish()
+        if self.is_storing_warp:
+            self.start(target.atom, tile, slot)
+
+    @cute.jit
+    def put(self, values: cute.Tensor, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Convert, stage and store a slot's worth of accumulator registers."""
+        self.fill(values, slot)
+        self.store(target, tile, slot)
 
     @cute.jit
     def drain(self):

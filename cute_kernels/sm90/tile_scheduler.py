@@ -24,7 +24,7 @@ from ..specs import TileConfig
 # and a weight tile is read from memory once for 8 uses.
 RASTER_BAND = 8
 STAGES = 2
-SLOT_WORDS = 4
+SLOT_WORDS = 5
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 
@@ -39,12 +39,27 @@ class Groups(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """One CTA's output tile: its first row, the row where its group ends, its weight tile. expert < 0 ends the work."""
+    """One CTA's output tile: tile coordinates, its first ragged row and the row where its group ends.
+
+    Rows ragged (GEMM): `row` is the tile's first row and m_tile its index in the group. Contraction ragged (wgrad):
+    `row` is the group's first row. expert < 0 ends the work.
+    """
 
     expert: Int32
     row: Int32
     group_end: Int32
+    m_tile: Int32
     n_tile: Int32
+
+
+NO_WORK = (-1, 0, 0, 0, 0)
+
+
+class TileGrid(NamedTuple):
+    """Cluster tiles of one expert's output. Where rows are ragged, `num_m` comes from the group instead."""
+
+    num_m: Int32
+    num_n: Int32
 
 
 class _GroupWindow(NamedTuple):
@@ -132,16 +147,20 @@ class WorkRing(Invariant):
 class GroupTileScheduler(Invariant):
     """Walks the groups for one CTA. Compile-time: tile and cluster; run-time: groups and weight tiles an expert."""
 
-    def __init__(self, tile: TileConfig, groups: Groups, num_n_clusters: Int32):
+    def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
         self.tile_m = tile.m
         self.cluster_m = tile.cluster_m
         self.cluster_n = tile.cluster_n
         self.groups = groups
-        self.num_n_clusters = num_n_clusters
+        self.grid = grid
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
+        """Cluster tiles along m that a group of `rows` has."""
         rows_per_cluster = self.tile_m * self.cluster_m
         return (rows + rows_per_cluster - 1) // rows_per_cluster
+
+    def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        return begin + m_tile * self.tile_m
 
     @cute.jit
     def _load_window(self, base: Int32, rows_before: Int32, tiles_before: Int32) -> _GroupWindow:
@@ -163,7 +182,9 @@ class GroupTileScheduler(Invariant):
                 size = _group_size(groups, group)
             end = cutlass.min(rows_before + _inclusive_scan(size, lane), groups.rows)
             begin = cutlass.max(end - size, Int32(0))
-        tiles = self._num_m_clusters(end - begin) * self.num_n_clusters
+        tiles = Int32(0)
+        if present:
+            tiles = self._num_m_clusters(end - begin) * self.grid.num_n
         return _GroupWindow(base, begin, end, tiles_before + _inclusive_scan(tiles, lane))
 
     @cute.jit
@@ -178,7 +199,7 @@ class GroupTileScheduler(Invariant):
             first_tile = before
 
         index = tile - first_tile
-        band_tiles = RASTER_BAND * self.num_n_clusters
+        band_tiles = RASTER_BAND * self.grid.num_n
         band = index // band_tiles
         in_band = index - band * band_tiles
         band_height = cutlass.min(self._num_m_clusters(end - begin) - band * RASTER_BAND, Int32(RASTER_BAND))
@@ -188,8 +209,9 @@ class GroupTileScheduler(Invariant):
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m = rank % self.cluster_m
         rank_n = rank // self.cluster_m
-        row = begin + (m_cluster * self.cluster_m + rank_m) * self.tile_m
-        return WorkTile(window.base + lane, row, end, n_cluster * self.cluster_n + rank_n)
+        m_tile = m_cluster * self.cluster_m + rank_m
+        n_tile = n_cluster * self.cluster_n + rank_n
+        return WorkTile(window.base + lane, self._first_row(begin, m_tile), end, m_tile, n_tile)
 
     @cute.jit
     def run(self, ring: WorkRing):
@@ -211,9 +233,19 @@ class GroupTileScheduler(Invariant):
                 window = self._load_window(window.base + 32, _last_lane(window.end), tiles_before)
                 window_end = _last_lane(window.tiles_end)
             more = tile < window_end
-            work = WorkTile(Int32(-1), Int32(0), Int32(0), Int32(0))
+            work = WorkTile(*[Int32(word) for word in NO_WORK])
             if more:
                 work = self._tile_in_window(window, tile, tiles_before)
             ring.put(state, work)
             state.advance()
             tile += num_clusters
+
+
+class WgradTileScheduler(GroupTileScheduler):
+    """The same walk where every group has the same tiles, empty groups too: the contraction is what is ragged."""
+
+    def _num_m_clusters(self, rows: Int32) -> Int32:
+        return self.grid.num_m
+
+    def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        return begin
