@@ -1,0 +1,190 @@
+"""What `glulam doctor` looks at. Each check is one finding in plain words and, where it is bad, one remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+from ffi_bridge import BundleError, ToolchainError, build, jit, loader, toolchain
+
+ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
+_OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
+_OLDEST_DRIVER = (13, 0)  # the run-time library in the pinned DSL is CUDA 13's
+_INSTALL_TORCH = "pip install 'torch>=2.11'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One finding. `state` is "ok", "note" (something that this machine can do without) or "bad"."""
+
+    name: str
+    state: str
+    finding: str
+    remedy: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """All findings, whether Glulam is usable here, and a verdict in one sentence."""
+
+    checks: tuple[Check, ...]
+    usable: bool
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The current CUDA device: its name, compute capability and the kernels' architecture, None if it has none."""
+
+    name: str
+    capability: tuple[int, int]
+    arch: str | None
+
+
+def _torch() -> Any | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+def _check_torch(torch: Any | None) -> Check:
+    if torch is None:
+        return Check("torch", "bad", "not installed", _INSTALL_TORCH)
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    found = f"{torch.__version__} ({cuda})"
+    if version < _OLDEST_TORCH:
+        return Check("torch", "bad", f"{found} is too old: 2.11 or later is needed", _INSTALL_TORCH)
+    return Check("torch", "ok", found)
+
+
+def _find_gpu(torch: Any | None) -> Gpu | None:
+    if torch is None or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    return Gpu(torch.cuda.get_device_name(), capability, ARCH_OF_CAPABILITY.get(capability))
+
+
+def _check_gpu(gpu: Gpu | None) -> Check:
+    if gpu is None:
+        return Check("GPU", "note", "none that torch can use: tensors on the CPU are served by the CPU reference")
+    named = f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+    if gpu.arch is None:
+        served = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+        return Check("GPU", "bad", f"{named}: no kernels for it", f"use a GPU of compute capability {served}")
+    return Check("GPU", "ok", f"{named}: served by the {gpu.arch} kernels")
+
+
+def _driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that the installed driver runs, or None without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Check:
+    state = "bad" if gpu else "note"
+    if driver is None:
+        return Check("driver", state, "no NVIDIA driver", "install driver 580 or later to use a GPU")
+    found = f"CUDA {driver[0]}.{driver[1]}"
+    if driver < _OLDEST_DRIVER:
+        return Check("driver", state, f"{found} is too old: the kernels need CUDA 13.0", "install driver 580 or later")
+    return Check("driver", "ok", f"runs {found}")
+
+
+def _check_tvm_ffi() -> Check:
+    try:
+        toolchain.tvm_ffi_library()
+    except ToolchainError as error:
+        return _from_error("TVM-FFI", error)
+    return Check("TVM-FFI", "ok", str(toolchain.versions()[toolchain.TVM_FFI] or "of an unknown version"))
+
+
+def _check_runtime() -> Check:
+    try:
+        library = toolchain.runtime_library()
+        ctypes.CDLL(str(library))
+    except (ToolchainError, OSError) as error:
+        return _from_error("run time", error)
+    return Check("run time", "ok", f"nvidia-cutlass-dsl {toolchain.versions()[toolchain.DSL] or ''}: {library}")
+
+
+def _check_bundle(arch: str, needed: bool) -> Check:
+    name = "bundle"
+    try:
+        bundle = loader.load(arch)
+    except (BundleError, ToolchainError) as error:
+        return _from_error(name, error, "bad" if needed else "note")
+    except Exception as error:  # a library that is sound but does not load here: say why, whatever the reason
+        return Check(name, "bad" if needed else "note", f"{arch} does not load: {error}", "glulam build")
+    return Check(name, "ok", f"{len(bundle.names())} {arch} functions in {bundle.folder}")
+
+
+def _check_compiler() -> Check:
+    try:
+        build.check_prerequisites()
+    except ToolchainError as error:
+        return _from_error("compiling", error, "note")
+    compiler = " ".join(toolchain.c_compiler())
+    return Check("compiling", "ok", f"works here, with or without a GPU; links with {compiler}")
+
+
+def _check_cache() -> Check:
+    root = jit.cache_root()
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        remedy = f"export {jit.ENV_CACHE}=<a folder that can be written>"
+        return Check("JIT cache", "note", f"{root} cannot be written: compiled kernels last one process", remedy)
+    entries = [entry for entry in root.glob("*-*") if entry.is_dir() and not entry.name.startswith(".")]
+    return Check("JIT cache", "ok", f"{len(entries)} kernels in {root}")
+
+
+def _from_error(name: str, error: Exception, state: str = "bad") -> Check:
+    """The bridge's messages end in '; <remedy>': the two halves are shown apart."""
+    finding, _, remedy = str(error).rpartition("; ")
+    return Check(name, state, finding, remedy) if finding else Check(name, state, str(error))
+
+
+def _checks() -> Iterator[Check]:
+    torch = _torch()
+    gpu = None
+    with contextlib.suppress(RuntimeError):  # a driver that torch cannot initialise is found by its own check
+        gpu = _find_gpu(torch)
+    yield Check("Glulam", "ok", f"{toolchain.versions()['glulam']} on Python {platform.python_version()}")
+    yield _check_torch(torch)
+    yield _check_gpu(gpu)
+    yield _check_driver(_driver_version(), gpu)
+    yield _check_tvm_ffi()
+    yield _check_runtime()
+    for arch in [gpu.arch] if gpu and gpu.arch else build.CONFIGS:
+        yield _check_bundle(arch, needed=gpu is not None)
+    yield _check_compiler()
+    yield _check_cache()
+
+
+def _verdict(checks: tuple[Check, ...]) -> str:
+    state = {check.name: check.state for check in checks}
+    if bad := [check.name for check in checks if check.state == "bad"]:
+        return f"Glulam is not usable here yet: see {', '.join(bad)} above."
+    if state["GPU"] == "ok":
+        return "Glulam is usable: the precompiled kernels run on this GPU."
+    works = "works" if state["compiling"] == "ok" else "does not work"
+    return f"Glulam is usable on the CPU only: calls run the CPU reference; compiling kernels {works}."
+
+
+def examine() -> Diagnosis:
+    """Looks at everything that Glulam needs. Loads the bundle, launches nothing, changes nothing."""
+    checks = tuple(_checks())
+    return Diagnosis(checks, all(check.state != "bad" for check in checks), _verdict(checks))

@@ -1,0 +1,68 @@
+"""What the host path asks of torch.cuda, each question bound once.
+
+A call asks three of these on every launch, where the public wrappers (`torch.cuda.current_stream()`: 1 us) would cost
+more than the rest of the call; they are the fallback should a name move.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .errors import UnsupportedDevice
+
+KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
+ARCHS = {(9, 0): "sm_90a"}  # compute capability: architecture of the kernels that run on it
+
+
+def _raw_stream(index: int) -> int:
+    handle: int = torch.cuda.current_stream(index).cuda_stream
+    return handle
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+"""The handle of torch's current stream on a device; 0 is the legacy default stream."""
+
+current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The index of the current device."""
+
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Whether the current stream of the current device is being captured into a graph."""
+
+
+class Gpu(NamedTuple):
+    """What launching needs to know of a GPU."""
+
+    name: str
+    arch: str
+    sm_count: int
+
+
+@functools.cache
+def gpu(index: int) -> Gpu:
+    """The GPU of an index.
+
+    Raises:
+        UnsupportedDevice: no kernel runs on it.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    arch = ARCHS.get(capability) if torch.version.cuda else None
+    if arch is None:
+        supported = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in ARCHS.items())
+        raise UnsupportedDevice(
+            f"cuda:{index} is a {properties.name} of compute capability {capability[0]}.{capability[1]}; Glulam has "
+            f"kernels for {supported}, as an H100 or H200; move the tensors there, or to the CPU for the reference"
+        )
+    return Gpu(properties.name, arch, properties.multi_processor_count)
+
+
+def is_only_one() -> bool:
+    """Whether there is one GPU, so that the current device need not be asked."""
+    return torch.cuda.device_count() == 1

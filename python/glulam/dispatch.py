@@ -1,0 +1,108 @@
+"""Which kernel serves a problem: a pure function of what the host knows, with no read of device data.
+
+Group sizes are not among it, so that a captured graph replays the kernel that eager mode would choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+from cute_kernels.sm90 import configs as sm90
+from cute_kernels.specs import GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec, TileConfig
+
+CONFIGS: dict[str, ModuleType] = {sm90.ARCH: sm90}
+"""The shipped tiles of each architecture."""
+
+SMALL_ROWS_PER_EXPERT = 64
+"""Up to here the average expert fits one row tile of SMALL, where the 128-row tiles of LARGE would leave half of every
+MMA, or more, to padding. The work is then bound by reading weights, not by MMAs."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the host knows of a call. Widths are in elements; `intermediate` is I, 0 where there is none.
+
+    grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
+    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features].
+    """
+
+    op: str
+    dtype: str
+    rows: int
+    experts: int
+    in_features: int
+    intermediate: int = 0
+    out_features: int = 0
+    activation: str = "none"
+    glu_layout: str = "concat"
+    save_preact: bool = False
+    transpose_w: bool = False
+
+    @property
+    def w1_rows(self) -> int:
+        """Rows of an expert's w1, and columns of the preactivation: 2I with a gate, else I."""
+        return 2 * self.intermediate if self.activation in GATED else self.intermediate
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A spec, why it was chosen, and why nothing faster was."""
+
+    spec: Spec
+    why: str
+    why_not: tuple[str, ...]
+
+
+def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
+    return GroupedMmSpec(problem.dtype, problem.transpose_w, tile, arch)
+
+
+def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
+    return GroupedGluSpec(problem.dtype, problem.activation, problem.glu_layout, problem.save_preact, tile, arch)
+
+
+def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
+    return GroupedMlpSpec(_glu(problem, tile, arch), _mm(problem, tile, arch))
+
+
+SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
+    "grouped_mm": _mm,
+    "grouped_glu": _glu,
+    "grouped_mlp": _mlp,
+}
+
+
+def form(spec: Spec) -> Spec:
+    """The spec with its tiles erased: what it computes, not how it is cut."""
+    if isinstance(spec, GroupedMlpSpec):
+        return GroupedMlpSpec(replace(spec.fc1, tile=TileConfig()), replace(spec.fc2, tile=TileConfig()))
+    return replace(spec, tile=TileConfig())
+
+
+_preferred: dict[Spec, Spec] = {}
+
+
+def prefer(spec: Spec) -> None:
+    """From now on `spec` serves every problem of its form, whatever the number of rows."""
+    _preferred[form(spec)] = spec
+
+
+def choose(problem: Problem, arch: str) -> Choice:
+    """The spec that serves a problem on an architecture."""
+    configs = CONFIGS[arch]
+    average = problem.rows / problem.experts
+    small = average <= SMALL_ROWS_PER_EXPERT
+    spec = SPEC_OF[problem.op](problem, configs.SMALL if small else configs.LARGE, arch)
+    rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
+    mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"
+    if chosen := _preferred.get(form(spec)):
+        return Choice(chosen, "glulam.compile made it the preferred kernel of this form", (mxfp8,))
+    if small:
+        why = f"{rows}, at most {SMALL_ROWS_PER_EXPERT}: one {configs.SMALL.m}-row tile holds the average expert"
+        other = f"{configs.LARGE.name}: its {configs.LARGE.m}-row tiles would be half padding or more"
+    else:
+        why = f"{rows}, more than {SMALL_ROWS_PER_EXPERT}: large tiles read each operand less often"
+        other = f"{configs.SMALL.name}: it reads every weight tile about {average / configs.SMALL.m:.2g} times"
+    return Choice(spec, why, (other, mxfp8))

@@ -1,0 +1,173 @@
+"""Weights and biases given as a list with one tensor an expert: a table of their addresses on the device.
+
+Building a table costs a host-to-device copy, so tables are kept, by the addresses that they hold. A table depends on
+addresses only; whether the tensors there still have the shapes that were checked is remembered apart from it, and
+forgotten as soon as one of the checked tensors dies, since its memory may then hold anything.
+
+Tables and CUDA graphs: a table that a captured call used is never freed, since a replay may read it at any later
+time. That costs 8 bytes an expert for each list captured. A list that is first seen under capture gets a table of the
+graph's own, which the graph fills from pinned memory at each replay; calling once before capture spares that copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import device as gpus
+from .errors import CaptureError
+
+MAX_TABLES = 1024
+UNIT_BYTES = 16  # weight offsets count 16-byte units: experts are 16-byte aligned for TMA anyway
+
+_data_ptr = Tensor.data_ptr
+_tables: dict[tuple[str, tuple[int, ...]], Table] = {}
+_lock = threading.Lock()
+_kept_for_graphs: dict[int, tuple[Any, ...]] = {}
+
+
+class Checked:
+    """What a check found at a table's addresses; it holds none of the tensors, so that weights die when they would.
+
+    Attributes:
+        shape, dtype: of one expert.
+        lowest: index of the expert at the lowest address.
+    """
+
+    __slots__ = ("__weakref__", "_alive", "dtype", "lowest", "shape", "table")
+
+    def __init__(self, tensors: Sequence[Tensor], table: Table) -> None:
+        self.shape = tensors[0].shape
+        self.dtype = tensors[0].dtype
+        self.lowest = min(range(len(tensors)), key=lambda index: tensors[index].data_ptr())
+        self.table = table
+        this = weakref.ref(self)
+        self._alive = tuple(weakref.ref(tensor, lambda _: _forget(this)) for tensor in tensors)
+        table.checked = self
+
+
+def _forget(checked: weakref.ref[Checked]) -> None:
+    """One of the tensors has died: its memory may hold anything from now on."""
+    entry = checked()
+    if entry is not None and entry.table.checked is entry:
+        entry.table.checked = None
+
+
+class Table:
+    """The addresses of a list, on the device: int64 [E], good for as long as it lives.
+
+    Attributes:
+        address: where it lies. It holds, for weights, offsets from the lowest expert in 16-byte units; for biases,
+            addresses.
+        checked: what was last found at these addresses; None once any of the tensors has died.
+    """
+
+    __slots__ = ("address", "checked", "index", "streams", "values")
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.address = values.data_ptr()
+        self.index = values.get_device()
+        self.streams = {gpus.raw_stream(self.index)}
+        self.checked: Checked | None = None
+
+    def use(self) -> None:
+        """Keep the table alive for the current stream's work, and for good where that work is being captured."""
+        if gpus.is_capturing():
+            _kept_for_graphs[self.address] = (self.values,)
+        stream = gpus.raw_stream(self.index)
+        if stream not in self.streams:
+            self.streams.add(stream)
+            self.values.record_stream(torch.cuda.current_stream(self.index))
+
+
+class ExpertList:
+    """A list of experts' tensors that was checked, with its table: stands in for a packed tensor during one call.
+
+    Attributes:
+        shape: ("list", E, *the shape of one): never equal to a packed tensor's, so no plan serves both.
+        lowest: weights: the expert at the lowest address as [1, N, K]; None for biases.
+        address: of the table.
+    """
+
+    __slots__ = ("address", "device", "dtype", "index", "lowest", "shape")
+
+    def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table, checked: Checked) -> None:
+        self.address = table.address
+        self.index = table.index
+        self.device = table.values.device
+        self.dtype = checked.dtype
+        self.shape = ("list", len(tensors), *checked.shape)
+        self.lowest = tensors[checked.lowest].unsqueeze(0) if kind == "weight" else None
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def get_device(self) -> int:
+        return self.index
+
+
+def find(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
+    """The list, if it is known at these addresses, ready for the current stream; else a KeyError."""
+    first = tensors[0]
+    if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
+        raise KeyError(kind)
+    table = _tables[kind, tuple(map(_data_ptr, tensors))]
+    known = table.checked
+    if known is None or first.shape != known.shape or first.dtype != known.dtype or not first.is_contiguous():
+        raise KeyError(kind)
+    table.use()
+    return ExpertList(kind, tensors, table, known)
+
+
+def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
+    """The list, whose tensors were just checked, on a known table or a new one.
+
+    Raises:
+        CaptureError: pinned memory cannot be had under this capture.
+    """
+    table = _table(kind, tuple(map(_data_ptr, tensors)), tensors[0].device)
+    return ExpertList(kind, tensors, table, Checked(tensors, table))
+
+
+def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
+    if table := _tables.get((kind, addresses)):
+        table.use()
+        return table
+    values = _table_values(kind, addresses)
+    if gpus.is_capturing():
+        return _captured_table(values, device)
+    # A blocking copy: once it is done, streams other than this one may read the table too.
+    table = Table(torch.tensor(values, dtype=torch.int64).to(device))
+    with _lock:
+        while len(_tables) >= MAX_TABLES:
+            del _tables[next(iter(_tables))]
+        _tables[kind, addresses] = table
+    return table
+
+
+def _table_values(kind: str, addresses: tuple[int, ...]) -> list[int]:
+    if kind == "bias":
+        return list(addresses)
+    base = min(addresses)
+    return [(address - base) // UNIT_BYTES for address in addresses]
+
+
+def _captured_table(values: list[int], device: torch.device) -> Table:
+    """A table in the graph's memory, filled by a copy that the graph makes; its host side is kept for good."""
+    try:
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+    except RuntimeError as error:
+        raise CaptureError(
+            "a list of expert tensors was first seen under CUDA graph capture, where its table cannot be made; call "
+            "the operator once with this list before capturing, or pack the experts into one tensor"
+        ) from error
+    values_on_device = torch.empty(len(values), dtype=torch.int64, device=device)
+    values_on_device.copy_(host, non_blocking=True)
+    _kept_for_graphs[values_on_device.data_ptr()] = (values_on_device, host)
+    return Table(values_on_device)

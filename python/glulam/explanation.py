@@ -1,0 +1,130 @@
+"""Which kernel a call would get, and why: the dispatcher's answer in words, without a launch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import Spec
+from ffi_bridge import BundleError
+
+from . import device as gpus
+from . import dispatch, kernels
+from .call import Call
+from .ops.grouped_glu import GroupedGluCall
+from .ops.grouped_mlp import GroupedMlpCall
+from .ops.grouped_mm import GroupedMmCall
+from .signature import check_width, runs_kernels
+
+CALLS: dict[str, type[Call]] = {c.op: c for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall)}
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What would serve a call.
+
+    Attributes:
+        op: the operator.
+        device: where it would run, as "cuda:0".
+        spec: of the kernel; None for the CPU reference.
+        source: "shipped" (in the bundle), "jit" (made by glulam.compile), "reference", or "missing": the call would
+            raise, and `why` says what to do.
+        why: the reason for this choice.
+        why_not: reasons against what might be faster.
+    """
+
+    op: str
+    device: str
+    spec: Spec | None
+    source: str
+    why: str
+    why_not: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        kernel = "CPU reference" if self.spec is None else self.spec.name
+        lines = [f"{self.op} on {self.device}: {kernel} ({self.source})", f"  why      {self.why}"]
+        return "\n".join([*lines, *(f"  why not  {reason}" for reason in self.why_not)])
+
+
+def explain(
+    op: str | Callable[..., Any], /, *args: Any, dtype: Any = None, device: Any = None, **kwargs: Any
+) -> Explanation:
+    """Say which kernel a call of an operator would get.
+
+    Args:
+        op: the operator or its name, as "grouped_mlp".
+        *args, **kwargs: the operator's arguments. Where x is a shape, as (T, H), so may the other tensors be, and
+            offs or splits may be left out.
+        dtype: with shapes: bfloat16 by default.
+        device: with shapes: where the tensors would lie; by default the current GPU, if there is one, else a Hopper.
+
+    Raises:
+        ValueError, TypeError: the call itself would raise it.
+        UnsupportedDevice: no kernel runs on that GPU.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in CALLS:
+        raise ValueError(f"explain: op is {name!r}; choose one of {', '.join(CALLS)}")
+    call_type = CALLS[name]
+    parameters = inspect.signature(call_type.operator)
+    bound = parameters.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = dict(bound.arguments)
+    if isinstance(arguments["x"], Tensor):
+        if dtype is not None or device is not None:
+            raise TypeError("explain: dtype and device go with shapes; the tensors given have their own")
+        where = arguments["x"].device
+        arch = gpus.gpu(arguments["x"].get_device()).arch if runs_kernels(arguments["x"]) else None
+    else:
+        where, arch = _target(device)
+        arguments = _shapes_as_tensors(call_type, arguments, dtype or torch.bfloat16)
+    return _explain(call_type(**arguments), where, arch)
+
+
+def _explain(call: Call, where: torch.device, arch: str | None) -> Explanation:
+    problem = call.check()
+    if arch is None:
+        return Explanation(
+            call.op, str(where), None, "reference", "the tensors are on the CPU", ("kernels run on tensors on a GPU",)
+        )
+    for width in (problem.in_features, problem.intermediate, problem.out_features):
+        if width:  # tensors on a GPU were checked already, shapes were not
+            check_width(call.op, "a tensor", width, on_gpu=True)
+    choice = dispatch.choose(problem, arch)
+    try:
+        source, why = kernels.find(choice.spec).source, choice.why
+    except BundleError as error:
+        source, why = "missing", str(error)
+    return Explanation(call.op, str(where), choice.spec, source, why, choice.why_not)
+
+
+def _target(device: Any) -> tuple[torch.device, str | None]:
+    """A device for shapes, and its kernels' architecture; None on the CPU."""
+    if device is None and not torch.cuda.is_available():
+        return torch.device(gpus.KERNEL_DEVICE), next(iter(gpus.ARCHS.values()))
+    where = torch.device("cuda" if device is None else device)
+    if where.type != "cuda":
+        return where, None
+    index = torch.cuda.current_device() if where.index is None else where.index
+    return torch.device("cuda", index), gpus.gpu(index).arch
+
+
+def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Meta tensors for shapes. An argument that is no shape stays as it is."""
+
+    def tensor(shape: Sequence[int], of: torch.dtype = dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=of, device="meta")
+
+    result = dict(arguments)
+    for name in (*call_type.matrices, *call_type.weights, *call_type.biases, *call_type.scales):
+        value = arguments[name]
+        if isinstance(value, (tuple, list)) and all(isinstance(size, int) for size in value):
+            result[name] = tensor(value, torch.float32 if name in call_type.scales else dtype)
+    experts = len(result[call_type.weights[0]])
+    result["offs"], result["splits"] = tensor((experts,), torch.int32), None
+    return result

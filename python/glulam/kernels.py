@@ -1,0 +1,169 @@
+"""From a spec to the function that launches it: in the bundle, or made by `compile`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import ffi_bridge
+from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec, TileConfig, from_dict
+from ffi_bridge import BundleError
+
+from . import device as gpus
+from . import dispatch
+from .errors import UnsupportedDevice
+from .plan import forget_plans
+
+Function = Callable[..., Any]
+
+
+class Kernel(NamedTuple):
+    """A launchable function and where it came from: "shipped" or "jit"."""
+
+    function: Function
+    source: str
+
+
+_compiled: dict[Spec, Function] = {}
+
+
+def find(spec: Spec) -> Kernel:
+    """The function of a spec.
+
+    Raises:
+        BundleError: there is no usable bundle, or it lacks this spec and `compile` has not made it.
+    """
+    if function := _compiled.get(spec):
+        return Kernel(function, "jit")
+    return Kernel(ffi_bridge.load(spec.arch).function(spec.name), "shipped")
+
+
+def _in_bundle(spec: Spec) -> bool:
+    with contextlib.suppress(BundleError):
+        return ffi_bridge.load(spec.arch).has(spec.name)
+    return False
+
+
+def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) != length or not all(isinstance(v, int) for v in value):
+        raise TypeError(f"compile: {name} is {value!r}; give {length} integers, as a tuple")
+    return tuple(value)
+
+
+def _tile(fields: dict[str, Any]) -> TileConfig:
+    """Takes tile, cluster and schedule out of `fields`."""
+    tile, cluster = fields.pop("tile", (128, 256, 64)), fields.pop("cluster", (1, 1))
+    schedule = fields.pop("schedule", "cooperative")
+    if isinstance(tile, TileConfig):
+        return tile
+    m, n, k = _integers("tile", tile, 3)
+    cluster_m, cluster_n = _integers("cluster", cluster, 2)
+    return TileConfig(m, n, k, cluster_m, cluster_n, schedule)
+
+
+def _spec_from(fields: dict[str, Any]) -> Spec:
+    """The spec that keywords describe; a grouped_mlp uses one tile for both of its GEMMs."""
+    tile = _tile(fields)
+    fields = {**fields, "tile": tile}
+    if "dtype" in fields:
+        fields["dtype"] = str(fields["dtype"]).removeprefix("torch.")
+    if fields.get("op") != "grouped_mlp":
+        return from_dict(fields)
+    fc2 = {name: value for name, value in fields.items() if name in ("dtype", "arch", "tile")}
+    return from_dict(
+        {
+            "op": "grouped_mlp",
+            "fc1": from_dict({**fields, "op": "grouped_glu"}),
+            "fc2": from_dict({**fc2, "op": "grouped_mm"}),
+        }
+    )
+
+
+def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
+    """Make a kernel that the bundle lacks, and prefer it from now on for every call of its form.
+
+    The form is everything but the tile: operator, dtype, activation, glu_layout, preactivation, transposition. The
+    kernel is compiled in a helper process, kept in the cache on disk, and serves this process until it ends. Nothing
+    is compiled where the bundle or the cache has it already.
+
+    Args:
+        spec: a spec of `cute_kernels.specs`; or instead of it keywords:
+        op: "grouped_mm", "grouped_glu" or "grouped_mlp";
+        dtype: "bfloat16" (default) or "float16", or the torch dtype;
+        tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1); schedule:
+            "cooperative";
+        activation, glu_layout, save_preact, transpose_w, arch: as the spec's fields.
+
+    Returns:
+        The spec of the kernel.
+
+    Raises:
+        SpecError (a ValueError): an unknown field or value.
+        TypeError: both a spec and keywords, or a tile that is no tuple of integers.
+        CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
+    """
+    if spec is not None and fields:
+        raise TypeError(f"compile: give a spec or keywords, not both (got {', '.join(fields)} besides the spec)")
+    chosen = _spec_from(fields) if spec is None else spec
+    if not _in_bundle(chosen):
+        from ffi_bridge import jit
+
+        _compiled[chosen] = jit.get(chosen)
+    dispatch.prefer(chosen)
+    forget_plans()
+    return chosen
+
+
+DUMMY_SIZE = 64
+"""Every dimension of the matrices below: what all layouts and alignments divide."""
+
+
+def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
+    """Arguments of the right types for a call that launches nothing."""
+    dtype = getattr(torch, spec.dtype)
+    matrix = torch.empty(DUMMY_SIZE, DUMMY_SIZE, dtype=dtype, device=device)
+    weight = matrix[None]
+    groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
+    if isinstance(spec, GroupedMmSpec):
+        return [matrix, weight, matrix, *groups, *addresses, 0, *launch]
+    glu = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
+    w1 = weight.repeat(1, 2 if glu.gated else 1, 1)
+    if isinstance(spec, GroupedMlpSpec):
+        tensors = [matrix, w1, weight, matrix, matrix]
+        return [*tensors, *groups, *addresses, *addresses, 0, *params, *launch]
+    preact = [matrix.new_empty(DUMMY_SIZE, w1.shape[1])] if spec.save_preact else []
+    return [matrix, w1, matrix, *preact, *groups, *addresses, 0, *params, *launch]
+
+
+def preload(device: torch.device | str | int | None = None) -> int:
+    """Load every kernel of the bundle, and every compiled one, onto a GPU, so that no later call loads anything.
+
+    It moves the cost of loading (about 0.4 ms a kernel) out of the first calls.
+
+    Args:
+        device: a CUDA device; default the current one.
+
+    Returns:
+        The number of functions loaded.
+
+    Raises:
+        ValueError: the device is no GPU.
+        UnsupportedDevice: no kernel runs on that GPU, or there is none.
+        BundleError: there is no usable bundle.
+    """
+    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    if wanted.type != "cuda":
+        raise ValueError(f"preload: device is {wanted}; give a CUDA device, since kernels run on no other")
+    if not torch.cuda.is_available():
+        raise UnsupportedDevice("preload: torch sees no CUDA GPU; on the CPU the reference needs no preloading")
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    bundle = ffi_bridge.load(gpus.gpu(index).arch)
+    shipped = {from_dict(entry.spec): bundle.function(name) for name, entry in bundle.manifest.functions.items()}
+    functions = {**shipped, **_compiled}
+    with torch.cuda.device(index):
+        for spec, function in functions.items():
+            function(*_dummy_arguments(spec, torch.device("cuda", index)))
+    return len(functions)

@@ -1,0 +1,242 @@
+"""grouped_glu: one GEMM for each expert's rows with the activation in its epilogue."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .. import device as gpus
+from .. import reference
+from ..activations import ActivationParams
+from ..call import Call
+from ..dispatch import Problem
+from ..experts import ExpertList, find
+from ..groups import Splits
+from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..signature import (
+    Experts,
+    check_activation,
+    check_bias,
+    check_experts,
+    check_flag,
+    check_groups,
+    check_no_overlap,
+    check_out,
+    check_params,
+    check_scale,
+    check_width,
+    check_x,
+    intermediate_width,
+    mismatch,
+    refuse_gradients,
+    runs_kernels,
+)
+
+
+def grouped_glu(
+    x: Tensor,
+    w1: Tensor | Sequence[Tensor],
+    *,
+    offs: Tensor | None = None,
+    splits: Splits | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    row_scale: Tensor | None = None,
+    activation: str = "swiglu",
+    glu_layout: str = "concat",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
+    return_preact: bool = False,
+    out: Tensor | None = None,
+) -> Any:
+    """act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert whose group the row lies in.
+
+    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written.
+
+    Args:
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
+            H, I and 2I are multiples of 8 on a GPU.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
+        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        bias: [E, 2I or I] or a list of E tensors, x's dtype, laid out as w1's rows.
+        row_scale: float32 [T], a factor for the activation of each row.
+        activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu"; without "srelu" (squared
+            relu), "silu", "gelu" (erf form), "none".
+        glu_layout: how the activated half a and the linear half u lie along the rows of w1: "concat" (a, then u),
+            "interleaved" (a0 u0 a1 u1 ...) or "interleaved32" (32 of a, 32 of u, repeating; I a multiple of 32).
+        limit, alpha, offset: of clamped_swiglu: with a' = min(a, limit) it is
+            a' sigmoid(alpha a') (clamp(u, -limit, limit) + offset).
+        return_preact: return h as well.
+        out: the activation's buffer, [T, I] (rows may be padded); by default a new one, its tail uninitialised.
+
+    Returns:
+        act [T, I] in x's dtype; with return_preact (act, preact [T, 2I or I]), laid out as w1's rows.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        CaptureError: host splits under CUDA graph capture.
+    """
+    if is_grad_enabled():
+        refuse_gradients("grouped_glu", x, w1, bias, row_scale)
+    key = plan = failure = None
+    w1_: Any = w1
+    bias_: Any = bias
+    if not is_dynamo_compiling():
+        try:
+            groups: Any = offs if splits is None else splits
+            if w1.__class__ is list:
+                w1_ = find("weight", w1)
+            if bias is not None and bias.__class__ is list:
+                bias_ = find("bias", bias)
+            key = (
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
+                w1_.shape, w1_.is_contiguous(), activation, glu_layout, limit, alpha, offset, return_preact,
+                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
+                None if bias is None else bare(bias_),
+                None if row_scale is None else bare(row_scale),
+                None if out is None else out.is_contiguous() or out.stride(),
+            )  # fmt: skip
+            plan = PLANS.find(key)
+            if plan is not None:
+                return plan.run(x, w1_, groups, bias_, row_scale, out)
+        except Exception as error:
+            failure = error
+    call = GroupedGluCall(
+        x=x, w1=w1_, offs=offs, splits=splits, bias=bias_, row_scale=row_scale, activation=activation,
+        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, return_preact=return_preact, out=out,
+    )  # fmt: skip
+    try:
+        return call.settle(key, plan, failure)
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedGluPlan(Launch):
+    """The constants of a grouped_glu call. `width`: I; `preact_width`: None where no preactivation is asked for.
+
+    `w1_listed`: w1 is an ExpertList, not a packed tensor.
+    """
+
+    width: int
+    preact_width: int | None
+    w1_listed: bool
+    params: ActivationParams
+
+    def run(self, x: Tensor, w1: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None) -> Any:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(x, w1, groups, bias, scale, out)
+        if out is None:
+            out = x.new_empty(self.rows, self.width)
+        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
+            check_no_overlap(self.op, "out", out, "x", x)
+        act = out
+        if self.rows == 1:
+            x, act = aligned_row(x), aligned_row(act)
+        w1_table = bias_at = bias_table = 0
+        if self.w1_listed:
+            w1_table, w1 = w1.address, w1.lowest
+        if bias is not None:
+            bias_at, bias_table = addresses(bias)
+        scale_at = 0 if scale is None else scale.data_ptr()
+        limit, alpha, offset = self.params
+        if self.preact_width is None:
+            self.function(
+                x, w1, act,
+                groups.data_ptr(), self.group_form, self.experts,
+                w1_table, bias_at, bias_table, scale_at, limit, alpha, offset,
+                self.sm_count, 1,
+            )  # fmt: skip
+            return out
+        preact = x.new_empty(self.rows, self.preact_width)
+        self.function(
+            x, w1, act, preact,
+            groups.data_ptr(), self.group_form, self.experts,
+            w1_table, bias_at, bias_table, scale_at, limit, alpha, offset,
+            self.sm_count, 1,
+        )  # fmt: skip
+        return out, preact
+
+
+PLANS: Plans[GroupedGluPlan] = Plans()
+
+
+@dataclasses.dataclass
+class GroupedGluCall(Call):
+    """The arguments of one call of grouped_glu."""
+
+    op = "grouped_glu"
+    operator = staticmethod(grouped_glu)
+    plans = PLANS
+    weights = ("w1",)
+    biases = ("bias",)
+    scales = ("row_scale",)
+
+    w1: Experts
+    bias: Experts | None
+    row_scale: Tensor | None
+    activation: str
+    glu_layout: str
+    limit: float
+    alpha: float
+    offset: float
+    return_preact: bool
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
+
+    def check(self) -> Problem:
+        rows, columns = check_x(self.op, self.x)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        check_flag(self.op, "return_preact", self.return_preact)
+        shape = check_experts(self.op, "w1", self.w1, self.x, "E 2I H")
+        experts, w1_rows, hidden = shape
+        if hidden != columns:
+            mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
+        width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
+        check_width(self.op, "w1 (I)", width, runs_kernels(self.x))
+        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_bias(self.op, "bias", self.bias, self.x, experts, w1_rows)
+        check_scale(self.op, "row_scale", self.row_scale, self.x)
+        check_out(self.op, "out", self.out, self.x, width)
+        return Problem(
+            op=self.op,
+            dtype=str(self.x.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            save_preact=self.return_preact,
+        )
+
+    def reference(self, problem: Problem) -> Any:
+        out = self.x.new_empty(problem.rows, problem.intermediate) if self.out is None else self.out
+        preact = self.x.new_empty(problem.rows, problem.w1_rows) if self.return_preact else None
+        form = (self.activation, self.glu_layout, self.params)
+        reference.grouped_glu(self.x, self.w1, self.host_ends(), self.bias, self.row_scale, form, out, preact)
+        return out if preact is None else (out, preact)
+
+    def plan(self, problem: Problem, launch: Launch) -> GroupedGluPlan:
+        return GroupedGluPlan(
+            **vars(launch),
+            width=problem.intermediate,
+            preact_width=problem.w1_rows if self.return_preact else None,
+            w1_listed=isinstance(self.w1, ExpertList),
+            params=ActivationParams(*map(float, self.params)),
+        )
+
+    def run(self, plan: GroupedGluPlan) -> Any:
+        return plan.run(self.x, self.w1, self.groups, self.bias, self.row_scale, self.out)

@@ -1,0 +1,256 @@
+"""grouped_mlp: both GEMMs of each expert's MLP in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .. import device as gpus
+from .. import reference, workspace
+from ..activations import ActivationParams
+from ..call import Call
+from ..dispatch import Problem
+from ..experts import ExpertList, find
+from ..groups import Splits
+from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..signature import (
+    Experts,
+    check_activation,
+    check_bias,
+    check_experts,
+    check_groups,
+    check_no_overlap,
+    check_out,
+    check_params,
+    check_recipe,
+    check_scale,
+    check_width,
+    check_x,
+    intermediate_width,
+    mismatch,
+    refuse_gradients,
+    runs_kernels,
+)
+
+
+def grouped_mlp(
+    x: Tensor,
+    w1: Tensor | Sequence[Tensor],
+    w2: Tensor | Sequence[Tensor],
+    *,
+    offs: Tensor | None = None,
+    splits: Splits | None = None,
+    row_scale: Tensor | None = None,
+    b1: Tensor | Sequence[Tensor] | None = None,
+    b2: Tensor | Sequence[Tensor] | None = None,
+    activation: str = "swiglu",
+    glu_layout: str = "concat",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
+    recipe: str = "bf16",
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = m w2_e^T + s b2_e, m = activation(h) s, h = x w1_e^T + b1_e, s = row_scale[row], e the row's expert.
+
+    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. The activation m
+    [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.workspace`).
+
+    Args:
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
+        w2: [E, H, I], or a list of E tensors; contiguous, x's dtype. H, I and 2I are multiples of 8 on a GPU. The
+            rows of w2 may be of another number than x's columns; so is then the result.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
+        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
+        b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
+        activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
+        recipe: "bf16": 16-bit operands of x's dtype, float32 accumulation.
+        out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
+
+    Returns:
+        [T, H] in x's dtype; `out` where given.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        CaptureError: host splits under CUDA graph capture.
+    """
+    if is_grad_enabled():
+        refuse_gradients("grouped_mlp", x, w1, w2, row_scale, b1, b2)
+    key = plan = failure = None
+    w1_: Any = w1
+    w2_: Any = w2
+    b1_: Any = b1
+    b2_: Any = b2
+    if not is_dynamo_compiling():
+        try:
+            groups: Any = offs if splits is None else splits
+            if w1.__class__ is list:
+                w1_ = find("weight", w1)
+            if w2.__class__ is list:
+                w2_ = find("weight", w2)
+            if b1 is not None and b1.__class__ is list:
+                b1_ = find("bias", b1)
+            if b2 is not None and b2.__class__ is list:
+                b2_ = find("bias", b2)
+            key = (  # x's device is left out: the kernel checks it against that of the workspace
+                x.__class__, x.shape, x.dtype, x.is_contiguous() or x.stride(),
+                w1_.shape, w1_.is_contiguous(), w2_.shape, w2_.is_contiguous(),
+                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
+                activation, glu_layout, limit, alpha, offset, recipe,
+                None if row_scale is None else bare(row_scale),
+                None if b1 is None else bare(b1_),
+                None if b2 is None else bare(b2_),
+                None if out is None else out.is_contiguous() or out.stride(),
+            )  # fmt: skip
+            plan = PLANS.find(key)
+            if plan is not None:
+                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)
+        except Exception as error:
+            failure = error
+    call = GroupedMlpCall(
+        x=x, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
+        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, out=out,
+    )  # fmt: skip
+    try:
+        return call.settle(key, plan, failure)  # type: ignore[no-any-return]
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMlpPlan(Launch):
+    """The constants of a grouped_mlp call. `width`: of the result; `mid`: of the activation between the two GEMMs.
+
+    `w1_listed`, `w2_listed`: an ExpertList, not a packed tensor.
+    """
+
+    width: int
+    mid: workspace.Layout
+    w1_listed: bool
+    w2_listed: bool
+    params: ActivationParams
+
+    def run(
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(x, w1, w2, groups, b1, b2, scale, out)
+        if out is None:
+            out = x.new_empty(self.rows, self.width)
+        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
+            check_no_overlap(self.op, "out", out, "x", x)
+        y = out
+        if self.rows == 1:
+            x, y = aligned_row(x), aligned_row(y)
+        w1_table = b1_at = b1_table = w2_table = b2_at = b2_table = 0
+        if self.w1_listed:
+            w1_table, w1 = w1.address, w1.lowest
+        if self.w2_listed:
+            w2_table, w2 = w2.address, w2.lowest
+        if b1 is not None:
+            b1_at, b1_table = addresses(b1)
+        if b2 is not None:
+            b2_at, b2_table = addresses(b2)
+        limit, alpha, offset = self.params
+        self.function(
+            x, w1, w2, workspace.take(self.mid), y,
+            groups.data_ptr(), self.group_form, self.experts,
+            w1_table, b1_at, b1_table, w2_table, b2_at, b2_table,
+            0 if scale is None else scale.data_ptr(), limit, alpha, offset,
+            self.sm_count, 1,
+        )  # fmt: skip
+        return out
+
+
+PLANS: Plans[GroupedMlpPlan] = Plans()
+
+
+@dataclasses.dataclass
+class GroupedMlpCall(Call):
+    """The arguments of one call of grouped_mlp."""
+
+    op = "grouped_mlp"
+    operator = staticmethod(grouped_mlp)
+    plans = PLANS
+    weights = ("w1", "w2")
+    biases = ("b1", "b2")
+    scales = ("row_scale",)
+
+    w1: Experts
+    w2: Experts
+    row_scale: Tensor | None
+    b1: Experts | None
+    b2: Experts | None
+    activation: str
+    glu_layout: str
+    limit: float
+    alpha: float
+    offset: float
+    recipe: str
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
+
+    def check(self) -> Problem:
+        rows, columns = check_x(self.op, self.x)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        check_recipe(self.op, self.recipe)
+        shape = check_experts(self.op, "w1", self.w1, self.x, "E 2I H")
+        experts, w1_rows, hidden = shape
+        if hidden != columns:
+            mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
+        width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
+        check_width(self.op, "w1 (I)", width, runs_kernels(self.x))
+        shape = check_experts(self.op, "w2", self.w2, self.x, "E H I")
+        out_features = shape[1]
+        if shape != (experts, out_features, width):
+            mismatch(self.op, "w2", shape, (experts, out_features, width), f"w1 gives E = {experts}, I = {width}")
+        check_width(self.op, "w2", out_features, runs_kernels(self.x))
+        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
+        check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
+        check_scale(self.op, "row_scale", self.row_scale, self.x)
+        check_out(self.op, "out", self.out, self.x, out_features)
+        return Problem(
+            op=self.op,
+            dtype=str(self.x.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            out_features=out_features,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+        )
+
+    def reference(self, problem: Problem) -> Tensor:
+        out = self.x.new_empty(problem.rows, problem.out_features) if self.out is None else self.out
+        form = (self.activation, self.glu_layout, self.params)
+        ends = self.host_ends()
+        reference.grouped_mlp(self.x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out)
+        return out
+
+    def plan(self, problem: Problem, launch: Launch) -> GroupedMlpPlan:
+        return GroupedMlpPlan(
+            **vars(launch),
+            width=problem.out_features,
+            mid=workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index),
+            w1_listed=isinstance(self.w1, ExpertList),
+            w2_listed=isinstance(self.w2, ExpertList),
+            params=ActivationParams(*map(float, self.params)),
+        )
+
+    def run(self, plan: GroupedMlpPlan) -> Tensor:
+        return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)

@@ -1,0 +1,97 @@
+"""The CPU reference: what every operator computes, by plain torch operators, one expert at a time.
+
+16-bit inputs compute in float32 and are rounded once, on output; float32 and float64 compute as they are. Rows behind
+the last group are not touched. `experts` arguments hold E tensors: a packed tensor or a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import ActivationParams, activate
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype.itemsize == 2 else x.dtype
+
+
+def _groups(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, with its rows."""
+    begin = 0
+    for expert, end in enumerate(ends):
+        if end > begin:
+            yield expert, slice(begin, end)
+        begin = end
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> Tensor:
+    """x w^T + bias * scale, of one expert, in x's dtype."""
+    y = x @ w.to(x.dtype).mT
+    if bias is None:
+        return y
+    addend = bias.to(x.dtype)
+    return y + (addend if bias_scale is None else addend * bias_scale.to(x.dtype)[:, None])
+
+
+def _one(values: Any, expert: int) -> Any:
+    return None if values is None else values[expert]
+
+
+def _rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    return None if values is None else values[rows]
+
+
+def grouped_mm(
+    x: Tensor, w: Any, ends: Sequence[int], bias: Any, bias_scale: Tensor | None, transpose_w: bool, out: Tensor
+) -> None:
+    """Writes out [T, N]; `ends` are the groups' ends."""
+    for expert, rows in _groups(ends):
+        weight = w[expert].mT if transpose_w else w[expert]
+        out[rows] = _linear(x[rows].to(_compute_dtype(x)), weight, _one(bias, expert), _rows(bias_scale, rows)).to(
+            out.dtype
+        )
+
+
+def _glu(h: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
+    act = activate(h, activation, glu_layout, params)
+    return act if row_scale is None else act * row_scale.to(act.dtype)[:, None]
+
+
+def grouped_glu(
+    x: Tensor,
+    w1: Any,
+    ends: Sequence[int],
+    bias: Any,
+    row_scale: Tensor | None,
+    form: tuple[str, str, ActivationParams],
+    out: Tensor,
+    preact: Tensor | None,
+) -> None:
+    """Writes out [T, I], and preact [T, 2I or I] unless None. `form`: activation, glu_layout and their numbers."""
+    for expert, rows in _groups(ends):
+        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(bias, expert), None)
+        out[rows] = _glu(h, _rows(row_scale, rows), *form).to(out.dtype)
+        if preact is not None:
+            preact[rows] = h.to(preact.dtype)
+
+
+def grouped_mlp(
+    x: Tensor,
+    w1: Any,
+    w2: Any,
+    ends: Sequence[int],
+    b1: Any,
+    b2: Any,
+    row_scale: Tensor | None,
+    form: tuple[str, str, ActivationParams],
+    out: Tensor,
+) -> None:
+    """Writes out [T, H]. The row scale multiplies the activation, and so the second bias as well."""
+    for expert, rows in _groups(ends):
+        scale = _rows(row_scale, rows)
+        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(b1, expert), None)
+        out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale).to(out.dtype)

@@ -1,0 +1,314 @@
+"""Checks of arguments, the same for every device: each names the argument, what it got and what it needs.
+
+They read metadata only (shapes, dtypes, devices, strides), so they also hold for the fake tensors of a trace;
+`check_alignment` and `check_no_overlap` read addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
+
+from . import device as gpus
+from .activations import INTERLEAVED32_BLOCK, ActivationParams
+from .errors import GradientNotSupported
+from .experts import ExpertList
+
+MAX_ROWS = 2**26
+ALIGNMENT_BYTES = 16
+ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's stride
+KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
+RECIPES = ("bf16",)
+
+Experts = Tensor | Sequence[Tensor] | ExpertList
+"""Packed, or one tensor an expert; an ExpertList is the latter once it was checked."""
+
+
+def shape_text(shape: Sequence[Any]) -> str:
+    return f"[{', '.join(str(size) for size in shape)}]"
+
+
+def refuse_gradients(op: str, *arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> None:
+    """Called where grad mode is on.
+
+    Raises:
+        GradientNotSupported: an argument requires a gradient.
+    """
+    for argument in arguments:
+        if argument is None:
+            continue
+        if any(map(_requires_grad, argument)) if isinstance(argument, (list, tuple)) else _requires_grad(argument):
+            raise GradientNotSupported(
+                f"{op} has no gradient yet, and an argument requires one; call it under torch.no_grad() or "
+                "torch.inference_mode(), or detach() its arguments"
+            )
+
+
+def _requires_grad(value: Any) -> bool:
+    return getattr(value, "requires_grad", False)  # what is no tensor is told apart later, with better words
+
+
+def _tensor(op: str, name: str, value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; give {what}")
+    return value
+
+
+def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
+    """Same dtype and device as x."""
+    if tensor.dtype != x.dtype:
+        raise TypeError(f"{op}: {name} is {tensor.dtype} but x is {x.dtype}; give it x's dtype")
+    _same_device(op, name, tensor, x)
+
+
+def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device} but x is on {x.device}; move it to {x.device}")
+
+
+def runs_kernels(x: Tensor) -> bool:
+    return x.device.type == gpus.KERNEL_DEVICE
+
+
+def check_x(op: str, x: Any) -> tuple[int, int]:
+    """x [T, K]: its rows and columns."""
+    x = _tensor(op, "x", x, "a tensor [T, K]")
+    on_gpu = runs_kernels(x)
+    valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
+    if x.dtype not in valid:
+        who = "kernels take" if on_gpu else "the CPU reference takes"
+        raise TypeError(f"{op}: x is {x.dtype}; {who} {', '.join(map(str, valid))}, so cast it")
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x has shape {shape_text(x.shape)}; give [T, K], as x.flatten(0, -2) does")
+    rows, columns = x.shape
+    if rows >= MAX_ROWS:
+        raise ValueError(f"{op}: x has {rows} rows; at most 2**26 - 1 are possible, so call once for each part")
+    check_width(op, "x", columns, on_gpu)
+    _check_rows(op, "x", x)
+    return rows, columns
+
+
+def check_width(op: str, name: str, width: int, on_gpu: bool) -> None:
+    """A matrix dimension: positive, and on a GPU a multiple of 8."""
+    if width == 0 or (on_gpu and width % ALIGNMENT_ELEMENTS):
+        raise ValueError(
+            f"{op}: {name} has a dimension of {width} elements; it must be a positive multiple of "
+            f"{ALIGNMENT_ELEMENTS} (16 bytes), so pad it with zeros"
+        )
+
+
+def _check_rows(op: str, name: str, matrix: Tensor) -> None:
+    """Rows that are dense and do not overlap; on a GPU also 16-byte multiples apart."""
+    rows, width = matrix.shape
+    stride, inner = matrix.stride()
+    if inner != 1 and width > 1:
+        raise ValueError(f"{op}: {name} has stride {inner} along its rows; it must be 1, so call .contiguous()")
+    if rows <= 1:
+        return
+    if stride < width:
+        raise ValueError(f"{op}: {name} has rows of {width} elements only {stride} apart; they must not overlap")
+    if runs_kernels(matrix) and stride % ALIGNMENT_ELEMENTS:
+        raise ValueError(
+            f"{op}: {name} has rows {stride} elements apart; the distance must be a multiple of {ALIGNMENT_ELEMENTS} "
+            "(16 bytes), so pad the rows or call .contiguous()"
+        )
+
+
+def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str) -> tuple[int, ...]:
+    """Packed [E, *one] or a list of E tensors, `letters` naming the dimensions, as "E 2I H": the packed shape."""
+    rank = len(letters.split())
+    packed = f"[{', '.join(letters.split())}]"
+    one = f"[{', '.join(letters.split()[1:])}]"
+    if isinstance(value, ExpertList):
+        _like_x(op, name, value, x)
+        return tuple(value.shape[1:])
+    if isinstance(value, (list, tuple)):
+        return _check_list(op, name, value, x, rank, one)
+    tensor = _tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {packed}")
+    if tensor.shape[0] == 0:
+        raise ValueError(f"{op}: {name} has 0 experts (E = 0); give at least one")
+    _like_x(op, name, tensor, x)
+    _check_dense(op, name, tensor, is_weight=rank == 3)
+    return tuple(tensor.shape)
+
+
+def _check_list(op: str, name: str, tensors: Sequence[Any], x: Tensor, rank: int, one: str) -> tuple[int, ...]:
+    if not tensors:
+        raise ValueError(f"{op}: {name} is an empty list (E = 0); give at least one expert")
+    for index, tensor in enumerate(tensors):
+        label = f"{name}[{index}]"
+        tensor = _tensor(op, label, tensor, f"a tensor {one}")
+        if tensor.dim() != rank - 1:
+            raise ValueError(f"{op}: {label} has shape {shape_text(tensor.shape)}; give {one}")
+        if tensor.shape != tensors[0].shape:
+            raise ValueError(
+                f"{op}: {label} has shape {shape_text(tensor.shape)} but {name}[0] has {shape_text(tensors[0].shape)}; "
+                "all experts have one shape"
+            )
+        _like_x(op, label, tensor, x)
+        _check_dense(op, label, tensor, is_weight=rank == 3)
+    return (len(tensors), *tensors[0].shape)
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} is not contiguous (strides {shape_text(tensor.stride())}); call .contiguous()")
+
+
+def _check_dense(op: str, name: str, tensor: Tensor, is_weight: bool) -> None:
+    _check_contiguous(op, name, tensor)
+    # torch calls a tensor contiguous whatever the stride of a dimension of one element; kernels divide it by 8.
+    if is_weight and runs_kernels(tensor) and any(stride % ALIGNMENT_ELEMENTS for stride in tensor.stride()[:-1]):
+        raise ValueError(
+            f"{op}: {name} has strides {shape_text(tensor.stride())}; all but the last must be multiples of "
+            f"{ALIGNMENT_ELEMENTS}, so rebuild the view, as {name}.flatten().view({name}.shape) does"
+        )
+
+
+def mismatch(op: str, name: str, shape: Sequence[Any], wanted: Sequence[Any], why: str) -> NoReturn:
+    raise ValueError(f"{op}: {name} has shape {shape_text(shape)}; it must be {shape_text(wanted)}, since {why}")
+
+
+def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: int) -> None:
+    """Biases [E, width], packed or a list; None passes."""
+    if bias is None:
+        return
+    shape = check_experts(op, name, bias, x, "E N")
+    if shape != (experts, width):
+        mismatch(op, name, shape, (experts, width), "there is one bias for each expert and weight row")
+
+
+def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
+    """A float32 number for each row; float64 too where x is float64. None passes."""
+    if scale is None:
+        return
+    scale = _tensor(op, name, scale, "a float32 tensor [T]")
+    if scale.dtype != torch.float32 and not (scale.dtype == x.dtype == torch.float64):
+        raise TypeError(f"{op}: {name} is {scale.dtype}; it must be torch.float32, so call .float()")
+    if scale.dim() != 1 or scale.shape[0] != x.shape[0]:
+        mismatch(op, name, scale.shape, (x.shape[0],), "it holds a number for each row of x")
+    _same_device(op, name, scale, x)
+    _check_contiguous(op, name, scale)
+
+
+def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int) -> None:
+    """Exactly one of offs and splits, for `experts` groups. What they hold is not looked at."""
+    if (offs is None) == (splits is None):
+        got = "neither offs nor splits" if offs is None else "both offs and splits"
+        raise ValueError(f"{op}: got {got}; give offs (cumulative ends, int32 [E]) or splits (row counts), not both")
+    if isinstance(splits, (list, tuple)):
+        if len(splits) != experts:
+            mismatch(op, "splits", (len(splits),), (experts,), "there is one row count for each expert")
+        return
+    name = "offs" if splits is None else "splits"
+    groups = _tensor(op, name, offs if splits is None else splits, "a tensor [E]" + (" or a list" * (offs is None)))
+    valid = (torch.int32,) if splits is None else (torch.int32, torch.int64)
+    if groups.dtype not in valid:
+        names = " or ".join(str(dtype) for dtype in valid)
+        raise TypeError(f"{op}: {name} is {groups.dtype}; it must be {names}, so cast it")
+    if groups.dim() != 1 or groups.shape[0] != experts:
+        mismatch(op, name, groups.shape, (experts,), "there is one number for each expert")
+    if splits is None or groups.device.type != "cpu":
+        _same_device(op, name, groups, x)
+    _check_contiguous(op, name, groups)
+
+
+def check_out(op: str, name: str, out: Any, x: Tensor, columns: int) -> None:
+    """An output [T, columns] given by the caller; None passes."""
+    if out is None:
+        return
+    out = _tensor(op, name, out, "a tensor [T, columns]")
+    _like_x(op, name, out, x)
+    if out.dim() != 2 or out.shape[0] != x.shape[0] or out.shape[1] != columns:
+        mismatch(op, name, out.shape, (x.shape[0], columns), "that is the result's shape")
+    _check_rows(op, name, out)
+
+
+def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
+    _choice(op, "activation", activation, ACTIVATIONS)
+    _choice(op, "glu_layout", glu_layout, GLU_LAYOUTS)
+    if activation not in GATED and glu_layout != "concat":
+        raise ValueError(
+            f"{op}: glu_layout is {glu_layout!r}, but activation {activation!r} has no gate to lay out; leave it out"
+        )
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} is {value!r}; give True or False")
+
+
+def check_recipe(op: str, recipe: Any) -> None:
+    _choice(op, "recipe", recipe, RECIPES)
+
+
+def _choice(op: str, name: str, got: Any, valid: Sequence[str]) -> None:
+    if not isinstance(got, str) or got not in valid:
+        raise ValueError(f"{op}: {name} is {got!r}; choose one of {', '.join(valid)}")
+
+
+def check_params(op: str, params: ActivationParams) -> None:
+    """limit, alpha and offset: host numbers, none of them NaN, limit not negative."""
+    for name, value in params._asdict().items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}; give a Python float")
+        if math.isnan(value):
+            raise ValueError(f"{op}: {name} is NaN; give a number")
+    if params.limit < 0:
+        raise ValueError(f"{op}: limit is {params.limit}; values are clamped to [-limit, limit], so give 0 or more")
+
+
+def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str) -> int:
+    """I, from the rows of w1: half of them where the activation has a gate."""
+    if activation not in GATED:
+        return rows
+    if rows % 2:
+        raise ValueError(
+            f"{op}: {name} has {rows} rows an expert; {activation} has a gate, so it needs 2I, an even number"
+        )
+    width = rows // 2
+    if glu_layout == "interleaved32" and width % INTERLEAVED32_BLOCK:
+        raise ValueError(
+            f"{op}: {name} has 2I = {rows} rows an expert, so I = {width}; glu_layout 'interleaved32' needs I to be a "
+            f"multiple of {INTERLEAVED32_BLOCK}; use another layout or pad I with zeros"
+        )
+    return width
+
+
+def check_alignment(op: str, name: str, tensor: Tensor) -> None:
+    """What TMA asks of a base address."""
+    if address := tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise ValueError(
+            f"{op}: {name} starts {address} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at one, so "
+            "clone() it, or cut the view elsewhere"
+        )
+
+
+def extent(matrix: Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if matrix.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
+    return (last + 1) * matrix.element_size()
+
+
+def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Tensor) -> None:
+    """`out` shares no byte with an input. Two column ranges of one buffer do not overlap, though they interleave."""
+    distance = other.data_ptr() - out.data_ptr()
+    if distance >= extent(out) or -distance >= extent(other):
+        return
+    pitch = out.stride(0) * out.element_size()
+    if other.dim() == 2 and other.stride(0) == out.stride(0):
+        offset = distance % pitch
+        if offset >= out.shape[1] * out.element_size() and offset + other.shape[1] * other.element_size() <= pitch:
+            return
+    raise ValueError(f"{op}: {name} overlaps {other_name} in memory; give a buffer of its own")

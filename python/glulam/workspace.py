@@ -1,0 +1,83 @@
+"""Memory for what a call needs only while it runs: kept per thread and (device, stream), so that calls allocate once.
+
+Two calls on one stream run one after the other, so they may share a buffer, if one thread makes them: launching
+releases the GIL, and the two launches of another thread's call may fall between the two of this one. Hence one set of
+buffers a thread; it ends with the thread. A buffer belongs to the stream that it was allocated on, so dropping it
+returns its memory to torch's allocator in that stream's order, with work still queued on it.
+
+Under CUDA graph capture nothing here is used: the memory must belong to the graph, which outlives the call.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from . import device as gpus
+
+MAX_STREAMS = 8
+"""Buffers kept by a thread on one device; the one made longest ago is dropped."""
+MAX_VIEWS = 256
+"""Shapes of the buffers that a thread remembers; a view costs 2 us to make, and the count of shapes has no end."""
+GRANULE = 2 << 20
+"""Buffers grow in steps of this many bytes, the unit in which torch's allocator takes memory from the driver."""
+
+
+class Layout:
+    """What a workspace is for: a row-major matrix on a device. Equal only to itself, so that looking it up is cheap."""
+
+    __slots__ = ("device", "dtype", "index", "num_bytes", "shape")
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, index: int) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.index = index
+        self.num_bytes = shape[0] * shape[1] * dtype.itemsize
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.views: dict[tuple[Layout, int], Tensor] = {}
+        self.buffers: dict[tuple[int, int], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def take(layout: Layout) -> Tensor:
+    """An uninitialised matrix that is the caller's until its work on the current stream is done."""
+    stream = gpus.raw_stream(layout.index)
+    if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
+        return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
+    view = _kept.views.get((layout, stream))
+    return _view(layout, stream) if view is None else view
+
+
+def _view(layout: Layout, stream: int) -> Tensor:
+    buffer = _buffer(layout, stream)
+    if len(_kept.views) >= MAX_VIEWS:
+        _kept.views.clear()
+    view = buffer[: layout.num_bytes].view(layout.dtype).view(layout.shape)
+    _kept.views[layout, stream] = view
+    return view
+
+
+def _buffer(layout: Layout, stream: int) -> Tensor:
+    """The buffer of this device and stream, large enough."""
+    key = (layout.index, stream)
+    buffer = _kept.buffers.get(key)
+    if buffer is not None and buffer.numel() >= layout.num_bytes:
+        return buffer
+    _kept.views.clear()  # views keep the buffers that are dropped here alive
+    _kept.buffers.pop(key, None)
+    del buffer  # before the larger one is taken, so that its memory can serve
+    mine = [other for other in _kept.buffers if other[0] == layout.index]
+    if len(mine) >= MAX_STREAMS:
+        del _kept.buffers[mine[0]]
+    size = -(-layout.num_bytes // GRANULE) * GRANULE
+    fresh = torch.empty(size, dtype=torch.uint8, device=layout.device)
+    _kept.buffers[key] = fresh
+    return fresh

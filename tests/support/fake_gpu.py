@@ -1,0 +1,181 @@
+"""A GPU played by the CPU: the whole host path runs on CPU tensors, up to functions that interpret their arguments.
+
+`install` makes CPU tensors go to the "kernels". A function takes exactly what the compiled one takes: tensors, bare
+addresses, numbers. It checks what TVM-FFI checks, reads group sizes, tables, biases and scales out of memory by
+address, and computes with the oracle's formulas in float64. So a wrong order, form, table or address is a wrong result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
+from glulam import device, experts, groups, kernels
+from glulam.kernels import Kernel
+from glulam.plan import forget_plans
+
+from . import oracle
+
+SM_COUNT = 132
+GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
+
+
+def _read(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    assert address % dtype.itemsize == 0
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(bytearray(memory), dtype=dtype)
+
+
+def _check_tensors(spec_dtype: str, tensors: list[Tensor]) -> None:
+    """What a compiled function checks of the tensors that it takes."""
+    for tensor in tensors:
+        if tensor.dtype != getattr(torch, spec_dtype) or tensor.device.type != "cpu":
+            raise TypeError("mismatched dtype or device")
+        if tensor.data_ptr() % 16 or tensor.stride(-1) != 1 or any(s % 8 for s in tensor.stride()[:-1]):
+            raise ValueError("misaligned tensor")
+        if any(size % 8 for size in tensor.shape[1:]):
+            raise ValueError("dimension is not divisible by 8")
+
+
+def _equal(*sizes: int) -> int:
+    if len(set(sizes)) != 1:
+        raise ValueError(f"mismatched dimensions {sizes}")
+    return sizes[0]
+
+
+def _ends(address: int, form: int, count: int, rows: int) -> list[int]:
+    """Group ends as the kernels read them: clamped to the buffer."""
+    values = _read(address, count, GROUP_DTYPES[form]).tolist()
+    if form == groups.OFFS_INT32:
+        clamped = [min(max(v, 0), rows) for v in values]
+        return list(itertools.accumulate(clamped, max))
+    return [min(total, rows) for total in itertools.accumulate(min(max(v, 0), rows) for v in values)]
+
+
+def _weights(w: Tensor, table: int, count: int) -> list[Tensor]:
+    if not table:
+        assert w.shape[0] == count and w.is_contiguous()
+        return list(w)
+    assert w.shape[0] == 1
+    _, n, k = w.shape
+    addresses = [w.data_ptr() + 16 * units for units in _read(table, count, torch.int64).tolist()]
+    return [_read(address, n * k, w.dtype).view(n, k) for address in addresses]
+
+
+def _biases(address: int, table: int, count: int, width: int, dtype: torch.dtype) -> list[Tensor] | None:
+    assert not (address and table)
+    if table:
+        return [_read(a, width, dtype) for a in _read(table, count, torch.int64).tolist()]
+    return list(_read(address, count * width, dtype).view(count, width)) if address else None
+
+
+def _scale(address: int, rows: int) -> Tensor | None:
+    return _read(address, rows, torch.float32) if address else None
+
+
+def _store(out: Tensor, result: Tensor, ends: list[int]) -> None:
+    rows = ends[-1] if ends else 0
+    out[:rows] = result[:rows].to(out.dtype)
+
+
+def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
+    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, table: int, bias: int, bias_table: int,
+            scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        _check_tensors(spec.dtype, [x, w, y])
+        contracted, width = (1, 2) if spec.transpose_w else (2, 1)
+        rows = _equal(x.shape[0], y.shape[0])
+        _equal(x.shape[1], w.shape[contracted])
+        _equal(y.shape[1], w.shape[width])
+        assert num_sms == SM_COUNT
+        if do_launch and rows:
+            ends = _ends(at, form, count, rows)
+            result = oracle.grouped_mm(
+                x, _weights(w, table, count), ends, bias=_biases(bias, bias_table, count, y.shape[1], x.dtype),
+                bias_scale=_scale(scale, rows), transpose_w=spec.transpose_w,
+            )  # fmt: skip
+            _store(y, result, ends)
+
+    return run
+
+
+def _glu(spec: GroupedGluSpec) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        x, w1, act, *rest = arguments
+        preact = rest.pop(0) if spec.save_preact else None
+        at, form, count, table, bias, bias_table, scale, limit, alpha, offset, num_sms, do_launch = rest
+        _check_tensors(spec.dtype, [t for t in (x, w1, act, preact) if t is not None])
+        rows = _equal(x.shape[0], act.shape[0])
+        _equal(x.shape[1], w1.shape[2])
+        _equal(w1.shape[1], act.shape[1] * (2 if spec.gated else 1))
+        assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
+        if do_launch and rows:
+            ends = _ends(at, form, count, rows)
+            result, h = oracle.grouped_glu(
+                x, _weights(w1, table, count), ends, bias=_biases(bias, bias_table, count, w1.shape[1], x.dtype),
+                row_scale=_scale(scale, rows), form=(spec.activation, spec.glu_layout), params=(limit, alpha, offset),
+            )  # fmt: skip
+            _store(act, result, ends)
+            if preact is not None:
+                _store(preact, h, ends)
+
+    return run
+
+
+def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
+    fc1, fc2 = _glu(spec.fc1), _mm(spec.fc2)
+
+    def run(x: Tensor, w1: Tensor, w2: Tensor, mid: Tensor, y: Tensor, at: int, form: int, count: int, w1_table: int,
+            b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int, limit: float, alpha: float,
+            offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        tail = (num_sms, do_launch)
+        fc1(x, w1, mid, at, form, count, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
+        fc2(mid, w2, y, at, form, count, w2_table, b2, b2_table, scale, *tail)
+
+    return run
+
+
+MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {"grouped_mm": _mm, "grouped_glu": _glu, "grouped_mlp": _mlp}
+
+
+@dataclasses.dataclass
+class FakeGpu:
+    """What the host path did: specs asked for, in order, and the arguments of every launch that was not refused."""
+
+    specs: list[Spec] = dataclasses.field(default_factory=list)
+    launches: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    stream: int = 0
+    capturing: bool = False
+
+    def find(self, spec: Spec) -> Kernel:
+        self.specs.append(spec)
+        function = MAKERS[spec.op](spec)
+
+        def launch(*arguments: Any) -> None:
+            function(*arguments[:-1], 0)  # checks all arguments first, as a compiled function does
+            self.launches.append(arguments)
+            function(*arguments)
+
+        return Kernel(launch, "shipped")
+
+
+def install(patch: pytest.MonkeyPatch) -> FakeGpu:
+    """Until `patch` is undone, CPU tensors are on a GPU. Host splits are then indistinguishable from device ones."""
+    fake = FakeGpu()
+    patch.setattr(device, "KERNEL_DEVICE", "cpu")
+    patch.setattr(device, "gpu", lambda index: device.Gpu("fake", "sm_90a", SM_COUNT))
+    patch.setattr(device, "is_only_one", lambda: True)
+    patch.setattr(device, "raw_stream", lambda index: fake.stream)
+    patch.setattr(device, "is_capturing", lambda: fake.capturing)
+    patch.setattr(kernels, "find", fake.find)
+    patch.setattr(experts, "_tables", {})
+    patch.setattr(experts, "_kept_for_graphs", {})
+    forget_plans()
+    return fake

@@ -1,0 +1,100 @@
+"""Inputs on which mistakes show: every row, expert and block of K has a scale of its own; tails are NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .routing import ends as ends_of
+
+K_BLOCK = 32
+
+
+def _powers(count: int, spread: int, step: int, device: str) -> Tensor:
+    """Powers of two from 2^-spread to 2^spread, neighbours far apart."""
+    exponents = (torch.arange(count) * step) % (2 * spread + 1) - spread
+    return torch.exp2(exponents.double()).to(device)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """[rows, columns], scales differing over rows (2^-3 .. 2) and over blocks of K_BLOCK columns (2^-1 .. 2).
+
+    float16 bounds the range: squared, weighted and summed twice, the largest must stay below 65504.
+    """
+    values = _normal((rows, columns), device, seed)
+    by_block = _powers(-(-columns // K_BLOCK), 1, 2, device).repeat_interleave(K_BLOCK)[:columns]
+    return (values * 0.5 * _powers(rows, 2, 3, device)[:, None] * by_block).to(dtype)
+
+
+def experts(count: int, rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """[count, rows, columns] / sqrt(columns), each expert of another scale than its neighbours (2^-1 .. 2)."""
+    values = _normal((count, rows, columns), device, seed) / math.sqrt(columns)
+    return (values * _powers(count, 1, 2, device)[:, None, None]).to(dtype)
+
+
+def _normal(shape: tuple[int, ...], device: str, seed: int) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).double()
+
+
+@dataclasses.dataclass
+class Case:
+    """Tensors of one MLP. Rows from `rows` on are a tail: NaN in x and row_scale."""
+
+    x: Tensor
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor
+    b2: Tensor
+    row_scale: Tensor
+    sizes: list[int]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def ends(self) -> list[int]:
+        return ends_of(self.sizes)
+
+    @property
+    def offs(self) -> Tensor:
+        return torch.tensor(self.ends, dtype=torch.int32, device=self.x.device)
+
+    def splits(self, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(self.sizes, dtype=dtype, device=self.x.device)
+
+
+def make_case(
+    sizes: list[int], hidden: int, intermediate: int, *, gated: bool = True, tail: int = 0,
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0,
+) -> Case:  # fmt: skip
+    count, rows = len(sizes), sum(sizes)
+    w1_rows = intermediate * (2 if gated else 1)
+    x = matrix(rows + tail, hidden, dtype, device, seed)
+    scale = (0.5 + _normal((rows + tail,), device, seed + 1).abs()).float()
+    x[rows:], scale[rows:] = math.nan, math.nan
+    return Case(
+        x=x,
+        w1=experts(count, w1_rows, hidden, dtype, device, seed + 2),
+        w2=experts(count, hidden, intermediate, dtype, device, seed + 3),
+        b1=experts(count, 1, w1_rows, dtype, device, seed + 4)[:, 0].mul(4).contiguous(),
+        b2=experts(count, 1, hidden, dtype, device, seed + 5)[:, 0].mul(4).contiguous(),
+        row_scale=scale,
+        sizes=sizes,
+    )
+
+
+def poisoned(rows: int, columns: int, like: Tensor, padding: int = 0) -> Tensor:
+    """An output buffer full of NaN, with `padding` columns between its rows."""
+    return torch.full((rows, columns + padding), math.nan, dtype=like.dtype, device=like.device)[:, :columns]
+
+
+def poison_allocator(device: str, num_bytes: int = 64 << 20) -> None:
+    """Fill memory that the next allocations will reuse with NaN."""
+    blocks: list[Any] = [torch.full((size // 4,), math.nan, device=device) for size in (num_bytes, 1 << 20, 1 << 16)]
+    del blocks

@@ -1,0 +1,125 @@
+"""What operators should compute, in float64, written apart from the library's own reference.
+
+`dtype` computes the same in another precision as a user of torch would: the yardstick for errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _sigmoid(z: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-z))
+
+
+def _gelu_tanh(z: Tensor) -> Tensor:
+    return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def _gelu_erf(z: Tensor) -> Tensor:
+    return 0.5 * z * (1 + torch.erf(z / math.sqrt(2)))
+
+
+def _positive(z: Tensor) -> Tensor:
+    return torch.where(z > 0, z, torch.zeros_like(z))
+
+
+def activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, offset: float) -> Tensor:
+    """The formulas, spelled out."""
+    if name in ("srelu", "silu", "gelu", "none"):
+        return {
+            "srelu": lambda: _positive(h) * _positive(h),
+            "silu": lambda: h * _sigmoid(h),
+            "gelu": lambda: _gelu_erf(h),
+            "none": lambda: h,
+        }[name]()
+    a, u = halves(h, layout)
+    if name == "swiglu":
+        return a * _sigmoid(a) * u
+    if name == "geglu":
+        return _gelu_tanh(a) * u
+    if name == "reglu":
+        return _positive(a) * u
+    assert name == "clamped_swiglu"
+    gate = torch.minimum(a, torch.full_like(a, limit))
+    linear = torch.minimum(torch.maximum(u, torch.full_like(u, -limit)), torch.full_like(u, limit))
+    return gate * _sigmoid(alpha * gate) * (linear + offset)
+
+
+def torch_activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, offset: float) -> Tensor:
+    """What a user of torch would write, in h's dtype: few operators, so few roundings."""
+    if name in ("srelu", "silu", "gelu", "none"):
+        return {"srelu": lambda: F.relu(h).square(), "silu": lambda: F.silu(h), "gelu": lambda: F.gelu(h)}.get(
+            name, lambda: h
+        )()
+    a, u = halves(h, layout)
+    if name == "clamped_swiglu":
+        a, u = a.clamp(max=limit), u.clamp(-limit, limit)
+        return a * torch.sigmoid(a * alpha) * (u + offset)
+    gate = {"swiglu": F.silu, "geglu": lambda z: F.gelu(z, approximate="tanh"), "reglu": F.relu}[name]
+    return gate(a) * u
+
+
+def halves(h: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Column by column, from the layout's definition."""
+    width = h.shape[1] // 2
+    of_a, of_u = [], []
+    for i in range(width):
+        if layout == "concat":
+            a, u = i, width + i
+        elif layout == "interleaved":
+            a, u = 2 * i, 2 * i + 1
+        else:
+            a = 64 * (i // 32) + i % 32
+            u = a + 32
+        of_a.append(a)
+        of_u.append(u)
+    return h[:, of_a], h[:, of_u]
+
+
+def _groups(ends: Sequence[int]) -> list[tuple[int, int, int]]:
+    starts = [0, *ends[:-1]]
+    return [(e, lo, hi) for e, (lo, hi) in enumerate(zip(starts, ends, strict=True)) if hi > lo]
+
+
+def grouped_mm(
+    x: Tensor, w: Any, ends: Sequence[int], *, bias: Any = None, bias_scale: Tensor | None = None,
+    transpose_w: bool = False, dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    """Rows behind the last group are NaN in what comes back."""
+    width = w[0].shape[1 if transpose_w else 0]
+    y = torch.full((x.shape[0], width), math.nan, dtype=dtype, device=x.device)
+    for e, lo, hi in _groups(ends):
+        weight = w[e].to(dtype) if transpose_w else w[e].to(dtype).T
+        part = x[lo:hi].to(dtype) @ weight
+        if bias is not None:
+            scale = 1.0 if bias_scale is None else bias_scale[lo:hi, None].to(dtype)
+            part = part + bias[e].to(dtype) * scale
+        y[lo:hi] = part
+    return y
+
+
+def grouped_glu(
+    x: Tensor, w1: Any, ends: Sequence[int], *, bias: Any = None, row_scale: Tensor | None = None,
+    form: tuple[str, str] = ("swiglu", "concat"), params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(act, preact)."""
+    h = grouped_mm(x, w1, ends, bias=bias, dtype=dtype)
+    act = (activation if dtype == torch.float64 else torch_activation)(h, *form, *params)
+    return (act if row_scale is None else act * row_scale[:, None].to(dtype)), h
+
+
+def grouped_mlp(
+    x: Tensor, w1: Any, w2: Any, ends: Sequence[int], *, b1: Any = None, b2: Any = None,
+    row_scale: Tensor | None = None, form: tuple[str, str] = ("swiglu", "concat"),
+    params: tuple[float, float, float] = (7.0, 1.702, 1.0), dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    act, _ = grouped_glu(x, w1, ends, bias=b1, row_scale=row_scale, form=form, params=params, dtype=dtype)
+    return grouped_mm(act, w2, ends, bias=b2, bias_scale=row_scale, dtype=dtype)

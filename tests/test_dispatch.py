@@ -1,0 +1,249 @@
+"""Which kernel a call gets: the choice, its explanation, and kernels that `compile` adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
+
+import ffi_bridge
+import glulam
+from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, SpecError, TileConfig, to_dict
+from ffi_bridge import BundleMissing, jit
+from glulam import dispatch, kernels
+from glulam.dispatch import SMALL_ROWS_PER_EXPERT, Problem, choose
+
+pytest_plugins = ["support.fixtures"]
+
+ARCH = "sm_90a"
+TILE = TileConfig(128, 128, 64)
+
+
+def problem(**changes: Any) -> Problem:
+    fields = {
+        "op": "grouped_mlp", "dtype": "bfloat16", "rows": 4096, "experts": 8, "in_features": 64, "intermediate": 64,
+        "out_features": 64, "activation": "swiglu",
+    }  # fmt: skip
+    return Problem(**{**fields, **changes})
+
+
+class FakeBundle:
+    """A bundle of the shipped specs whose functions note their arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.specs = {spec.name: spec for spec in shipped_specs()}
+        functions = {name: manifest_entry(spec) for name, spec in self.specs.items()}
+        self.manifest = type("Manifest", (), {"functions": functions})
+
+    def has(self, name: str) -> bool:
+        return name in self.specs
+
+    def function(self, name: str) -> Callable[..., None]:
+        if not self.has(name):
+            raise BundleMissing(f"no function {name!r}; run `glulam build`")
+        return lambda *arguments: self.calls.append((name, arguments))
+
+
+def manifest_entry(spec: Any) -> Any:
+    return type("Entry", (), {"spec": json.loads(json.dumps(to_dict(spec)))})
+
+
+@pytest.fixture
+def bundle(monkeypatch: pytest.MonkeyPatch) -> FakeBundle:
+    fake = FakeBundle()
+    monkeypatch.setattr(ffi_bridge, "load", lambda arch: fake)
+    return fake
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, bundle: FakeBundle) -> Iterator[list[Any]]:
+    """Specs that were sent to the compiler; what `compile` registers is undone."""
+    sent: list[Any] = []
+
+    def get(spec: Any) -> Callable[..., None]:
+        sent.append(spec)
+        return lambda *_: None
+
+    monkeypatch.setattr(jit, "get", get)
+    monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(dispatch, "_preferred", {})
+    yield sent
+    kernels.forget_plans()
+
+
+@pytest.mark.parametrize("experts", [1, 8, 512])
+def test_rows_per_expert_decide(experts: int) -> None:
+    at_most = experts * SMALL_ROWS_PER_EXPERT
+    for rows, tile in ((1, SMALL), (at_most, SMALL), (at_most + 1, LARGE), (2**25, LARGE)):
+        choice = choose(problem(rows=rows, experts=experts), ARCH)
+        assert isinstance(choice.spec, GroupedMlpSpec)
+        assert choice.spec.fc1.tile == choice.spec.fc2.tile == tile
+        assert f"{rows} rows" in choice.why and choice.why_not
+
+
+def test_every_choice_is_shipped() -> None:
+    shipped = set(shipped_specs())
+    for rows in (8, 100_000):
+        for dtype in ("bfloat16", "float16"):
+            for transpose_w in (False, True):
+                mm = problem(op="grouped_mm", rows=rows, dtype=dtype, transpose_w=transpose_w, activation="none")
+                assert choose(mm, ARCH).spec in shipped
+            for activation, layout in {(s.activation, s.glu_layout) for s in shipped if isinstance(s, GroupedGluSpec)}:
+                form = {"rows": rows, "dtype": dtype, "activation": activation, "glu_layout": layout}
+                assert choose(problem(**form), ARCH).spec in shipped
+                for preact in (False, True):
+                    assert choose(problem(op="grouped_glu", save_preact=preact, **form), ARCH).spec in shipped
+
+
+class TestExplain:
+    def test_cpu_tensors(self) -> None:
+        x, w = torch.zeros(4, 8), torch.zeros(2, 8, 8)
+        told = glulam.explain(glulam.grouped_mm, x, w, splits=[1, 2])
+        assert (told.op, told.device, told.spec, told.source) == ("grouped_mm", "cpu", None, "reference")
+        assert "CPU reference" in repr(told)
+
+    def test_shapes(self, bundle: FakeBundle) -> None:
+        told = glulam.explain("grouped_mlp", (4096, 2048), (128, 1536, 2048), (128, 2048, 768), b1=(128, 1536))
+        assert told.source == "shipped" and told.spec is not None and told.spec.name in repr(told)
+        assert "32 an expert" in told.why and told.device.startswith("cuda")
+        assert any(LARGE.name in reason for reason in told.why_not)
+        half = glulam.explain("grouped_glu", (9999, 64), [2, 128, 64], dtype=torch.float16, glu_layout="interleaved")
+        assert isinstance(half.spec, GroupedGluSpec) and half.spec.dtype == "float16" and half.spec.tile == LARGE
+
+    def test_tensors_on_a_gpu(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        x, w = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(2, 16, 8, dtype=torch.bfloat16)
+        offs = torch.zeros(2, dtype=torch.int32)
+        told = glulam.explain("grouped_glu", x, w, offs=offs, activation="geglu")
+        glulam.grouped_glu(x, w, offs=offs, activation="geglu")
+        assert told.spec is not None and fake_gpu.specs == [told.spec, told.spec]
+        assert len(fake_gpu.launches) == 1
+
+    def test_a_missing_bundle(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+        monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path))
+        told = glulam.explain("grouped_mm", (64, 64), (2, 64, 64))
+        assert told.source == "missing" and "glulam build" in told.why
+
+    def test_refuses_what_the_call_refuses(self) -> None:
+        with pytest.raises(ValueError, match="op is 'grouped_conv'.*grouped_mlp"):
+            glulam.explain("grouped_conv", (1, 2))
+        with pytest.raises(ValueError, match="w has shape"):
+            glulam.explain("grouped_mm", (64, 64), (2, 64, 32))
+        with pytest.raises(ValueError, match="multiple of 8"):
+            glulam.explain("grouped_mm", (64, 60), (2, 64, 60))
+        with pytest.raises(TypeError, match="dtype and device go with shapes"):
+            glulam.explain("grouped_mm", torch.zeros(1, 8), torch.zeros(1, 8, 8), splits=[1], dtype=torch.float16)
+        with pytest.raises(TypeError, match="tile"):
+            glulam.explain("grouped_mm", (64, 64), (2, 64, 64), tile=3)
+
+
+class TestCompile:
+    def test_keywords_make_a_spec_and_prefer_it(self, compiled: list[Any]) -> None:
+        spec = glulam.compile(op="grouped_glu", dtype=torch.bfloat16, activation="geglu", tile=(128, 128, 64))
+        assert spec == GroupedGluSpec(activation="geglu", tile=TILE) and compiled == [spec]
+        for rows in (1, 100_000):
+            told = glulam.explain("grouped_glu", (rows, 64), (2, 128, 64), activation="geglu")
+            assert (told.spec, told.source) == (spec, "jit") and "glulam.compile" in told.why
+        for other in (
+            {},
+            {"activation": "geglu", "glu_layout": "interleaved"},
+            {"activation": "geglu", "dtype": torch.float16},
+        ):
+            assert glulam.explain("grouped_glu", (1, 64), (2, 128, 64), **other).source == "shipped"
+
+    def test_a_whole_mlp(self, compiled: list[Any]) -> None:
+        spec = glulam.compile(
+            op="grouped_mlp", activation="silu", tile=[64, 128, 64], cluster=(1, 2), schedule="cooperative"
+        )
+        tile = TileConfig(64, 128, 64, 1, 2)
+        assert spec == GroupedMlpSpec(GroupedGluSpec(activation="silu", tile=tile), GroupedMmSpec(tile=tile))
+
+    def test_a_spec_that_ships_is_not_compiled(self, compiled: list[Any]) -> None:
+        spec = GroupedMmSpec(tile=SMALL)
+        assert glulam.compile(spec) is spec and not compiled
+        assert glulam.explain("grouped_mm", (100_000, 64), (2, 64, 64)).spec == spec
+
+    def test_plans_made_before_are_dropped(self, fake_gpu: FakeGpu, compiled: list[Any]) -> None:
+        x, w = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+        offs = torch.zeros(2, dtype=torch.int32)
+        glulam.grouped_mm(x, w, offs=offs)
+        spec = glulam.compile(op="grouped_mm", tile=TILE)
+        glulam.grouped_mm(x, w, offs=offs)
+        assert fake_gpu.specs[-1] == spec and len(fake_gpu.specs) == 2
+
+    def test_refusals(self, compiled: list[Any]) -> None:
+        for error, words, call in (
+            (TypeError, "a spec or keywords", lambda: glulam.compile(GroupedMmSpec(), tile=(1, 2, 3))),
+            (TypeError, "tile is 128; give 3 integers", lambda: glulam.compile(op="grouped_mm", tile=128)),
+            (TypeError, "cluster is", lambda: glulam.compile(op="grouped_mm", cluster=(1.5, 1))),
+            (SpecError, "op=None", lambda: glulam.compile(tile=(128, 128, 64))),
+            (SpecError, "op='conv'", lambda: glulam.compile(op="conv")),
+            (SpecError, "no field 'stages'", lambda: glulam.compile(op="grouped_mm", stages=4)),
+            (SpecError, "no field 'transpose_w'", lambda: glulam.compile(op="grouped_mlp", transpose_w=True)),
+            (SpecError, "activation='swish'", lambda: glulam.compile(op="grouped_mlp", activation="swish")),
+            (SpecError, "dtype='float32'", lambda: glulam.compile(op="grouped_mm", dtype=torch.float32)),
+        ):
+            with pytest.raises(error, match=words):
+                call()
+        assert not compiled
+
+
+class TestPreload:
+    def test_loads_every_function_and_launches_none(
+        self, bundle: FakeBundle, compiled: list[Any], fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        empty = torch.empty
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
+        monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+        assert glulam.preload() == len(bundle.specs) == len(bundle.calls)
+        for name, arguments in bundle.calls:
+            spec = bundle.specs[name]
+            assert arguments[-1] == 0, "a launch"
+            *others, _, do_launch = arguments
+            MAKERS[spec.op](spec)(*others, SM_COUNT, do_launch)  # checks types and shapes as the kernel does
+
+    def test_refusals(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ValueError, match="device is cpu"):
+            glulam.preload("cpu")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(glulam.UnsupportedDevice, match="no CUDA GPU"):
+            glulam.preload()
+
+
+IMPORT_PROBE = """
+import sys, time, json
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import glulam
+seconds = time.perf_counter() - start
+unwanted = ("cutlass", "cuda", "typer", "rich", "tvm_ffi", "filelock")
+heavy = [m for m in set(sys.modules) - before if m.split(".")[0] in unwanted]
+print(json.dumps({"seconds": seconds, "heavy": heavy}))
+"""
+
+
+def test_importing_is_cheap() -> None:
+    """Under 150 ms above `import torch`, and nothing of the compiler. The best of a few, since machines are busy."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    best = 1.0
+    for _ in range(5):
+        out = subprocess.run(
+            [sys.executable, "-c", IMPORT_PROBE], env=env, capture_output=True, text=True, check=True
+        ).stdout
+        told = json.loads(out)
+        assert told["heavy"] == []
+        best = min(best, told["seconds"])
+        if best < 0.15:
+            break
+    assert best < 0.15

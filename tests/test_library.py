@@ -1,0 +1,176 @@
+"""The operators as traces see them: torch.compile, fake tensors, torch.library's own checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import same_bits
+from support.inputs import Case, make_case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import glulam
+
+SIZES = [5, 0, 17, 1, 8]
+HIDDEN, INTER = 24, 32
+
+
+@pytest.fixture(scope="module")
+def c() -> Case:
+    return make_case(SIZES, HIDDEN, INTER, tail=3)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def biases(c: Case) -> dict[str, Any]:
+    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
+
+
+CALLS: dict[str, Callable[[Case], Any]] = {
+    "mm": lambda c: glulam.grouped_mm(c.x, c.w1, offs=c.offs),
+    "mm, transposed, bias": lambda c: glulam.grouped_mm(
+        c.x, c.w2, offs=c.offs, transpose_w=True, bias=c.b1[:, :INTER].contiguous(), bias_scale=c.row_scale
+    ),
+    "glu": lambda c: glulam.grouped_glu(c.x, c.w1, offs=c.offs, activation="clamped_swiglu", limit=1.0),
+    "glu, preact, lists": lambda c: glulam.grouped_glu(
+        c.x, list(c.w1), splits=c.splits(), bias=list(c.b1), return_preact=True, glu_layout="interleaved32"
+    ),
+    "mlp": lambda c: glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs),
+    "mlp, everything": lambda c: glulam.grouped_mlp(
+        c.x, c.w1, list(c.w2), splits=SIZES, glu_layout="interleaved", **biases(c)
+    ),
+}
+
+
+def results(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def valid_rows(c: Case, value: Any) -> list[torch.Tensor]:
+    return [result[: c.rows] for result in results(value)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_equals_eager(c: Case, name: str, dynamic: bool) -> None:
+    compiled = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for got, want in zip(valid_rows(c, compiled(c)), valid_rows(c, CALLS[name](c)), strict=True):
+            assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("preact", [False, True])
+@torch.no_grad()
+def test_compiled_with_out(c: Case, preact: bool) -> None:
+    """The given buffer is written, its tail is not, and work before and after it stays in order."""
+
+    def call(out: torch.Tensor) -> Any:
+        result = glulam.grouped_glu(c.x * 2, c.w1, offs=c.offs, return_preact=preact, out=out.mul_(1))
+        return result, out.sum(dim=1)
+
+    def fresh() -> torch.Tensor:
+        return torch.full((c.x.shape[0], INTER), 3.0, dtype=c.x.dtype)
+
+    eager_out, compiled_out = fresh(), fresh()
+    (eager, eager_sums), (compiled, compiled_sums) = (
+        call(eager_out),
+        torch.compile(call, backend="aot_eager", fullgraph=True)(compiled_out),
+    )
+    assert same_bits(eager_out, compiled_out) and same_bits(eager_sums, compiled_sums)
+    assert bool((compiled_out[c.rows :] == 3).all()) and bool((compiled_out[: c.rows] != 3).any())
+    for got, want in zip(valid_rows(c, compiled), valid_rows(c, eager), strict=True):
+        assert same_bits(got, want)
+
+
+@torch.no_grad()
+def test_a_new_number_of_rows_compiles_once_more_at_most(c: Case) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: glulam.grouped_mm(x, c.w1, offs=c.offs), backend=counter, fullgraph=True)
+    for rows in (40, 41, 57, 64, 99):
+        x = torch.zeros(rows, HIDDEN, dtype=c.x.dtype)
+        assert compiled(x).shape == (rows, 2 * INTER)
+    assert counter.frame_count <= 2
+
+
+def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
+    """Positional arguments of torch.ops.glulam.`name`, without `out`."""
+    form = ("swiglu", "concat", 7.0, 1.702, 1.0)
+    return {
+        "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False),
+        "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form),
+        "grouped_glu_preact": (c.x, [c.w1], c.offs, None, list(c.b1), None, *form),
+        "grouped_mlp": (c.x, [c.w1], list(c.w2), c.offs, None, c.row_scale, [c.b1], None, *form, "bf16"),
+    }[name]
+
+
+OPS = ("grouped_mm", "grouped_glu", "grouped_glu_preact", "grouped_mlp")
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("has_out", [False, True])
+def test_opcheck(name: str, has_out: bool) -> None:
+    """Without a tail: opcheck compares whole results, and those are uninitialised there."""
+    c = make_case(SIZES, HIDDEN, INTER)
+    arguments = arguments_of(name, c)
+    operator = getattr(torch.ops.glulam, name + "_out" if has_out else name)
+    if has_out:
+        width = {"grouped_mm": 2 * INTER, "grouped_mlp": HIDDEN}.get(name, INTER)
+        arguments += (torch.zeros(c.x.shape[0], width, dtype=c.x.dtype),)
+    torch.library.opcheck(operator.default, arguments)
+
+
+def converted(c: Case, convert: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+    return Case(*(convert(t) for t in (c.x, c.w1, c.w2, c.b1, c.b2, c.row_scale)), sizes=c.sizes)
+
+
+def assert_same_metadata(c: Case, name: str, traced: Any) -> None:
+    for got, want in zip(results(traced), results(CALLS[name](c)), strict=True):
+        assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+
+
+@pytest.mark.parametrize("name", CALLS)
+@torch.no_grad()
+def test_traced_results_have_the_real_shapes(c: Case, name: str) -> None:
+    with FakeTensorMode() as mode:
+        fake = CALLS[name](converted(c, mode.from_tensor))
+    assert_same_metadata(c, name, fake)
+    assert_same_metadata(c, name, CALLS[name](converted(c, lambda t: t.to("meta"))))
+
+
+def test_a_trace_refuses_what_a_call_refuses(c: Case) -> None:
+    with pytest.raises(Exception, match=r"w2 has shape \[5, 24, 32\]"), torch.no_grad():
+        torch.compile(
+            lambda: glulam.grouped_mlp(c.x, c.w1[:, :32].contiguous(), c.w2, offs=c.offs),
+            backend="aot_eager",
+            fullgraph=True,
+        )()
+
+
+def test_gradients_are_refused_in_a_trace(c: Case) -> None:
+    x = c.x.detach().requires_grad_()
+    compiled = torch.compile(lambda x: glulam.grouped_mm(x, c.w1, offs=c.offs), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="no gradient yet"):
+        compiled(x)
+    with pytest.raises(glulam.GradientNotSupported):
+        torch.ops.glulam.grouped_mm(x, [c.w1], c.offs, None, None, None, False)
+
+
+def test_other_tensor_classes_go_through_the_dispatcher(c: Case) -> None:
+    class Named(torch.Tensor):
+        pass
+
+    x = c.x.as_subclass(Named)
+    with torch.no_grad():
+        got = glulam.grouped_mm(x, c.w1, offs=c.offs)
+        assert same_bits(got.as_subclass(torch.Tensor)[: c.rows], glulam.grouped_mm(c.x, c.w1, offs=c.offs)[: c.rows])
+        parameter = torch.nn.Parameter(c.x)
+        assert same_bits(
+            glulam.grouped_mm(parameter, c.w1, offs=c.offs)[: c.rows], got.as_subclass(torch.Tensor)[: c.rows]
+        )
+    assert not math.isnan(float(got[: c.rows].sum()))
