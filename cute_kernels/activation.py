@@ -17,6 +17,7 @@ from cutlass import Float32
 LOG2_E = 1.4426950408889634
 SQRT_2_OVER_PI = 0.7978845608028654
 SQRT_HALF = 0.7071067811865476
+INV_SQRT_2_PI = 0.3989422804014327
 
 
 class ActivationParams(NamedTuple):
@@ -75,4 +76,77 @@ UNGATED: dict[str, Callable[[Float32], Float32]] = {
     "silu": _silu,
     "gelu": _gelu,
     "none": lambda a: a,
+}
+
+
+def _d_silu(sigmoid: Float32, silu: Float32) -> Float32:
+    return sigmoid + silu * (Float32(1.0) - sigmoid)
+
+
+def _d_swiglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
+    sigmoid = _sigmoid(a)
+    silu = a * sigmoid
+    return silu * u, u * _d_silu(sigmoid, silu), silu
+
+
+def _d_clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
+    zero = Float32(0.0)
+    gate = _at_most(a, p.limit)
+    linear = -_at_most(-_at_most(u, p.limit), p.limit)
+    sigmoid = _sigmoid(p.alpha * gate)
+    d_gate = sigmoid + p.alpha * gate * sigmoid * (Float32(1.0) - sigmoid)
+    d_a = _select(a > p.limit, zero, (linear + p.offset) * d_gate)
+    d_u = _select(u > p.limit, zero, _select(u < -p.limit, zero, gate * sigmoid))
+    return gate * sigmoid * (linear + p.offset), d_a, d_u
+
+
+def _d_geglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
+    gelu, d_gelu = _with_d_gelu_tanh(a)
+    return gelu * u, u * d_gelu, gelu
+
+
+def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
+    """gelu_tanh = x s, s = sigmoid(2 z); derivative s + x s (1 - s) 2 z'."""
+    linear, cubic = Float32(2 * SQRT_2_OVER_PI), Float32(2 * SQRT_2_OVER_PI * 0.044715)
+    sigmoid = _sigmoid(x * (linear + cubic * x * x))
+    slope = linear + Float32(3.0) * cubic * x * x
+    return x * sigmoid, sigmoid + x * sigmoid * (Float32(1.0) - sigmoid) * slope
+
+
+def _d_reglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
+    relu = _relu(a)
+    return relu * u, _select(a > Float32(0.0), u, Float32(0.0)), relu
+
+
+def _with_d_srelu(a: Float32) -> tuple[Float32, Float32]:
+    relu = _relu(a)
+    return relu * relu, Float32(2.0) * relu
+
+
+def _with_d_silu(a: Float32) -> tuple[Float32, Float32]:
+    sigmoid = _sigmoid(a)
+    return a * sigmoid, _d_silu(sigmoid, a * sigmoid)
+
+
+def _with_d_gelu(a: Float32) -> tuple[Float32, Float32]:
+    """gelu = a Phi(a); derivative Phi(a) + a phi(a)."""
+    cdf = Float32(0.5) + Float32(0.5) * cute.math.erf(a * Float32(SQRT_HALF))
+    pdf = Float32(INV_SQRT_2_PI) * cute.math.exp2(a * a * Float32(-0.5 * LOG2_E), fastmath=True)
+    return a * cdf, cdf + a * pdf
+
+
+# (activation, its derivatives by a and by u).
+GATED_BACKWARD: dict[str, Callable[[Float32, Float32, ActivationParams], tuple[Float32, Float32, Float32]]] = {
+    "swiglu": _d_swiglu,
+    "clamped_swiglu": _d_clamped_swiglu,
+    "geglu": _d_geglu,
+    "reglu": _d_reglu,
+}
+
+# (activation, its derivative).
+UNGATED_BACKWARD: dict[str, Callable[[Float32], tuple[Float32, Float32]]] = {
+    "srelu": _with_d_srelu,
+    "silu": _with_d_silu,
+    "gelu": _with_d_gelu,
+    "none": lambda a: (a, Float32(1.0)),
 }

@@ -15,10 +15,11 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .activation import ActivationParams
+from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
-from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 OUT_DTYPES = {**DTYPES, "float32": Float32}
@@ -55,7 +56,7 @@ class GroupedMmEntry:
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
                 x, w, (y,), (groups, group_form, num_groups), w_table,
-                Inputs(Addends(bias, bias_table, scale), _no_params(), w.shape[1]), num_sms, stream,
+                Inputs(Addends(bias, bias_table, scale), _no_params(), y.shape[1]), num_sms, stream,
             )  # fmt: skip
 
 
@@ -117,9 +118,39 @@ class GroupedMlpEntry:
             sizes = (groups, group_form, num_groups)
             params = ActivationParams(limit, alpha, offset)
             inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
-            inputs2 = Inputs(Addends(b2, b2_table, scale), params, w2.shape[1])
+            inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1])
             self.fc1.launch(x, w1, (mid,), sizes, w1_table, inputs1, num_sms, stream)
             self.fc2.launch(mid, w2, (y,), sizes, w2_table, inputs2, num_sms, stream, after_launch=True)
+
+
+class GroupedDgluEntry:
+    """dpreact, act[, d_row_scale] = grouped_dglu(dy, w2, preact).
+
+    `d_scale`: float32 [T] or 0. `partials`: float32 workspace of ceil(I / 128) T. `counters`: int32 workspace of
+    T / 64 + E + 1 zeros, left as zeros.
+    """
+
+    def __init__(self, spec: GroupedDgluSpec):
+        self.tile = spec.tile
+        dtype = DTYPES[spec.dtype]
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), transposed=True)
+
+    @cute.jit
+    def __call__(
+        self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
+        groups: Int64, group_form: Int32, num_groups: Int32, w2_table: Int64, scale: Int64, d_scale: Int64,
+        partials: Int64, counters: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        do_launch: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (dy.shape[0] > 0):
+            columns = self.tile.n * self.tile.cluster_n
+            inputs = DgluInputs(
+                Addends(Int64(0), Int64(0), scale), ActivationParams(limit, alpha, offset), w2.shape[1], preact,
+                act.shape[1], cute.ceil_div(act.shape[1], columns) * self.tile.cluster_n,
+                RowScaleGradient(d_scale, partials, counters),
+            )  # fmt: skip
+            sizes = (groups, group_form, num_groups)
+            self.gemm.launch(dy, w2, (dpreact, act), sizes, w2_table, inputs, num_sms, stream)
 
 
 class GroupedWgradEntry:
@@ -203,6 +234,16 @@ def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
     )  # fmt: skip
 
 
+def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
+    fakes = _Fakes(DTYPES[spec.dtype])
+    hidden, width = fakes.dim(), fakes.dim()
+    preact_cols = fakes.dim() if spec.gated else width
+    preact, dpreact = fakes.matrix(preact_cols), fakes.matrix(preact_cols)
+    tensors = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
+    addresses = tuple(Int64(0) for _ in range(4))
+    return GroupedDgluEntry(spec), (*tensors, *_groups_fakes(), *addresses, *_tail_fakes(True))
+
+
 def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
     fakes = _Fakes(DTYPES[spec.dtype])
     n, k = fakes.dim(), fakes.dim()
@@ -217,6 +258,8 @@ def trace(spec: Spec) -> tuple[Any, tuple]:
         return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):
         return _trace_glu(spec)
+    if isinstance(spec, GroupedDgluSpec):
+        return _trace_dglu(spec)
     if isinstance(spec, GroupedWgradSpec):
         return _trace_wgrad(spec)
     return _trace_mlp(spec)

@@ -33,6 +33,16 @@ def _require(field: str, value: Any, valid: Any) -> None:
         raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
 
 
+def _check_activation(activation: str, glu_layout: str) -> None:
+    _require("activation", activation, ACTIVATIONS)
+    _require("glu_layout", glu_layout, GLU_LAYOUTS)
+    if activation not in GATED and glu_layout != "concat":
+        raise SpecError(
+            f"glu_layout={glu_layout!r} has no meaning for activation={activation!r}, which has no gate; "
+            "leave glu_layout at 'concat'"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
     """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
@@ -99,14 +109,8 @@ class GroupedGluSpec:
 
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
-        _require("activation", self.activation, ACTIVATIONS)
-        _require("glu_layout", self.glu_layout, GLU_LAYOUTS)
         _require("arch", self.arch, ARCHS)
-        if not self.gated and self.glu_layout != "concat":
-            raise SpecError(
-                f"glu_layout={self.glu_layout!r} has no meaning for activation={self.activation!r}, which has "
-                "no gate; leave glu_layout at 'concat'"
-            )
+        _check_activation(self.activation, self.glu_layout)
         if self.gated and self.tile.n % 128:
             valid = [n for n in TILE_N if n % 128 == 0]
             raise SpecError(
@@ -127,6 +131,32 @@ class GroupedGluSpec:
     @property
     def name(self) -> str:
         return f"grouped_glu_{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedDgluSpec:
+    """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation; one kernel."""
+
+    op: ClassVar[str] = "grouped_dglu"
+    dtype: str = "bfloat16"
+    activation: str = "swiglu"
+    glu_layout: str = "concat"
+    tile: TileConfig = TileConfig()
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("dtype", self.dtype, DTYPES)
+        _require("arch", self.arch, ARCHS)
+        _check_activation(self.activation, self.glu_layout)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+    @property
+    def name(self) -> str:
+        layout = f"_{self.glu_layout}" if self.gated else ""
+        return f"grouped_dglu_{DTYPES[self.dtype]}_{self.activation}{layout}_{self.tile.name}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +207,9 @@ class GroupedWgradSpec:
         return f"grouped_wgrad_{DTYPES[self.dtype]}_{out}_{self.tile.name}_{self.arch}"
 
 
-Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedWgradSpec
-_SPEC_TYPES: dict[str, type] = {t.op: t for t in (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedWgradSpec)}
+Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec
+_SPECS = (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedDgluSpec, GroupedWgradSpec)
+_SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
 

@@ -6,7 +6,7 @@ wgmma's accumulator of 64 x n gives thread t of the warpgroup, for each 8 column
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -43,11 +43,11 @@ def chunk_of(acc: cute.Tensor, chunk: int) -> cute.Tensor:
 
 
 class Inputs(NamedTuple):
-    """Run-time inputs of a GEMM's epilogue; `num_weight_rows` are the rows of w, and so elements of a bias."""
+    """Run-time inputs of a GEMM's epilogue; `bias_size` is the number of elements of an expert's bias."""
 
     addends: Addends
     params: act.ActivationParams
-    num_weight_rows: Int32
+    bias_size: Int32
 
 
 class WarpgroupState(Invariant):
@@ -56,7 +56,7 @@ class WarpgroupState(Invariant):
     def __init__(self, inputs: Inputs, slots: Slots, sBias: cute.Tensor):
         self.addends = inputs.addends
         self.params = inputs.params
-        self.num_weight_rows = inputs.num_weight_rows
+        self.bias_size = inputs.bias_size
         self.slots = slots
         self.sBias = sBias
         self.lane = slots.thread % 32
@@ -87,19 +87,19 @@ class Epilogue(Invariant):
         self.slot_dtype = dtype
         self.chunks_per_tile = self.part_n // COLS + extra_chunks
 
-    def make_state(self, inputs: Inputs, groups: Groups, slots: Slots, row_smem: cute.Tensor) -> WarpgroupState:
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor) -> WarpgroupState:
         return WarpgroupState(inputs, slots, row_smem)
 
     def store_views(self, outputs: tuple) -> tuple:
         """How the outputs look to TMA stores."""
         return outputs
 
-    def weight_row(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        """The row of w, and element of the bias, behind a column of a part of the tile; past the end where none is."""
+    def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
+        """The element of the bias behind a column of a part of the tile; past the end where there is none."""
         return column
 
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
+        self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
     ) -> None:
         """Turn accumulators into stores. Warpgroup `index` owns the tile's 64 rows from 64 index on."""
         raise NotImplementedError
@@ -122,16 +122,16 @@ class Epilogue(Invariant):
     @cute.jit
     def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
         dtype = state.slots.dtype
-        address = state.addends.bias + Int64(work.expert) * state.num_weight_rows * (dtype.width // 8)
+        address = state.addends.bias + Int64(work.expert) * state.bias_size * (dtype.width // 8)
         if state.addends.bias_table != 0:
             address = vector_at(Int64, state.addends.bias_table)[work.expert]
         bias = vector_at(dtype, address)
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column = state.slots.thread + i * THREADS
             part, column_in_part = column // self.part_n, column % self.part_n
-            weight_row = self.weight_row(state, work.n_tile * self.part_n + column_in_part, part)
-            if (column < self.tile_n) & (weight_row < state.num_weight_rows):
-                state.sBias[column] = bias[weight_row]
+            element = self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
+            if (column < self.tile_n) & (element < state.bias_size):
+                state.sBias[column] = bias[element]
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
@@ -175,16 +175,16 @@ class ActivationEpilogue(Epilogue):
             return outputs[0], halves(outputs[1])
         return outputs
 
-    def weight_row(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
+    def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
         if not self.spec.gated:
             return column
-        half = state.num_weight_rows // 2
-        row = {
+        half = state.bias_size // 2
+        element = {
             "concat": part * half + column,
             "interleaved": 2 * column + part,
             "interleaved32": column // 32 * 64 + part * 32 + column % 32,
         }[self.layout]
-        return Int32(cutlass.select_(column < half, row, state.num_weight_rows))
+        return Int32(cutlass.select_(column < half, element, state.bias_size))
 
     @cute.jit
     def finish(
@@ -222,7 +222,7 @@ class ActivationEpilogue(Epilogue):
             if const_expr(self.spec.gated):
                 u = chunk_of(acc, self.part_n // COLS + chunk)
                 column = work.n_tile * self.part_n + chunk * COLS
-                store_gate_pair(state.slots, self.layout, a, u, target, work, row, column)
+                store_gate_pair(state.slots, self.layout, a, u, target, work, row, column, 0)
             else:
                 tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
                 state.slots.put(a, target, tile, chunk % SLOTS)
@@ -231,25 +231,26 @@ class ActivationEpilogue(Epilogue):
 @cute.jit
 def store_gate_pair(
     slots: Slots, layout: cutlass.Constexpr[str], a: cute.Tensor, u: cute.Tensor, target: RaggedStore, work: WorkTile,
-    row: Int32, column: Int32,
+    row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
     """Store 64 columns of each half, from `column` of a half on, as the 128 columns that `layout` makes of them.
 
-    Takes slots 0 and 1. `target` has a mode for the half where the layout is concat.
+    Takes two slots. `target` has a mode for the half where the layout is concat.
     """
     for i in cutlass.range_constexpr(2):
+        slot = (first_slot + i) % SLOTS
         if const_expr(layout == "concat"):
-            slots.fill(a if const_expr(i == 0) else u, i)
+            slots.fill(a if const_expr(i == 0) else u, slot)
             tile = target.tile(work, row, column, i)
         else:
             half_a = registers(a, i * (CHUNK_REGS // 2), CHUNK_REGS // 2)
             half_u = registers(u, i * (CHUNK_REGS // 2), CHUNK_REGS // 2)
             if const_expr(layout == "interleaved32"):
-                slots.fill(_joined(half_a, half_u), i)
+                slots.fill(_joined(half_a, half_u), slot)
             else:
-                _fill_interleaved(slots, half_a, half_u, i)
+                _fill_interleaved(slots, half_a, half_u, slot)
             tile = target.tile(work, row, 2 * column + i * COLS)
-        slots.store(target, tile, i)
+        slots.store(target, tile, slot)
 
 
 def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
