@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, Epilogue, WarpgroupState, chunk_of, registers, store_gate_pair
+from .epilogue import Addends, Epilogue, WarpgroupState, chunk_of, store_gate_pair
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, Slots, halves
 from .tile_scheduler import Groups, WorkTile
 
@@ -99,35 +99,34 @@ class DgluEpilogue(Epilogue):
         u = cute.make_rmem_tensor(CHUNK_REGS, Float32)
         a.fill(0.0)
         u.fill(0.0)
-        for i in cutlass.range_constexpr(CHUNK_REGS // 2):
+        for i in cutlass.range(CHUNK_REGS // 2, unroll_full=True):
             at_row = row + state.row_in_tile + i % 2 * 8
             at_column = column + i // 2 * 8 + state.lane % 4 * 2
             if (at_row < work.group_end) & (at_column < state.width):
                 line = state.preact[at_row, None]
                 a_pair, u_pair = self._pairs(state, line, at_column)
-                registers(a, 2 * i, 2).store(a_pair)
+                a[2 * i], a[2 * i + 1] = a_pair
                 if const_expr(self.spec.gated):
-                    registers(u, 2 * i, 2).store(u_pair)
+                    u[2 * i], u[2 * i + 1] = u_pair
         return a, u
 
     def _pairs(self, state: DgluState, line: cute.Tensor, column: Int32):
         """Two neighbouring columns of a and of u from a row of the preactivation, as `glu_layout` lays them."""
 
-        def pair(first: Int32):
-            return cute.local_tile(line, (2,), (first // 2,)).load().to(Float32)
+        def elements(first: Int32, count: int) -> list[Float32]:
+            values = cute.make_rmem_tensor(count, state.preact.element_type)
+            values.store(cute.local_tile(line, (count,), (first // count,)).load())
+            return [Float32(values[i]) for i in range(count)]
 
         if not self.spec.gated:
-            return pair(column), None
+            return elements(column, 2), None
         if self.glu_layout == "concat":
-            return pair(column), pair(state.width + column)
+            return elements(column, 2), elements(state.width + column, 2)
         if self.glu_layout == "interleaved32":
             first = column // 32 * 64 + column % 32
-            return pair(first), pair(first + 32)
-        quad = cute.make_rmem_tensor(4, Float32)
-        quad.store(cute.local_tile(line, (4,), (column // 2,)).load().to(Float32))
-        evens = cute.make_tensor(quad.iterator, cute.make_layout(2, stride=2))
-        odds = cute.make_tensor(quad.iterator + 1, cute.make_layout(2, stride=2))
-        return evens.load(), odds.load()
+            return elements(first, 2), elements(first + 32, 2)
+        quad = elements(2 * column, 4)
+        return quad[0::2], quad[1::2]
 
     @cute.jit
     def _backward(
@@ -135,7 +134,7 @@ class DgluEpilogue(Epilogue):
     ) -> cute.Tensor:
         """Replace a and u by their gradients, add to the row sums, and return the scaled activation."""
         outputs = cute.make_rmem_tensor(CHUNK_REGS, Float32)
-        for i in cutlass.range_constexpr(CHUNK_REGS):
+        for i in cutlass.range(CHUNK_REGS, unroll_full=True):
             half = i // 2 % 2
             scaled = dm[i] * scales[half]
             if const_expr(self.spec.gated):

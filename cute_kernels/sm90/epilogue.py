@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 class WarpgroupState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
-    def __init__(self, inputs: Inputs, slots: Slots, sBias: cute.Tensor):
+    def __init__(self, inputs: Any, slots: Slots, sBias: cute.Tensor):
         self.addends = inputs.addends
         self.params = inputs.params
         self.bias_size = inputs.bias_size
