@@ -9,9 +9,11 @@ from ..specs import (
     GATED,
     GLU_LAYOUTS,
     UNGATED,
+    GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
+    GroupedWgradSpec,
     Spec,
     TileConfig,
 )
@@ -23,6 +25,10 @@ LARGE = TileConfig(m=128, n=256, k=64, cluster_n=2)
 # Few rows an expert: half the rows, and a deeper pipeline of weight tiles.
 SMALL = TileConfig(m=64, n=256, k=64)
 TILES = (LARGE, SMALL)
+# The epilogue of the backward holds accumulators, preactivations and three results: 256 columns would spill.
+DGLU = TileConfig(m=128, n=128, k=64, cluster_m=2)
+# Weight gradients have no ragged tiles, so two CTAs may share the wider operand tile.
+WGRAD = TileConfig(m=128, n=256, k=64, cluster_m=2)
 
 
 def activation_forms() -> list[tuple[str, str]]:
@@ -39,4 +45,7 @@ def shipped_specs() -> list[Spec]:
         for activation, layout in activation_forms():
             fc1 = GroupedGluSpec(dtype, activation, layout, False, tile)
             specs += [fc1, GroupedGluSpec(dtype, activation, layout, True, tile), GroupedMlpSpec(fc1, fc2)]
+    for dtype in DTYPES:
+        specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
+        specs += [GroupedDgluSpec(dtype, activation, layout, DGLU) for activation, layout in activation_forms()]
     return specs

@@ -44,6 +44,10 @@ class DgluInputs(NamedTuple):
     d_scale: RowScaleGradient
 
 
+def _pair(values: cute.Tensor, index: int) -> cute.Tensor:
+    return cute.make_tensor(values.iterator + 2 * index, cute.make_layout(2))
+
+
 class DgluState(WarpgroupState):
     def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor):
         super().__init__(inputs, slots, sBias)
@@ -72,80 +76,99 @@ class DgluEpilogue(Epilogue):
         return DgluState(inputs, groups, slots, row_smem)
 
     @cute.jit
+    def begin(self, state: DgluState, work: WorkTile, index: Int32):
+        """The row scales, and the first chunk's preactivations: their latency hides behind the MMAs."""
+        scales = super().begin(state, work, index)
+        return scales, self._load_preact(state, work, index, 0)
+
+    @cute.jit
     def finish(
-        self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
+        self, state: DgluState, acc: cute.Tensor, prefetched: tuple, stores: tuple, work: WorkTile, index: Int32
     ):
         row = work.row + index * ROWS
+        scales, raw = prefetched
         sums = cute.make_rmem_tensor(2, Float32)
         sums.fill(0.0)
+        chunks = self.tile_n // COLS
         per_chunk = 3 if const_expr(self.spec.gated) else 2
-        for chunk in cutlass.range_constexpr(self.tile_n // COLS):
+        for chunk in cutlass.range_constexpr(chunks):
             column = work.n_tile * self.tile_n + chunk * COLS
             slot = chunk * per_chunk % SLOTS
-            a, u = self._load_preact(state, work, row, column)
-            outputs = self._backward(state, chunk_of(acc, chunk), a, u, scales, sums)
+            outputs, d_a, d_u = self._backward(state, chunk_of(acc, chunk), raw, scales, sums)
+            if const_expr(chunk + 1 < chunks):
+                raw = self._load_preact(state, work, index, chunk + 1)
             state.slots.put(outputs, stores[1], stores[1].tile(work, row, column), slot)
             if const_expr(self.spec.gated):
-                store_gate_pair(state.slots, self.glu_layout, a, u, stores[0], work, row, column, (slot + 1) % SLOTS)
+                store_gate_pair(
+                    state.slots, self.glu_layout, d_a, d_u, stores[0], work, row, column, (slot + 1) % SLOTS
+                )
             else:
-                state.slots.put(a, stores[0], stores[0].tile(work, row, column), (slot + 1) % SLOTS)
+                state.slots.put(d_a, stores[0], stores[0].tile(work, row, column), (slot + 1) % SLOTS)
         if state.d_scale.result != 0:
             self._reduce(state, sums, work, row)
 
-    @cute.jit
-    def _load_preact(self, state: DgluState, work: WorkTile, row: Int32, column: Int32):
-        """This thread's preactivations of one chunk, in the accumulators' order; zeros past the group and the width."""
-        a = cute.make_rmem_tensor(CHUNK_REGS, Float32)
-        u = cute.make_rmem_tensor(CHUNK_REGS, Float32)
-        a.fill(0.0)
-        u.fill(0.0)
-        for i in cutlass.range(CHUNK_REGS // 2, unroll_full=True):
-            at_row = row + state.row_in_tile + i % 2 * 8
-            at_column = column + i // 2 * 8 + state.lane % 4 * 2
-            if (at_row < work.group_end) & (at_column < state.width):
-                line = state.preact[at_row, None]
-                a_pair, u_pair = self._pairs(state, line, at_column)
-                a[2 * i], a[2 * i + 1] = a_pair
-                if const_expr(self.spec.gated):
-                    u[2 * i], u[2 * i + 1] = u_pair
+    def _load_preact(self, state: DgluState, work: WorkTile, index: Int32, chunk: int) -> tuple:
+        """This thread's preactivations of one chunk, 16-bit, in the accumulators' order.
+
+        No branches, so that all loads are under way at once: past the group or the width a thread reads its last row or
+        column again, and nothing that comes of it is stored (there, the accumulators are zeros or not this group's).
+        """
+        dtype = state.preact.element_type
+        a, u = cute.make_rmem_tensor(CHUNK_REGS, dtype), cute.make_rmem_tensor(CHUNK_REGS, dtype)
+        first_row = work.row + index * ROWS + state.row_in_tile
+        first_column = work.n_tile * self.tile_n + chunk * COLS + state.lane % 4 * 2
+        for i in range(CHUNK_REGS // 2):
+            at_row = cutlass.min(first_row + i % 2 * 8, work.group_end - 1)
+            at_column = cutlass.min(first_column + i // 2 * 8, state.width - 2)
+            self._load_pairs(state, state.preact[at_row, None], at_column, _pair(a, i), _pair(u, i))
         return a, u
 
-    def _pairs(self, state: DgluState, line: cute.Tensor, column: Int32):
+    def _load_pairs(self, state: DgluState, line: cute.Tensor, column: Int32, a: cute.Tensor, u: cute.Tensor) -> None:
         """Two neighbouring columns of a and of u from a row of the preactivation, as `glu_layout` lays them."""
 
-        def elements(first: Int32, count: int) -> list[Float32]:
-            values = cute.make_rmem_tensor(count, state.preact.element_type)
-            values.store(cute.local_tile(line, (count,), (first // count,)).load())
-            return [Float32(values[i]) for i in range(count)]
+        def elements(first: Int32, count: int) -> cute.Tensor:
+            return cute.local_tile(line, (count,), (first // count,))
 
         if not self.spec.gated:
-            return elements(column, 2), None
-        if self.glu_layout == "concat":
-            return elements(column, 2), elements(state.width + column, 2)
-        if self.glu_layout == "interleaved32":
+            a.store(elements(column, 2).load())
+        elif self.glu_layout == "concat":
+            a.store(elements(column, 2).load())
+            u.store(elements(state.width + column, 2).load())
+        elif self.glu_layout == "interleaved32":
             first = column // 32 * 64 + column % 32
-            return elements(first, 2), elements(first + 32, 2)
-        quad = elements(2 * column, 4)
-        return quad[0::2], quad[1::2]
+            a.store(elements(first, 2).load())
+            u.store(elements(first + 32, 2).load())
+        else:
+            quad = cute.make_rmem_tensor(4, state.preact.element_type)
+            quad.store(elements(2 * column, 4).load())
+            a[0], u[0], a[1], u[1] = quad[0], quad[1], quad[2], quad[3]
 
     @cute.jit
-    def _backward(
-        self, state: DgluState, dm: cute.Tensor, a: cute.Tensor, u: cute.Tensor, scales: cute.Tensor, sums: cute.Tensor
-    ) -> cute.Tensor:
-        """Replace a and u by their gradients, add to the row sums, and return the scaled activation."""
-        outputs = cute.make_rmem_tensor(CHUNK_REGS, Float32)
-        for i in cutlass.range(CHUNK_REGS, unroll_full=True):
-            half = i // 2 % 2
-            scaled = dm[i] * scales[half]
-            if const_expr(self.spec.gated):
-                value, d_a, d_u = act.GATED_BACKWARD[self.spec.activation](a[i], u[i], state.params)
-                u[i] = scaled * d_u
-            else:
-                value, d_a = act.UNGATED_BACKWARD[self.spec.activation](a[i])
-            a[i] = scaled * d_a
-            outputs[i] = value * scales[half]
-            sums[half] += dm[i] * value
-        return outputs
+    def _backward(self, state: DgluState, dm: cute.Tensor, raw: tuple, scales: cute.Tensor, sums: cute.Tensor) -> tuple:
+        """The scaled activation and the gradients of a and u, 16-bit; adds to the row sums.
+
+        Results are narrowed as they are made: in float32 they and the accumulators would not fit 240 registers.
+        """
+        results = tuple(cute.make_rmem_tensor(CHUNK_REGS, self.dtype) for _ in range(3))
+        for i in cutlass.range(CHUNK_REGS // 2, unroll_full=True):
+            scale = scales[i % 2]
+            pairs = tuple(cute.make_rmem_tensor(2, Float32) for _ in range(3))
+            for j in cutlass.range_constexpr(2):
+                at = 2 * i + j
+                scaled = dm[at] * scale
+                if const_expr(self.spec.gated):
+                    gated = act.GATED_BACKWARD[self.spec.activation]
+                    value, slope_a, slope_u = gated(Float32(raw[0][at]), Float32(raw[1][at]), state.params)
+                    pairs[2][j] = scaled * slope_u
+                else:
+                    value, slope_a = act.UNGATED_BACKWARD[self.spec.activation](Float32(raw[0][at]))
+                pairs[0][j] = value * scale
+                pairs[1][j] = scaled * slope_a
+                sums[i % 2] += dm[at] * value
+            for result, pair in zip(results, pairs, strict=True):
+                if const_expr(self.spec.gated or result is not results[2]):
+                    _pair(result, i).store(pair.load().to(self.dtype))
+        return results
 
     @cute.jit
     def _reduce(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):

@@ -16,7 +16,7 @@ from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec
-from .store import CHUNK_REGS, COLS, ROWS, SLOTS, THREADS, RaggedStore, Slots, halves
+from .store import CHUNK_REGS, COLS, ROWS, SLOTS, THREADS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 
 
@@ -255,7 +255,7 @@ def store_gate_pair(
 
 def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
     """Two register vectors as one."""
-    both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), Float32)
+    both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), first.element_type)
     registers(both, 0, cute.size(first)).store(first.load())
     registers(both, cute.size(first)).store(second.load())
     return both
@@ -267,11 +267,10 @@ def _fill_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlas
     lane = slots.thread % 32
     slots.acquire()
     for i in cutlass.range_constexpr(CHUNK_REGS // 4):
-        quad = cute.make_rmem_tensor(4, Float32)
+        quad = cute.make_rmem_tensor(4, a.element_type)
         for pair in cutlass.range_constexpr(2):
             quad[2 * pair] = a[2 * i + pair]
             quad[2 * pair + 1] = u[2 * i + pair]
-        out = cute.make_rmem_tensor(4, slots.dtype)
-        out.store(quad.load().to(slots.dtype))
+        out = narrowed(quad, slots.dtype)
         line = slots.smem[slots.thread // 32 * 16 + lane // 4 + i % 2 * 8, None, slot]
         cute.autovec_copy(out, cute.local_tile(line, (4,), (i // 2 * 4 + lane % 4,)))

@@ -76,6 +76,15 @@ def halves(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.make_layout((rows, half, 2), stride=(*tensor.stride, half)))
 
 
+def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Registers as `dtype`; themselves where they are that already."""
+    if values.element_type is dtype:
+        return values
+    result = cute.make_rmem_tensor(values.shape, dtype)
+    result.store(values.load().to(dtype))
+    return result
+
+
 class Slots(Invariant):
     """A warpgroup's staging slots: fill one from registers, store it, reuse it when its store has been read."""
 
@@ -110,9 +119,8 @@ class Slots(Invariant):
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Convert a slot's worth of accumulator registers and write them."""
-        converted = cute.make_rmem_tensor(values.shape, self.dtype)
-        converted.store(values.load().to(self.dtype))
+        """Write a slot's worth of registers, in the order of accumulators, converted where they are not yet."""
+        converted = narrowed(values, self.dtype)
         self.acquire()
         if const_expr(self.dtype.width == 16):
             shape = self.destination[None, None, None, 0].shape
