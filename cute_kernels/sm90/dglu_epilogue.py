@@ -107,40 +107,58 @@ class DgluEpilogue(Epilogue):
         if state.d_scale.result != 0:
             self._reduce(state, sums, work, row)
 
-    def _load_preact(self, state: DgluState, work: WorkTile, index: Int32, chunk: int) -> tuple:
-        """This thread's preactivations of one chunk, 16-bit, in the accumulators' order.
+    @cute.jit
+    def _load_preact(self, state: DgluState, work: WorkTile, index: Int32, chunk: cutlass.Constexpr[int]) -> tuple:
+        """This thread's preactivations of one chunk, 16-bit, in the accumulators' order; zeros where there are none.
 
-        No branches, so that all loads are under way at once: past the group or the width a thread reads its last row or
-        column again, and nothing that comes of it is stored (there, the accumulators are zeros or not this group's).
+        A chunk that lies inside the group and the width, as most do, is read without a branch, at fixed distances from
+        four addresses, so that its 32 loads are under way at once and cost no registers but their results.
         """
         dtype = state.preact.element_type
         a, u = cute.make_rmem_tensor(CHUNK_REGS, dtype), cute.make_rmem_tensor(CHUNK_REGS, dtype)
-        first_row = work.row + index * ROWS + state.row_in_tile
-        first_column = work.n_tile * self.tile_n + chunk * COLS + state.lane % 4 * 2
-        for i in range(CHUNK_REGS // 2):
-            at_row = cutlass.min(first_row + i % 2 * 8, work.group_end - 1)
-            at_column = cutlass.min(first_column + i // 2 * 8, state.width - 2)
-            self._load_pairs(state, state.preact[at_row, None], at_column, _pair(a, i), _pair(u, i))
+        a.fill(0.0)
+        u.fill(0.0)
+        row = work.row + index * ROWS
+        column = work.n_tile * self.tile_n + chunk * COLS
+        thread_row = row + state.row_in_tile
+        thread_column = column + state.lane % 4 * 2
+        if (row + ROWS <= work.group_end) & (column + COLS <= state.width):
+            for i in cutlass.range_constexpr(CHUNK_REGS // 2):
+                line = state.preact[thread_row + i % 2 * 8, None]
+                self._load_pairs(state, line, thread_column, i // 2 * 8, _pair(a, i), _pair(u, i))
+        else:
+            for i in cutlass.range_constexpr(CHUNK_REGS // 2):
+                at_row = thread_row + i % 2 * 8
+                if (at_row < work.group_end) & (thread_column + i // 2 * 8 < state.width):
+                    line = state.preact[at_row, None]
+                    self._load_pairs(state, line, thread_column, i // 2 * 8, _pair(a, i), _pair(u, i))
         return a, u
 
-    def _load_pairs(self, state: DgluState, line: cute.Tensor, column: Int32, a: cute.Tensor, u: cute.Tensor) -> None:
-        """Two neighbouring columns of a and of u from a row of the preactivation, as `glu_layout` lays them."""
+    def _load_pairs(
+        self, state: DgluState, line: cute.Tensor, column: Int32, ahead: int, a: cute.Tensor, u: cute.Tensor
+    ) -> None:
+        """Columns column + ahead and the next, of a and of u, from a row of the preactivation laid as `glu_layout`.
 
-        def elements(first: Int32, count: int) -> cute.Tensor:
-            return cute.local_tile(line, (count,), (first // count,))
+        `column` is even and less than 8 into a chunk of 64; `ahead` is a multiple of 8 in it.
+        """
+
+        def elements(first: Int32, distance: int, count: int) -> cute.Tensor:
+            at = line.iterator + first // count * count + distance
+            return cute.make_tensor(at.align(2 * count), cute.make_layout(count))
 
         if not self.spec.gated:
-            a.store(elements(column, 2).load())
+            a.store(elements(column, ahead, 2).load())
         elif self.glu_layout == "concat":
-            a.store(elements(column, 2).load())
-            u.store(elements(state.width + column, 2).load())
+            a.store(elements(column, ahead, 2).load())
+            u.store(elements(state.width + column, ahead, 2).load())
         elif self.glu_layout == "interleaved32":
-            first = column // 32 * 64 + column % 32
-            a.store(elements(first, 2).load())
-            u.store(elements(first + 32, 2).load())
+            first = 2 * (column // COLS * COLS) + column % COLS
+            distance = ahead // 32 * 64 + ahead % 32
+            a.store(elements(first, distance, 2).load())
+            u.store(elements(first, distance + 32, 2).load())
         else:
             quad = cute.make_rmem_tensor(4, state.preact.element_type)
-            quad.store(elements(2 * column, 4).load())
+            quad.store(elements(2 * column, 2 * ahead, 4).load())
             a[0], u[0], a[1], u[1] = quad[0], quad[1], quad[2], quad[3]
 
     @cute.jit
