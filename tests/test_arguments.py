@@ -217,12 +217,12 @@ def test_good_arguments_are_good(fake_gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("name", ["x", "w1", "w2", "row_scale", "b1", "b2"])
 @pytest.mark.parametrize("listed", [False, True])
-def test_gradients_are_refused(name: str, listed: bool) -> None:
+def test_gradients_into_a_given_buffer_are_refused(name: str, listed: bool) -> None:
     arguments = good()
     value = arguments[name].requires_grad_()
     if listed and name not in ("x", "row_scale"):
         arguments[name] = [expert.detach() for expert in value[:-1]] + [value[-1].detach().requires_grad_()]
-    with pytest.raises(glulam.GradientNotSupported, match=r"torch\.no_grad\(\).*detach") as caught:
+    with pytest.raises(glulam.GradientNotSupported, match=r"out is given.*torch\.no_grad\(\)") as caught:
         glulam.grouped_mlp(**arguments)
     assert isinstance(caught.value, NotImplementedError)
     with torch.no_grad():
@@ -232,11 +232,9 @@ def test_gradients_are_refused(name: str, listed: bool) -> None:
 
 
 @pytest.mark.parametrize("op", ["grouped_mm", "grouped_glu"])
-def test_other_operators_refuse_gradients_and_name_themselves(op: str) -> None:
+def test_other_operators_name_themselves(op: str) -> None:
     arguments = good()
     call = getattr(glulam, op)
-    with pytest.raises(glulam.GradientNotSupported, match=op):
-        call(arguments["x"].requires_grad_(), arguments["w1"], offs=arguments["offs"])
     with torch.no_grad(), pytest.raises(ValueError, match=f"^{op}: "):
         call(arguments["x"], arguments["w1"][:, :, :16].contiguous(), offs=arguments["offs"])
 

@@ -97,9 +97,13 @@ def test_every_choice_is_shipped() -> None:
             for transpose_w in (False, True):
                 mm = problem(op="grouped_mm", rows=rows, dtype=dtype, transpose_w=transpose_w, activation="none")
                 assert choose(mm, ARCH).spec in shipped
+            for out_dtype in (dtype, "float32"):
+                wgrad = problem(op="grouped_wgrad", rows=rows, dtype=dtype, out_dtype=out_dtype, activation="none")
+                assert choose(wgrad, ARCH).spec in shipped
             for activation, layout in {(s.activation, s.glu_layout) for s in shipped if isinstance(s, GroupedGluSpec)}:
                 form = {"rows": rows, "dtype": dtype, "activation": activation, "glu_layout": layout}
                 assert choose(problem(**form), ARCH).spec in shipped
+                assert choose(problem(op="grouped_dglu", **form), ARCH).spec in shipped
                 for preact in (False, True):
                     assert choose(problem(op="grouped_glu", save_preact=preact, **form), ARCH).spec in shipped
 

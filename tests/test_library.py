@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from support.criterion import same_bits
-from support.inputs import Case, make_case
+from support.inputs import Case, gradient, make_case, preactivation
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import glulam
@@ -48,12 +49,28 @@ CALLS: dict[str, Callable[[Case], Any]] = {
 }
 
 
+def preact(c: Case) -> torch.Tensor:
+    return glulam.grouped_mm(c.x, c.w1, offs=c.offs)
+
+
+CALLS_OF_GRADIENTS: dict[str, Callable[[Case], Any]] = {
+    "dglu": lambda c: glulam.grouped_dglu(c.x, c.w2, preact(c), offs=c.offs),
+    "dglu, lists": lambda c: glulam.grouped_dglu(
+        c.x, list(c.w2), preact(c), splits=c.splits(), row_scale=c.row_scale, activation="geglu"
+    ),
+    "wgrad": lambda c: glulam.grouped_wgrad(c.x, c.x, splits=SIZES),
+    "wgrad, wide": lambda c: glulam.grouped_wgrad(c.x, c.x, offs=c.offs, out_dtype=torch.float32),
+    "bias_grad": lambda c: glulam.grouped_bias_grad(c.x, offs=c.offs, row_scale=c.row_scale),
+}
+CALLS.update(CALLS_OF_GRADIENTS)
+
+
 def results(value: Any) -> list[torch.Tensor]:
-    return list(value) if isinstance(value, tuple) else [value]
+    return [v for v in value if v is not None] if isinstance(value, tuple) else [value]
 
 
 def valid_rows(c: Case, value: Any) -> list[torch.Tensor]:
-    return [result[: c.rows] for result in results(value)]
+    return [result[: c.rows] if result.shape[0] == c.x.shape[0] else result for result in results(value)]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -88,6 +105,28 @@ def test_compiled_with_out(c: Case, preact: bool) -> None:
         assert same_bits(got, want)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+@torch.no_grad()
+def test_compiled_accumulation(c: Case, listed: bool) -> None:
+    """Buffers of weight gradients are written in a graph as they are outside of one."""
+
+    def call(out: Any) -> Any:
+        mask = torch.tensor([True, False, True, True, False])
+        glulam.grouped_wgrad(c.x, c.x * 2, offs=c.offs, out=out)
+        glulam.grouped_wgrad(c.x, c.x, offs=c.offs, out=out, accumulate=True)
+        glulam.grouped_wgrad(c.x, c.x, offs=c.offs, out=out, mask=mask)
+        return [one * 2 for one in out]
+
+    def fresh() -> Any:
+        packed = torch.ones(len(SIZES), HIDDEN, HIDDEN)
+        return [one.clone() for one in packed] if listed else packed
+
+    eager_out, compiled_out = fresh(), fresh()
+    eager, compiled = call(eager_out), torch.compile(call, backend="aot_eager", fullgraph=True)(compiled_out)
+    for one, other in zip((*eager, *eager_out), (*compiled, *compiled_out), strict=True):
+        assert same_bits(one, other)
+
+
 @torch.no_grad()
 def test_a_new_number_of_rows_compiles_once_more_at_most(c: Case) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -105,15 +144,20 @@ def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
         "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False),
         "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form),
         "grouped_glu_preact": (c.x, [c.w1], c.offs, None, list(c.b1), None, *form),
-        "grouped_mlp": (c.x, [c.w1], list(c.w2), c.offs, None, c.row_scale, [c.b1], None, *form, "bf16"),
+        "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form),
+        "grouped_dglu_scale": (gradient(c), list(c.w2), preactivation(c), None, c.splits(), c.row_scale, *form),
+        "grouped_wgrad": (gradient(c), c.x, c.offs, None, torch.float32),
+        "grouped_mlp": (c.x, [c.w1], list(c.w2), c.offs, None, c.row_scale, [c.b1], None, *form, "bf16", False),
     }[name]
 
 
 OPS = ("grouped_mm", "grouped_glu", "grouped_glu_preact", "grouped_mlp")
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("has_out", [False, True])
+@pytest.mark.parametrize(
+    ("name", "has_out"),
+    [*product(OPS, (False, True)), ("grouped_dglu", False), ("grouped_dglu_scale", False), ("grouped_wgrad", False)],
+)
 def test_opcheck(name: str, has_out: bool) -> None:
     """Without a tail: opcheck compares whole results, and those are uninitialised there."""
     c = make_case(SIZES, HIDDEN, INTER)
@@ -154,11 +198,11 @@ def test_a_trace_refuses_what_a_call_refuses(c: Case) -> None:
 
 def test_gradients_are_refused_in_a_trace(c: Case) -> None:
     x = c.x.detach().requires_grad_()
-    compiled = torch.compile(lambda x: glulam.grouped_mm(x, c.w1, offs=c.offs), backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="no gradient yet"):
+    compiled = torch.compile(lambda x: glulam.grouped_glu(x, c.w1, offs=c.offs), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="has no gradient"):
         compiled(x)
     with pytest.raises(glulam.GradientNotSupported):
-        torch.ops.glulam.grouped_mm(x, [c.w1], c.offs, None, None, None, False)
+        torch.ops.glulam.grouped_wgrad(x, c.x, c.offs, None, None)
 
 
 def test_other_tensor_classes_go_through_the_dispatcher(c: Case) -> None:

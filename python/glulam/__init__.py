@@ -3,21 +3,35 @@
 from ffi_bridge import __version__
 
 from . import library as library  # registers torch.ops.glulam
+from . import nn as nn
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .kernels import compile, preload
-from .ops import grouped_glu, grouped_mlp, grouped_mm
+from .ops import (
+    GluGradients,
+    grouped_bias_grad,
+    grouped_dglu,
+    grouped_glu,
+    grouped_mlp,
+    grouped_mm,
+    grouped_wgrad,
+)
 
 __all__ = [
     "CaptureError",
     "Explanation",
+    "GluGradients",
     "GradientNotSupported",
     "UnsupportedDevice",
     "__version__",
     "compile",
     "explain",
+    "grouped_bias_grad",
+    "grouped_dglu",
     "grouped_glu",
     "grouped_mlp",
     "grouped_mm",
+    "grouped_wgrad",
+    "nn",
     "preload",
 ]

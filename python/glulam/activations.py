@@ -1,10 +1,13 @@
-"""Activation functions of the CPU reference, and how the two halves of a gated layer lie along 2I columns.
+"""Activation functions of the CPU reference, their derivatives, and how two halves lie along 2I columns.
+
+That is the columns of a gated layer, as `split_halves` splits them.
 
 Plain torch operators, in whatever dtype they are given.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,8 +57,73 @@ def split_halves(h: Tensor, glu_layout: str) -> tuple[Tensor, Tensor]:
     return blocks[:, :, 0].flatten(1), blocks[:, :, 1].flatten(1)
 
 
+def join_halves(a: Tensor, u: Tensor, glu_layout: str) -> Tensor:
+    """What `split_halves` splits."""
+    if glu_layout == "concat":
+        return torch.cat((a, u), dim=1)
+    block = 1 if glu_layout == "interleaved" else INTERLEAVED32_BLOCK
+    return torch.stack((a.unflatten(1, (-1, block)), u.unflatten(1, (-1, block))), dim=2).flatten(1)
+
+
 def activate(h: Tensor, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
     """The activation of a preactivation h [T, 2I] (gated) or [T, I]: [T, I]."""
     if activation in GATED:
         return GATED[activation](*split_halves(h, glu_layout), params)
     return UNGATED[activation](h)
+
+
+def _with_d_silu(a: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(a)
+    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+
+
+def _with_d_gelu_tanh(a: Tensor) -> tuple[Tensor, Tensor]:
+    scale = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(scale * (a + 0.044715 * a * a * a))
+    slope = scale * (1 + 3 * 0.044715 * a * a)
+    return 0.5 * a * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * a * (1 - tanh * tanh) * slope
+
+
+def _with_d_gelu(a: Tensor) -> tuple[Tensor, Tensor]:
+    cdf = 0.5 * (1 + torch.erf(a * math.sqrt(0.5)))
+    pdf = torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
+    return a * cdf, cdf + a * pdf
+
+
+def _gate(act: Tensor, slope: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return act * u, slope * u, act
+
+
+def _d_clamped_swiglu(a: Tensor, u: Tensor, p: ActivationParams) -> tuple[Tensor, Tensor, Tensor]:
+    gate, linear = a.clamp(max=p.limit), u.clamp(-p.limit, p.limit) + p.offset
+    sigmoid = torch.sigmoid(p.alpha * gate)
+    slope = sigmoid * (1 + p.alpha * gate * (1 - sigmoid))
+    d_a = (slope * linear).masked_fill(a > p.limit, 0.0)
+    return gate * sigmoid * linear, d_a, (gate * sigmoid).masked_fill(u.abs() > p.limit, 0.0)
+
+
+GATED_BACKWARD: dict[str, Callable[[Tensor, Tensor, ActivationParams], tuple[Tensor, Tensor, Tensor]]] = {
+    "swiglu": lambda a, u, p: _gate(*_with_d_silu(a), u),
+    "clamped_swiglu": _d_clamped_swiglu,
+    "geglu": lambda a, u, p: _gate(*_with_d_gelu_tanh(a), u),
+    "reglu": lambda a, u, p: _gate(F.relu(a), (a > 0).to(a.dtype), u),
+}
+"""The activation and its derivatives by a and by u; zero where clamped, and at relu's kink."""
+
+UNGATED_BACKWARD: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "srelu": lambda a: (F.relu(a).square(), 2 * F.relu(a)),
+    "silu": _with_d_silu,
+    "gelu": _with_d_gelu,
+    "none": lambda a: (a, torch.ones_like(a)),
+}
+
+
+def activate_backward(
+    dm: Tensor, h: Tensor, activation: str, glu_layout: str, params: ActivationParams
+) -> tuple[Tensor, Tensor]:
+    """Given the gradient dm [T, I] of the activation of h: (gradient of h, the activation again)."""
+    if activation in GATED_BACKWARD:
+        act, d_a, d_u = GATED_BACKWARD[activation](*split_halves(h, glu_layout), params)
+        return join_halves(dm * d_a, dm * d_u, glu_layout), act
+    act, slope = UNGATED_BACKWARD[activation](h)
+    return dm * slope, act

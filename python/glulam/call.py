@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -14,7 +15,7 @@ from . import device as gpus
 from . import dispatch, experts, groups, kernels
 from .dispatch import Problem
 from .plan import ENV_CHECK, Launch, Plans, checking, launch_nothing
-from .signature import check_alignment, check_no_overlap, extent, runs_kernels
+from .signature import check_alignment, check_no_overlap, extent, leading, runs_kernels
 
 
 @dataclasses.dataclass
@@ -29,27 +30,41 @@ class Call:
     operator: ClassVar[Callable[..., Any]]
     plans: ClassVar[Plans[Any]]
     matrices: ClassVar[tuple[str, ...]] = ("x", "out")
+    outputs: ClassVar[tuple[str, ...]] = ("out",)
+    gradients: ClassVar[tuple[str, ...]] = ()  # outputs that are packed or a list, as weights are
     weights: ClassVar[tuple[str, ...]]
     biases: ClassVar[tuple[str, ...]]
     scales: ClassVar[tuple[str, ...]]
 
-    x: Tensor
     offs: Tensor | None
     splits: Any
-    out: Tensor | None
 
     def check(self) -> Problem:
         """The problem, from metadata alone. Raises ValueError or TypeError."""
         raise NotImplementedError
 
+    def results(self, problem: Problem) -> Any:
+        """New tensors for what is returned, uninitialised."""
+        raise NotImplementedError
+
     def reference(self, problem: Problem) -> Any:
         raise NotImplementedError
+
+    def without_rows(self, problem: Problem) -> Any:
+        """The result for T = 0, where that takes work that a kernel without rows would not do."""
+        return NotImplemented
 
     def plan(self, problem: Problem, launch: Launch) -> Any:
         raise NotImplementedError
 
     def run(self, plan: Any) -> Any:
         raise NotImplementedError
+
+    @property
+    def lead(self) -> Tensor:
+        """The argument that gives T, dtype and device to the others."""
+        lead: Tensor = getattr(self, leading(self.op))
+        return lead
 
     @property
     def groups(self) -> Any:
@@ -71,9 +86,19 @@ class Call:
             plan: the plan that failed, if any did.
             failure: what the fast path raised, if it did.
         """
-        if is_dynamo_compiling() or _is_traced(self.x):
+        if is_dynamo_compiling() or gpus.is_traced(self.lead):
             return self.dispatch()
         return self.execute(key, plan, failure)
+
+    @property
+    def form(self) -> str:
+        """The name of this call as an operator of torch's: `library.FORMS` lists them."""
+        return self.op if getattr(self, "out", None) is None else f"{self.op}_out"
+
+    def assembled(self, returned: Any) -> Any:
+        """What the call returns, given what its operator of torch's does: only what is not in a given buffer."""
+        out = getattr(self, "out", None)
+        return returned if out is None else out
 
     def dispatch(self) -> Any:
         """Through torch's dispatcher, as an operator that traces see as one."""
@@ -87,8 +112,11 @@ class Call:
         self.check_addresses()
         if plan is not None and failure is not None:
             raise failure  # no argument's fault
-        if not runs_kernels(self.x):
-            return self.reference(problem)
+        if not runs_kernels(self.lead):
+            with torch.autocast(self.lead.device.type, enabled=False):  # it would round the reference's operands
+                return self.reference(problem)
+        if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:
+            return result
         ready = self.prepared()
         if ready is not self:
             return ready.again()
@@ -103,52 +131,53 @@ class Call:
 
     def check_addresses(self) -> None:
         """Alignment, on a GPU, and an output that shares no memory with an input."""
-        named = {name: getattr(self, name) for name in (*self.matrices, *self.weights)}
-        if runs_kernels(self.x):
+        named = {name: getattr(self, name) for name in (*self.matrices, *self.weights, *self.outputs)}
+        if runs_kernels(self.lead):
             for name, value in named.items():
                 for label, tensor in _tensors(name, value):
                     check_alignment(self.op, label, tensor)
-        if self.out is None:
-            return
-        inputs = (*named, *self.biases, *self.scales, "offs", "splits")
-        for name in dict.fromkeys(inputs):
+        written = [pair for name in self.outputs for pair in _tensors(name, getattr(self, name))]
+        read = dict.fromkeys((*named, *self.biases, *self.scales, "offs", "splits"))
+        for name in read if written else ():
             for label, tensor in _tensors(name, getattr(self, name)):
-                if name != "out" and tensor.device == self.out.device:
-                    check_no_overlap(self.op, "out", self.out, label, tensor)
+                if name not in self.outputs and tensor.device == self.lead.device:
+                    for out_label, out in written:
+                        check_no_overlap(self.op, out_label, out, label, tensor)
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
-        return groups.ends(self.op, self.offs, self.splits, self.x.shape[0])
+        return groups.ends(self.op, self.offs, self.splits, self.lead.shape[0])
 
     def prepared(self) -> Call:
         """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
         changes: dict[str, Any] = {}
-        for kind, names in (("weight", self.weights), ("bias", self.biases)):
+        for kind, names in (("weight", self.weights), ("bias", self.biases), ("gradient", self.gradients)):
             for name in names:
                 value = getattr(self, name)
                 if isinstance(value, (list, tuple)):
                     changes[name] = experts.enter(kind, value)
         if self.splits is not None and _on_host(self.splits):
-            changes["splits"] = groups.on_device(self.op, self.splits, self.x.shape[0], self.x.device)
+            changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
         return dataclasses.replace(self, **changes) if changes else self
 
     def _launch(self, problem: Problem) -> Launch:
-        index = self.x.get_device()
+        lead, index = self.lead, self.lead.get_device()
+        out = getattr(self, "out", None)
         gpu = gpus.gpu(index)
         kernel = kernels.find(dispatch.choose(problem, gpu.arch).spec)
         return Launch(
             op=self.op,
             function=kernel.function if problem.rows else launch_nothing,
-            device=self.x.device,
+            device=lead.device,
             index=index,
             only=gpus.is_only_one(),
-            dtype=self.x.dtype,
+            dtype=lead.dtype,
             group_form=groups.form(self.groups, is_offs=self.splits is None),
             experts=problem.experts,
             sm_count=gpu.sm_count,
             rows=problem.rows,
-            x_extent=extent(self.x),
-            out_extent=0 if self.out is None else extent(self.out),
+            x_extent=extent(lead),
+            out_extent=extent(out) if isinstance(out, Tensor) else 0,
         )
 
     def _check_group_sizes(self) -> None:
@@ -156,11 +185,6 @@ class Call:
             warnings.warn(f"{self.op}: {ENV_CHECK} cannot read group sizes under graph capture", stacklevel=4)
         else:
             self.host_ends()
-
-
-def _is_traced(x: Any) -> bool:
-    """Whether x (a fake or meta tensor, a wrapper) is the business of torch's dispatcher."""
-    return isinstance(x, Tensor) and (type(x) not in gpus.PLAIN_TENSORS or x.is_meta)
 
 
 def _on_host(splits: Any) -> bool:

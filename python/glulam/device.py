@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,6 +61,11 @@ def gpu(index: int) -> Gpu:
             f"kernels for {supported}, as an H100 or H200; move the tensors there, or to the CPU for the reference"
         )
     return Gpu(properties.name, arch, properties.multi_processor_count)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a tensor (a fake or meta one, a wrapper) is the business of torch's dispatcher: it has no memory."""
+    return isinstance(value, torch.Tensor) and (type(value) not in PLAIN_TENSORS or value.is_meta)
 
 
 def is_only_one() -> bool:

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from cute_kernels.sm90 import configs as sm90
-from cute_kernels.specs import GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec, TileConfig
+from cute_kernels.specs import (
+    GATED,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    Spec,
+    TileConfig,
+)
 
 CONFIGS: dict[str, ModuleType] = {sm90.ARCH: sm90}
 """The shipped tiles of each architecture."""
@@ -25,7 +34,8 @@ class Problem:
     """What the host knows of a call. Widths are in elements; `intermediate` is I, 0 where there is none.
 
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
-    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features].
+    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; grouped_dglu: dy [T, in_features] ->
+    [T, intermediate]; grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features].
     """
 
     op: str
@@ -39,6 +49,7 @@ class Problem:
     glu_layout: str = "concat"
     save_preact: bool = False
     transpose_w: bool = False
+    out_dtype: str = ""
 
     @property
     def w1_rows(self) -> int:
@@ -67,11 +78,26 @@ def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
     return GroupedMlpSpec(_glu(problem, tile, arch), _mm(problem, tile, arch))
 
 
+def _dglu(problem: Problem, tile: TileConfig, arch: str) -> GroupedDgluSpec:
+    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, arch)
+
+
+def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:
+    return GroupedWgradSpec(problem.dtype, problem.out_dtype, tile, arch)
+
+
 SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
     "grouped_mm": _mm,
     "grouped_glu": _glu,
     "grouped_mlp": _mlp,
+    "grouped_dglu": _dglu,
+    "grouped_wgrad": _wgrad,
 }
+
+
+ONLY_TILE = {"grouped_dglu": "DGLU", "grouped_wgrad": "WGRAD"}
+"""Operators with one tile for all numbers of rows, by its name among the shipped tiles. A weight gradient's tiles cut
+weights, not rows; the epilogue of grouped_dglu holds so much that one tile alone is worth building."""
 
 
 def form(spec: Spec) -> Spec:
@@ -94,11 +120,15 @@ def choose(problem: Problem, arch: str) -> Choice:
     configs = CONFIGS[arch]
     average = problem.rows / problem.experts
     small = average <= SMALL_ROWS_PER_EXPERT
-    spec = SPEC_OF[problem.op](problem, configs.SMALL if small else configs.LARGE, arch)
+    only = ONLY_TILE.get(problem.op)
+    tile = getattr(configs, only) if only else configs.SMALL if small else configs.LARGE
+    spec = SPEC_OF[problem.op](problem, tile, arch)
     rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
     mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"
     if chosen := _preferred.get(form(spec)):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", (mxfp8,))
+    if only:
+        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", (mxfp8,))
     if small:
         why = f"{rows}, at most {SMALL_ROWS_PER_EXPERT}: one {configs.SMALL.m}-row tile holds the average expert"
         other = f"{configs.LARGE.name}: its {configs.LARGE.m}-row tiles would be half padding or more"

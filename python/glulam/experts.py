@@ -1,4 +1,6 @@
-"""Weights and biases given as a list with one tensor an expert: a table of their addresses on the device.
+"""Weights, biases and gradients given as a list with one tensor an expert: a table of their addresses on the device.
+
+Gradients have tables of their own kind, since what is written was checked for more (no two overlap) than what is read.
 
 Building a table costs a host-to-device copy, so tables are kept, by the addresses that they hold. A table depends on
 addresses only; whether the tensors there still have the shapes that were checked is remembered apart from it, and
@@ -62,8 +64,8 @@ class Table:
     """The addresses of a list, on the device: int64 [E], good for as long as it lives.
 
     Attributes:
-        address: where it lies. It holds, for weights, offsets from the lowest expert in 16-byte units; for biases,
-            addresses.
+        address: where it lies. It holds, for weights and gradients, offsets from the lowest expert in 16-byte units;
+            for biases, addresses.
         checked: what was last found at these addresses; None once any of the tensors has died.
     """
 
@@ -91,7 +93,7 @@ class ExpertList:
 
     Attributes:
         shape: ("list", E, *the shape of one): never equal to a packed tensor's, so no plan serves both.
-        lowest: weights: the expert at the lowest address as [1, N, K]; None for biases.
+        lowest: weights and gradients: the expert at the lowest address as [1, N, K]; None for biases.
         address: of the table.
     """
 
@@ -103,7 +105,7 @@ class ExpertList:
         self.device = table.values.device
         self.dtype = checked.dtype
         self.shape = ("list", len(tensors), *checked.shape)
-        self.lowest = tensors[checked.lowest].unsqueeze(0) if kind == "weight" else None
+        self.lowest = None if kind == "bias" else tensors[checked.lowest].unsqueeze(0)
 
     def is_contiguous(self) -> bool:
         return True

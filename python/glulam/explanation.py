@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,16 @@ from ffi_bridge import BundleError
 from . import device as gpus
 from . import dispatch, kernels
 from .call import Call
+from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mm import GroupedMmCall
-from .signature import check_width, runs_kernels
+from .ops.grouped_wgrad import GroupedWgradCall
+from .signature import check_width, leading, runs_kernels
 
-CALLS: dict[str, type[Call]] = {c.op: c for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall)}
+CALLS: dict[str, type[Call]] = {
+    c.op: c for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall, GroupedDgluCall, GroupedWgradCall)
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +64,7 @@ def explain(
     Args:
         op: the operator or its name, as "grouped_mlp".
         *args, **kwargs: the operator's arguments. Where x is a shape, as (T, H), so may the other tensors be, and
-            offs or splits may be left out.
+            offs or splits may be left out, but for grouped_wgrad, where they alone say how many experts there are.
         dtype: with shapes: bfloat16 by default.
         device: with shapes: where the tensors would lie; by default the current GPU, if there is one, else a Hopper.
 
@@ -75,15 +80,17 @@ def explain(
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
-    if isinstance(arguments["x"], Tensor):
+    lead = arguments[leading(name)]
+    if isinstance(lead, Tensor):
         if dtype is not None or device is not None:
             raise TypeError("explain: dtype and device go with shapes; the tensors given have their own")
-        where = arguments["x"].device
-        arch = gpus.gpu(arguments["x"].get_device()).arch if runs_kernels(arguments["x"]) else None
+        where = lead.device
+        arch = gpus.gpu(lead.get_device()).arch if runs_kernels(lead) else None
     else:
         where, arch = _target(device)
         arguments = _shapes_as_tensors(call_type, arguments, dtype or torch.bfloat16)
-    return _explain(call_type(**arguments), where, arch)
+    fields = {field.name for field in dataclasses.fields(call_type)}
+    return _explain(call_type(**{k: v for k, v in arguments.items() if k in fields}), where, arch)
 
 
 def _explain(call: Call, where: torch.device, arch: str | None) -> Explanation:
@@ -121,10 +128,11 @@ def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: 
         return torch.empty(tuple(shape), dtype=of, device="meta")
 
     result = dict(arguments)
-    for name in (*call_type.matrices, *call_type.weights, *call_type.biases, *call_type.scales):
+    for name in (*call_type.matrices, *call_type.outputs, *call_type.weights, *call_type.biases, *call_type.scales):
         value = arguments[name]
         if isinstance(value, (tuple, list)) and all(isinstance(size, int) for size in value):
             result[name] = tensor(value, torch.float32 if name in call_type.scales else dtype)
-    experts = len(result[call_type.weights[0]])
-    result["offs"], result["splits"] = tensor((experts,), torch.int32), None
+    if call_type.weights:
+        experts = len(result[call_type.weights[0]])
+        result["offs"], result["splits"] = tensor((experts,), torch.int32), None
     return result

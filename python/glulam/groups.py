@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import device as gpus
 from .errors import CaptureError
+from .signature import leading
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 """How kernels are told what lies at the groups' address."""
@@ -58,7 +59,7 @@ def _checked_ends(op: str, name: str, values: list[int], rows: int) -> list[int]
         before = end
     if before > rows:
         what = f"offs end at {before}" if name == "offs" else f"splits sum to {before}"
-        raise ValueError(f"{op}: {what}, but x has {rows} rows; every group must lie within x")
+        raise ValueError(f"{op}: {what}, but {leading(op)} has {rows} rows; every group must lie within them")
     return values
 
 

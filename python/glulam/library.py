@@ -1,78 +1,100 @@
 """The operators as `torch.ops.glulam.*`, so that traces (torch.compile, torch.export, fake tensors) see each as one.
 
-Eager calls do not come here. Schemas have no "tensor or list", so weights and biases are lists of tensors: a packed
-tensor is a list of that one, told by its rank. Each operator has a functional form and an `_out` form, which writes
-its buffer and returns nothing; grouped_glu has both with and without the preactivation.
+Eager calls do not come here. Schemas have no "tensor or list", so weights, biases and their gradients are lists of
+tensors: a packed tensor is a list of that one, told by its rank. Schemas have no optional results either, so an
+operator has a form for each set of results: `_out` forms write a buffer and return only what is not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
+from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mm import GroupedMmCall
+from .ops.grouped_wgrad import GroupedWgradCall
 
 _GROUPS = "Tensor? offs, Tensor? splits"
 _ACTIVATION = "str activation, str glu_layout, float limit, float alpha, float offset"
-SCHEMAS: dict[str, tuple[type[Call], str]] = {
-    "grouped_mm": (
-        GroupedMmCall,
-        f"Tensor x, Tensor[] w, {_GROUPS}, Tensor[]? bias, Tensor? bias_scale, bool transpose_w",
+_MM = f"Tensor x, Tensor[] w, {_GROUPS}, Tensor[]? bias, Tensor? bias_scale, bool transpose_w"
+_GLU = f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}"
+_MLP = (
+    f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
+    "str recipe, bool recompute"
+)
+_DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}"
+_WGRAD = f"Tensor dy, Tensor x, {_GROUPS}"
+_OUT = "Tensor(a!) out"
+
+
+class Form(NamedTuple):
+    """An operator of torch's: what it takes and returns, and the fields of the call that its name settles."""
+
+    call_type: type[Call]
+    arguments: str
+    returns: str
+    settled: dict[str, Any]
+
+    def pending(self, values: tuple[Any, ...], named: dict[str, Any]) -> Call:
+        """The call that arguments stand for; torch drops the names of positional ones."""
+        given = {**dict(zip(self.names, values, strict=False)), **named}
+        for names, rank in ((self.call_type.weights, 3), (self.call_type.biases, 2), (self.call_type.gradients, 3)):
+            for name in names:
+                if name in given:
+                    given[name] = _unlisted(given[name], rank)
+        return self.call_type(**self.settled, **given)
+
+    @property
+    def names(self) -> list[str]:
+        return [argument.split()[-1] for argument in self.arguments.split(", ")]
+
+
+FORMS: dict[str, Form] = {
+    "grouped_mm": Form(GroupedMmCall, _MM, "Tensor", {"out": None}),
+    "grouped_mm_out": Form(GroupedMmCall, f"{_MM}, {_OUT}", "()", {}),
+    "grouped_glu": Form(GroupedGluCall, _GLU, "Tensor", {"return_preact": False, "out": None}),
+    "grouped_glu_out": Form(GroupedGluCall, f"{_GLU}, {_OUT}", "()", {"return_preact": False}),
+    "grouped_glu_preact": Form(GroupedGluCall, _GLU, "(Tensor, Tensor)", {"return_preact": True, "out": None}),
+    "grouped_glu_preact_out": Form(GroupedGluCall, f"{_GLU}, {_OUT}", "Tensor", {"return_preact": True}),
+    "grouped_mlp": Form(GroupedMlpCall, _MLP, "Tensor", {"out": None}),
+    "grouped_mlp_out": Form(GroupedMlpCall, f"{_MLP}, {_OUT}", "()", {}),
+    "grouped_dglu": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor)", {"row_scale_grad": False}),
+    "grouped_dglu_scale": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor, Tensor)", {"row_scale_grad": True}),
+    "grouped_wgrad": Form(
+        GroupedWgradCall,
+        f"{_WGRAD}, ScalarType? out_dtype",
+        "Tensor",
+        {"out": None, "accumulate": False, "mask": None},
     ),
-    "grouped_glu": (
-        GroupedGluCall,
-        f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}",
-    ),
-    "grouped_glu_preact": (
-        GroupedGluCall,
-        f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}",
-    ),
-    "grouped_mlp": (
-        GroupedMlpCall,
-        f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, "
-        f"{_ACTIVATION}, str recipe",
+    "grouped_wgrad_out": Form(
+        GroupedWgradCall,
+        f"{_WGRAD}, bool accumulate, Tensor? mask, Tensor(a!)[] out",
+        "()",
+        {"out_dtype": None},
     ),
 }
-_PREACT = "_preact"
 _library = torch.library.Library("glulam", "DEF")
 
 
 def call(pending: Call) -> Any:
     """A call, through torch's dispatcher."""
-    arguments = pending.arguments()
-    name = pending.op
-    for listed in (*pending.weights, *pending.biases):
-        if isinstance(arguments[listed], Tensor):
+    form = FORMS[pending.form]
+    arguments = {name: value for name, value in pending.arguments().items() if name in form.names}
+    for listed in (*pending.weights, *pending.biases, *pending.gradients):
+        if isinstance(arguments.get(listed), Tensor):
             arguments[listed] = [arguments[listed]]
     splits = arguments["splits"]
     if splits is not None and not isinstance(splits, Tensor):
         arguments["splits"] = torch.tensor(splits, dtype=torch.int64)
-    if arguments.pop("return_preact", False):
-        name += _PREACT
-    out = arguments.pop("out")
-    if out is None:
-        return getattr(torch.ops.glulam, name)(**arguments)
-    preact = getattr(torch.ops.glulam, name + "_out")(**arguments, out=out)
-    return out if preact is None else (out, preact)
-
-
-def _pending(name: str, arguments: dict[str, Any]) -> Call:
-    """The call that the arguments of torch.ops.glulam.`name` stand for."""
-    call_type = SCHEMAS[name][0]
-    for listed in call_type.weights:
-        arguments[listed] = _unlisted(arguments[listed], packed_rank=3)
-    for listed in call_type.biases:
-        arguments[listed] = _unlisted(arguments[listed], packed_rank=2)
-    if call_type is GroupedGluCall:
-        arguments["return_preact"] = name.endswith(_PREACT)
-    return call_type(**arguments)
+    return pending.assembled(getattr(torch.ops.glulam, pending.form)(**arguments))
 
 
 def _unlisted(tensors: Any, packed_rank: int) -> Any:
@@ -81,50 +103,51 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
     return tensors
 
 
-def _kernel(name: str, has_out: bool) -> Callable[..., Any]:
+def _returned(pending: Call, results: Any) -> Any:
+    """The results that are not in a given buffer."""
+    out = getattr(pending, "out", None)
+    fresh = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None and r is not out]
+    return tuple(fresh) if len(fresh) > 1 else next(iter(fresh), None)
+
+
+def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
-        pending = _pending(name, _bind(name, has_out, values, named))
-        result = pending.again() if type(pending.x) in PLAIN_TENSORS else pending.execute()
-        if not has_out:
-            return result
-        return result[1] if isinstance(result, tuple) else None
+        pending = form.pending(values, named)
+        return _returned(pending, pending.again() if type(pending.lead) in PLAIN_TENSORS else pending.execute())
 
     return run
 
 
-def _fake(name: str, has_out: bool) -> Callable[..., Any]:
+def _autograd(name: str, form: Form) -> Callable[..., Any]:
+    """Where a gradient is recorded; the operators that the differentiable form is made of are traced in its place."""
+
     def run(*values: Any, **named: Any) -> Any:
-        pending = _pending(name, _bind(name, has_out, values, named))
+        if torch.is_grad_enabled():
+            pending = form.pending(values, named)
+            if requires_grad(pending):
+                return differentiate(pending)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.glulam, name).default(*values, **named)
+
+    return run
+
+
+def _fake(form: Form) -> Callable[..., Any]:
+    def run(*values: Any, **named: Any) -> Any:
+        pending = form.pending(values, named)
         problem = pending.check()
-        widths = [problem.out_features or problem.intermediate]
-        if problem.save_preact:
-            widths.append(problem.w1_rows)
-        results = [pending.x.new_empty(problem.rows, width) for width in widths]
-        if has_out:
-            return results[1] if problem.save_preact else None
-        return tuple(results) if problem.save_preact else results[0]
+        return None if form.returns == "()" else _returned(pending, pending.results(problem))
 
     return run
-
-
-def _bind(name: str, has_out: bool, values: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name; torch drops the names of positional ones."""
-    overload = getattr(torch.ops.glulam, name + "_out" if has_out else name).default
-    names = [argument.name for argument in overload._schema.arguments]
-    return {"out": None, **dict(zip(names, values, strict=False)), **named}
 
 
 def _register() -> None:
-    for name, (_, arguments) in SCHEMAS.items():
-        preact = name.endswith(_PREACT)
-        returns = {False: "(Tensor, Tensor)" if preact else "Tensor", True: "Tensor" if preact else "()"}
-        for has_out, returned in returns.items():
-            full = name + "_out" if has_out else name
-            out = ", Tensor(a!) out" if has_out else ""
-            _library.define(f"{full}({arguments}{out}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
-            for key in ("CPU", "CUDA"):
-                _library.impl(full, _kernel(name, has_out), key)
-            torch.library.register_fake(f"glulam::{full}", _fake(name, has_out), lib=_library)
+    for name, form in FORMS.items():
+        _library.define(f"{name}({form.arguments}) -> {form.returns}", tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, _kernel(form), key)
+        _library.impl(name, _autograd(name, form), "Autograd")
+        torch.library.register_fake(f"glulam::{name}", _fake(form), lib=_library)
 
 
 _register()

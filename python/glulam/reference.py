@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import ActivationParams, activate
+from .activations import ActivationParams, activate, activate_backward
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -95,3 +95,39 @@ def grouped_mlp(
         scale = _rows(row_scale, rows)
         h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(b1, expert), None)
         out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale).to(out.dtype)
+
+
+def grouped_dglu(
+    dy: Tensor,
+    w2: Any,
+    preact: Tensor,
+    ends: Sequence[int],
+    row_scale: Tensor | None,
+    form: tuple[str, str, ActivationParams],
+    dpreact: Tensor,
+    out: Tensor,
+    d_row_scale: Tensor | None,
+) -> None:
+    """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
+    dtype = _compute_dtype(dy)
+    for expert, rows in _groups(ends):
+        dm = dy[rows].to(dtype) @ w2[expert].to(dtype)
+        scale = None if row_scale is None else row_scale[rows].to(dtype)[:, None]
+        dh, act = activate_backward(dm if scale is None else dm * scale, preact[rows].to(dtype), *form)
+        dpreact[rows] = dh.to(dpreact.dtype)
+        out[rows] = (act if scale is None else act * scale).to(out.dtype)
+        if d_row_scale is not None:
+            d_row_scale[rows] = (dm * act).sum(dim=1).to(d_row_scale.dtype)
+
+
+def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any) -> None:
+    """Writes out [E, N, K] or its list; adds where `adds`. An empty group writes zeros, or adds nothing."""
+    dtype = _compute_dtype(x)
+    begin = 0
+    for expert, end in enumerate(ends):
+        start, begin = begin, end
+        dw = dy[start:end].to(dtype).mT @ x[start:end].to(dtype)
+        if not adds[expert]:
+            out[expert].copy_(dw)
+        elif end > start:
+            out[expert].add_(dw.to(out[expert].dtype))

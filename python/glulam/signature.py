@@ -7,7 +7,7 @@ They read metadata only (shapes, dtypes, devices, strides), so they also hold fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,28 +27,54 @@ KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 RECIPES = ("bf16",)
 
+_LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy"}
+
 Experts = Tensor | Sequence[Tensor] | ExpertList
 """Packed, or one tensor an expert; an ExpertList is the latter once it was checked."""
+
+
+def leading(op: str) -> str:
+    """The argument of an operator that gives T, dtype and device to the others. The checks below call it x."""
+    return _LEADING.get(op, "x")
 
 
 def shape_text(shape: Sequence[Any]) -> str:
     return f"[{', '.join(str(size) for size in shape)}]"
 
 
-def refuse_gradients(op: str, *arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> None:
-    """Called where grad mode is on.
-
-    Raises:
-        GradientNotSupported: an argument requires a gradient.
-    """
+def any_requires_grad(*arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> bool:
+    """Whether an argument, or a tensor of a list, requires a gradient."""
     for argument in arguments:
         if argument is None:
             continue
         if any(map(_requires_grad, argument)) if isinstance(argument, (list, tuple)) else _requires_grad(argument):
-            raise GradientNotSupported(
-                f"{op} has no gradient yet, and an argument requires one; call it under torch.no_grad() or "
-                "torch.inference_mode(), or detach() its arguments"
-            )
+            return True
+    return False
+
+
+def refuse_gradients(op: str, *arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> None:
+    """Called where grad mode is on, by operators that have no gradient.
+
+    Raises:
+        GradientNotSupported: an argument requires a gradient.
+    """
+    if any_requires_grad(*arguments):
+        raise GradientNotSupported(
+            f"{op} has no gradient, and an argument requires one; call it under torch.no_grad() or "
+            "torch.inference_mode(), or detach() its arguments (grouped_mm and grouped_mlp are differentiable)"
+        )
+
+
+def refuse_out(op: str, out: Any) -> None:
+    """Called where a gradient will be recorded: autograd keeps no track of a buffer that is written behind its back.
+
+    Raises:
+        GradientNotSupported: `out` is given.
+    """
+    if out is not None:
+        raise GradientNotSupported(
+            f"{op}: out is given, and an argument requires a gradient; leave out out, or call it under torch.no_grad()"
+        )
 
 
 def _requires_grad(value: Any) -> bool:
@@ -64,13 +90,24 @@ def _tensor(op: str, name: str, value: Any, what: str) -> Tensor:
 def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
     """Same dtype and device as x."""
     if tensor.dtype != x.dtype:
-        raise TypeError(f"{op}: {name} is {tensor.dtype} but x is {x.dtype}; give it x's dtype")
+        of = leading(op)
+        raise TypeError(f"{op}: {name} is {tensor.dtype} but {of} is {x.dtype}; give it {of}'s dtype")
+    _same_device(op, name, tensor, x)
+
+
+def _like_x_or_wide(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
+    """As x, but a 16-bit x also goes with float32."""
+    valid = gradient_dtypes(x)
+    if tensor.dtype not in valid:
+        names = " or ".join(str(dtype) for dtype in valid)
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; with x of {x.dtype} it must be {names}")
     _same_device(op, name, tensor, x)
 
 
 def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
     if tensor.device != x.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device} but x is on {x.device}; move it to {x.device}")
+        of = leading(op)
+        raise ValueError(f"{op}: {name} is on {tensor.device} but {of} is on {x.device}; move it to {x.device}")
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -78,20 +115,21 @@ def runs_kernels(x: Tensor) -> bool:
 
 
 def check_x(op: str, x: Any) -> tuple[int, int]:
-    """x [T, K]: its rows and columns."""
-    x = _tensor(op, "x", x, "a tensor [T, K]")
+    """x [T, K], or what leads in its place: its rows and columns."""
+    name = leading(op)
+    x = _tensor(op, name, x, "a tensor [T, K]")
     on_gpu = runs_kernels(x)
     valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
     if x.dtype not in valid:
         who = "kernels take" if on_gpu else "the CPU reference takes"
-        raise TypeError(f"{op}: x is {x.dtype}; {who} {', '.join(map(str, valid))}, so cast it")
+        raise TypeError(f"{op}: {name} is {x.dtype}; {who} {', '.join(map(str, valid))}, so cast it")
     if x.dim() != 2:
-        raise ValueError(f"{op}: x has shape {shape_text(x.shape)}; give [T, K], as x.flatten(0, -2) does")
+        raise ValueError(f"{op}: {name} has shape {shape_text(x.shape)}; give [T, K], as {name}.flatten(0, -2) does")
     rows, columns = x.shape
     if rows >= MAX_ROWS:
-        raise ValueError(f"{op}: x has {rows} rows; at most 2**26 - 1 are possible, so call once for each part")
-    check_width(op, "x", columns, on_gpu)
-    _check_rows(op, "x", x)
+        raise ValueError(f"{op}: {name} has {rows} rows; at most 2**26 - 1 are possible, so call once for each part")
+    check_width(op, name, columns, on_gpu)
+    _check_rows(op, name, x)
     return rows, columns
 
 
@@ -121,27 +159,34 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
         )
 
 
-def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str) -> tuple[int, ...]:
-    """Packed [E, *one] or a list of E tensors, `letters` naming the dimensions, as "E 2I H": the packed shape."""
+def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide: bool = False) -> tuple[int, ...]:
+    """Packed [E, *one] or a list of E tensors, `letters` naming the dimensions, as "E 2I H": the packed shape.
+
+    `wide`: float32 will do as well where x is 16-bit.
+    """
+    like_x = _like_x_or_wide if wide else _like_x
     rank = len(letters.split())
     packed = f"[{', '.join(letters.split())}]"
     one = f"[{', '.join(letters.split()[1:])}]"
     if isinstance(value, ExpertList):
-        _like_x(op, name, value, x)
+        like_x(op, name, value, x)
         return tuple(value.shape[1:])
     if isinstance(value, (list, tuple)):
-        return _check_list(op, name, value, x, rank, one)
+        return _check_list(op, name, value, x, one, like_x)
     tensor = _tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
     if tensor.dim() != rank:
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {packed}")
     if tensor.shape[0] == 0:
         raise ValueError(f"{op}: {name} has 0 experts (E = 0); give at least one")
-    _like_x(op, name, tensor, x)
+    like_x(op, name, tensor, x)
     _check_dense(op, name, tensor, is_weight=rank == 3)
     return tuple(tensor.shape)
 
 
-def _check_list(op: str, name: str, tensors: Sequence[Any], x: Tensor, rank: int, one: str) -> tuple[int, ...]:
+def _check_list(
+    op: str, name: str, tensors: Sequence[Any], x: Tensor, one: str, like_x: Callable[..., None]
+) -> tuple[int, ...]:
+    rank = one.count(",") + 2
     if not tensors:
         raise ValueError(f"{op}: {name} is an empty list (E = 0); give at least one expert")
     for index, tensor in enumerate(tensors):
@@ -154,7 +199,7 @@ def _check_list(op: str, name: str, tensors: Sequence[Any], x: Tensor, rank: int
                 f"{op}: {label} has shape {shape_text(tensor.shape)} but {name}[0] has {shape_text(tensors[0].shape)}; "
                 "all experts have one shape"
             )
-        _like_x(op, label, tensor, x)
+        like_x(op, label, tensor, x)
         _check_dense(op, label, tensor, is_weight=rank == 3)
     return (len(tensors), *tensors[0].shape)
 
@@ -195,9 +240,21 @@ def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
     if scale.dtype != torch.float32 and not (scale.dtype == x.dtype == torch.float64):
         raise TypeError(f"{op}: {name} is {scale.dtype}; it must be torch.float32, so call .float()")
     if scale.dim() != 1 or scale.shape[0] != x.shape[0]:
-        mismatch(op, name, scale.shape, (x.shape[0],), "it holds a number for each row of x")
+        mismatch(op, name, scale.shape, (x.shape[0],), f"it holds a number for each row of {leading(op)}")
     _same_device(op, name, scale, x)
     _check_contiguous(op, name, scale)
+
+
+def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
+    """E, where no argument but the groups tells it; these are checked."""
+    groups = offs if splits is None else splits
+    count = len(groups) if isinstance(groups, (list, tuple)) else 0
+    if isinstance(groups, Tensor) and groups.dim():
+        count = int(groups.shape[0])
+    check_groups(op, offs, splits, x, count)
+    if not count:
+        raise ValueError(f"{op}: there are 0 groups (E = 0); give at least one")
+    return count
 
 
 def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int) -> None:
@@ -224,13 +281,65 @@ def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int) -> No
 
 def check_out(op: str, name: str, out: Any, x: Tensor, columns: int) -> None:
     """An output [T, columns] given by the caller; None passes."""
-    if out is None:
+    if out is not None:
+        check_rows_like(op, name, out, x, columns, "that is the result's shape")
+
+
+def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
+    """A matrix [T, columns] of x's rows, dtype and device; `columns` None: any number. Its columns."""
+    matrix = _tensor(op, name, matrix, "a tensor [T, columns]")
+    _like_x(op, name, matrix, x)
+    if matrix.dim() != 2 or matrix.shape[0] != x.shape[0] or columns not in (None, matrix.shape[1]):
+        mismatch(op, name, matrix.shape, (x.shape[0], "columns" if columns is None else columns), why)
+    width = int(matrix.shape[1])
+    check_width(op, name, width, runs_kernels(x))
+    _check_rows(op, name, matrix)
+    return width
+
+
+def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
+    """bool [E] on x's device; None passes."""
+    if mask is None:
         return
-    out = _tensor(op, name, out, "a tensor [T, columns]")
-    _like_x(op, name, out, x)
-    if out.dim() != 2 or out.shape[0] != x.shape[0] or out.shape[1] != columns:
-        mismatch(op, name, out.shape, (x.shape[0], columns), "that is the result's shape")
-    _check_rows(op, name, out)
+    mask = _tensor(op, "mask", mask, "a bool tensor [E]")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{op}: mask is {mask.dtype}; it must be torch.bool: whether to add to each group's out")
+    if mask.dim() != 1 or mask.shape[0] != experts:
+        mismatch(op, "mask", mask.shape, (experts,), "there is one flag for each expert")
+    _same_device(op, "mask", mask, x)
+    _check_contiguous(op, "mask", mask)
+
+
+def check_gradient_buffers(op: str, out: Any, x: Tensor, shape: tuple[int, int, int]) -> None:
+    """Weight gradients [E, N, K], packed or a list of E, of x's dtype or, where that is 16-bit, of float32."""
+    got = check_experts(op, "out", out, x, "E N K", wide=True)
+    if got != shape:
+        mismatch(op, "out", got, shape, "that is the result's shape")
+    if isinstance(out, (list, tuple)):
+        if other := next((tensor.dtype for tensor in out if tensor.dtype != out[0].dtype), None):
+            raise TypeError(f"{op}: out holds {out[0].dtype} and {other}; give all experts one dtype")
+        _check_disjoint(op, out)
+
+
+def check_out_dtype(op: str, dtype: Any, x: Tensor) -> None:
+    """None, x's dtype, or float32 where x is 16-bit."""
+    if dtype is None or dtype in gradient_dtypes(x):
+        return
+    valid = " or ".join(str(d) for d in gradient_dtypes(x))
+    raise TypeError(f"{op}: out_dtype is {dtype}; it must be {valid}")
+
+
+def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
+    return (x.dtype, torch.float32) if x.dtype.itemsize == 2 else (x.dtype,)
+
+
+def _check_disjoint(op: str, tensors: Sequence[Tensor]) -> None:
+    if any(gpus.is_traced(tensor) for tensor in tensors):
+        return
+    order = sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr())
+    for low, high in zip(order, order[1:], strict=False):
+        if tensors[high].data_ptr() - tensors[low].data_ptr() < extent(tensors[low]):
+            raise ValueError(f"{op}: out[{high}] overlaps out[{low}] in memory; give each expert a buffer of its own")
 
 
 def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
@@ -307,7 +416,7 @@ def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Te
     if distance >= extent(out) or -distance >= extent(other):
         return
     pitch = out.stride(0) * out.element_size()
-    if other.dim() == 2 and other.stride(0) == out.stride(0):
+    if other.dim() == out.dim() == 2 and other.stride(0) == out.stride(0):
         offset = distance % pitch
         if offset >= out.shape[1] * out.element_size() and offset + other.shape[1] * other.element_size() <= pitch:
             return

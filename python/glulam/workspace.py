@@ -5,6 +5,8 @@ releases the GIL, and the two launches of another thread's call may fall between
 buffers a thread; it ends with the thread. A buffer belongs to the stream that it was allocated on, so dropping it
 returns its memory to torch's allocator in that stream's order, with work still queued on it.
 
+Memory that holds zeros between calls is kept apart from memory that holds anything.
+
 Under CUDA graph capture nothing here is used: the memory must belong to the graph, which outlives the call.
 """
 
@@ -26,11 +28,17 @@ GRANULE = 2 << 20
 
 
 class Layout:
-    """What a workspace is for: a row-major matrix on a device. Equal only to itself, so that looking it up is cheap."""
+    """What a workspace is for: a row-major matrix on a device. Equal only to itself, so that looking it up is cheap.
 
-    __slots__ = ("device", "dtype", "index", "num_bytes", "shape")
+    `zeroed`: it holds zeros, and whoever takes it leaves zeros behind.
+    """
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, index: int) -> None:
+    __slots__ = ("device", "dtype", "index", "num_bytes", "shape", "zeroed")
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, index: int, zeroed: bool = False
+    ) -> None:
+        self.zeroed = zeroed
         self.shape = shape
         self.dtype = dtype
         self.device = device
@@ -42,16 +50,18 @@ class _Kept(threading.local):
     def __init__(self) -> None:
         self.views: dict[tuple[Layout, int], Tensor] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
+        self.zeros: dict[tuple[int, int], Tensor] = {}
 
 
 _kept = _Kept()
 
 
 def take(layout: Layout) -> Tensor:
-    """An uninitialised matrix that is the caller's until its work on the current stream is done."""
+    """A matrix, uninitialised or of zeros, that is the caller's until its work on the current stream is done."""
     stream = gpus.raw_stream(layout.index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
-        return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
+        make = torch.zeros if layout.zeroed else torch.empty
+        return make(layout.shape, dtype=layout.dtype, device=layout.device)
     view = _kept.views.get((layout, stream))
     return _view(layout, stream) if view is None else view
 
@@ -68,16 +78,17 @@ def _view(layout: Layout, stream: int) -> Tensor:
 def _buffer(layout: Layout, stream: int) -> Tensor:
     """The buffer of this device and stream, large enough."""
     key = (layout.index, stream)
-    buffer = _kept.buffers.get(key)
+    buffers, make = (_kept.zeros, torch.zeros) if layout.zeroed else (_kept.buffers, torch.empty)
+    buffer = buffers.get(key)
     if buffer is not None and buffer.numel() >= layout.num_bytes:
         return buffer
     _kept.views.clear()  # views keep the buffers that are dropped here alive
-    _kept.buffers.pop(key, None)
+    buffers.pop(key, None)
     del buffer  # before the larger one is taken, so that its memory can serve
-    mine = [other for other in _kept.buffers if other[0] == layout.index]
+    mine = [other for other in buffers if other[0] == layout.index]
     if len(mine) >= MAX_STREAMS:
-        del _kept.buffers[mine[0]]
+        del buffers[mine[0]]
     size = -(-layout.num_bytes // GRANULE) * GRANULE
-    fresh = torch.empty(size, dtype=torch.uint8, device=layout.device)
-    _kept.buffers[key] = fresh
+    fresh = make(size, dtype=torch.uint8, device=layout.device)
+    buffers[key] = fresh
     return fresh

@@ -188,8 +188,8 @@ def test_explain() -> None:
 
 def test_gradients_are_refused() -> None:
     c = case(100)
-    with torch.enable_grad(), pytest.raises(glulam.GradientNotSupported):
-        glulam.grouped_mlp(c.x.requires_grad_(), c.w1, c.w2, offs=c.offs)
+    with torch.enable_grad(), pytest.raises(glulam.GradientNotSupported, match="grouped_glu has no gradient"):
+        glulam.grouped_glu(c.x.requires_grad_(), c.w1, offs=c.offs)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -37,3 +37,38 @@ def check_mlp(c: Case, y: Tensor, form: Form = SWIGLU, **options: Any) -> None:
         for dtype in (torch.float64, c.x.dtype)
     )
     assert_close(y, exact, yardstick, c.rows)
+
+
+def check_wgrad(c: Case, dy: Tensor, x: Tensor, dw: Any, before: Any = None) -> None:
+    """dw [E, N, K] or a list; `before`: per expert what it was added to, or None where it was overwritten."""
+    exact = oracle.grouped_wgrad(dy, x, c.ends)
+    same = oracle.grouped_wgrad(dy, x, c.ends, dtype=dw[0].dtype)
+    for e, size in enumerate(c.sizes):
+        start = None if before is None else before[e]
+        if size:
+            added = (0, 0) if start is None else (start.double(), start)
+            assert_close(dw[e], exact[e] + added[0], same[e] + added[1], dw[e].shape[0])
+        else:
+            assert torch.equal(dw[e], torch.zeros_like(dw[e]) if start is None else start), "an empty group"
+
+
+def check_bias_grad(c: Case, dy: Tensor, db: Tensor, row_scale: Tensor | None = None) -> None:
+    exact, same = (
+        oracle.grouped_bias_grad(dy, c.ends, row_scale=row_scale, dtype=d) for d in (torch.float64, db.dtype)
+    )
+    filled = [e for e, size in enumerate(c.sizes) if size]
+    assert_close(db[filled], exact[filled], same[filled], len(filled))
+    assert not bool(db[[e for e, size in enumerate(c.sizes) if not size]].any()), "an empty group"
+
+
+def check_dglu(c: Case, dy: Tensor, preact: Tensor, got: Any, form: Form = SWIGLU, **options: Any) -> None:
+    exact, same = (
+        oracle.grouped_dglu(dy, c.w2, preact, c.ends, form=form, dtype=dtype, **options)
+        for dtype in (torch.float64, dy.dtype)
+    )
+    dpreact, act, d_row_scale = got
+    assert_close(dpreact, exact[0], same[0], c.rows)
+    assert_close(act, exact[1], same[1], c.rows)
+    if d_row_scale is not None and c.rows:
+        valid = (value[: c.rows][None] for value in (d_row_scale, exact[2], same[2]))
+        assert_close(*valid, rows=1)

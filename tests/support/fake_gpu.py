@@ -17,7 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
+from cute_kernels.specs import (
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    Spec,
+)
 from glulam import device, experts, groups, kernels
 from glulam.kernels import Kernel
 from glulam.plan import forget_plans
@@ -28,10 +35,14 @@ SM_COUNT = 132
 GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
 
 
+def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The memory itself, to be written."""
+    assert address and address % dtype.itemsize == 0
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
 def _read(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    assert address % dtype.itemsize == 0
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(bytearray(memory), dtype=dtype)
+    return _memory(address, count, dtype).clone()
 
 
 def _check_tensors(spec_dtype: str, tensors: list[Tensor]) -> None:
@@ -142,7 +153,64 @@ def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
     return run
 
 
-MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {"grouped_mm": _mm, "grouped_glu": _glu, "grouped_mlp": _mlp}
+def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
+    def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, at: int, form: int, count: int,
+            w2_table: int, scale: int, d_scale: int, partials: int, counters: int, limit: float, alpha: float,
+            offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        _check_tensors(spec.dtype, [dy, w2, preact, dpreact, act])
+        rows = _equal(dy.shape[0], preact.shape[0], dpreact.shape[0], act.shape[0])
+        width = _equal(w2.shape[2], act.shape[1])
+        _equal(dy.shape[1], w2.shape[1])
+        _equal(preact.shape[1], dpreact.shape[1], width * (2 if spec.gated else 1))
+        assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
+        if not do_launch or not rows:
+            return
+        ends = _ends(at, form, count, rows)
+        dh, m, ds = oracle.grouped_dglu(
+            dy, _weights(w2, w2_table, count), preact, ends, row_scale=_scale(scale, rows),
+            form=(spec.activation, spec.glu_layout), params=(limit, alpha, offset),
+        )  # fmt: skip
+        _store(dpreact, dh, ends)
+        _store(act, m, ends)
+        if d_scale:
+            zeros = _memory(counters, rows // 64 + count + 1, torch.int32)
+            assert not bool(zeros.any()), "counters are not zero"
+            tiles = spec.tile.n * spec.tile.cluster_n
+            _memory(partials, -(-width // tiles) * spec.tile.cluster_n * rows, torch.float32).fill_(torch.nan)
+            _memory(d_scale, rows, torch.float32)[: ends[-1]] = ds[: ends[-1]].float()
+
+    return run
+
+
+def _wgrad(spec: GroupedWgradSpec) -> Callable[..., None]:
+    def run(dy: Tensor, x: Tensor, dw: Tensor, at: int, form: int, count: int, dw_table: int, mask: int,
+            accumulate: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        _check_tensors(spec.dtype, [dy, x])
+        _check_tensors(spec.out_dtype, [dw])
+        rows = _equal(dy.shape[0], x.shape[0])
+        n, k = _equal(dy.shape[1], dw.shape[1]), _equal(x.shape[1], dw.shape[2])
+        assert num_sms == SM_COUNT and accumulate in (0, 1)
+        if not do_launch or not rows:
+            return
+        ends = _ends(at, form, count, rows)
+        units = _read(dw_table, count, torch.int64).tolist() if dw_table else None
+        one = n * k * dw.element_size()
+        places = [dw.data_ptr() + (16 * units[e] if units else e * one) for e in range(count)]
+        adds = _read(mask, count, torch.bool).tolist() if mask else [bool(accumulate)] * count
+        for place, add, result in zip(places, adds, oracle.grouped_wgrad(dy, x, ends), strict=True):
+            memory = _memory(place, n * k, dw.dtype).view(n, k)
+            memory.copy_(memory + result.to(dw.dtype) if add else result.to(dw.dtype))
+
+    return run
+
+
+MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {
+    "grouped_mm": _mm,
+    "grouped_glu": _glu,
+    "grouped_mlp": _mlp,
+    "grouped_dglu": _dglu,
+    "grouped_wgrad": _wgrad,
+}
 
 
 @dataclasses.dataclass

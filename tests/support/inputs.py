@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import oracle
 from .routing import ends as ends_of
 
 K_BLOCK = 32
@@ -87,6 +88,19 @@ def make_case(
         row_scale=scale,
         sizes=sizes,
     )
+
+
+def gradient(c: Case, columns: int | None = None, seed: int = 77) -> Tensor:
+    """A gradient dy [T, columns], H columns by default, its tail NaN."""
+    dy = matrix(c.x.shape[0], c.x.shape[1] if columns is None else columns, c.x.dtype, str(c.x.device), seed)
+    dy[c.rows :] = math.nan
+    return dy
+
+
+def preactivation(c: Case) -> Tensor:
+    """x w1_e^T as a forward would have saved it, its tail NaN."""
+    h = oracle.grouped_mm(c.x, c.w1, c.ends)
+    return h.to(c.x.dtype)
 
 
 def poisoned(rows: int, columns: int, like: Tensor, padding: int = 0) -> Tensor:

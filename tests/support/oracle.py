@@ -30,6 +30,11 @@ def _positive(z: Tensor) -> Tensor:
     return torch.where(z > 0, z, torch.zeros_like(z))
 
 
+def _at_most(z: Tensor, bound: float) -> Tensor:
+    """Its gradient at the bound itself is 1, as that of torch.clamp; torch.minimum's would be a half."""
+    return torch.where(z > bound, torch.full_like(z, bound), z)
+
+
 def activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, offset: float) -> Tensor:
     """The formulas, spelled out."""
     if name in ("srelu", "silu", "gelu", "none"):
@@ -47,8 +52,8 @@ def activation(h: Tensor, name: str, layout: str, limit: float, alpha: float, of
     if name == "reglu":
         return _positive(a) * u
     assert name == "clamped_swiglu"
-    gate = torch.minimum(a, torch.full_like(a, limit))
-    linear = torch.minimum(torch.maximum(u, torch.full_like(u, -limit)), torch.full_like(u, limit))
+    gate = _at_most(a, limit)
+    linear = -_at_most(-_at_most(u, limit), limit)
     return gate * _sigmoid(alpha * gate) * (linear + offset)
 
 
@@ -123,3 +128,45 @@ def grouped_mlp(
 ) -> Tensor:  # fmt: skip
     act, _ = grouped_glu(x, w1, ends, bias=b1, row_scale=row_scale, form=form, params=params, dtype=dtype)
     return grouped_mm(act, w2, ends, bias=b2, bias_scale=row_scale, dtype=dtype)
+
+
+def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[E, N, K]; zeros for an expert without rows."""
+    dw = torch.zeros(len(ends), dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
+    for e, lo, hi in _groups(ends):
+        dw[e] = dy[lo:hi].to(dtype).T @ x[lo:hi].to(dtype)
+    return dw
+
+
+def grouped_bias_grad(
+    dy: Tensor, ends: Sequence[int], *, row_scale: Tensor | None = None, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """[E, N]; zeros for an expert without rows."""
+    db = torch.zeros(len(ends), dy.shape[1], dtype=dtype, device=dy.device)
+    for e, lo, hi in _groups(ends):
+        rows = dy[lo:hi].to(dtype)
+        db[e] = (rows if row_scale is None else rows * row_scale[lo:hi, None].to(dtype)).sum(dim=0)
+    return db
+
+
+def grouped_dglu(
+    dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], *, row_scale: Tensor | None = None,
+    form: tuple[str, str] = ("swiglu", "concat"), params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dpreact, act, d_row_scale), differentiated by torch. Rows behind the last group are NaN."""
+    rows = ends[-1] if ends else 0
+    formula = activation if dtype == torch.float64 else torch_activation
+    h = preact[:rows].to(dtype).detach().requires_grad_()
+    ones = torch.ones(rows, dtype=dtype, device=dy.device)
+    s = (ones if row_scale is None else row_scale[:rows].to(dtype)).detach().requires_grad_()
+    with torch.enable_grad():
+        act = formula(h, *form, *params) * s[:, None]
+    dm = grouped_mm(dy, w2, ends, transpose_w=True, dtype=dtype)[:rows]
+    dh, ds = torch.autograd.grad(act, (h, s), dm)
+    return tuple(_with_nan_tail(value.detach(), dy.shape[0]) for value in (dh, act, ds))  # type: ignore[return-value]
+
+
+def _with_nan_tail(value: Tensor, rows: int) -> Tensor:
+    tail = torch.full((rows - value.shape[0], *value.shape[1:]), math.nan, dtype=value.dtype, device=value.device)
+    return torch.cat((value, tail))

@@ -181,6 +181,8 @@ class GroupedGluCall(Call):
     biases = ("bias",)
     scales = ("row_scale",)
 
+    x: Tensor
+    out: Tensor | None
     w1: Experts
     bias: Experts | None
     row_scale: Tensor | None
@@ -222,12 +224,26 @@ class GroupedGluCall(Call):
             save_preact=self.return_preact,
         )
 
-    def reference(self, problem: Problem) -> Any:
+    @property
+    def form(self) -> str:
+        preact = "_preact" if self.return_preact else ""
+        return f"{self.op}{preact}" if self.out is None else f"{self.op}{preact}_out"
+
+    def assembled(self, returned: Any) -> Any:
+        if self.out is None:
+            return returned
+        return (self.out, returned) if self.return_preact else self.out
+
+    def results(self, problem: Problem) -> Any:
         out = self.x.new_empty(problem.rows, problem.intermediate) if self.out is None else self.out
-        preact = self.x.new_empty(problem.rows, problem.w1_rows) if self.return_preact else None
+        return (out, self.x.new_empty(problem.rows, problem.w1_rows)) if self.return_preact else out
+
+    def reference(self, problem: Problem) -> Any:
+        results = self.results(problem)
+        out, preact = results if self.return_preact else (results, None)
         form = (self.activation, self.glu_layout, self.params)
         reference.grouped_glu(self.x, self.w1, self.host_ends(), self.bias, self.row_scale, form, out, preact)
-        return out if preact is None else (out, preact)
+        return results
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedGluPlan:
         return GroupedGluPlan(

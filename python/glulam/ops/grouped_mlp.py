@@ -20,9 +20,11 @@ from ..groups import Splits
 from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..signature import (
     Experts,
+    any_requires_grad,
     check_activation,
     check_bias,
     check_experts,
+    check_flag,
     check_groups,
     check_no_overlap,
     check_out,
@@ -33,7 +35,6 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
-    refuse_gradients,
     runs_kernels,
 )
 
@@ -54,12 +55,17 @@ def grouped_mlp(
     alpha: float = 1.702,
     offset: float = 1.0,
     recipe: str = "bf16",
+    recompute: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """y = m w2_e^T + s b2_e, m = activation(h) s, h = x w1_e^T + b1_e, s = row_scale[row], e the row's expert.
 
     Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. The activation m
     [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.workspace`).
+
+    Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for: FC1 and FC2 are then two calls that
+    save x, h and row_scale for the backward. Gradients that nothing asks for are not computed; those of rows behind
+    the last group are zero.
 
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
@@ -72,6 +78,7 @@ def grouped_mlp(
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
         activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
         recipe: "bf16": 16-bit operands of x's dtype, float32 accumulation.
+        recompute: with gradients: save x and row_scale only, and make h again in the backward.
         out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
 
     Returns:
@@ -79,12 +86,20 @@ def grouped_mlp(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; nothing was launched.
-        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        GradientNotSupported: `out` is given although an argument requires a gradient, or a second derivative is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled():
-        refuse_gradients("grouped_mlp", x, w1, w2, row_scale, b1, b2)
+    if is_grad_enabled() and not is_dynamo_compiling() and any_requires_grad(x, w1, w2, row_scale, b1, b2):
+        from ..backward import differentiate
+
+        return differentiate(  # type: ignore[no-any-return]
+            GroupedMlpCall(
+                x=x, w1=w1, w2=w2, offs=offs, splits=splits, row_scale=row_scale, b1=b1, b2=b2, activation=activation,
+                glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
+                out=out,
+            )
+        )  # fmt: skip
     key = plan = failure = None
     w1_: Any = w1
     w2_: Any = w2
@@ -105,7 +120,7 @@ def grouped_mlp(
                 x.__class__, x.shape, x.dtype, x.is_contiguous() or x.stride(),
                 w1_.shape, w1_.is_contiguous(), w2_.shape, w2_.is_contiguous(),
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                activation, glu_layout, limit, alpha, offset, recipe,
+                activation, glu_layout, limit, alpha, offset, recipe, recompute,
                 None if row_scale is None else bare(row_scale),
                 None if b1 is None else bare(b1_),
                 None if b2 is None else bare(b2_),
@@ -118,7 +133,8 @@ def grouped_mlp(
             failure = error
     call = GroupedMlpCall(
         x=x, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
-        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, out=out,
+        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
+        out=out,
     )  # fmt: skip
     try:
         return call.settle(key, plan, failure)  # type: ignore[no-any-return]
@@ -186,6 +202,8 @@ class GroupedMlpCall(Call):
     biases = ("b1", "b2")
     scales = ("row_scale",)
 
+    x: Tensor
+    out: Tensor | None
     w1: Experts
     w2: Experts
     row_scale: Tensor | None
@@ -197,6 +215,7 @@ class GroupedMlpCall(Call):
     alpha: float
     offset: float
     recipe: str
+    recompute: bool
 
     @property
     def params(self) -> ActivationParams:
@@ -207,6 +226,7 @@ class GroupedMlpCall(Call):
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         check_recipe(self.op, self.recipe)
+        check_flag(self.op, "recompute", self.recompute)
         shape = check_experts(self.op, "w1", self.w1, self.x, "E 2I H")
         experts, w1_rows, hidden = shape
         if hidden != columns:
@@ -235,8 +255,11 @@ class GroupedMlpCall(Call):
             glu_layout=self.glu_layout,
         )
 
+    def results(self, problem: Problem) -> Tensor:
+        return self.x.new_empty(problem.rows, problem.out_features)
+
     def reference(self, problem: Problem) -> Tensor:
-        out = self.x.new_empty(problem.rows, problem.out_features) if self.out is None else self.out
+        out = self.results(problem) if self.out is None else self.out
         form = (self.activation, self.glu_layout, self.params)
         ends = self.host_ends()
         reference.grouped_mlp(self.x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out)

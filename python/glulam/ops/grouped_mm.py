@@ -19,6 +19,7 @@ from ..groups import Splits
 from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..signature import (
     Experts,
+    any_requires_grad,
     check_bias,
     check_experts,
     check_flag,
@@ -29,7 +30,6 @@ from ..signature import (
     check_width,
     check_x,
     mismatch,
-    refuse_gradients,
     runs_kernels,
 )
 
@@ -47,7 +47,8 @@ def grouped_mm(
 ) -> Tensor:
     """y = x w_e^T (+ bias_e * bias_scale[row]), where e is the expert whose group the row lies in.
 
-    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written.
+    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. Differentiable
+    once in x, w, bias and bias_scale; gradients of rows behind the last group are zero.
 
     Args:
         x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
@@ -64,12 +65,18 @@ def grouped_mm(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; nothing was launched.
-        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        GradientNotSupported: `out` is given although an argument requires a gradient, or a second derivative is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled():
-        refuse_gradients("grouped_mm", x, w, bias, bias_scale)
+    if is_grad_enabled() and not is_dynamo_compiling() and any_requires_grad(x, w, bias, bias_scale):
+        from ..backward import differentiate
+
+        return differentiate(  # type: ignore[no-any-return]
+            GroupedMmCall(
+                x=x, w=w, offs=offs, splits=splits, bias=bias, bias_scale=bias_scale, transpose_w=transpose_w, out=out
+            )
+        )
     key = plan = failure = None
     w_: Any = w
     bias_: Any = bias
@@ -148,6 +155,8 @@ class GroupedMmCall(Call):
     biases = ("bias",)
     scales = ("bias_scale",)
 
+    x: Tensor
+    out: Tensor | None
     w: Experts
     bias: Experts | None
     bias_scale: Tensor | None
@@ -178,8 +187,11 @@ class GroupedMmCall(Call):
             transpose_w=self.transpose_w,
         )
 
+    def results(self, problem: Problem) -> Tensor:
+        return self.x.new_empty(problem.rows, problem.out_features)
+
     def reference(self, problem: Problem) -> Tensor:
-        out = self.x.new_empty(problem.rows, problem.out_features) if self.out is None else self.out
+        out = self.results(problem) if self.out is None else self.out
         reference.grouped_mm(self.x, self.w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
         return out
 

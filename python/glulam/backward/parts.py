@@ -1,0 +1,90 @@
+"""What the backward passes share: groups, a usable dy, weight gradients, and the refusal of second derivatives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import device as gpus
+from .. import groups as group_sizes
+from ..errors import GradientNotSupported
+from ..ops.grouped_mm import grouped_mm
+from ..ops.grouped_wgrad import grouped_wgrad
+from ..signature import ALIGNMENT_BYTES, check_groups, runs_kernels
+
+WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
+"""Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
+
+BIAS_COLUMNS = 8
+"""Rows of a weight that holds a bias in its first: as few as a kernel takes."""
+
+
+def weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
+    return grouped_wgrad(dy, x, **groups)
+
+
+def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
+    """Group sizes as a tensor where forward and backward read it: host splits are copied to the device once."""
+    if (offs is None) == (splits is None):
+        check_groups(op, offs, splits, x, experts=0)  # raises
+    if offs is not None:
+        return {"offs": offs}
+    if isinstance(splits, Tensor) and splits.device == x.device:
+        return {"splits": splits}
+    if runs_kernels(x):
+        return {"splits": group_sizes.on_device(op, splits, x.shape[0], x.device)}
+    group_sizes.ends(op, None, splits, x.shape[0])
+    return {"splits": torch.as_tensor(splits, dtype=torch.int64)}
+
+
+def usable(dy: Tensor) -> Tensor:
+    """An incoming gradient as kernels take it: autograd may give an expanded or a misaligned one."""
+    if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
+        return dy.clone(memory_format=torch.contiguous_format)
+    if not gpus.is_traced(dy) and dy.data_ptr() % ALIGNMENT_BYTES:
+        return dy.clone()
+    return dy
+
+
+def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
+    """The sum of dy[row] * bias_e over columns, for each row: [T], float32 or dy's wider dtype; zero in the tail.
+
+    A GEMM with one weight row an expert, so that neither dy nor the biases are spread in memory.
+    """
+    packed = bias if isinstance(bias, Tensor) else torch.stack(bias)
+    weight = packed.new_zeros(packed.shape[0], BIAS_COLUMNS, packed.shape[1])
+    weight[:, 0] = packed
+    sums = grouped_mm(dy, weight, **groups, out=dy.new_zeros(dy.shape[0], BIAS_COLUMNS))[:, 0]
+    return sums.to(torch.promote_types(dy.dtype, torch.float32))
+
+
+def without_graph() -> contextlib.AbstractContextManager[Any]:
+    """Grad mode off, as it is in a backward anyway, unless a graph of the backward is being made."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, anchor: Tensor, *gradients: Tensor | None) -> Any:
+        ctx.op = op
+        return tuple(None if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise GradientNotSupported(
+            f"{ctx.op} is differentiable once, and its gradient was differentiated; leave out create_graph=True, or "
+            "detach() the gradient"
+        )
+
+
+def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Where a graph of the backward is being made, gradients that raise once somebody walks it."""
+    if not torch.is_grad_enabled():
+        return tuple(gradients)
+    return tuple(_Once.apply(op, torch.ones((), requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

@@ -1,0 +1,172 @@
+"""GroupedLinear: a linear layer for each expert."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn import Parameter
+
+from .. import device as gpus
+from ..backward import differentiate
+from ..groups import Splits
+from ..ops.grouped_mm import GroupedMmCall, grouped_mm
+from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
+from .conversion import TENSORS, convert_linear
+from .weight_gradients import Delayed, grad_writer, has_main_grads, main_grad_writer
+
+
+class GroupedLinear(nn.Module):
+    """y = x w_e^T (+ b_e * bias_scale[row]) for rows sorted by expert; see `glulam.grouped_mm`.
+
+    Args:
+        num_experts, in_features, out_features: E, K and N. K and N are multiples of 8 on a GPU.
+        bias: whether there is one, [E, N].
+        packed: one parameter `weight` [E, N, K] (and `bias` [E, N]), or else E parameters `weight0` .. [N, K] (and
+            `bias0` .. [N]). State dicts of either layout load into both.
+        delay_wgrad: leave the gradient of the weights out of backward; `backward_dw` computes it. Until then x, dy and
+            the group sizes are kept, and must not be written.
+        device, dtype: of the parameters; device "meta" allocates nothing. On a GPU bfloat16 or float16.
+
+    A weight that has a `main_grad` gets its gradient there; see `glulam.nn.weight_gradients`.
+
+    Raises:
+        ValueError, TypeError: at construction, for options that cannot work, alone or together.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        packed: bool = True,
+        delay_wgrad: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes("GroupedLinear", num_experts=num_experts, in_features=in_features, out_features=out_features)
+        for name, flag in (("bias", bias), ("packed", packed), ("delay_wgrad", delay_wgrad)):
+            check_flag("GroupedLinear", name, flag)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.packed, self.has_bias, self.delay_wgrad = packed, bias, delay_wgrad
+        self._delayed = Delayed()
+        shapes = {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})}
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        check_placement("GroupedLinear", torch.empty(0, **where), in_features, out_features)
+        for name, shape in shapes.items():
+            if packed:
+                self.register_parameter(name, Parameter(torch.empty(num_experts, *shape, **where)))
+            else:
+                for expert in range(num_experts):
+                    self.register_parameter(f"{name}{expert}", Parameter(torch.empty(*shape, **where)))
+        if packed and not bias:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear: every weight and bias uniform within 1 / sqrt(in_features)."""
+        bound = 1 / math.sqrt(self.in_features)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-bound, bound)
+
+    def parameter_list(self, name: str) -> list[Parameter]:
+        """The parameters of "weight" or "bias": one that is packed, or one for each expert; empty without a bias."""
+        if name == "bias" and not self.has_bias:
+            return []
+        names = [name] if self.packed else [f"{name}{expert}" for expert in range(self.num_experts)]
+        return [self._parameters[n] for n in names]  # type: ignore[misc]
+
+    def experts(self, name: str) -> Any:
+        """What operators take as "weight" or "bias": a tensor, a list, or None."""
+        parameters = self.parameter_list(name)
+        if not parameters:
+            return None
+        return parameters[0] if self.packed else parameters
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        offs: Tensor | None = None,
+        splits: Splits | None = None,
+        bias_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[T, K] -> [T, N]; the arguments of `glulam.grouped_mm`."""
+        given: dict[str, Any] = {
+            "offs": offs,
+            "splits": splits,
+            "bias": self.experts("bias"),
+            "bias_scale": bias_scale,
+            "out": out,
+        }
+        writer = self.grad_writer("weight", x, self._delayed.new_pass() if self.delay_wgrad else None)
+        if writer is None:
+            return grouped_mm(x, self.experts("weight"), **given)
+        call = GroupedMmCall(x=x, w=self.experts("weight"), transpose_w=False, **given)
+        return outside_traces(call, grad_of_w=writer)  # type: ignore[no-any-return]
+
+    def grad_writer(
+        self, label: str, x: Tensor, put: Callable[[Callable[[], None]], None] | None
+    ) -> Callable[..., Any] | None:
+        """Another way than autograd's for the gradient of the weights; None where there is none to take."""
+        weights: list[Any] = self.parameter_list("weight")
+        if not torch.is_grad_enabled() or not any_requires_grad(weights):
+            return None
+        if has_main_grads(label, weights, x):
+            return main_grad_writer(weights, self.packed, put)
+        return None if put is None else grad_writer(weights, self.packed, put)
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradient that the oldest backward pass left, into main_grad or grad.
+
+        Raises:
+            RuntimeError: nothing is pending, or the module was made without delay_wgrad.
+        """
+        if not self.delay_wgrad:
+            raise RuntimeError(
+                "backward_dw: made without delay_wgrad=True, so backward computes weight gradients itself"
+            )
+        self._delayed.run_oldest()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(convert_linear(state_dict, prefix, self, TENSORS), prefix, *args)
+
+    def extra_repr(self) -> str:
+        text = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+        text += f", bias={self.has_bias}, packed={self.packed}"
+        return text + (", delay_wgrad=True" if self.delay_wgrad else "")
+
+
+@_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
+def outside_traces(call: Any, **writers: Any) -> Any:
+    """A differentiable call whose weight gradients go elsewhere, which is a side effect that no trace has."""
+    return differentiate(call, **writers)
+
+
+def check_sizes(module: str, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{module}: {name} is {size!r}; give an integer")
+        if size < 1:
+            raise ValueError(f"{module}: {name} is {size}; give 1 or more")
+
+
+def check_placement(module: str, parameter: Tensor, *widths: int) -> None:
+    """What kernels ask for, where parameters lie on a GPU; their dtype anywhere."""
+    on_gpu = parameter.device.type == gpus.KERNEL_DEVICE
+    valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
+    if parameter.dtype not in valid:
+        raise TypeError(
+            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {', '.join(map(str, valid))}"
+        )
+    for width in widths:
+        check_width(module, "a weight", width, on_gpu)

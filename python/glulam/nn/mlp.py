@@ -1,0 +1,126 @@
+"""GroupedMLP: two linear layers and an activation for each expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.specs import GATED
+
+from ..activations import ActivationParams
+from ..groups import Splits
+from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
+from ..signature import check_activation, check_flag, check_params, check_recipe, intermediate_width
+from .linear import GroupedLinear, check_sizes, outside_traces
+from .weight_gradients import Delayed
+
+NAME = "GroupedMLP"
+
+
+class GroupedMLP(nn.Module):
+    """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
+
+    `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, H and I. All widths are multiples of 8 on a GPU.
+        out_features: of the result, H by default.
+        bias: whether both layers have one.
+        activation, glu_layout, limit, alpha, offset: as of `glulam.grouped_glu`.
+        packed: one parameter a layer, or one for each expert; see `GroupedLinear`.
+        recompute: save x and row_scale only, and make the preactivation again in backward.
+        delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
+        recipe: "bf16".
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: at construction, for options that cannot work, alone or together.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        out_features: int | None = None,
+        bias: bool = False,
+        activation: str = "swiglu",
+        glu_layout: str = "concat",
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        offset: float = 1.0,
+        packed: bool = True,
+        recompute: bool = False,
+        delay_wgrad: bool = False,
+        recipe: str = "bf16",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(NAME, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_activation(NAME, activation, glu_layout)
+        check_params(NAME, ActivationParams(limit, alpha, offset))
+        check_recipe(NAME, recipe)
+        for name, flag in (("recompute", recompute), ("delay_wgrad", delay_wgrad)):
+            check_flag(NAME, name, flag)
+        rows = intermediate_size * (2 if activation in GATED else 1)
+        intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
+        self.form: dict[str, Any] = {
+            "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
+            "recipe": recipe, "recompute": recompute,
+        }  # fmt: skip
+        self.delay_wgrad = delay_wgrad
+        self._delayed = Delayed()
+        how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
+        self.fc1 = GroupedLinear(num_experts, hidden_size, rows, **how)
+        self.fc2 = GroupedLinear(num_experts, intermediate_size, out_features or hidden_size, **how)
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear's, in both layers."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        offs: Tensor | None = None,
+        splits: Splits | None = None,
+        row_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`."""
+        w1, w2 = self.fc1.experts("weight"), self.fc2.experts("weight")
+        given: dict[str, Any] = {"offs": offs, "splits": splits, "row_scale": row_scale, "out": out, **self.form}
+        given.update(b1=self.fc1.experts("bias"), b2=self.fc2.experts("bias"))
+        put = self._delayed.new_pass() if self.delay_wgrad else None
+        found = {
+            "grad_of_w1": self.fc1.grad_writer("fc1.weight", x, put),
+            "grad_of_w2": self.fc2.grad_writer("fc2.weight", x, put),
+        }
+        writers = {name: writer for name, writer in found.items() if writer is not None}
+        if not writers:
+            return grouped_mlp(x, w1, w2, **given)
+        return outside_traces(GroupedMlpCall(x=x, w1=w1, w2=w2, **given), **writers)  # type: ignore[no-any-return]
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients that the oldest backward pass left, into main_grad or grad.
+
+        Raises:
+            RuntimeError: nothing is pending, or the module was made without delay_wgrad.
+        """
+        if not self.delay_wgrad:
+            raise RuntimeError(
+                "backward_dw: made without delay_wgrad=True, so backward computes weight gradients itself"
+            )
+        self._delayed.run_oldest()
+
+    def extra_repr(self) -> str:
+        defaults = {**ActivationParams()._asdict(), "glu_layout": "concat", "recipe": "bf16", "recompute": False}
+        shown = {name: value for name, value in self.form.items() if defaults.get(name, "") != value}
+        if self.delay_wgrad:
+            shown["delay_wgrad"] = True
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())

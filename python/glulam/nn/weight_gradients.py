@@ -1,0 +1,139 @@
+"""Where the gradients of a module's weights go: to autograd, into `main_grad` buffers, now or later.
+
+The main_grad protocol of Megatron-style trainers: a weight that has a `main_grad` (of its dtype or float32) gets its
+gradient added to that by the kernel itself, or written where `overwrite_main_grad` is true; autograd gets none. Where
+the trainer has put `grad_added_to_main_grad` on the weight, autograd gets a dummy, so that hooks on `grad` run: of
+zeros where `zero_out_wgrad` is true, else uninitialised.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.grouped_wgrad import grouped_wgrad
+from ..signature import gradient_dtypes, shape_text
+
+Job = Callable[[], None]
+
+
+class Delayed:
+    """Weight gradients that backward passes left for later, one entry for each pass, in order."""
+
+    def __init__(self) -> None:
+        self._passes: deque[list[Job]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def new_pass(self) -> Callable[[Job], None]:
+        """Where a forward's backward puts its work."""
+        jobs: list[Job] = []
+
+        def put(job: Job) -> None:
+            if not jobs:
+                self._passes.append(jobs)
+            jobs.append(job)
+
+        return put
+
+    def run_oldest(self) -> None:
+        if not self._passes:
+            raise RuntimeError("backward_dw: no weight gradient is pending; call it once after each backward")
+        jobs = self._passes.popleft()
+        pending = list(jobs)
+        jobs.clear()
+        with torch.no_grad():
+            for job in pending:
+                job()
+
+
+def has_main_grads(name: str, weights: list[Tensor], x: Tensor) -> bool:
+    """Whether gradients go into main_grad buffers; these are checked.
+
+    Raises:
+        ValueError, TypeError: only some weights have one, or one does not fit.
+    """
+    buffers: list[Any] = [getattr(weight, "main_grad", None) for weight in weights]
+    missing = [index for index, buffer in enumerate(buffers) if buffer is None]
+    if len(missing) == len(weights):
+        return False
+    if missing:
+        raise ValueError(f"{name}{missing[0]} has no main_grad but others have; give one to every expert or to none")
+    for weight, buffer in zip(weights, buffers, strict=True):
+        if buffer.shape != weight.shape or not buffer.is_contiguous():
+            raise ValueError(
+                f"{name}.main_grad has shape {shape_text(buffer.shape)} and strides {shape_text(buffer.stride())}; it "
+                f"must be contiguous and of the weight's shape, {shape_text(weight.shape)}"
+            )
+        if buffer.dtype not in gradient_dtypes(x):
+            valid = " or ".join(map(str, gradient_dtypes(x)))
+            raise TypeError(f"{name}.main_grad is {buffer.dtype}; with x of {x.dtype} it must be {valid}")
+    return True
+
+
+def main_grad_writer(weights: list[Tensor], packed: bool, put: Callable[[Job], None] | None) -> Callable[..., Any]:
+    """The gradient of weights, as the autograd functions ask for it, into main_grad."""
+
+    def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
+        def write() -> None:
+            _write_main_grads(weights, packed, dy, x, groups)
+
+        if put is None:
+            write()
+        else:
+            put(write)
+        for weight in weights:
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = True
+        dummies = [_dummy(weight) for weight in weights]
+        return dummies[0] if packed else dummies
+
+    return make
+
+
+def grad_writer(weights: list[Tensor], packed: bool, put: Callable[[Job], None]) -> Callable[..., Any]:
+    """The gradient of weights, later, into grad."""
+
+    def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
+        put(lambda: _write_grads(weights, packed, dy, x, groups))
+
+    return make
+
+
+def _write_main_grads(weights: list[Tensor], packed: bool, dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
+    buffers = [weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+    adds = [not getattr(weight, "overwrite_main_grad", False) for weight in weights]
+    how: dict[str, Any] = {"accumulate": adds[0]}
+    if len(set(adds)) > 1:
+        how = {"mask": _mask(tuple(adds), x.device)}
+    grouped_wgrad(dy, x, **groups, out=buffers[0] if packed else buffers, **how)
+
+
+@functools.lru_cache(64)
+def _mask(adds: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Kept, so that a graph that is captured after a first call copies nothing from the host."""
+    return torch.tensor(adds, device=device)
+
+
+def _write_grads(weights: list[Tensor], packed: bool, dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
+    grads: list[Any] = [weight.grad for weight in weights]
+    if all(grad is not None and grad.is_contiguous() and grad.dtype in gradient_dtypes(x) for grad in grads):
+        grouped_wgrad(dy, x, **groups, out=grads[0] if packed else grads, accumulate=True)
+        return
+    dw = grouped_wgrad(dy, x, **groups)
+    for weight, grad in zip(weights, [dw] if packed else dw, strict=True):
+        if weight.requires_grad:
+            weight.grad = grad if weight.grad is None else weight.grad + grad
+
+
+def _dummy(weight: Tensor) -> Tensor | None:
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight, requires_grad=False)

@@ -1,0 +1,83 @@
+"""grouped_bias_grad: the sum of each expert's rows, by the weight gradient's kernel.
+
+Of torch's own ways, segment sums through index_add are not deterministic, a one-hot matmul reads the tail (0 * NaN)
+and costs E times the FLOP, and differences of a cumulative sum cancel. A weight gradient against a matrix of ones is
+exact in float32, deterministic, clipped to the groups, and reads dy once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups import Splits
+from ..signature import check_out_dtype, check_scale, check_x, count_groups, refuse_gradients
+from .grouped_wgrad import grouped_wgrad
+
+OP = "grouped_bias_grad"
+COLUMNS = 8
+"""Of the matrix of ones: as few as a kernel takes."""
+
+
+def grouped_bias_grad(
+    dy: Tensor,
+    *,
+    offs: Tensor | None = None,
+    splits: Splits | None = None,
+    row_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The gradient of the bias in y = ... + s b_e: each expert's sum of dy[row] (* row_scale[row]) over its rows.
+
+    Rows behind the last group reach no result. The sums are in float32, deterministic, and rounded once.
+
+    Args:
+        dy: [T, N], bfloat16 or float16; on the CPU also float32 or float64. N is a multiple of 8 on a GPU.
+        offs, splits: as in the forward; see `grouped_mm`.
+        row_scale: float32 [T], a factor for each row.
+        out_dtype: of the result: dy's dtype (default), or float32 where that is 16-bit.
+
+    Returns:
+        [E, N]; zeros for an expert without rows.
+
+    Raises:
+        As `grouped_wgrad`.
+    """
+    if torch.is_grad_enabled():
+        refuse_gradients(OP, dy, row_scale)
+    try:
+        check_out_dtype(OP, out_dtype, dy)
+        sum_dtype = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
+        by_column: Tensor = grouped_wgrad(_weights(dy, row_scale), dy, offs=offs, splits=splits, out_dtype=sum_dtype)
+    except Exception:
+        _check(dy, offs, splits, row_scale, out_dtype)
+        raise
+    sums = by_column[:, 0] if row_scale is None else by_column.sum(dim=1)
+    return sums.to(out_dtype or dy.dtype)
+
+
+def _check(dy: Any, offs: Any, splits: Any, row_scale: Any, out_dtype: Any) -> None:
+    """Says in this operator's words which argument does not fit."""
+    check_x(OP, dy)
+    count_groups(OP, offs, splits, dy)
+    check_scale(OP, "row_scale", row_scale, dy)
+    check_out_dtype(OP, out_dtype, dy)
+
+
+def _weights(dy: Tensor, row_scale: Tensor | None) -> Tensor:
+    """[T, 8] whose columns, summed, are the rows' factors.
+
+    A float32 factor is the sum of three bfloat16 numbers, so that no bit of it is lost.
+    """
+    rows = dy.shape[0]
+    if row_scale is None:
+        return dy.new_ones(rows, COLUMNS)
+    check_scale(OP, "row_scale", row_scale, dy)
+    parts, rest = dy.new_zeros(rows, COLUMNS), row_scale
+    for column in range(3 if dy.dtype.itemsize == 2 else 1):
+        part = rest.to(dy.dtype)
+        parts[:, column] = part
+        rest = rest - part.to(rest.dtype)
+    return parts

@@ -1,0 +1,277 @@
+"""grouped_dglu: the backward of grouped_glu and of the GEMM behind it, in one kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .. import device as gpus
+from .. import reference, workspace
+from ..activations import ActivationParams
+from ..call import Call
+from ..dispatch import Problem
+from ..experts import ExpertList, find
+from ..groups import Splits
+from ..plan import Launch, Plans, aligned_row, bare
+from ..signature import (
+    Experts,
+    check_activation,
+    check_experts,
+    check_flag,
+    check_groups,
+    check_params,
+    check_rows_like,
+    check_scale,
+    check_width,
+    check_x,
+    intermediate_width,
+    mismatch,
+    refuse_gradients,
+    runs_kernels,
+)
+
+PARTIAL_COLUMNS = 128
+"""A row's sum has at most two partial sums in every 128 columns, however a kernel's tiles and clusters cut it."""
+COUNTED_ROWS = 64
+"""A counter for every 64 rows, the fewest that a warpgroup takes, and one more where a group begins within them."""
+
+
+class GluGradients(NamedTuple):
+    """What grouped_dglu returns.
+
+    Attributes:
+        dpreact: [T, 2I or I], laid out as preact.
+        act: [T, I], the activation times the row scale, computed again.
+        d_row_scale: float32 [T], zero in the tail; None where it was not asked for.
+    """
+
+    dpreact: Tensor
+    act: Tensor
+    d_row_scale: Tensor | None
+
+
+def grouped_dglu(
+    dy: Tensor,
+    w2: Tensor | Sequence[Tensor],
+    preact: Tensor,
+    *,
+    offs: Tensor | None = None,
+    splits: Splits | None = None,
+    row_scale: Tensor | None = None,
+    activation: str = "swiglu",
+    glu_layout: str = "concat",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    offset: float = 1.0,
+    row_scale_grad: bool = True,
+) -> GluGradients:
+    """The gradient of y = m w2_e^T, m = activation(h) * row_scale[row], by h and row_scale, and m again; h is preact.
+
+    With dm = dy w2_e: dpreact = dm * row_scale * activation'(h), d_row_scale = sum of dm * activation(h) over columns.
+    Rows behind the last group are neither read into a result nor written.
+
+    Args:
+        dy: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        w2: [E, H, I], or a list of E tensors; contiguous, dy's dtype. H, I and 2I are multiples of 8 on a GPU.
+        preact: [T, 2I] for an activation with a gate, else [T, I], as `grouped_glu` returns it; dy's dtype.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
+        splits: row counts: int32 or int64 [E] on dy's device, or a CPU tensor or a list, which is checked and copied.
+        row_scale: float32 [T], as in the forward.
+        activation, glu_layout, limit, alpha, offset: as in the forward; see `grouped_glu`. The gradient is zero where
+            clamped_swiglu clamps, and at the kink of a relu.
+        row_scale_grad: False leaves d_row_scale out. It is left out without a row_scale, too.
+
+    Returns:
+        GluGradients: dpreact and act in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. The
+        tails of dpreact and act are uninitialised, that of d_row_scale is zero.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        CaptureError: host splits under CUDA graph capture.
+    """
+    if is_grad_enabled():
+        refuse_gradients("grouped_dglu", dy, w2, preact, row_scale)
+    key = plan = failure = None
+    w2_: Any = w2
+    if not is_dynamo_compiling():
+        try:
+            groups: Any = offs if splits is None else splits
+            if w2.__class__ is list:
+                w2_ = find("weight", w2)
+            key = (
+                dy.__class__, dy.shape, dy.dtype, dy.get_device(), dy.is_contiguous() or dy.stride(),
+                preact.__class__, preact.shape, preact.is_contiguous() or preact.stride(),
+                w2_.shape, w2_.is_contiguous(), activation, glu_layout, limit, alpha, offset, row_scale_grad,
+                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
+                None if row_scale is None else bare(row_scale),
+            )  # fmt: skip
+            plan = PLANS.find(key)
+            if plan is not None:
+                return plan.run(dy, w2_, preact, groups, row_scale)
+        except Exception as error:
+            failure = error
+    call = GroupedDgluCall(
+        dy=dy, w2=w2_, preact=preact, offs=offs, splits=splits, row_scale=row_scale, activation=activation,
+        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, row_scale_grad=row_scale_grad,
+    )  # fmt: skip
+    try:
+        return GluGradients(*call.settle(key, plan, failure))
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedDgluPlan(Launch):
+    """The constants of a grouped_dglu call. `width`: I; `w2_listed`: w2 is an ExpertList, not packed.
+
+    `partials`, `counters`: memory for the row sums of d_row_scale; None where there are none to make.
+    """
+
+    width: int
+    preact_width: int
+    w2_listed: bool
+    params: ActivationParams
+    wants_d_scale: bool
+    partials: workspace.Layout | None
+    counters: workspace.Layout | None
+
+    def run(self, dy: Tensor, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None) -> GluGradients:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(dy, w2, preact, groups, scale)
+        dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
+        w2_table = 0
+        if self.w2_listed:
+            w2_table, w2 = w2.address, w2.lowest
+        if self.rows == 1:
+            dy, preact = aligned_row(dy), aligned_row(preact)
+        d_scale = scale.new_zeros(self.rows) if self.wants_d_scale and scale is not None else None
+        d_scale_at = partials_at = counters_at = 0
+        if d_scale is not None and self.partials is not None and self.counters is not None:
+            partials, counters = workspace.take(self.partials), workspace.take(self.counters)
+            d_scale_at, partials_at, counters_at = d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr()
+        limit, alpha, offset = self.params
+        self.function(
+            dy, w2, preact, dpreact, act,
+            groups.data_ptr(), self.group_form, self.experts,
+            w2_table, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
+            limit, alpha, offset,
+            self.sm_count, 1,
+        )  # fmt: skip
+        return GluGradients(dpreact, act, d_scale)
+
+
+PLANS: Plans[GroupedDgluPlan] = Plans()
+
+
+@dataclasses.dataclass
+class GroupedDgluCall(Call):
+    """The arguments of one call of grouped_dglu."""
+
+    op = "grouped_dglu"
+    operator = staticmethod(grouped_dglu)
+    plans = PLANS
+    matrices = ("dy", "preact")
+    outputs = ()
+    weights = ("w2",)
+    biases = ()
+    scales = ("row_scale",)
+
+    dy: Tensor
+    w2: Experts
+    preact: Tensor
+    row_scale: Tensor | None
+    activation: str
+    glu_layout: str
+    limit: float
+    alpha: float
+    offset: float
+    row_scale_grad: bool
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
+
+    @property
+    def wants_d_row_scale(self) -> bool:
+        return self.row_scale is not None and self.row_scale_grad
+
+    def check(self) -> Problem:
+        rows, columns = check_x(self.op, self.dy)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        check_flag(self.op, "row_scale_grad", self.row_scale_grad)
+        shape = check_experts(self.op, "w2", self.w2, self.dy, "E H I")
+        experts, hidden, width = shape
+        if hidden != columns:
+            mismatch(self.op, "w2", shape, (experts, columns, width), f"dy has {columns} columns")
+        check_width(self.op, "w2", width, runs_kernels(self.dy))
+        preact_width = check_rows_like(self.op, "preact", self.preact, self.dy, None, "it has the rows of dy")
+        if intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout) != width:
+            wanted = (
+                width
+                * preact_width
+                // intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
+            )
+            mismatch(self.op, "preact", self.preact.shape, (rows, wanted), f"w2 gives I = {width}")
+        check_groups(self.op, self.offs, self.splits, self.dy, experts)
+        check_scale(self.op, "row_scale", self.row_scale, self.dy)
+        return Problem(
+            op=self.op,
+            dtype=str(self.dy.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+        )
+
+    @property
+    def form(self) -> str:
+        return f"{self.op}_scale" if self.wants_d_row_scale else self.op
+
+    def assembled(self, returned: Any) -> GluGradients:
+        return GluGradients(*returned, *([] if self.wants_d_row_scale else [None]))
+
+    def results(self, problem: Problem) -> GluGradients:
+        """New tensors for the results, uninitialised."""
+        dpreact = self.dy.new_empty(problem.rows, problem.w1_rows)
+        act = self.dy.new_empty(problem.rows, problem.intermediate)
+        d_row_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None  # type: ignore[arg-type]
+        return GluGradients(dpreact, act, d_row_scale)
+
+    def reference(self, problem: Problem) -> GluGradients:
+        results = self.results(problem)
+        form = (self.activation, self.glu_layout, self.params)
+        reference.grouped_dglu(self.dy, self.w2, self.preact, self.host_ends(), self.row_scale, form, *results)
+        return results
+
+    def plan(self, problem: Problem, launch: Launch) -> GroupedDgluPlan:
+        partials = counters = None
+        if self.wants_d_row_scale and problem.rows:
+            sums = 2 * -(-problem.intermediate // PARTIAL_COLUMNS)
+            count = problem.rows // COUNTED_ROWS + problem.experts + 1
+            where = (launch.device, launch.index)
+            partials = workspace.Layout((sums, problem.rows), torch.float32, *where)
+            counters = workspace.Layout((1, count), torch.int32, *where, zeroed=True)
+        return GroupedDgluPlan(
+            **vars(launch),
+            width=problem.intermediate,
+            preact_width=problem.w1_rows,
+            w2_listed=isinstance(self.w2, ExpertList),
+            params=ActivationParams(*map(float, self.params)),
+            wants_d_scale=self.wants_d_row_scale,
+            partials=partials,
+            counters=counters,
+        )
+
+    def run(self, plan: GroupedDgluPlan) -> GluGradients:
+        return plan.run(self.dy, self.w2, self.preact, self.groups, self.row_scale)

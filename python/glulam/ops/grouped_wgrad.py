@@ -1,0 +1,230 @@
+"""grouped_wgrad: the weight gradient, one GEMM for each expert, contracting its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .. import device as gpus
+from .. import reference
+from ..call import Call
+from ..dispatch import Problem
+from ..experts import ExpertList, find
+from ..groups import Splits
+from ..plan import Launch, Plans, aligned_row, bare
+from ..signature import (
+    Experts,
+    check_flag,
+    check_gradient_buffers,
+    check_mask,
+    check_no_overlap,
+    check_out_dtype,
+    check_rows_like,
+    check_x,
+    count_groups,
+    extent,
+    refuse_gradients,
+)
+
+
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    offs: Tensor | None = None,
+    splits: Splits | None = None,
+    out: Tensor | Sequence[Tensor] | None = None,
+    accumulate: bool = False,
+    mask: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
+
+    Rows are sorted by expert. Rows behind the last group are not read into a result. Every element is summed in one
+    fixed order, so the same inputs give the same bits.
+
+    Args:
+        dy: [T, N] and x: [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
+            padded. N and K are multiples of 8 on a GPU.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
+        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
+            inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
+        accumulate: add to `out` instead of overwriting it: dw_e is rounded to out's dtype, and so is then the sum.
+        mask: bool [E] on x's device: add where it is True, overwrite elsewhere; instead of `accumulate`.
+        out_dtype: of a new result: x's dtype (default), or float32.
+
+    Returns:
+        [E, N, K]; `out` where given.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        CaptureError: host splits under CUDA graph capture.
+    """
+    if is_grad_enabled():
+        refuse_gradients("grouped_wgrad", dy, x, out)
+    key = plan = failure = None
+    if not is_dynamo_compiling():
+        try:
+            groups: Any = offs if splits is None else splits
+            out_: Any = find("gradient", out) if out.__class__ is list else out
+            key = (
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
+                dy.__class__, dy.shape, dy.is_contiguous() or dy.stride(), accumulate, out_dtype,
+                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
+                None if mask is None else bare(mask),
+                None if out is None else bare(out_),
+            )  # fmt: skip
+            plan = PLANS.find(key)
+            if plan is not None:
+                dw = plan.run(dy, x, groups, out_, mask)
+                return dw if out is None else out
+        except Exception as error:
+            failure = error
+    call = GroupedWgradCall(
+        dy=dy, x=x, offs=offs, splits=splits, out=out, accumulate=accumulate, mask=mask, out_dtype=out_dtype
+    )
+    try:
+        dw = call.settle(key, plan, failure)
+        return dw if out is None else out
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedWgradPlan(Launch):
+    """The constants of a grouped_wgrad call. `shape`, `out_dtype`: of the result; `listed`: it is an ExpertList."""
+
+    shape: tuple[int, int, int]
+    out_dtype: torch.dtype
+    listed: bool
+    dy_extent: int
+    accumulate: int
+
+    def run(self, dy: Tensor, x: Tensor, groups: Tensor, out: Any, mask: Tensor | None) -> Any:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(dy, x, groups, out, mask)
+        if out is None:
+            out = x.new_empty(self.shape, dtype=self.out_dtype)
+        elif not self.listed:
+            for name, other, size in (("x", x, self.x_extent), ("dy", dy, self.dy_extent)):
+                if -self.out_extent < out.data_ptr() - other.data_ptr() < size:
+                    check_no_overlap(self.op, "out", out, name, other)
+        if self.rows == 1:
+            dy, x = aligned_row(dy), aligned_row(x)
+        dw, table = (out.lowest, out.address) if self.listed else (out, 0)
+        self.function(
+            dy, x, dw,
+            groups.data_ptr(), self.group_form, self.experts,
+            table, 0 if mask is None else mask.data_ptr(), self.accumulate,
+            self.sm_count, 1,
+        )  # fmt: skip
+        return out
+
+
+PLANS: Plans[GroupedWgradPlan] = Plans()
+
+
+@dataclasses.dataclass
+class GroupedWgradCall(Call):
+    """The arguments of one call of grouped_wgrad."""
+
+    op = "grouped_wgrad"
+    operator = staticmethod(grouped_wgrad)
+    plans = PLANS
+    matrices = ("dy", "x")
+    gradients = ("out",)
+    weights = ()
+    biases = ()
+    scales = ("mask",)
+
+    dy: Tensor
+    x: Tensor
+    out: Experts | None
+    accumulate: bool
+    mask: Tensor | None
+    out_dtype: torch.dtype | None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        if self.out is None:
+            return self.out_dtype or self.x.dtype
+        first: Any = self.out if isinstance(self.out, (Tensor, ExpertList)) else self.out[0]
+        dtype: torch.dtype = first.dtype
+        return dtype
+
+    def check(self) -> Problem:
+        rows, k = check_x(self.op, self.x)
+        n = check_rows_like(self.op, "dy", self.dy, self.x, None, f"x has {rows} rows")
+        experts = count_groups(self.op, self.offs, self.splits, self.x)
+        check_flag(self.op, "accumulate", self.accumulate)
+        check_mask(self.op, self.mask, self.x, experts)
+        check_out_dtype(self.op, self.out_dtype, self.x)
+        if self.out is not None:
+            check_gradient_buffers(self.op, self.out, self.x, (experts, n, k))
+        self._check_options()
+        return Problem(
+            op=self.op,
+            dtype=str(self.x.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=k,
+            out_features=n,
+            out_dtype=str(self.result_dtype).removeprefix("torch."),
+        )
+
+    def _check_options(self) -> None:
+        """Options that contradict each other."""
+        if self.out is None and (self.accumulate or self.mask is not None):
+            name = "accumulate" if self.accumulate else "mask"
+            raise ValueError(f"{self.op}: {name} is given but out is not; give the buffer to add to as out")
+        if self.accumulate and self.mask is not None:
+            raise ValueError(f"{self.op}: got both accumulate and mask; give mask alone, True where to add")
+        if self.out is not None and self.out_dtype not in (None, self.result_dtype):
+            raise ValueError(
+                f"{self.op}: out_dtype is {self.out_dtype} but out is {self.result_dtype}; leave out_dtype out"
+            )
+
+    def results(self, problem: Problem) -> Tensor:
+        shape = (problem.experts, problem.out_features, problem.in_features)
+        return self.x.new_empty(shape, dtype=self.result_dtype)
+
+    def without_rows(self, problem: Problem) -> Any:
+        """Every group is empty: zeros, but for those that accumulate."""
+        out: Any = self.results(problem) if self.out is None else self.out
+        if self.accumulate:
+            return out
+        for expert in range(problem.experts):
+            one = out[expert]
+            if self.mask is None:
+                one.zero_()
+            else:
+                one.masked_fill_(~self.mask[expert], 0)
+        return out
+
+    def reference(self, problem: Problem) -> Any:
+        out = self.results(problem) if self.out is None else self.out
+        adds = [self.accumulate] * problem.experts if self.mask is None else self.mask.tolist()
+        reference.grouped_wgrad(self.dy, self.x, self.host_ends(), adds, out)
+        return out
+
+    def plan(self, problem: Problem, launch: Launch) -> GroupedWgradPlan:
+        return GroupedWgradPlan(
+            **vars(launch),
+            shape=(problem.experts, problem.out_features, problem.in_features),
+            out_dtype=self.result_dtype,
+            listed=isinstance(self.out, ExpertList),
+            dy_extent=extent(self.dy),
+            accumulate=int(self.accumulate),
+        )
+
+    def run(self, plan: GroupedWgradPlan) -> Any:
+        return plan.run(self.dy, self.x, self.groups, self.out, self.mask)

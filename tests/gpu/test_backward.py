@@ -1,0 +1,232 @@
+"""The gradient kernels against float64, by the rule of `support.criterion`, through the public API."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.checks import SWIGLU, Form, check_bias_grad, check_dglu, check_mm, check_wgrad
+from support.criterion import same_bits
+from support.inputs import Case, gradient, make_case, poison_allocator, preactivation
+from support.routing import catalogue, one_takes_all, spread, zipf
+
+import glulam
+from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.specs import GATED
+from glulam import workspace
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FORMS = activation_forms()
+HIDDEN, INTER = 200, 352
+EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
+BATCHES = {"few rows": zipf(FEW_ROWS, EXPERTS), "many rows": zipf(MANY_ROWS, EXPERTS)}
+
+
+def case(sizes: list[int], form: Form = SWIGLU, hidden: int = HIDDEN, inter: int = INTER, **options: Any) -> Case:
+    options = {"tail": TAIL, "dtype": BF16, **options}
+    return make_case(sizes, hidden, inter, gated=form[0] in GATED, device="cuda", **options)
+
+
+def padded(value: torch.Tensor, columns: int) -> torch.Tensor:
+    """The same values with `columns` of NaN between the rows."""
+    wide = torch.full((value.shape[0], value.shape[1] + columns), math.nan, dtype=value.dtype, device="cuda")
+    wide[:, : value.shape[1]] = value
+    return wide[:, : value.shape[1]]
+
+
+def assert_counters_are_zero() -> None:
+    assert not any(bool(buffer.any()) for buffer in workspace._kept.zeros.values())
+
+
+class TestDglu:
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("form", FORMS, ids="-".join)
+    def test_every_form(self, form: Form, batch: str, dtype: torch.dtype) -> None:
+        c = case(BATCHES[batch], form, dtype=dtype)
+        dy, h = gradient(c), preactivation(c)
+        named = {"activation": form[0], "glu_layout": form[1]}
+        for scale, asked in ((None, True), (c.row_scale, True), (c.row_scale, False)):
+            got = glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, row_scale=scale, row_scale_grad=asked, **named)
+            assert (got.d_row_scale is not None) == (scale is not None and asked)
+            check_dglu(c, dy, h, got, form, row_scale=scale)
+        assert_counters_are_zero()
+
+    @pytest.mark.parametrize("params", [(7.0, 1.702, 1.0), (1, 1, 0), (0.25, 2.5, -0.5), (math.inf, 1.0, 0.0)])
+    def test_params_of_clamped_swiglu(self, params: tuple[float, float, float]) -> None:
+        form = ("clamped_swiglu", "interleaved")
+        c = case(zipf(FEW_ROWS, EXPERTS), form)
+        dy, h = gradient(c), preactivation(c)
+        options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
+        got = glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, activation=form[0], glu_layout=form[1], **options)
+        check_dglu(c, dy, h, got, form, params=params)
+
+    @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+    @pytest.mark.parametrize("name", catalogue(FEW_ROWS, EXPERTS))
+    def test_routings(self, name: str, rows: int) -> None:
+        sizes = catalogue(rows, EXPERTS)[name]
+        c = case(sizes, tail=rows - sum(sizes) + TAIL)
+        dy, h = padded(gradient(c), 8), padded(preactivation(c), 16)
+        first: Any = None
+        for groups in ({"offs": c.offs}, {"splits": c.splits()}, {"splits": c.splits(torch.int64)}, {"splits": sizes}):
+            poison_allocator("cuda")
+            got = glulam.grouped_dglu(dy, c.w2, h, row_scale=c.row_scale, **groups)
+            if first is None:
+                check_dglu(c, dy, h, got, row_scale=c.row_scale)
+                first = got
+            assert all(same_bits(a[: c.rows], b[: c.rows]) for a, b in zip(got, first, strict=True))
+        assert_counters_are_zero()
+
+    @pytest.mark.parametrize(
+        ("sizes", "hidden", "inter"),
+        [
+            (spread(300, 4), 736, 752),
+            (zipf(900, 4), 736, 1504),
+            ([3, 0, 5], 8, 32),
+            ([70, 3], 4096, 32),
+            ([70, 200], 8, 2080),
+            ([1], HIDDEN, INTER),
+            (zipf(1000, 512), 72, 96),
+        ],
+    )
+    def test_sizes(self, sizes: list[int], hidden: int, inter: int) -> None:
+        c = case(sizes, hidden=hidden, inter=inter)
+        dy, h = gradient(c), preactivation(c)
+        for w2 in (c.w2, list(c.w2.clone())):
+            got = glulam.grouped_dglu(dy, w2, h, offs=c.offs, row_scale=c.row_scale)
+            check_dglu(c, dy, h, got, row_scale=c.row_scale)
+        assert_counters_are_zero()
+
+    @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+    def test_the_same_bits_every_time(self, rows: int) -> None:
+        """The row sums span CTAs, whichever comes first."""
+        c = case(zipf(rows, EXPERTS), inter=2080)
+        dy, h = gradient(c), preactivation(c)
+        first, *others = (glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, row_scale=c.row_scale) for _ in range(20))
+        for other in others:
+            assert all(same_bits(a[: c.rows], b[: c.rows]) for a, b in zip(first, other, strict=True))
+
+    def test_no_rows(self) -> None:
+        c = case([0] * EXPERTS, tail=0)
+        got = glulam.grouped_dglu(gradient(c), c.w2, preactivation(c), offs=c.offs, row_scale=c.row_scale)
+        assert [value.shape for value in got] == [(0, 2 * INTER), (0, INTER), (0,)]
+
+
+class TestWgrad:
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("wide", [False, True])
+    @pytest.mark.parametrize("name", catalogue(MANY_ROWS, EXPERTS))
+    def test_routings(self, name: str, wide: bool, dtype: torch.dtype) -> None:
+        """NaN behind the last group and in memory that the result reuses; groups without rows."""
+        sizes = catalogue(MANY_ROWS, EXPERTS)[name]
+        c = case(sizes, dtype=dtype, tail=MANY_ROWS - sum(sizes) + TAIL)
+        dy, x = padded(gradient(c, INTER), 8), padded(c.x, 24)
+        options = {"out_dtype": F32} if wide else {}
+        for groups in ({"offs": c.offs}, {"splits": c.splits()}, {"splits": c.splits(torch.int64)}, {"splits": sizes}):
+            poison_allocator("cuda")
+            dw = glulam.grouped_wgrad(dy, x, **groups, **options)
+            assert dw.dtype == (F32 if wide else dtype)
+            check_wgrad(c, dy, x, dw)
+
+    @pytest.mark.parametrize("listed", [False, True])
+    @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+    @pytest.mark.parametrize("adds", ["overwrite", "accumulate", "mask"])
+    def test_given_buffers(self, adds: str, dtype: torch.dtype, listed: bool) -> None:
+        c = case([90, 0, 64, 1, 0, 300, 7, 128])
+        dy = gradient(c, INTER)
+        mask = torch.tensor([e in (0, 1, 3, 5) for e in range(EXPERTS)], device="cuda")
+        flags = {"overwrite": [False] * EXPERTS, "accumulate": [True] * EXPERTS, "mask": mask.tolist()}[adds]
+        options: dict[str, Any] = {"accumulate": {"accumulate": True}, "mask": {"mask": mask}}.get(adds, {})
+        packed = torch.randn(EXPERTS, INTER, HIDDEN, device="cuda").to(dtype)
+        out: Any = [packed[(3 * e) % EXPERTS].clone() for e in range(EXPERTS)] if listed else packed
+        for one, add in zip(out, flags, strict=True):
+            if not add:
+                one.fill_(math.nan)
+        before = [one.clone() if add else None for one, add in zip(out, flags, strict=True)]
+        assert glulam.grouped_wgrad(dy, c.x, offs=c.offs, out=out, **options) is out
+        check_wgrad(c, dy, c.x, out, before)
+
+    @pytest.mark.parametrize(
+        ("sizes", "n", "k"),
+        [
+            (spread(300, 4), 1504, 736),
+            ([3, 0, 5], 8, 8),
+            ([70, 3], 8, 4096),
+            ([4097], 264, 8),
+            (zipf(1000, 512), 72, 96),
+            ([1], INTER, HIDDEN),
+        ],
+    )
+    def test_sizes(self, sizes: list[int], n: int, k: int) -> None:
+        c = case(sizes, hidden=k, inter=32)
+        dy = gradient(c, n)
+        check_wgrad(c, dy, c.x, glulam.grouped_wgrad(dy, c.x, offs=c.offs))
+
+    def test_the_same_bits_every_time(self) -> None:
+        c = case(zipf(MANY_ROWS, EXPERTS))
+        dy = gradient(c, INTER)
+        first, *others = (glulam.grouped_wgrad(dy, c.x, offs=c.offs) for _ in range(10))
+        check_wgrad(c, dy, c.x, first)
+        assert all(same_bits(other, first) for other in others)
+
+    def test_no_rows(self) -> None:
+        c = case([0] * EXPERTS, tail=0)
+        out = torch.ones(EXPERTS, INTER, HIDDEN, device="cuda")
+        dy = gradient(c, INTER)
+        glulam.grouped_wgrad(dy, c.x, offs=c.offs, out=out, accumulate=True)
+        assert bool((out == 1).all())
+        mask = torch.arange(EXPERTS, device="cuda") % 2 == 0
+        glulam.grouped_wgrad(dy, c.x, offs=c.offs, out=out, mask=mask)
+        assert torch.equal(out[:, 0, 0], mask.float())
+        assert not bool(glulam.grouped_wgrad(dy, c.x, offs=c.offs).any())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("name", catalogue(MANY_ROWS, EXPERTS))
+def test_grouped_bias_grad(name: str, dtype: torch.dtype) -> None:
+    sizes = catalogue(MANY_ROWS, EXPERTS)[name]
+    c = case(sizes, dtype=dtype, tail=MANY_ROWS - sum(sizes) + TAIL)
+    dy = gradient(c)
+    for scale in (None, c.row_scale):
+        for out_dtype in (dtype, F32):
+            poison_allocator("cuda")
+            db = glulam.grouped_bias_grad(dy, offs=c.offs, row_scale=scale, out_dtype=out_dtype)
+            check_bias_grad(c, dy, db, scale)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_data_gradient_form(batch: str) -> None:
+    """dx = dpreact w1, the transposed form of grouped_mm."""
+    c = case(BATCHES[batch])
+    dh = gradient(c, 2 * INTER)
+    c.x = dh
+    check_mm(c, c.w1, glulam.grouped_mm(dh, c.w1, offs=c.offs, transpose_w=True), transpose_w=True)
+
+
+def test_captured_once_replayed_with_other_routings() -> None:
+    rows = 1200
+    c = case([rows // EXPERTS] * EXPERTS, tail=0)
+    dy, h, offs = gradient(c), preactivation(c), c.offs
+    out = torch.empty(EXPERTS, HIDDEN, HIDDEN, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = glulam.grouped_dglu(dy, c.w2, h, offs=offs, row_scale=c.row_scale)
+        glulam.grouped_wgrad(dy, c.x, offs=offs, out=out)
+        db = glulam.grouped_bias_grad(dy, offs=offs, row_scale=c.row_scale)
+    routings = {**catalogue(rows - 11, EXPERTS), "first_takes_all": one_takes_all(rows, EXPERTS, 0)}
+    for name, sizes in routings.items():
+        used = sum(sizes)
+        offs.copy_(torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+        for value in (*got, out, db):
+            value.fill_(7.0)
+        for _ in range(2):
+            graph.replay()
+        eager = glulam.grouped_dglu(dy, c.w2, h, offs=offs, row_scale=c.row_scale)
+        assert all(same_bits(a[:used], b[:used]) for a, b in zip(got, eager, strict=True)), name
+        assert all(bool((value[used:] == 7).all()) for value in got), f"{name}: the tail was written"
+        assert same_bits(out, glulam.grouped_wgrad(dy, c.x, offs=offs, out_dtype=F32)), name
+        assert same_bits(db, glulam.grouped_bias_grad(dy, offs=offs, row_scale=c.row_scale)), name

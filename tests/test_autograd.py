@@ -1,0 +1,427 @@
+"""Differentiation: gradcheck in float64, exactly the work that is asked for, and torch's ways of calling a backward."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import same_bits
+from support.fake_gpu import FakeGpu
+from support.gradients import INPUTS, check_gradients, leaves
+from support.inputs import Case, gradient, make_case
+from torch.utils.checkpoint import checkpoint
+
+import glulam
+from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.specs import GATED
+
+pytest_plugins = ["support.fixtures"]
+
+F64, BF16 = torch.float64, torch.bfloat16
+SIZES = [3, 0, 5, 1]
+TAIL = 2
+
+
+def small(form: tuple[str, str] = ("swiglu", "concat"), inter: int = 4, hidden: int = 5, **options: Any) -> Case:
+    return make_case(SIZES, hidden, inter, gated=form[0] in GATED, **{"dtype": F64, **options})
+
+
+def grads(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.grad for name, value in given.items() if value.grad is not None}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and one
+    for name, value in one.items():
+        assert same_bits(value, other[name]), name
+
+
+class TestGradcheck:
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_grouped_mlp(self, form: tuple[str, str], recompute: bool) -> None:
+        c = small(form, inter=32 if form[1] == "interleaved32" else 4, hidden=3)
+        names = {"activation": form[0], "glu_layout": form[1], "limit": 0.5, "alpha": 1.3, "offset": 0.4}
+
+        def call(*values: torch.Tensor) -> torch.Tensor:
+            given = dict(zip(INPUTS, values, strict=True))
+            return glulam.grouped_mlp(**given, offs=c.offs, recompute=recompute, **names)
+
+        fast = form[1] == "interleaved32"
+        assert torch.autograd.gradcheck(call, tuple(leaves(c).values()), fast_mode=fast)
+
+    @pytest.mark.parametrize("wanted", [w for n in (1, 2) for w in itertools.combinations(INPUTS, n)], ids="-".join)
+    def test_any_inputs(self, wanted: tuple[str, ...]) -> None:
+        """Also without the optional arguments that need no gradient."""
+        c = small()
+        given = leaves(c, wanted)
+        for rest in (given, {k: v for k, v in given.items() if k in wanted or k in ("x", "w1", "w2")}):
+            for recompute in (False, True):
+
+                def call(*_: torch.Tensor, given: Any = rest, recompute: bool = recompute) -> torch.Tensor:
+                    return glulam.grouped_mlp(**given, splits=SIZES, recompute=recompute)
+
+                assert torch.autograd.gradcheck(call, tuple(v for v in rest.values() if v.requires_grad))
+
+    @pytest.mark.parametrize("transpose_w", [False, True])
+    @pytest.mark.parametrize("listed", [False, True])
+    def test_grouped_mm(self, transpose_w: bool, listed: bool) -> None:
+        c = small(hidden=4)
+        x, scale = (t.detach().clone().requires_grad_() for t in (c.x, c.row_scale.double()))
+        packed = (c.w2.mT.contiguous() if transpose_w else c.w2).detach()
+        w = [one.clone().requires_grad_() for one in packed] if listed else packed.clone().requires_grad_()
+        b = [one.clone().requires_grad_() for one in c.b2] if listed else c.b2.clone().requires_grad_()
+
+        def call(*_: torch.Tensor) -> torch.Tensor:
+            return glulam.grouped_mm(x, w, offs=c.offs, bias=b, bias_scale=scale, transpose_w=transpose_w)
+
+        assert torch.autograd.gradcheck(call, (x, scale, *([*w, *b] if listed else [w, b])))
+
+    def test_lists(self) -> None:
+        c = small()
+        given = leaves(c)
+        lists = {n: [one.detach().clone().requires_grad_() for one in given[n]] for n in ("w1", "w2", "b1", "b2")}
+        lists["w1"][2].requires_grad_(False)
+
+        def call(*_: torch.Tensor) -> torch.Tensor:
+            return glulam.grouped_mlp(given["x"], **lists, row_scale=given["row_scale"], splits=c.splits())
+
+        tensors = [given["x"], given["row_scale"], *itertools.chain(*lists.values())]
+        assert torch.autograd.gradcheck(call, tuple(t for t in tensors if t.requires_grad))
+        assert lists["w1"][2].grad is None
+
+    def test_no_rows(self) -> None:
+        c = make_case([0, 0], 5, 4, dtype=F64)
+        given = leaves(c)
+        glulam.grouped_mlp(**given, offs=c.offs).sum().backward()
+        assert all(value.shape == given[name].shape and not bool(value.any()) for name, value in grads(given).items())
+        assert grads(given).keys() == given.keys()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_narrow_gradients_on_the_host_path(
+    fake_gpu: FakeGpu, dtype: torch.dtype, listed: bool, recompute: bool
+) -> None:
+    """Through plans, addresses and tables; tails of x and dy are NaN and reach no gradient."""
+    c = make_case([5, 0, 17, 1, 40], 40, 64, tail=6, dtype=dtype)
+    dy = gradient(c)
+    given = leaves(c)
+    arguments: dict[str, Any] = dict(given)
+    if listed:
+        for name in ("w1", "w2", "b1", "b2"):
+            arguments[name] = [one.detach().requires_grad_() for one in given[name]]
+    for _ in range(2):
+        for value in itertools.chain.from_iterable(v if isinstance(v, list) else [v] for v in arguments.values()):
+            value.grad = None
+        glulam.grouped_mlp(**arguments, offs=c.offs, recompute=recompute).backward(dy)
+    got = {n: torch.stack([one.grad for one in v]) if isinstance(v, list) else v.grad for n, v in arguments.items()}
+    check_gradients(c, dy, got)
+
+
+WORK = {
+    "x": ["glu", "mm", "dglu", "mm"],
+    "w1": ["glu", "mm", "dglu", "wgrad"],
+    "w2": ["glu", "mm", "wgrad"],
+    "row_scale": ["glu", "mm", "dglu", "mm"],  # the last: the second bias' share
+    "b1": ["glu", "mm", "dglu", "wgrad"],
+    "b2": ["glu", "mm", "wgrad"],
+}
+SAVED = {  # besides group sizes
+    "x": {"preact", "w1", "w2", "row_scale"},
+    "w1": {"preact", "x", "w2", "row_scale"},
+    "w2": {"act", "row_scale"},
+    "row_scale": {"preact", "w2", "row_scale", "b2"},
+    "b1": {"preact", "w2", "row_scale"},
+    "b2": {"row_scale"},
+}
+
+
+class TestWork:
+    """What a backward launches and what a forward keeps, for each input that alone needs a gradient."""
+
+    @pytest.mark.parametrize("name", INPUTS)
+    def test_kernels(self, fake_gpu: FakeGpu, name: str) -> None:
+        c = small(dtype=BF16, hidden=16, inter=32)
+        y = glulam.grouped_mlp(**leaves(c, (name,)), offs=c.offs)
+        y.backward(torch.ones_like(y))
+        assert [spec.op.removeprefix("grouped_") for spec in fake_gpu.specs] == WORK[name]
+        dglu = [launch for launch in fake_gpu.launches if len(launch) == 18]
+        assert all(bool(launch[10]) == (name == "row_scale") for launch in dglu), "the row scale's reduction"
+        assert len(fake_gpu.launches) == len(WORK[name])
+
+    @pytest.mark.parametrize("name", INPUTS)
+    def test_saved(self, name: str) -> None:
+        c = small(dtype=BF16, hidden=16, inter=32)
+        given = leaves(c, (name,))
+        assert saved_by(given, lambda: glulam.grouped_mlp(**given, offs=c.offs)) == SAVED[name]
+
+    def test_everything_saves_x_h_and_the_row_scale(self) -> None:
+        c = small(dtype=BF16, hidden=16, inter=32)
+        given = leaves(c)
+        weights = {"w1", "w2", "b2"}
+        assert saved_by(given, lambda: glulam.grouped_mlp(**given, offs=c.offs)) - weights == {
+            "x", "preact", "row_scale",
+        }  # fmt: skip
+        weights.add("b1")
+        again = saved_by(given, lambda: glulam.grouped_mlp(**given, offs=c.offs, recompute=True))
+        assert again - weights == {"x", "row_scale"}
+
+    def test_without_a_gradient_it_stays_one_call(self, fake_gpu: FakeGpu) -> None:
+        c = small(dtype=BF16, hidden=16, inter=32)
+        given = leaves(c)
+        with torch.no_grad():
+            glulam.grouped_mlp(**given, offs=c.offs)
+        glulam.grouped_mlp(**{name: value.detach() for name, value in given.items()}, offs=c.offs)
+        assert len(fake_gpu.launches) == 2 and {spec.op for spec in fake_gpu.specs} == {"grouped_mlp"}
+
+
+def saved_by(given: dict[str, torch.Tensor], call: Callable[[], torch.Tensor]) -> set[str]:
+    """Names of the inputs that autograd keeps; other tensors by their width, group sizes left out."""
+    kept: set[str] = set()
+    by_address = {value.data_ptr(): name for name, value in given.items()}
+    widths = {given["w1"].shape[1]: "preact", given["w2"].shape[2]: "act"}
+
+    def pack(value: torch.Tensor) -> torch.Tensor:
+        if value.is_floating_point():
+            kept.add(by_address.get(value.data_ptr()) or widths[value.shape[1]])
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        call()
+    return kept
+
+
+class TestTorchsWays:
+    def test_a_second_derivative_is_refused(self) -> None:
+        c = small()
+        for call in (
+            lambda g: glulam.grouped_mlp(g["x"], g["w1"], g["w2"], offs=c.offs),
+            lambda g: glulam.grouped_mm(g["x"], g["w1"], offs=c.offs),
+        ):
+            given = leaves(c)
+            (dx,) = torch.autograd.grad(call(given).sum(), given["x"], create_graph=True)
+            assert dx.requires_grad
+            with pytest.raises(glulam.GradientNotSupported, match="differentiable once.*create_graph"):
+                dx.sum().backward()
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpoint(self, reentrant: bool) -> None:
+        c = small()
+        plain, again = leaves(c), leaves(c)
+        layer(plain, c.offs).sum().backward()
+        keys = list(again)
+        checkpoint(
+            lambda *values: layer(dict(zip(keys, values, strict=True)), c.offs),
+            *again.values(),
+            use_reentrant=reentrant,
+        ).sum().backward()
+        assert_same(grads(plain), grads(again))
+
+    def test_gradients_accumulate(self) -> None:
+        """Over backward passes, and over two calls in one graph."""
+        c = small()
+        once, twice, both = leaves(c), leaves(c), leaves(c)
+        layer(once, c.offs).sum().backward()
+        for _ in range(2):
+            layer(twice, c.offs).sum().backward()
+        (layer(both, c.offs) + layer(both, c.offs)).sum().backward()
+        for name, value in grads(once).items():
+            torch.testing.assert_close(grads(twice)[name], 2 * value)
+            torch.testing.assert_close(grads(both)[name], 2 * value)
+
+    def test_one_layer_after_another(self) -> None:
+        c = small()
+        given = leaves(c)
+
+        def call(*_: torch.Tensor) -> torch.Tensor:
+            return layer({**given, "x": layer(given, c.offs)}, c.offs)
+
+        assert torch.autograd.gradcheck(call, tuple(given.values()))
+
+    def test_retained_graph(self) -> None:
+        c = small()
+        given = leaves(c)
+        loss = layer(given, c.offs).sum()
+        loss.backward(retain_graph=True)
+        first = {name: value.clone() for name, value in grads(given).items()}
+        for value in given.values():
+            value.grad = None
+        loss.backward()
+        assert_same(first, grads(given))
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+    def test_autocast_changes_nothing(self) -> None:
+        """Inputs are used in the dtypes that they have: bits are the same with autocast, in both directions."""
+        c = small(dtype=BF16, hidden=16, inter=32)
+        plain, cast = leaves(c), leaves(c)
+        layer(plain, c.offs).float().sum().backward()
+        with torch.autocast("cpu", dtype=BF16):
+            y = layer(cast, c.offs)
+            y.float().sum().backward()
+        assert y.dtype == BF16
+        assert_same(grads(plain), grads(cast))
+        with torch.autocast("cpu", dtype=BF16), pytest.raises(TypeError, match="w1 is torch.float32 but x is"):
+            glulam.grouped_mlp(c.x.requires_grad_(), c.w1.float(), c.w2.float(), offs=c.offs)
+
+    def test_gradients_that_are_views(self, fake_gpu: FakeGpu) -> None:
+        """An expanded, a strided and a misaligned dy."""
+        c = small(dtype=BF16, hidden=16, inter=32)
+        rows, width = c.x.shape
+        flat = torch.ones(rows * width + 1, dtype=BF16)
+        for dy in (
+            torch.ones(1, dtype=BF16).expand(rows, width),
+            torch.ones(width, rows, dtype=BF16).T,
+            flat[1:].view(rows, width),
+        ):
+            given, want = leaves(c), leaves(c)
+            layer(given, c.offs).backward(dy)
+            layer(want, c.offs).backward(torch.ones(rows, width, dtype=BF16))
+            assert_same(grads(given), grads(want))
+
+    def test_inputs_changed_before_backward_are_noticed(self) -> None:
+        c = small()
+        for changed in ("w1", "x", "offs"):
+            given, offs = leaves(c), c.offs
+            y = layer(given, offs)
+            with torch.no_grad():
+                {**given, "offs": offs}[changed].zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+    def test_hidden_tails(self) -> None:
+        """NaN behind the last group in x, row_scale and dy."""
+        c = small(tail=TAIL)
+        given, clean = leaves(c), leaves(small())
+        clean = {name: value.detach()[: c.rows] if name in ("x", "row_scale") else value.detach()
+                 for name, value in given.items()}  # fmt: skip
+        clean = {name: value.clone().requires_grad_() for name, value in clean.items()}
+        dy = gradient(c)
+        layer(given, c.offs).backward(dy)
+        layer(clean, c.offs).backward(dy[: c.rows])
+        for name, value in grads(clean).items():
+            torch.testing.assert_close(grads(given)[name][: len(value)], value)
+            assert not bool(grads(given)[name][len(value) :].any())
+
+
+def layer(given: dict[str, Any], offs: torch.Tensor) -> torch.Tensor:
+    return glulam.grouped_mlp(**given, offs=offs)
+
+
+class TestRefusals:
+    def test_out(self) -> None:
+        c = small()
+        out = torch.zeros(c.rows, 5, dtype=F64)
+        for call in (
+            lambda: glulam.grouped_mlp(**leaves(c), offs=c.offs, out=out),
+            lambda: glulam.grouped_mm(leaves(c)["x"], c.w1, offs=c.offs, out=torch.zeros(c.rows, 8, dtype=F64)),
+            lambda: torch.ops.glulam.grouped_mm_out(
+                leaves(c)["x"], [c.w1], c.offs, None, None, None, False, torch.zeros(c.rows, 8, dtype=F64)
+            ),
+        ):
+            with pytest.raises(glulam.GradientNotSupported, match="out is given"):
+                call()
+
+    def test_operators_without_a_gradient(self) -> None:
+        c = small()
+        given = leaves(c)
+        for arguments in ({"x": given["x"], "w1": c.w1}, {"x": c.x, "w1": given["w1"]}):
+            with pytest.raises(glulam.GradientNotSupported, match="grouped_glu has no gradient"):
+                glulam.grouped_glu(**arguments, offs=c.offs)
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "words"),
+        [
+            ({"w2": torch.zeros(4, 5, 8, dtype=F64)}, ValueError, r"w2 has shape \[4, 5, 8\]"),
+            ({"recompute": 1}, TypeError, "recompute is 1"),
+            ({"recipe": "fp8"}, ValueError, "recipe is 'fp8'"),
+            ({"x": torch.zeros(9, 5, requires_grad=True)}, TypeError, "w1 is torch.float64 but x is torch.float32"),
+            ({"offs": None, "splits": [1, 2, 3]}, ValueError, r"splits has shape \[3\]"),
+            ({"offs": None, "splits": [9, 9, 9, 9]}, ValueError, "splits sum to 36"),
+            ({"offs": None, "splits": "many"}, TypeError, "splits is a str"),
+            ({"offs": None}, ValueError, "got neither offs nor splits"),
+            ({"splits": SIZES}, ValueError, "got both offs and splits"),
+            ({"activation": "relu"}, ValueError, "activation is 'relu'"),
+        ],
+    )
+    def test_errors_are_those_of_the_operator(self, changes: Any, error: Any, words: str) -> None:
+        c = small()
+        with pytest.raises(error, match=f"^grouped_mlp: {words}"):
+            glulam.grouped_mlp(**{**leaves(c), "offs": c.offs, **changes})
+
+
+COMPILED: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
+    "mlp": layer,
+    "mlp, recompute": lambda g, offs: glulam.grouped_mlp(**g, splits=SIZES, recompute=True),
+    "mlp, lists": lambda g, offs: glulam.grouped_mlp(
+        g["x"] * 2, list(g["w1"].unbind()), list(g["w2"].unbind()), offs=offs, b2=list(g["b2"].unbind())
+    ),
+    "mlp, x and w2 only": lambda g, offs: glulam.grouped_mlp(g["x"], g["w1"].detach(), g["w2"], offs=offs),
+    "mm": lambda g, offs: glulam.grouped_mm(g["x"], g["w1"], offs=offs, bias=g["b1"], bias_scale=g["row_scale"]),
+    "mm, transposed": lambda g, offs: glulam.grouped_mm(g["x"], g["w2"], offs=offs, transpose_w=True),
+}
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self) -> Iterator[None]:
+        torch.compiler.reset()
+        yield
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    @pytest.mark.parametrize("name", COMPILED)
+    def test_fullgraph(self, name: str, dynamic: bool) -> None:
+        c = small()
+        eager, compiled = leaves(c), leaves(c)
+        COMPILED[name](eager, c.offs).square().sum().backward()
+        call = torch.compile(COMPILED[name], backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        call(compiled, c.offs).square().sum().backward()
+        for grad, value in grads(eager).items():
+            torch.testing.assert_close(grads(compiled)[grad], value)
+        assert grads(eager).keys() == grads(compiled).keys()
+
+    def test_frozen_inputs_are_frozen_in_the_graph(self) -> None:
+        """The backward graph has no weight gradient where weights are frozen."""
+        c = small()
+        graphs: list[str] = []
+
+        def note(module: Any, _: Any) -> Any:
+            graphs.append(module.print_readable(print_output=False))
+            return torch._functorch.aot_autograd.make_boxed_func(module.forward)
+
+        from torch._dynamo.backends.common import aot_autograd
+
+        given = leaves(c, ("x",))
+        call = torch.compile(layer, backend=aot_autograd(fw_compiler=note, bw_compiler=note), fullgraph=True)
+        call(given, c.offs).sum().backward()
+        forward, backward = graphs
+        assert "grouped_glu_preact" in forward and "grouped_dglu" in backward and "grouped_wgrad" not in backward
+
+
+@pytest.mark.parametrize("name", ["x", "w2"])
+def test_the_registered_operator_is_differentiable(name: str) -> None:
+    c = small()
+    given, want = leaves(c, (name,)), leaves(c, (name,))
+    form = ("swiglu", "concat", 7.0, 1.702, 1.0)
+    torch.ops.glulam.grouped_mlp(
+        given["x"], [given["w1"]], [given["w2"]], c.offs, None, None, None, None, *form, "bf16", False
+    ).sum().backward()
+    glulam.grouped_mlp(want["x"], want["w1"], want["w2"], offs=c.offs).sum().backward()
+    assert_same(grads(given), grads(want))
+
+
+def test_gradients_are_finite_where_numbers_are_large() -> None:
+    """Saturated sigmoids and exponentials that overflow do not turn into NaN."""
+    for form in activation_forms():
+        h = torch.tensor([[-300.0, -20.0, 20.0, 300.0] * 16], requires_grad=True)
+        w2 = torch.eye(64 if form[0] not in GATED else 32)[None]
+        got = glulam.grouped_dglu(
+            torch.ones(1, w2.shape[2]), w2, h.detach(), splits=[1], activation=form[0], glu_layout=form[1]
+        )
+        assert math.isfinite(float(got.dpreact.sum())), form

@@ -1,0 +1,406 @@
+"""The modules: construction, forward and gradients, main_grad, delayed weight gradients, state in both layouts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import same_bits
+from support.fake_gpu import FakeGpu
+from torch import nn
+
+import glulam
+from glulam.nn import GroupedLinear, GroupedMLP, convert_optimizer_state, convert_state_dict
+
+pytest_plugins = ["support.fixtures"]
+
+E, H, I, OUT = 4, 16, 32, 24  # noqa: E741
+SIZES = [5, 0, 7, 3]
+ROWS = sum(SIZES)
+F64, BF16 = torch.float64, torch.bfloat16
+LAYOUTS = pytest.mark.parametrize("packed", [True, False])
+
+
+def mlp(packed: bool = True, **options: Any) -> GroupedMLP:
+    torch.manual_seed(1)
+    return GroupedMLP(E, H, I, **{"bias": True, "packed": packed, "dtype": F64, **options})
+
+
+def linear(packed: bool = True, **options: Any) -> GroupedLinear:
+    torch.manual_seed(1)
+    return GroupedLinear(E, H, OUT, **{"bias": True, "packed": packed, "dtype": F64, **options})
+
+
+def batch(dtype: torch.dtype = F64) -> torch.Tensor:
+    return torch.randn(ROWS, H, generator=torch.Generator().manual_seed(3), dtype=F64).to(dtype)
+
+
+def scale() -> torch.Tensor:
+    return torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) + 0.5
+
+
+def packed_grads(module: nn.Module, name: str = "grad") -> dict[str, torch.Tensor]:
+    """By packed parameter name, whichever the layout."""
+    values = {key: getattr(p, name) for key, p in module.named_parameters() if getattr(p, name, None) is not None}
+    twin = copy.deepcopy(module)
+    for child in twin.modules():
+        if isinstance(child, GroupedLinear):
+            child.packed = True
+    return convert_state_dict(values, twin)
+
+
+def attach_main_grads(module: nn.Module, dtype: torch.dtype, value: float, **flags: bool) -> None:
+    for name, parameter in module.named_parameters():
+        if "weight" in name:
+            parameter.main_grad = torch.full_like(parameter, value, dtype=dtype, requires_grad=False)
+            for flag, setting in flags.items():
+                setattr(parameter, flag, setting)
+
+
+class TestConstruction:
+    @LAYOUTS
+    def test_parameters(self, packed: bool) -> None:
+        shapes = {name: tuple(p.shape) for name, p in linear(packed).named_parameters()}
+        if packed:
+            assert shapes == {"weight": (E, OUT, H), "bias": (E, OUT)}
+        else:
+            assert shapes == {f"{n}{e}": s for n, s in (("weight", (OUT, H)), ("bias", (OUT,))) for e in range(E)}
+        module = mlp(packed, activation="silu", out_features=OUT)
+        assert sum(p.numel() for p in module.fc1.parameters()) == E * (I * H + I)
+        assert sum(p.numel() for p in module.fc2.parameters()) == E * (OUT * I + OUT)
+        assert not list(mlp(packed, bias=False).fc1.named_parameters())[-1][0].startswith("bias")
+
+    @LAYOUTS
+    def test_reset_parameters(self, packed: bool) -> None:
+        module = mlp(packed)
+        for child, width in ((module.fc1, H), (module.fc2, I)):
+            for parameter in child.parameters():
+                assert 0.5 * width**-0.5 < float(parameter.detach().abs().max()) <= width**-0.5
+        before = [p.detach().clone() for p in module.parameters()]
+        module.reset_parameters()
+        assert not any(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+    @LAYOUTS
+    def test_meta_device(self, packed: bool) -> None:
+        module = mlp(packed, device="meta", dtype=BF16)
+        assert all(p.is_meta and p.dtype == BF16 for p in module.parameters())
+        module.to_empty(device="cpu").reset_parameters()
+        assert module(batch(BF16), splits=SIZES).shape == (ROWS, H)
+        other = mlp(packed, device="meta")
+        other.load_state_dict(mlp(not packed).state_dict(), assign=True)
+        assert same_bits(other(batch(), splits=SIZES), mlp(not packed)(batch(), splits=SIZES))
+
+    def test_repr(self) -> None:
+        text = repr(mlp(False, activation="geglu", recompute=True, delay_wgrad=True))
+        assert "(fc1): GroupedLinear(num_experts=4, in_features=16, out_features=64, bias=True, packed=False)" in text
+        assert "activation='geglu'" in text and "recompute=True" in text and "delay_wgrad=True" in text
+        assert "limit" not in text and "glu_layout='interleaved'" in repr(mlp(glu_layout="interleaved"))
+        assert "delay_wgrad=True" in repr(linear(delay_wgrad=True))
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"num_experts": 0}, ValueError, "num_experts is 0"),
+            ({"hidden_size": 1.5}, TypeError, "hidden_size is 1.5"),
+            ({"intermediate_size": True}, TypeError, "intermediate_size is True"),
+            ({"activation": "swish"}, ValueError, "activation is 'swish'"),
+            ({"activation": "silu", "glu_layout": "interleaved"}, ValueError, "no gate to lay out"),
+            ({"intermediate_size": 48, "glu_layout": "interleaved32"}, ValueError, "multiple of 32"),
+            ({"limit": -1.0}, ValueError, "limit is -1.0"),
+            ({"recipe": "fp8"}, ValueError, "recipe is 'fp8'"),
+            ({"packed": 1}, TypeError, "packed is 1"),
+            ({"recompute": "yes"}, TypeError, "recompute is 'yes'"),
+            ({"delay_wgrad": None}, TypeError, "delay_wgrad is None"),
+            ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
+        ],
+    )
+    def test_refusals(self, options: dict[str, Any], error: Any, words: str) -> None:
+        sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
+        with pytest.raises(error, match=words):
+            GroupedMLP(**{**sizes, **options})
+
+    def test_refusals_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
+        with pytest.raises(TypeError, match="dtype is torch.float32.*torch.bfloat16"):
+            GroupedLinear(E, H, OUT)
+        with pytest.raises(ValueError, match="dimension of 12 elements.*multiple of 8"):
+            GroupedLinear(E, 12, OUT, dtype=BF16)
+
+
+@LAYOUTS
+class TestForwardAndGradients:
+    def test_linear(self, packed: bool) -> None:
+        module, x, s = linear(packed), batch().requires_grad_(), scale()
+        y = module(x, splits=SIZES, bias_scale=s)
+        w, b = (packed_grads(module, "data")[name] for name in ("weight", "bias"))
+        assert same_bits(y, glulam.grouped_mm(x, w, splits=SIZES, bias=b, bias_scale=s))
+        y.sum().backward()
+        assert set(packed_grads(module)) == {"weight", "bias"} and x.grad is not None
+
+    def test_mlp(self, packed: bool) -> None:
+        offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+        for options in ({}, {"recompute": True, "activation": "geglu", "glu_layout": "interleaved"}):
+            module, s = mlp(packed, **options), scale()
+            p = packed_grads(module, "data")
+            names = {"w1": "fc1.weight", "w2": "fc2.weight", "b1": "fc1.bias", "b2": "fc2.bias"}
+            named = {n: p[k].clone().requires_grad_() for n, k in names.items()}
+            want = glulam.grouped_mlp(batch(), offs=offs, row_scale=s, **named, **options)
+            got = module(batch(), offs=offs, row_scale=s)
+            assert same_bits(got, want)
+            for y in (got, want):
+                y.square().sum().backward()
+            for n, k in names.items():
+                torch.testing.assert_close(packed_grads(module)[k], named[n].grad)
+
+    def test_out(self, packed: bool) -> None:
+        module, out = mlp(packed), torch.zeros(ROWS, H, dtype=F64)
+        with torch.no_grad():
+            assert module(batch(), splits=SIZES, out=out) is out
+        assert bool(out.any())
+        with pytest.raises(glulam.GradientNotSupported, match="out is given"):
+            module(batch(), splits=SIZES, out=out)
+
+    def test_compiled(self, packed: bool) -> None:
+        torch.compiler.reset()
+        eager, compiled = mlp(packed), mlp(packed)
+        offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+        call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+        for run in (eager, call):
+            run(batch(), offs=offs, row_scale=scale()).square().sum().backward()
+        for name, value in packed_grads(eager).items():
+            torch.testing.assert_close(packed_grads(compiled)[name], value)
+
+    def test_an_optimizer_learns(self, packed: bool) -> None:
+        module, target = mlp(packed), torch.randn(ROWS, H, dtype=F64)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (module(batch(), splits=SIZES) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.5 * losses[0]
+
+
+MODULES: dict[str, Callable[..., Any]] = {"linear": linear, "mlp": mlp}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kind", MODULES)
+class TestMainGrad:
+    def reference(self, kind: str, packed: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        module = MODULES[kind](packed, dtype=dtype)
+        module(batch(dtype), splits=SIZES).sum().backward()
+        return packed_grads(module)
+
+    @pytest.mark.parametrize(("dtype", "wide"), [(F64, F64), (BF16, torch.float32), (BF16, BF16)])
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_accumulates_or_overwrites(
+        self, kind: str, packed: bool, dtype: torch.dtype, wide: torch.dtype, overwrite: bool
+    ) -> None:
+        module = MODULES[kind](packed, dtype=dtype)
+        attach_main_grads(module, wide, 1.0, overwrite_main_grad=overwrite, grad_added_to_main_grad=False)
+        for _ in range(2):
+            module(batch(dtype), splits=SIZES).sum().backward()
+        main, want = packed_grads(module, "main_grad"), self.reference(kind, packed, dtype)
+        for name, value in main.items():
+            expected = want[name].to(wide) * (1 if overwrite else 2) + (0 if overwrite else 1)
+            torch.testing.assert_close(value, expected, rtol=0.05 if dtype == BF16 else 1e-9, atol=1e-2)
+        assert {name for name in want if "weight" in name} == main.keys()
+        for name, parameter in module.named_parameters():
+            if "weight" in name:
+                assert parameter.grad_added_to_main_grad and parameter.grad.shape == parameter.shape, "the dummy"
+            else:
+                assert parameter.grad is not None, "biases go to autograd"
+
+    def test_without_the_flag_there_is_no_dummy(self, kind: str, packed: bool) -> None:
+        module = MODULES[kind](packed)
+        attach_main_grads(module, F64, 0.0)
+        module(batch(), splits=SIZES).sum().backward()
+        assert all(p.grad is None for n, p in module.named_parameters() if "weight" in n)
+
+    def test_zero_dummies(self, kind: str, packed: bool) -> None:
+        module = MODULES[kind](packed)
+        attach_main_grads(module, F64, 0.0, grad_added_to_main_grad=False, zero_out_wgrad=True)
+        module(batch(), splits=SIZES).sum().backward()
+        assert not any(bool(p.grad.any()) for n, p in module.named_parameters() if "weight" in n)
+
+    def test_compiled_code_breaks_its_graph_there(self, kind: str, packed: bool) -> None:
+        """A main_grad is written outside of any graph, the same as without a compiler."""
+        torch.compiler.reset()
+        eager, compiled = MODULES[kind](packed), MODULES[kind](packed)
+        call = torch.compile(compiled, backend="aot_eager")
+        for module, run in ((eager, eager), (compiled, call)):
+            attach_main_grads(module, F64, 1.0)
+            (run(batch() * 2, splits=SIZES) * 3).sum().backward()
+        for name, value in packed_grads(eager, "main_grad").items():
+            torch.testing.assert_close(packed_grads(compiled, "main_grad")[name], value)
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="outside_traces"):
+            torch.compile(compiled, backend="aot_eager", fullgraph=True)(batch(), splits=SIZES)
+
+    def test_data_gradients_are_the_same(self, kind: str, packed: bool) -> None:
+        plain, fused = MODULES[kind](packed), MODULES[kind](packed)
+        attach_main_grads(fused, F64, 0.0)
+        xs = [batch().requires_grad_() for _ in range(2)]
+        for module, x in zip((plain, fused), xs, strict=True):
+            module(x, splits=SIZES).square().sum().backward()
+        assert same_bits(xs[0].grad, xs[1].grad)
+
+    def test_refusals(self, kind: str, packed: bool) -> None:
+        for change, error, words in (
+            (lambda p: torch.zeros(3), ValueError, r"main_grad has shape \[3\]"),
+            (lambda p: torch.zeros(p.mT.shape, dtype=p.dtype).mT, ValueError, "contiguous"),
+            (lambda p: torch.zeros_like(p, dtype=BF16), TypeError, "main_grad is torch.bfloat16; .*torch.float64"),
+        ):
+            module = MODULES[kind](packed)
+            for name, parameter in module.named_parameters():
+                if "weight" in name:
+                    parameter.main_grad = change(parameter.detach())
+            with pytest.raises(error, match=words):
+                module(batch(), splits=SIZES)
+            with torch.no_grad():
+                module(batch(), splits=SIZES)
+
+
+def test_main_grads_of_some_experts_only() -> None:
+    module = linear(False)
+    module.weight1.main_grad = torch.zeros_like(module.weight1.data)
+    with pytest.raises(ValueError, match="weight0 has no main_grad but others have"):
+        module(batch(), splits=SIZES)
+
+
+def test_experts_that_overwrite_beside_experts_that_add() -> None:
+    module, plain = linear(False), linear(False)
+    attach_main_grads(module, F64, 5.0)
+    module.weight2.overwrite_main_grad = True
+    for one in (module, plain):
+        one(batch(), splits=SIZES).sum().backward()
+    for e in range(E):
+        added = 0 if e == 2 else 5
+        torch.testing.assert_close(getattr(module, f"weight{e}").main_grad, getattr(plain, f"weight{e}").grad + added)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kind", MODULES)
+class TestDelay:
+    @pytest.mark.parametrize("main_grads", [False, True])
+    def test_backward_dw(self, kind: str, packed: bool, main_grads: bool) -> None:
+        """Three passes, two of them pending at once; the sums are those of an ordinary module."""
+        plain, delayed = MODULES[kind](packed), MODULES[kind](packed, delay_wgrad=True)
+        name = "main_grad" if main_grads else "grad"
+        if main_grads:
+            attach_main_grads(delayed, F64, 0.0)
+        inputs = [batch() * factor for factor in (1.0, 2.0, -0.5)]
+        for x in inputs:
+            plain(x, splits=SIZES).square().sum().backward()
+        for x in inputs[:2]:
+            delayed(x, splits=SIZES).square().sum().backward()
+        weights = [p for n, p in delayed.named_parameters() if "weight" in n]
+        assert all(p.grad is None for p in weights)
+        delayed.backward_dw()
+        delayed.backward_dw()
+        delayed(inputs[2], splits=SIZES).square().sum().backward()
+        delayed.backward_dw()
+        got, want = packed_grads(delayed, name), packed_grads(plain)
+        for key in want:
+            torch.testing.assert_close(got[key] if "weight" in key else packed_grads(delayed)[key], want[key])
+        with pytest.raises(RuntimeError, match="no weight gradient is pending"):
+            delayed.backward_dw()
+
+    def test_refused_without_the_option(self, kind: str, packed: bool) -> None:
+        with pytest.raises(RuntimeError, match="delay_wgrad=True"):
+            MODULES[kind](packed).backward_dw()
+
+    def test_frozen_weights_leave_nothing(self, kind: str, packed: bool) -> None:
+        module = MODULES[kind](packed, delay_wgrad=True).requires_grad_(False)
+        module(batch().requires_grad_(), splits=SIZES).sum().backward()
+        with pytest.raises(RuntimeError, match="no weight gradient is pending"):
+            module.backward_dw()
+
+
+class TestStateDicts:
+    @pytest.mark.parametrize("kind", MODULES)
+    @pytest.mark.parametrize("source", [True, False])
+    @pytest.mark.parametrize("target", [True, False])
+    def test_either_layout_loads_into_either(self, kind: str, source: bool, target: bool) -> None:
+        of, into = MODULES[kind](source), MODULES[kind](target)
+        for parameter in of.parameters():
+            parameter.data.normal_()
+        state = of.state_dict()
+        keys = list(state)
+        holder_of, holder_into = nn.Sequential(of), nn.Sequential(into)
+        holder_into.load_state_dict(holder_of.state_dict())
+        assert same_bits(into(batch(), splits=SIZES), of(batch(), splits=SIZES))
+        assert list(of.state_dict()) == keys
+        converted = convert_state_dict(state, into)
+        assert converted.keys() == into.state_dict().keys() and list(state) == keys
+        MODULES[kind](target).load_state_dict(converted)
+
+    def test_incomplete_or_ambiguous_sets_are_left_alone(self) -> None:
+        listed, packed = linear(False).state_dict(), linear(True).state_dict()
+        lacking = {key: value for key, value in listed.items() if key != "weight2"}
+        both = {**listed, **packed}
+        more = {**listed, "weight4": listed["weight0"]}
+        odd = {**listed, "weight1": torch.zeros(1)}
+        for state, words in (
+            (lacking, 'Missing key.*"weight".*Unexpected key.*"weight0"'),
+            (both, 'Unexpected key.*"weight0"'),
+            (more, 'Missing key.*"weight".*Unexpected key'),
+            (odd, 'Missing key.*"weight"'),
+        ):
+            with pytest.raises(RuntimeError, match=f"(?s){words}"):
+                linear(True).load_state_dict(state)
+        for state, words in (
+            ({**packed, "weight": packed["weight"][:3]}, 'Missing key.*"weight0".*Unexpected key.*"weight"'),
+            (both, 'Unexpected key.*"weight"'),
+            ({**packed, "weight1": listed["weight1"]}, 'Missing key.*"weight0"'),
+        ):
+            with pytest.raises(RuntimeError, match=f"(?s){words}"):
+                linear(False).load_state_dict(state)
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_optimizer_state(self, source: bool) -> None:
+        """A step after conversion is the step without it."""
+        of, into = mlp(source), mlp(not source)
+        into.load_state_dict(of.state_dict())
+        first, second = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (of, into))
+        of(batch(), splits=SIZES).square().sum().backward()
+        first.step()
+        by_name = {name: first.state[p] for name, p in of.named_parameters()}
+        converted = convert_optimizer_state(by_name, into)
+        assert converted.keys() == dict(into.named_parameters()).keys()
+        whole = convert_optimizer_state(
+            {"state": by_name, "param_groups": [{"lr": 0.1, "params": list(by_name)}]}, into
+        )
+        assert set(whole["param_groups"][0]["params"]) == whole["state"].keys() == converted.keys()
+        into.load_state_dict(of.state_dict())
+        for name, parameter in into.named_parameters():
+            second.state[parameter] = converted[name]
+        for module, optimizer in ((of, first), (into, second)):
+            optimizer.zero_grad()
+            module(batch(), splits=SIZES).square().sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(into(batch(), splits=SIZES), of(batch(), splits=SIZES))
+
+    def test_step_counts_that_differ_are_not_packed(self) -> None:
+        state = {f"weight{e}": {"step": torch.tensor(float(e)), "exp_avg": torch.zeros(OUT, H)} for e in range(E)}
+        assert convert_optimizer_state(state, linear(True)) == state
+
+
+@LAYOUTS
+def test_on_the_host_path(fake_gpu: FakeGpu, packed: bool) -> None:
+    """Into main_grad by the kernel itself: one launch a weight, whichever the layout."""
+    module = mlp(packed, dtype=BF16)
+    attach_main_grads(module, torch.float32, 1.0)
+    offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+    for _ in range(2):
+        fake_gpu.launches.clear()
+        module(batch(BF16), offs=offs, row_scale=scale()).sum().backward()
+    wgrads = [launch for launch in fake_gpu.launches if len(launch) == 11 and launch[2].dtype == torch.float32]
+    into_main = [launch for launch in wgrads if launch[8] == 1]
+    assert len(into_main) == 2 and all(bool(launch[6]) == (not packed) for launch in into_main)
+    assert all(p.main_grad.abs().sum() > 0 for n, p in module.named_parameters() if "weight" in n)
