@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 import ffi_bridge
-from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec, TileConfig, from_dict
+from cute_kernels.specs import (
+    GroupedDgluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    Spec,
+    TileConfig,
+    from_dict,
+)
 from ffi_bridge import BundleError
 
 from . import device as gpus
@@ -68,8 +76,8 @@ def _spec_from(fields: dict[str, Any]) -> Spec:
     """The spec that keywords describe; a grouped_mlp uses one tile for both of its GEMMs."""
     tile = _tile(fields)
     fields = {**fields, "tile": tile}
-    if "dtype" in fields:
-        fields["dtype"] = str(fields["dtype"]).removeprefix("torch.")
+    for name in fields.keys() & {"dtype", "out_dtype"}:
+        fields[name] = str(fields[name]).removeprefix("torch.")
     if fields.get("op") != "grouped_mlp":
         return from_dict(fields)
     fc2 = {name: value for name, value in fields.items() if name in ("dtype", "arch", "tile")}
@@ -91,11 +99,11 @@ def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
 
     Args:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:
-        op: "grouped_mm", "grouped_glu" or "grouped_mlp";
+        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu" or "grouped_wgrad";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
         tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1); schedule:
             "cooperative";
-        activation, glu_layout, save_preact, transpose_w, arch: as the spec's fields.
+        activation, glu_layout, save_preact, transpose_w, out_dtype, arch: as the spec's fields.
 
     Returns:
         The spec of the kernel.
@@ -129,6 +137,11 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, GroupedMmSpec):
         return [matrix, weight, matrix, *groups, *addresses, 0, *launch]
+    if isinstance(spec, GroupedWgradSpec):
+        return [matrix, matrix, weight.to(getattr(torch, spec.out_dtype)), *groups, *addresses, *launch]
+    if isinstance(spec, GroupedDgluSpec):
+        h = matrix.repeat(1, 2 if spec.gated else 1)
+        return [matrix, weight, h, h, matrix, *groups, 0, 0, *addresses, *params, *launch]
     glu = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     w1 = weight.repeat(1, 2 if glu.gated else 1, 1)
     if isinstance(spec, GroupedMlpSpec):
