@@ -14,8 +14,9 @@ KERNELS := $(shell find cute_kernels -name '*.py')
 demo: $(BUNDLE)
 	$(BIN)/python -m glulam.demo $(ARGS)
 
+# One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
 test: $(BUNDLE)
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 $(ARGS)
 
 test-gpu: $(BUNDLE)
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

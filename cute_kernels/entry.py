@@ -185,8 +185,8 @@ class _Fakes:
         return make_fake_tensor(self.dtype, (self.rows, cols), stride=stride, assumed_align=16)
 
     def weight(self, rows: Any, cols: Any, dtype: type[cutlass.Numeric] | None = None) -> cute.Tensor:
-        """[E or 1, rows, cols]; the front checks that it is contiguous."""
-        stride = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+        """[E or 1, rows, cols]; rows without padding, which the repeated `cols` checks. Experts may lie apart."""
+        stride = (cute.sym_int64(divisibility=8), cols, 1)
         return make_fake_tensor(dtype or self.dtype, (cute.sym_int32(), rows, cols), stride=stride, assumed_align=16)
 
 

@@ -76,11 +76,11 @@ def interleave(
 
 def sleep_cycles(cycles: int) -> None:
     """Enqueues a kernel that spins for so many clock cycles: with 0, the thinnest launch that torch offers."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(cycles)
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _device_us(call: Call, calls: int) -> float:

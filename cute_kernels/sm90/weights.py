@@ -71,7 +71,7 @@ def weight_view(
     else:
         view = cute.make_layout((n_shape, cols, *address_shape), stride=(n_stride, 1, *address_stride))
     address = ExpertAddress(
-        table, _units(Int64(rows) * row_stride, w.element_type), _units(Int64(part_stride), w.element_type)
+        table, _units(Int64(w.stride[0]), w.element_type), _units(Int64(part_stride), w.element_type)
     )
     return cute.make_tensor(w.iterator, view), address
 

@@ -37,7 +37,7 @@ def _stack(library: Library, sets: list[Buffers]) -> Callable[[], None]:
 
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """The run as a graph, captured after one warm-up on a side stream as torch asks."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()

@@ -96,7 +96,7 @@ def sample_ms(call: Callable[[], object], device: str) -> float:
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     call()
     last.record()

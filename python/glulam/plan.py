@@ -2,8 +2,8 @@
 
 A call builds a key from the metadata that decides everything (shapes, dtypes, options), finds the plan and runs it.
 The key leaves out what the kernel's own entry checks at each call on the tensors that it takes as tensors: their
-dtype, device, rank, strides, base alignment and equal dimensions. It holds all there is to know of tensors that a
-kernel takes as bare addresses (group sizes, biases, scales), and the contiguity of weights, which nobody else checks.
+dtype, device, rank, strides (no padding within an expert), base alignment and equal dimensions. It holds all there is
+to know of tensors that a kernel takes as bare addresses (group sizes, biases, scales).
 """
 
 from __future__ import annotations

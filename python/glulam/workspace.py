@@ -12,6 +12,7 @@ Under CUDA graph capture nothing here is used: the memory must belong to the gra
 
 from __future__ import annotations
 
+import importlib
 import threading
 
 import torch
@@ -71,6 +72,8 @@ def _view(layout: Layout, stream: int) -> Tensor:
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
     view = buffer[: layout.num_bytes].view(layout.dtype).view(layout.shape)
+    if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
+        view = importlib.import_module("tvm_ffi").from_dlpack(view)
     _kept.views[layout, stream] = view
     return view
 

@@ -98,7 +98,7 @@ def grouped_glu(
                 bias_ = find("bias", bias)
             key = (
                 x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
-                w1_.shape, w1_.is_contiguous(), activation, glu_layout, limit, alpha, offset, return_preact,
+                w1_.shape, activation, glu_layout, limit, alpha, offset, return_preact,
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
                 None if bias is None else bare(bias_),
                 None if row_scale is None else bare(row_scale),

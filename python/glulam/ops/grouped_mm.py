@@ -89,7 +89,7 @@ def grouped_mm(
                 bias_ = find("bias", bias)
             key = (
                 x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
-                w_.shape, w_.is_contiguous(), transpose_w,
+                w_.shape, transpose_w,
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
                 None if bias is None else bare(bias_),
                 None if bias_scale is None else bare(bias_scale),
