@@ -227,6 +227,7 @@ def test_captured_once_replayed_with_other_routings() -> None:
             graph.replay()
         eager = glulam.grouped_dglu(dy, c.w2, h, offs=offs, row_scale=c.row_scale)
         assert all(same_bits(a[:used], b[:used]) for a, b in zip(got, eager, strict=True)), name
-        assert all(bool((value[used:] == 7).all()) for value in got), f"{name}: the tail was written"
+        assert all(bool((value[used:] == 7).all()) for value in got[:2]), f"{name}: the tail was written"
+        assert not bool(got.d_row_scale[used:].any()), f"{name}: d_row_scale starts as zeros at each replay"
         assert same_bits(out, glulam.grouped_wgrad(dy, c.x, offs=offs, out_dtype=F32)), name
         assert same_bits(db, glulam.grouped_bias_grad(dy, offs=offs, row_scale=c.row_scale)), name

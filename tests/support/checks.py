@@ -69,6 +69,10 @@ def check_dglu(c: Case, dy: Tensor, preact: Tensor, got: Any, form: Form = SWIGL
     dpreact, act, d_row_scale = got
     assert_close(dpreact, exact[0], same[0], c.rows)
     assert_close(act, exact[1], same[1], c.rows)
-    if d_row_scale is not None and c.rows:
+    if d_row_scale is None:
+        return
+    if c.rows == 1:  # one number, whose terms may cancel: torch's own error is no yardstick then
+        torch.testing.assert_close(d_row_scale[:1].double(), exact[2][:1], rtol=1e-3, atol=0)
+    elif c.rows:
         valid = (value[: c.rows][None] for value in (d_row_scale, exact[2], same[2]))
         assert_close(*valid, rows=1)
