@@ -62,6 +62,8 @@ DECODE = (
     dataclasses.replace(DEEPSEEK, name="DeepSeek decode", rows=256),
     dataclasses.replace(MIXTRAL, name="Mixtral decode", rows=64),
 )
+# SonicMoE's largest layer: 32768 tokens, each through 8 of 128 experts; d 4096, n 1024.
+SONIC = Case("SonicMoE 32768 x top-8", 128, 4096, 1024, 262144)
 # Small enough that the GPU is done before the host has launched again: what is left is the host's time.
 TINY = Case("tiny", 8, 512, 256, 64)
 
@@ -79,6 +81,11 @@ def forward_cases() -> list[Case]:
 def graph_cases() -> list[Case]:
     """The default cases of the graph suite: decode, where launch gaps show."""
     return [TINY, *with_routings(DECODE, ("zipf",))]
+
+
+def train_cases() -> list[Case]:
+    """The default cases of the train suite: layers as they are trained, thousands of rows an expert or skewed."""
+    return [*with_routings((QWEN3, DEEPSEEK), ("uniform", "dirichlet")), SONIC]
 
 
 def select(cases: list[Case], wanted: str | None) -> list[Case]:

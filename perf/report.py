@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .results import RESULTS, Result, read_all
-from .tables import Table, forward_tables, host_tables, tables_of
+from .tables import TRAIN_TITLES, Table, forward_tables, host_tables, tables_of, train_tables
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
@@ -14,7 +14,7 @@ HEAD = """# Measured
 Written by `python -m perf report` from the JSON files beside it; do not edit. Medians in microseconds, ± half the
 distance between the 10th and the 90th percentile. In brackets: the peer's time over ours, above 1 we are faster.
 A rate is in brackets a share of the machine's limit that binds first: cuBLAS 8192^3 or a device copy, same run.
-Contestants take turns within one run. Random data, BF16, SwiGLU, no bias, no row scale.
+Contestants take turns within one run. Random data, BF16, SwiGLU, no bias, no row scale but in `train`.
 """
 
 
@@ -53,6 +53,8 @@ def _summary_of(result: Result) -> list[str]:
         chosen = [table for table in forward_tables(result) if "FC2" not in table.title]
     elif result["suite"] == "host":
         chosen = host_tables(result)[-1:]
+    elif result["suite"] == "train":
+        chosen = [table for table in train_tables(result) if table.title == TRAIN_TITLES["layer"]]
     else:
         return []
     parts = [f"{result['stamp']['gpu']}, `{result['stamp']['command']}`, commit {result['stamp']['commit'][:12]}:"]
@@ -62,7 +64,7 @@ def _summary_of(result: Result) -> list[str]:
 
 
 def summary(results: list[Result]) -> str:
-    """The measured part of the main README: FC1, the MLP, and the host's share."""
+    """The measured part of the main README: FC1, the MLP, the host's share, and a layer's training."""
     parts = [part for result in results for part in _summary_of(result)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 

@@ -16,6 +16,12 @@ OP_TITLES = {
     "fc2": "FC2 (`grouped_mm`)",
     "mlp": "The whole MLP (`grouped_mlp`)",
 }
+TRAIN_TITLES = {
+    "layer": "Forward and backward of one MLP layer, all gradients (`grouped_mlp` under autograd)",
+    "dw1": "The weight gradient of w1 (`grouped_wgrad`)",
+    "dw2": "The weight gradient of w2 (`grouped_wgrad`)",
+    "dglu": "The gradient of the preactivation (`grouped_dglu`) against the GEMM in it",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +117,40 @@ def graph_tables(result: Result) -> list[Table]:
     return [Table("Wall time an MLP layer", header, [_graph_row(record, names) for record in result["records"]])]
 
 
+def _train_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
+    ours, case = _summary(record["times"][OURS]), Case(**record["case"])
+    own = f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
+    skew = f"{case.routing} ({record['skew']['max_over_mean']:.1f})"
+    tflops = record["flop"] / ours.median_us * 1e-6
+    reached = f"{tflops:.0f} TF/s ({100 * tflops / limits['cublas_8192_tflops']:.0f} %)"
+    peaks = (f"{peak * 1e-9:.2f}" for peak in record.get("peak_bytes", {}).values())
+    return (case.label, skew, own, reached, *(_peer_cell(record, name) for name in peers), *peaks)
+
+
+def train_tables(result: Result) -> list[Table]:
+    """One table an operation of training, and the host's time of a small layer."""
+    tables = []
+    for op, title in TRAIN_TITLES.items():
+        records = [record for record in result["records"] if record.get("op") == op]
+        if records:
+            peers = _peers(records)
+            peaks = (f"{name} peak GB" for name in records[0].get("peak_bytes", {}))
+            header = ("case", "routing (max/mean)", "glulam us", "rate (of limit)", *(f"{name} us" for name in peers))
+            rows = [_train_row(record, peers, result["limits"]) for record in records]
+            tables.append(Table(title, (*header, *peaks), rows))
+    items = [record for record in result["records"] if "item" in record]
+    rows = [(r["item"], *(f"{r[name]:.1f}" for name in ("median_us", "low_us", "high_us"))) for r in items]
+    return [
+        *tables,
+        Table("Host time of forward and backward, tiny layer", ("item", "median us", "10 %", "90 %"), rows),
+    ]
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "forward": forward_tables,
     "host": host_tables,
     "graph": graph_tables,
+    "train": train_tables,
 }
 
 

@@ -83,10 +83,10 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def _device_us(call: Call, calls: int) -> float:
+def _device_us(call: Call, calls: int, enqueue_us: float) -> float:
     """Mean device time of `calls` calls, enqueued behind a sleep so that the host's pace does not show."""
     start, end = _event(), _event()
-    sleep_cycles(int(calls * ENQUEUE_US * SLEEP_CYCLES_PER_US))
+    sleep_cycles(int(calls * enqueue_us * SLEEP_CYCLES_PER_US))
     start.record()
     for number in range(calls):
         call(number)
@@ -95,17 +95,20 @@ def _device_us(call: Call, calls: int) -> float:
     return float(start.elapsed_time(end)) * 1e3 / calls
 
 
-def device_sampler(call: Call) -> Sampler:
-    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw."""
+def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
+    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw.
+
+    enqueue_us: more than the host needs to enqueue one call.
+    """
     for number in range(WARM_UP_CALLS):
         call(number)
-    calls = min(max(math.ceil(SAMPLE_US / _device_us(call, 1)), 1), MAX_CALLS_PER_SAMPLE)
-    return lambda: _device_us(call, calls)
+    calls = min(max(math.ceil(SAMPLE_US / _device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
+    return lambda: _device_us(call, calls, enqueue_us)
 
 
-def measure_device(calls: Mapping[str, Call], budget_s: float) -> dict[str, Summary]:
+def measure_device(calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US) -> dict[str, Summary]:
     """Device time of each call, CUDA events, interleaved; microseconds."""
-    return interleave({name: device_sampler(call) for name, call in calls.items()}, budget_s)
+    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s)
 
 
 def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:

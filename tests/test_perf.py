@@ -11,13 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf import __main__ as cli
-from perf import contestants, report, results, stamp, tables
-from perf.cases import DECODE, MIXTRAL, OPS, PREFILL, QWEN3, TINY, Case, forward_cases, graph_cases, select
+from perf import contestants, report, results, stamp, tables, training
+from perf.cases import (
+    DECODE,
+    DEEPSEEK,
+    MIXTRAL,
+    OPS,
+    PREFILL,
+    QWEN3,
+    SONIC,
+    TINY,
+    Case,
+    forward_cases,
+    graph_cases,
+    select,
+    train_cases,
+)
 from perf.options import Options
 from perf.problem import MAX_COPIES, ROTATION_BYTES, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
 from perf.suites import SUITES
 from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, WITH_OUT, WITHOUT_OUT, derived
+from perf.suites.train import HOST_ITEMS
 from perf.timing import Summary, interleave, percentile, summarise
 
 # Cases
@@ -246,6 +261,77 @@ def test_a_quack_that_does_not_run_is_left_out_with_a_warning(monkeypatch):
         assert [library.name for library in contestants.libraries("default")] == ["glulam", "dense", "torch"]
 
 
+# Training
+
+
+def training_data(**changes):
+    return training.make_data(dataclasses.replace(TINY, routing="dirichlet", **changes), device="cpu")
+
+
+def test_train_cases_are_trained_layers():
+    cases = train_cases()
+    assert len(set(cases)) == len(cases) == 5 and SONIC in cases
+    for case in (QWEN3, DEEPSEEK):
+        assert {c.routing for c in cases if c.name == case.name} == {"uniform", "dirichlet"}
+    assert SONIC.rows == 32768 * 8 and (SONIC.hidden, SONIC.intermediate, SONIC.experts) == (4096, 1024, 128)
+
+
+def test_training_counts_three_forwards():
+    assert training.flop(SONIC, "layer") == 3 * 6 * SONIC.rows * SONIC.hidden * SONIC.intermediate
+    backward = sum(training.flop(SONIC, op) for op in ("dw1", "dw2"))
+    assert 3 * backward == training.flop(SONIC, "layer")
+    assert training.flop(SONIC, "dglu") == SONIC.flop("fc2")
+
+
+@pytest.mark.parametrize("op", training.OPS)
+def test_every_contestant_of_training_passes_the_check(op):
+    errors = {name: error for name, (_, error) in training.competing(training_data(), op).items()}
+    assert set(errors) == set(training.contestants(op)) and next(iter(errors)) == training.OURS
+    assert max(errors.values()) <= training.MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize("item", HOST_ITEMS)
+def test_host_items_of_training_compute_the_layer(item):
+    d = training_data()
+    wanted = tuple(tensor.clone() for tensor in training.torch_layer(d))
+    assert training.relative_error(HOST_ITEMS[item](d), wanted) <= training.MAX_RELATIVE_ERROR
+
+
+def test_gradients_of_a_layer_do_not_add_up_over_calls():
+    d = training_data()
+    first = [tensor.clone() for tensor in training.our_layer(d)]
+    assert all(map(torch.equal, first, training.our_layer(d)))
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_one_wrong_gradient_is_not_timed(part):
+    def wrong(d):
+        return tuple(t * 1.1 if i == part else t for i, t in enumerate(training.torch_layer(d)))
+
+    d = training_data()
+    with pytest.raises(RuntimeError, match="wrong layer: relative error .* nothing was timed"):
+        training.check(d, "layer", "wrong", wrong, training.expected(d, "layer"))
+
+
+def test_not_a_number_is_the_largest_error():
+    one, nan = torch.ones(2), torch.full((2,), float("nan"))
+    error = training.relative_error((one * 9, nan, one), (one, one, one))
+    assert error != error
+
+
+def test_a_failing_peer_of_training_is_left_out_but_we_are_not(monkeypatch):
+    def fails(d):
+        raise RuntimeError("not on this GPU")
+
+    ours = training.contestants("dw1")[training.OURS]
+    monkeypatch.setattr(training, "contestants", lambda op: {"glulam": ours, "torch": fails})
+    with pytest.warns(UserWarning, match="dw1: torch is left out: not on this GPU"):
+        assert list(training.competing(training_data(), "dw1")) == ["glulam"]
+    monkeypatch.setattr(training, "contestants", lambda op: {"glulam": fails})
+    with pytest.raises(RuntimeError, match="not on this GPU"):
+        training.competing(training_data(), "dw1")
+
+
 # Results, tables, report
 
 
@@ -312,7 +398,25 @@ def graph_result():
     return results.make_result("graph", STAMP, LIMITS, [record])
 
 
-ALL_RESULTS = {"forward": forward_result, "host": host_result, "graph": graph_result}
+def train_record(op, **medians):
+    return {
+        "case": dataclasses.asdict(QWEN3),
+        "skew": {"max_over_mean": 1.0, "empty_experts": 0},
+        "op": op,
+        "flop": training.flop(QWEN3, op),
+        "errors": {},
+        "times": times(**medians),
+    }
+
+
+def train_result():
+    layer = {**train_record("layer", glulam=1500.0, torch=3000.0), "peak_bytes": {"glulam": 3e9, "torch": 4.5e9}}
+    kernels = [train_record(op, glulam=400.0, dense=350.0) for op in training.OPS if op != "layer"]
+    host = [{"item": name, **dataclasses.asdict(Summary(99.0, 98.0, 100.0, 3))} for name in HOST_ITEMS]
+    return results.make_result("train", STAMP, LIMITS, [layer, *kernels, *host])
+
+
+ALL_RESULTS = {"forward": forward_result, "host": host_result, "graph": graph_result, "train": train_result}
 
 
 def test_every_suite_has_tables_and_a_command():
@@ -335,6 +439,14 @@ def test_forward_table_shows_times_ratios_and_gaps():
     assert fc1.rows[0][2:] == ("2800 ± 10.0 %", "687 TF/s (88 %)", "2792 (1.00x)", "4200 (1.50x)")
     assert fc1.rows[1][-2:] == ("-", "300 (1.50x)")
     assert len(mlp.rows) == 1
+
+
+def test_train_tables_show_rates_ratios_and_peaks():
+    layer, dw1, dw2, dglu, host = tables.train_tables(train_result())
+    assert layer.header[-3:] == ("torch us", "glulam peak GB", "torch peak GB")
+    assert layer.rows[0][2:] == ("1500 ± 10.0 %", "618 TF/s (79 %)", "3000 (2.00x)", "3.00", "4.50")
+    assert dw1.header[-1] == "dense us" and dw1.rows[0][-2:] == ("515 TF/s (66 %)", "350 (0.88x)")
+    assert [row[1] for row in host.rows] == ["99.0"] * len(HOST_ITEMS)
 
 
 def test_host_differences_are_what_the_front_adds():
@@ -392,6 +504,7 @@ def test_report_fills_both_pages(tmp_path):
     assert "python -m perf forward" in page and "012345678" in page and "780 TF/s" in page
     assert main.startswith("# Before\n") and main.endswith("\nafter\n")
     assert "old numbers" not in main and "4200 (1.50x)" in main and "2.50" in main
+    assert "3000 (2.00x)" in main and "grouped_wgrad" in page and "grouped_wgrad" not in main
     report.write_report(tmp_path, readme)
     assert readme.read_text() == main
 

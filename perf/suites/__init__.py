@@ -9,9 +9,11 @@ from ..options import Options
 from .forward import run_forward
 from .graph import run_graph
 from .host import run_host
+from .train import run_train
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "forward": run_forward,
     "host": run_host,
     "graph": run_graph,
+    "train": run_train,
 }
