@@ -313,6 +313,24 @@ def test_one_wrong_gradient_is_not_timed(part):
         training.check(d, "layer", "wrong", wrong, training.expected(d, "layer"))
 
 
+@pytest.mark.parametrize(("op", "parts"), [("layer", (2, 3)), ("dw1", (0,)), ("dw2", (0,))])
+def test_only_torch_may_leave_the_gradients_of_empty_experts_unwritten(op, parts):
+    d = training_data(rows=6)
+    empty = d.sizes.index(0)
+    torchs = training.contestants(op)[training.TORCH]
+
+    def unwritten(d):
+        results = tuple(tensor.clone() for tensor in torchs(d))
+        for part in parts:
+            results[part][empty] = float("nan")
+        return results
+
+    wanted = tuple(tensor.clone() for tensor in training.expected(d, op))
+    assert training.check(d, op, training.TORCH, unwritten, wanted) <= training.MAX_RELATIVE_ERROR
+    with pytest.raises(RuntimeError, match="relative error nan"):
+        training.check(d, op, training.OURS, unwritten, wanted)
+
+
 def test_not_a_number_is_the_largest_error():
     one, nan = torch.ones(2), torch.full((2,), float("nan"))
     error = training.relative_error((one * 9, nan, one), (one, one, one))
