@@ -28,7 +28,7 @@ NO_PARAMS = (0.0, 0.0, 0.0)
 
 def _mm(spec: GroupedMmSpec) -> GroupedGemm:
     dtype = DTYPES[spec.dtype]
-    epilogue = LinearEpilogue(dtype, spec.tile.n)
+    epilogue = LinearEpilogue(dtype, spec.tile)
     return GroupedGemm(spec.name, dtype, spec.tile, epilogue, transposed=spec.transpose_w)
 
 

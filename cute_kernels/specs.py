@@ -15,7 +15,10 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
-SCHEDULES = ("cooperative",)
+SCHEDULES = {"cooperative": "coop", "pingpong": "pp"}
+# Float32 accumulators a thread can hold beside what an epilogue needs.
+MAX_ACCUMULATORS = 128
+PINGPONG_WARPGROUPS = 2
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
 TILE_K = (64,)
@@ -47,9 +50,10 @@ def _check_activation(activation: str, glu_layout: str) -> None:
 class TileConfig:
     """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
 
-    m: 64 rows for each MMA warpgroup. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte
-    swizzle row of 16-bit elements. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
-    cooperative: all MMA warpgroups work on one tile.
+    m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
+    of 16-bit elements. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
+    cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
+    that the epilogue of one hides behind the MMAs of the other.
     """
 
     m: int = 128
@@ -65,10 +69,34 @@ class TileConfig:
         _require("tile k", self.k, TILE_K)
         _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS)
         _require("schedule", self.schedule, SCHEDULES)
+        if self.slabs * self.n // 2 > MAX_ACCUMULATORS:
+            raise SpecError(
+                f"a {self.schedule} tile of {self.m} x {self.n} needs {self.slabs * self.n // 2} accumulators a thread, "
+                f"more than {MAX_ACCUMULATORS}; choose tile n={MAX_ACCUMULATORS * 2 // self.slabs} or fewer rows"
+            )
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.schedule == "pingpong"
+
+    @property
+    def warpgroups_per_tile(self) -> int:
+        """MMA warpgroups that share a tile."""
+        return 1 if self.takes_turns else self.m // 64
+
+    @property
+    def warpgroups(self) -> int:
+        """MMA warpgroups of a CTA."""
+        return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of 64 rows that a warpgroup has of its tile."""
+        return self.m // 64 // self.warpgroups_per_tile
 
     @property
     def name(self) -> str:
-        return f"t{self.m}x{self.n}x{self.k}_c{self.cluster_m}x{self.cluster_n}_coop"
+        return f"t{self.m}x{self.n}x{self.k}_c{self.cluster_m}x{self.cluster_n}_{SCHEDULES[self.schedule]}"
 
 
 @dataclasses.dataclass(frozen=True)

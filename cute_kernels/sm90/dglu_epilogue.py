@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, Epilogue, WarpgroupState, chunk_of, store_gate_pair
+from .epilogue import Addends, Epilogue, WarpgroupState, chunk_of, registers, store_gate_pair
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, Slots, halves
 from .tile_scheduler import Groups, WorkTile
 
@@ -64,8 +64,9 @@ class DgluEpilogue(Epilogue):
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
         self.spec = spec
         chunks = spec.tile.n // COLS
-        super().__init__(dtype, spec.tile.n, extra_chunks=chunks * (2 if spec.gated else 1))
+        super().__init__(dtype, spec.tile, extra_chunks=chunks * (2 if spec.gated else 1))
         self.glu_layout = spec.glu_layout
+        self.prefetches = not spec.tile.takes_turns
 
     def store_views(self, outputs: tuple) -> tuple:
         if self.spec.gated and self.glu_layout == "concat":
@@ -76,27 +77,32 @@ class DgluEpilogue(Epilogue):
         return DgluState(inputs, groups, slots, row_smem)
 
     @cute.jit
-    def begin(self, state: DgluState, work: WorkTile, index: Int32):
-        """The row scales, and the first chunk's preactivations: their latency hides behind the MMAs."""
-        scales = super().begin(state, work, index)
-        return scales, self._load_preact(state, work, index, 0)
+    def begin(self, state: DgluState, work: WorkTile, first_slab: Int32):
+        """The row scales and, where no other warpgroup's MMAs hide its latency, the first chunk's preactivations."""
+        scales = super().begin(state, work, first_slab)
+        return (scales, self._load_preact(state, work, first_slab, 0)) if self.prefetches else scales
 
     @cute.jit
     def finish(
-        self, state: DgluState, acc: cute.Tensor, prefetched: tuple, stores: tuple, work: WorkTile, index: Int32
+        self, state: DgluState, acc: cute.Tensor, prefetched: tuple, stores: tuple, work: WorkTile, first_slab: Int32
     ):
-        row = work.row + index * ROWS
-        scales, raw = prefetched
+        all_scales, raw = prefetched if const_expr(self.prefetches) else (prefetched, None)
         sums = cute.make_rmem_tensor(2, Float32)
-        sums.fill(0.0)
         chunks = self.tile_n // COLS
         per_chunk = 3 if const_expr(self.spec.gated) else 2
-        for chunk in cutlass.range_constexpr(chunks):
+        for i in cutlass.range_constexpr(self.slabs * chunks):
+            slab, chunk = i // chunks, i % chunks
+            if const_expr(chunk == 0):
+                sums.fill(0.0)
+            scales = registers(all_scales, 2 * slab, 2)
+            row = work.row + (first_slab + slab) * ROWS
             column = work.n_tile * self.tile_n + chunk * COLS
-            slot = chunk * per_chunk % SLOTS
-            outputs, d_a, d_u = self._backward(state, chunk_of(acc, chunk), raw, scales, sums)
-            if const_expr(chunk + 1 < chunks):
-                raw = self._load_preact(state, work, index, chunk + 1)
+            slot = i * per_chunk % SLOTS
+            if const_expr(not self.prefetches):
+                raw = self._load_preact(state, work, first_slab + slab, chunk)
+            outputs, d_a, d_u = self._backward(state, chunk_of(acc, i), raw, scales, sums)
+            if const_expr(self.prefetches and i + 1 < self.slabs * chunks):
+                raw = self._load_preact(state, work, first_slab + (i + 1) // chunks, (i + 1) % chunks)
             state.slots.put(outputs, stores[1], stores[1].tile(work, row, column), slot)
             if const_expr(self.spec.gated):
                 store_gate_pair(
@@ -104,11 +110,12 @@ class DgluEpilogue(Epilogue):
                 )
             else:
                 state.slots.put(d_a, stores[0], stores[0].tile(work, row, column), (slot + 1) % SLOTS)
-        if state.d_scale.result != 0:
-            self._reduce(state, sums, work, row)
+            if const_expr(chunk + 1 == chunks):
+                if state.d_scale.result != 0:
+                    self._reduce(state, sums, work, row)
 
     @cute.jit
-    def _load_preact(self, state: DgluState, work: WorkTile, index: Int32, chunk: cutlass.Constexpr[int]) -> tuple:
+    def _load_preact(self, state: DgluState, work: WorkTile, slab: Int32, chunk: cutlass.Constexpr[int]) -> tuple:
         """This thread's preactivations of one chunk, 16-bit, in the accumulators' order; zeros where there are none.
 
         A chunk that lies inside the group and the width, as most do, is read without a branch, at fixed distances from
@@ -118,9 +125,9 @@ class DgluEpilogue(Epilogue):
         a, u = cute.make_rmem_tensor(CHUNK_REGS, dtype), cute.make_rmem_tensor(CHUNK_REGS, dtype)
         a.fill(0.0)
         u.fill(0.0)
-        row = work.row + index * ROWS
+        row = work.row + slab * ROWS
         column = work.n_tile * self.tile_n + chunk * COLS
-        thread_row = row + state.row_in_tile
+        thread_row = row + state.row_in_slab
         thread_column = column + state.lane % 4 * 2
         if (row + ROWS <= work.group_end) & (column + COLS <= state.width):
             for i in cutlass.range_constexpr(CHUNK_REGS // 2):
@@ -194,7 +201,7 @@ class DgluEpilogue(Epilogue):
         partials = vector_at(Float32, state.d_scale.partials)
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)
-            at_row = row + state.row_in_tile + 8 * i
+            at_row = row + state.row_in_slab + 8 * i
             if (state.lane % 4 == 0) & (at_row < work.group_end):
                 partials[work.n_tile * state.num_rows + at_row] = total
         cute.arch.fence_acq_rel_gpu()

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import GroupedGluSpec
+from ..specs import GroupedGluSpec, TileConfig
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, THREADS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 
@@ -60,7 +60,7 @@ class WarpgroupState(Invariant):
         self.slots = slots
         self.sBias = sBias
         self.lane = slots.thread % 32
-        self.row_in_tile = slots.thread // 32 * 16 + self.lane // 4
+        self.row_in_slab = slots.thread // 32 * 16 + self.lane // 4
 
     def has_bias(self) -> cutlass.Boolean:
         return (self.addends.bias | self.addends.bias_table) != 0
@@ -70,22 +70,30 @@ class Epilogue(Invariant):
     """Compile-time half of an epilogue; a warpgroup calls `begin` before a tile's mainloop and `finish` after it.
 
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
-    scales a thread, and the tile's biases into the warpgroup's row of shared memory.
+    scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory. A warpgroup has the
+    `slabs` slabs of the tile from `first_slab` on.
 
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
-    chunks_per_tile: 64-column chunks that one tile stores, over all outputs.
+    chunks_per_slab: 64-column chunks that a slab of 64 rows stores, over all outputs.
     """
 
     def __init__(
-        self, dtype: type[cutlass.Numeric], tile_n: int, parts: int = 1, layout: str = "concat", extra_chunks: int = 0
-    ):
-        self.tile_n = tile_n
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
+        extra_chunks: int = 0,
+    ):  # fmt: skip
+        self.tile_n = tile.n
+        self.slabs = tile.slabs
         self.parts = parts
-        self.part_n = tile_n // parts
+        self.part_n = tile.n // parts
         self.layout = layout
         self.dtype = dtype
         self.slot_dtype = dtype
-        self.chunks_per_tile = self.part_n // COLS + extra_chunks
+        self.chunks_per_slab = self.part_n // COLS + extra_chunks
+
+    @property
+    def chunks_per_tile(self) -> int:
+        """Chunks that a warpgroup stores of a tile."""
+        return self.slabs * self.chunks_per_slab
 
     def make_state(self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor) -> WarpgroupState:
         return WarpgroupState(inputs, slots, row_smem)
@@ -98,21 +106,38 @@ class Epilogue(Invariant):
         """The element of the bias behind a column of a part of the tile; past the end where there is none."""
         return column
 
-    def finish(
-        self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
-    ) -> None:
-        """Turn accumulators into stores. Warpgroup `index` owns the tile's 64 rows from 64 index on."""
+    def finish_slab(
+        self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
+        first_slot: int,
+    ) -> None:  # fmt: skip
+        """Turn the accumulators of the 64 rows from `row` on into stores, the first of them from `first_slot`."""
         raise NotImplementedError
 
     @cute.jit
-    def begin(self, state: WarpgroupState, work: WorkTile, index: Int32) -> cute.Tensor:
-        """Fetch the biases into shared memory and return this thread's two row scales."""
-        scales = cute.make_rmem_tensor(2, Float32)
+    def finish(
+        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile,
+        first_slab: Int32,
+    ):  # fmt: skip
+        """Turn a warpgroup's accumulators into stores."""
+        for slab in cutlass.range_constexpr(self.slabs):
+            row = work.row + (first_slab + slab) * ROWS
+            first_slot = slab * self.chunks_per_slab % SLOTS
+            self.finish_slab(state, self.slab_of(acc, slab), registers(scales, 2 * slab, 2), stores, work, row, first_slot)
+
+    def slab_of(self, acc: cute.Tensor, slab: int) -> cute.Tensor:
+        """A thread's accumulators of one slab."""
+        count = cute.size(acc) // self.slabs
+        return registers(acc, slab * count, count)
+
+    @cute.jit
+    def begin(self, state: WarpgroupState, work: WorkTile, first_slab: Int32) -> cute.Tensor:
+        """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
+        scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
         if state.addends.scale != 0:
             scale = vector_at(Float32, state.addends.scale)
-            for i in cutlass.range_constexpr(2):
-                row = work.row + index * ROWS + state.row_in_tile + 8 * i
+            for i in cutlass.range_constexpr(2 * self.slabs):
+                row = work.row + (first_slab + i // 2) * ROWS + state.row_in_slab + i % 2 * 8
                 if row < work.group_end:
                     scales[i] = scale[row]
         if state.has_bias():
@@ -150,13 +175,14 @@ class LinearEpilogue(Epilogue):
     """y = acc + bias * scale[row]."""
 
     @cute.jit
-    def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
-    ):
+    def finish_slab(
+        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
+        first_slot: cutlass.Constexpr[int],
+    ):  # fmt: skip
         self._add_bias(state, acc, scales[0], scales[1])
         for chunk in cutlass.range_constexpr(self.tile_n // COLS):
-            tile = stores[0].tile(work, work.row + index * ROWS, work.n_tile * self.tile_n + chunk * COLS)
-            state.slots.put(chunk_of(acc, chunk), stores[0], tile, chunk % SLOTS)
+            tile = stores[0].tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
+            state.slots.put(chunk_of(acc, chunk), stores[0], tile, (first_slot + chunk) % SLOTS)
 
 
 class ActivationEpilogue(Epilogue):
@@ -168,7 +194,7 @@ class ActivationEpilogue(Epilogue):
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         self.spec = spec
         self.preact_chunks = spec.tile.n // COLS if spec.save_preact else 0
-        super().__init__(dtype, spec.tile.n, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
+        super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
 
     def store_views(self, outputs: tuple) -> tuple:
         if self.spec.save_preact and self.spec.gated and self.layout == "concat":
@@ -187,16 +213,17 @@ class ActivationEpilogue(Epilogue):
         return Int32(cutlass.select_(column < half, element, state.bias_size))
 
     @cute.jit
-    def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, index: Int32
-    ):
+    def finish_slab(
+        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
+        first_slot: cutlass.Constexpr[int],
+    ):  # fmt: skip
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
-            self._store_preact(state, acc, stores[1], work, work.row + index * ROWS)
+            self._store_preact(state, acc, stores[1], work, row, first_slot)
         for chunk in cutlass.range_constexpr(self.part_n // COLS):
             values = self._activated(state, acc, chunk, scales)
-            tile = stores[0].tile(work, work.row + index * ROWS, work.n_tile * self.part_n + chunk * COLS)
-            state.slots.put(values, stores[0], tile, (self.preact_chunks + chunk) % SLOTS)
+            tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * COLS)
+            state.slots.put(values, stores[0], tile, (first_slot + self.preact_chunks + chunk) % SLOTS)
 
     @cute.jit
     def _activated(
@@ -215,17 +242,20 @@ class ActivationEpilogue(Epilogue):
         return outputs
 
     @cute.jit
-    def _store_preact(self, state: WarpgroupState, acc: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32):
+    def _store_preact(
+        self, state: WarpgroupState, acc: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32,
+        first_slot: cutlass.Constexpr[int],
+    ):  # fmt: skip
         """The accumulators in the order that `glu_layout` gives the columns of w1."""
         for chunk in cutlass.range_constexpr(self.part_n // COLS):
             a = chunk_of(acc, chunk)
             if const_expr(self.spec.gated):
                 u = chunk_of(acc, self.part_n // COLS + chunk)
                 column = work.n_tile * self.part_n + chunk * COLS
-                store_gate_pair(state.slots, self.layout, a, u, target, work, row, column, 0)
+                store_gate_pair(state.slots, self.layout, a, u, target, work, row, column, first_slot)
             else:
                 tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
-                state.slots.put(a, target, tile, chunk % SLOTS)
+                state.slots.put(a, target, tile, (first_slot + chunk) % SLOTS)
 
 
 @cute.jit

@@ -54,7 +54,8 @@ class WgradEpilogue(Invariant):
         self.slot_dtype = dtype
         self.tile = tile
         self.cols = store.columns(dtype)
-        self.chunks_per_tile = tile.n // self.cols
+        self.chunks_per_slab = tile.n // self.cols
+        self.chunks_per_tile = tile.slabs * self.chunks_per_slab
 
     def make_state(
         self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, row_smem: cute.Tensor
@@ -62,7 +63,7 @@ class WgradEpilogue(Invariant):
         return WgradState(inputs, slots)
 
     @cute.jit
-    def begin(self, state: WgradState, work: sched.WorkTile, index: Int32) -> Boolean:
+    def begin(self, state: WgradState, work: sched.WorkTile, first_slab: Int32) -> Boolean:
         """Whether this tile adds to what dw holds."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
@@ -72,16 +73,17 @@ class WgradEpilogue(Invariant):
     @cute.jit
     def finish(
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: sched.WorkTile,
-        index: Int32,
+        first_slab: Int32,
     ):  # fmt: skip
         regs = store.ROWS * self.cols // store.THREADS
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
-        m = work.m_tile * (self.tile.m // store.ROWS) + index
+        first_m = work.m_tile * (self.tile.m // store.ROWS) + first_slab
         for chunk in cutlass.range_constexpr(self.chunks_per_tile):
             slot = chunk % store.SLOTS
             state.slots.fill(registers(acc, chunk * regs, regs), slot)
             state.slots.publish()
-            n = work.n_tile * self.chunks_per_tile + chunk
+            m = first_m + chunk // self.chunks_per_slab
+            n = work.n_tile * self.chunks_per_slab + chunk % self.chunks_per_slab
             tile = cute.local_tile(stores.tensor[None, None, lo, hi], (store.ROWS, self.cols), (m, n))
             if state.slots.is_storing_warp:
                 if adds:

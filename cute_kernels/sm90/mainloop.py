@@ -15,13 +15,16 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..specs import PINGPONG_WARPGROUPS, TileConfig
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .weights import ExpertAddress, expert_offset, lo_hi
 
 WARPS_PER_GROUP = 4
+THREADS_PER_GROUP = 32 * WARPS_PER_GROUP
 MMA_K = 16
+# Named barriers: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
+FIRST_TURN_BARRIER = 3
 
 
 class Operands(NamedTuple):
@@ -32,6 +35,45 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     extra: tuple
+
+
+class MmaTurns(Invariant):
+    """Which of two pingpong warpgroups may issue MMAs; nothing where warpgroups share a tile.
+
+    Named barrier FIRST_TURN_BARRIER + w: warpgroup w waits, the other arrives when it has issued a tile's last MMA. The
+    order is a matter of results, too: a warpgroup that waited for a stage more than a round of the ring early would
+    mistake an older phase of its barrier for its own.
+    """
+
+    def __init__(self, tile: TileConfig, warpgroup_index: Int32):
+        self.apply = tile.takes_turns
+        self.index = warpgroup_index
+
+    def is_mine(self, turn: Int32) -> Boolean | bool:
+        """Whether this warpgroup works on the tile of that number."""
+        return turn % PINGPONG_WARPGROUPS == self.index if self.apply else True
+
+    @cute.jit
+    def open(self):
+        """Before the first tile, which is warpgroup 0's."""
+        if const_expr(self.apply):
+            if self.index == 1:
+                self.pass_on()
+
+    @cute.jit
+    def wait(self):
+        if const_expr(self.apply):
+            cute.arch.barrier(
+                barrier_id=FIRST_TURN_BARRIER + self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS_PER_GROUP
+            )
+
+    @cute.jit
+    def pass_on(self):
+        if const_expr(self.apply):
+            cute.arch.barrier_arrive(
+                barrier_id=FIRST_TURN_BARRIER + 1 - self.index,
+                number_of_threads=PINGPONG_WARPGROUPS * THREADS_PER_GROUP,
+            )
 
 
 class Mainloop(Invariant):
@@ -51,7 +93,6 @@ class Mainloop(Invariant):
         self.dtype = dtype
         self.tile = tile
         self.stages = stages
-        self.num_mma_warpgroups = tile.m // 64
         self.a_major = a_major
         self.b_major = b_major
         self.cluster = cute.make_layout((tile.cluster_m, tile.cluster_n))
@@ -71,14 +112,14 @@ class Mainloop(Invariant):
         return (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
 
     def tiled_mma(self) -> cute.TiledMma:
-        """One 64 x tile.n wgmma a warpgroup, warpgroups stacked along rows."""
+        """64 x tile.n wgmmas, the warpgroups of a tile stacked along rows."""
         return sm90_utils.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             self.a_major,
             self.b_major,
             Float32,
-            (self.num_mma_warpgroups, 1, 1),
+            (self.tile.warpgroups_per_tile, 1, 1),
             (64, self.tile.n),
         )
 
@@ -90,7 +131,7 @@ class Mainloop(Invariant):
 
     def make_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaAsync:
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
-        consumers = peers * self.num_mma_warpgroups * WARPS_PER_GROUP
+        consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stages,
@@ -134,15 +175,16 @@ class Mainloop(Invariant):
     @cute.jit
     def mma(
         self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: MmaTurns,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+        """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
 
         One k-tile of wgmma stays in flight: the stage before it is released while it runs.
         """
         release = state.clone()
         if const_expr(self.may_be_empty):
             acc.fill(0.0)
+        turns.wait()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             warpgroup.fence()
@@ -157,6 +199,7 @@ class Mainloop(Invariant):
                 warpgroup.wait_group(1)
                 stages.consumer_release(release)
                 release.advance()
+        turns.pass_on()
         warpgroup.wait_group(0)
         if num_k_tiles > 0:
             stages.consumer_release(release)

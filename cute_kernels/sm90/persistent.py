@@ -6,11 +6,16 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
     1                    scheduler   ring (empty)                       ring (full)
     2, 3                 idle; they complete the warpgroup that gives its registers away
-    4 .. 4 + 4 n         MMA, n = tile.m / 64 warpgroups of 64 rows     stages (empty), ring (empty)
-                                     ring (tile), stages (full)
+    4 .. 4 + 4 n         MMA, n warpgroups              stages (empty), ring (empty), turns
+                                     ring (tile), stages (full), turns
 
-    ring    WorkRing, 2 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp (1 + 4 n).
-    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 an MMA warp of each CTA that shares them.
+    cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
+    other tile each; one's epilogue runs while the other's MMAs do.
+
+    ring    WorkRing, 4 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp (1 + 4 n). All warpgroups read it.
+    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, of each CTA
+            that shares them.
+    turns   pingpong only: MmaTurns, named barriers 3 + warpgroup.
     slots   2 staging slots a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
 """
 
@@ -26,7 +31,7 @@ from ..invariant import Invariant
 from ..specs import TileConfig
 from . import store
 from . import tile_scheduler as sched
-from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
+from .mainloop import WARPS_PER_GROUP, Mainloop, MmaTurns, Operands
 
 SMEM_BYTES = 227 * 1024
 # Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
@@ -44,7 +49,7 @@ class PersistentGemm(Invariant):
         self.dtype = dtype
         self.tile = tile
         self.epilogue = epilogue
-        self.num_warpgroups = tile.m // store.ROWS
+        self.num_warpgroups = tile.warpgroups
         self.threads = (1 + self.num_warpgroups) * store.THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n
 
@@ -161,20 +166,25 @@ class PersistentGemm(Invariant):
         stages, ring: sched.WorkRing, index: Int32,
     ):  # fmt: skip
         tiled_mma = mainloop.tiled_mma()
-        slice_layout = cute.make_layout(self.num_warpgroups, stride=store.THREADS)
-        thread_mma = tiled_mma.get_slice(slice_layout(index))
+        turns = MmaTurns(self.tile, index)
+        first_slab = Int32(0) if const_expr(self.tile.takes_turns) else index
+        thread_mma = tiled_mma.get_slice(first_slab * store.THREADS)
         tCrA = tiled_mma.make_fragment_A(thread_mma.partition_A(sA))
         tCrB = tiled_mma.make_fragment_B(thread_mma.partition_B(sB))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile.m, self.tile.n)), cutlass.Float32)
 
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
+        turns.open()
         work = ring.get(ring_state)
         while work.expert >= 0:
-            prefetched = self.epilogue.begin(state, work, index)
             num_k_tiles = mainloop.num_k_tiles(operands, work)
-            stage = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, stage)
-            self.epilogue.finish(state, acc, prefetched, stores, work, index)
+            if turns.is_mine(ring_state.count):
+                prefetched = self.epilogue.begin(state, work, first_slab)
+                stage = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, stage, turns)
+                self.epilogue.finish(state, acc, prefetched, stores, work, first_slab)
+            else:
+                stage.advance(num_k_tiles)
             ring_state.advance()
             work = ring.get(ring_state)
         state.slots.drain()

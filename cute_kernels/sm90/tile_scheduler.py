@@ -23,7 +23,8 @@ from ..specs import TileConfig
 # Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
 # and a weight tile is read from memory once for 8 uses.
 RASTER_BAND = 8
-STAGES = 2
+# Two tiles in work, by pingpong warpgroups, one being loaded, one to come.
+STAGES = 4
 SLOT_WORDS = 5
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
