@@ -146,7 +146,7 @@ class GroupedDgluEntry:
             columns = self.tile.n * self.tile.cluster_n
             inputs = DgluInputs(
                 Addends(Int64(0), Int64(0), scale), ActivationParams(limit, alpha, offset), w2.shape[1], preact,
-                act.shape[1], cute.ceil_div(act.shape[1], columns) * self.tile.cluster_n,
+                cute.ceil_div(act.shape[1], columns) * self.tile.cluster_n,
                 RowScaleGradient(d_scale, partials, counters),
             )  # fmt: skip
             sizes = (groups, group_form, num_groups)

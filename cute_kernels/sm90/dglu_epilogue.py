@@ -19,9 +19,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, Epilogue, WarpgroupState, chunk_of, registers, store_gate_pair
-from .store import CHUNK_REGS, COLS, ROWS, SLOTS, Slots, halves
+from .epilogue import Addends, Epilogue, TileShare, WarpgroupState, chunk_of, registers, share_of
+from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
+from .store import COLS, ROWS, Slots
 from .tile_scheduler import Groups, WorkTile
+
+ACT_SLOTS = 2
 
 
 class RowScaleGradient(NamedTuple):
@@ -33,167 +36,131 @@ class RowScaleGradient(NamedTuple):
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs: preact [T, 2I or I], the row scale's address, and where the row scale's gradient goes."""
+    """Run-time inputs: preact [T, 2I or I] or the loads from it, the row scale, and where its gradient goes."""
 
     addends: Addends
     params: act.ActivationParams
     bias_size: Int32
-    preact: cute.Tensor
-    width: Int32
+    preact: cute.Tensor | PreactLoads
     num_n_tiles: Int32
     d_scale: RowScaleGradient
 
 
-def _pair(values: cute.Tensor, index: int) -> cute.Tensor:
-    return cute.make_tensor(values.iterator + 2 * index, cute.make_layout(2))
-
-
 class DgluState(WarpgroupState):
-    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor):
+    def __init__(
+        self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor, ring: PreactRing, warpgroup: Int32
+    ):  # fmt: skip
         super().__init__(inputs, slots, sBias)
-        self.preact = inputs.preact
-        self.width = inputs.width
+        self.preact = PreactPair(ring, slots, warpgroup)
+        self.ring = ring
+        self.warpgroup = warpgroup
         self.num_n_tiles = inputs.num_n_tiles
         self.d_scale = inputs.d_scale
         self.num_rows = groups.rows
 
 
 class DgluEpilogue(Epilogue):
-    """Stores: dpreact, then act. Slots alternate over act, dpreact, dpreact of each chunk of 64 columns."""
+    """Stores: dpreact, then act.
+
+    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each, numbered over its life. A chunk
+    has one of ACT_SLOTS slots for act and one of PAIRS pairs of slots for the preactivation and its gradient
+    (preact.py). One barrier a chunk is enough: the storing warp comes to it when the stores of the chunk before have
+    left their slots, so the slots of the chunk after are free.
+    """
+
+    # The number of a chunk says where it lies in the ring.
+    takes_short_tiles = False
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
+        super().__init__(dtype, spec.tile)
         self.spec = spec
-        chunks = spec.tile.n // COLS
-        super().__init__(dtype, spec.tile, extra_chunks=chunks * (2 if spec.gated else 1))
-        self.glu_layout = spec.glu_layout
-        self.prefetches = not spec.tile.takes_turns
+        self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
+        self.chunks_per_slab = spec.tile.n // COLS
+        self.chunks_per_tile = self.slabs * self.chunks_per_slab
+        self.num_slots = ACT_SLOTS + PAIRS * self.preact_layout.slots
+        self.num_barriers = 2 * PAIRS * spec.tile.warpgroups
 
     def store_views(self, outputs: tuple) -> tuple:
-        if self.spec.gated and self.glu_layout == "concat":
-            return halves(outputs[0]), outputs[1]
-        return outputs
+        return self.preact_layout.view(outputs[0]), outputs[1]
 
-    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Slots, row_smem: cute.Tensor) -> DgluState:
-        return DgluState(inputs, groups, slots, row_smem)
+    def kernel_inputs(self, inputs: DgluInputs) -> DgluInputs:
+        return inputs._replace(preact=make_loads(inputs.preact, self.preact_layout))
+
+    def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> PreactRing:
+        return PreactRing(barriers, staging, ACT_SLOTS, self.preact_layout, self.tile.warpgroups)
+
+    def make_state(
+        self, inputs: DgluInputs, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: PreactRing,
+        warpgroup: Int32,
+    ) -> DgluState:  # fmt: skip
+        return DgluState(inputs, groups, slots, row_smem, ring, warpgroup)
+
+    def _place(self, work: WorkTile, share: TileShare, chunk: int) -> tuple[Int32, Int32, Int32]:
+        """Number, first row and first column of a chunk of a warpgroup's share of a tile."""
+        row = work.row + (share.first_slab + chunk // self.chunks_per_slab) * ROWS
+        column = work.n_tile * self.tile_n + chunk % self.chunks_per_slab * COLS
+        return share.number * self.chunks_per_tile + chunk, row, column
 
     @cute.jit
-    def begin(self, state: DgluState, work: WorkTile, first_slab: Int32):
-        """The row scales and, where no other warpgroup's MMAs hide its latency, the first chunk's preactivations."""
-        scales = super().begin(state, work, first_slab)
-        return (scales, self._load_preact(state, work, first_slab, 0)) if self.prefetches else scales
+    def load(self, ring: PreactRing, inputs: DgluInputs, work: WorkTile, turn: Int32):
+        for chunk in cutlass.range_constexpr(self.chunks_per_tile):
+            for i in cutlass.range_constexpr(self.tile.warpgroups_per_tile):
+                warpgroup = turn % self.tile.warpgroups if const_expr(self.tile.takes_turns) else Int32(i)
+                number, row, column = self._place(work, share_of(self.tile, turn, warpgroup), chunk)
+                ring.load(inputs.preact, warpgroup, number, row, column)
 
     @cute.jit
     def finish(
-        self, state: DgluState, acc: cute.Tensor, prefetched: tuple, stores: tuple, work: WorkTile, first_slab: Int32
+        self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, share: TileShare
     ):
-        all_scales, raw = prefetched if const_expr(self.prefetches) else (prefetched, None)
         sums = cute.make_rmem_tensor(2, Float32)
-        chunks = self.tile_n // COLS
-        per_chunk = 3 if const_expr(self.spec.gated) else 2
-        for i in cutlass.range_constexpr(self.slabs * chunks):
-            slab, chunk = i // chunks, i % chunks
-            if const_expr(chunk == 0):
+        for chunk in cutlass.range_constexpr(self.chunks_per_tile):
+            slab = chunk // self.chunks_per_slab
+            if const_expr(chunk % self.chunks_per_slab == 0):
                 sums.fill(0.0)
-            scales = registers(all_scales, 2 * slab, 2)
-            row = work.row + (first_slab + slab) * ROWS
-            column = work.n_tile * self.tile_n + chunk * COLS
-            slot = i * per_chunk % SLOTS
-            if const_expr(not self.prefetches):
-                raw = self._load_preact(state, work, first_slab + slab, chunk)
-            outputs, d_a, d_u = self._backward(state, chunk_of(acc, i), raw, scales, sums)
-            if const_expr(self.prefetches and i + 1 < self.slabs * chunks):
-                raw = self._load_preact(state, work, first_slab + (i + 1) // chunks, (i + 1) % chunks)
-            state.slots.put(outputs, stores[1], stores[1].tile(work, row, column), slot)
-            if const_expr(self.spec.gated):
-                store_gate_pair(
-                    state.slots, self.glu_layout, d_a, d_u, stores[0], work, row, column, (slot + 1) % SLOTS
-                )
-            else:
-                state.slots.put(d_a, stores[0], stores[0].tile(work, row, column), (slot + 1) % SLOTS)
-            if const_expr(chunk + 1 == chunks):
+            number, row, column = self._place(work, share, chunk)
+            act_slot = number % ACT_SLOTS
+            state.ring.wait(state.warpgroup, number)
+            for piece in cutlass.range_constexpr(COLS // PIECE):
+                dm = registers(chunk_of(acc, chunk), piece * PIECE_REGS, PIECE_REGS)
+                parts = state.preact.read(number, piece)
+                outputs, gradients = self._backward(state, dm, parts, registers(scales, 2 * slab, 2), sums)
+                state.preact.write(number, piece, gradients)
+                state.slots.fill_piece(outputs, act_slot, piece)
+            state.slots.publish()
+            if state.slots.is_storing_warp:
+                state.preact.store(stores[0], work, number, row, column)
+                state.slots.start(stores[1].atom, stores[1].tile(work, row, column), act_slot)
+                state.slots.drain()
+                state.ring.release(state.warpgroup, number)
+            if const_expr(chunk % self.chunks_per_slab == self.chunks_per_slab - 1):
                 if state.d_scale.result != 0:
                     self._reduce(state, sums, work, row)
 
     @cute.jit
-    def _load_preact(self, state: DgluState, work: WorkTile, slab: Int32, chunk: cutlass.Constexpr[int]) -> tuple:
-        """This thread's preactivations of one chunk, 16-bit, in the accumulators' order; zeros where there are none.
-
-        A chunk that lies inside the group and the width, as most do, is read without a branch, at fixed distances from
-        four addresses, so that its 32 loads are under way at once and cost no registers but their results.
-        """
-        dtype = state.preact.element_type
-        a, u = cute.make_rmem_tensor(CHUNK_REGS, dtype), cute.make_rmem_tensor(CHUNK_REGS, dtype)
-        a.fill(0.0)
-        u.fill(0.0)
-        row = work.row + slab * ROWS
-        column = work.n_tile * self.tile_n + chunk * COLS
-        thread_row = row + state.row_in_slab
-        thread_column = column + state.lane % 4 * 2
-        if (row + ROWS <= work.group_end) & (column + COLS <= state.width):
-            for i in cutlass.range_constexpr(CHUNK_REGS // 2):
-                line = state.preact[thread_row + i % 2 * 8, None]
-                self._load_pairs(state, line, thread_column, i // 2 * 8, _pair(a, i), _pair(u, i))
-        else:
-            for i in cutlass.range_constexpr(CHUNK_REGS // 2):
-                at_row = thread_row + i % 2 * 8
-                if (at_row < work.group_end) & (thread_column + i // 2 * 8 < state.width):
-                    line = state.preact[at_row, None]
-                    self._load_pairs(state, line, thread_column, i // 2 * 8, _pair(a, i), _pair(u, i))
-        return a, u
-
-    def _load_pairs(
-        self, state: DgluState, line: cute.Tensor, column: Int32, ahead: int, a: cute.Tensor, u: cute.Tensor
-    ) -> None:
-        """Columns column + ahead and the next, of a and of u, from a row of the preactivation laid as `glu_layout`.
-
-        `column` is even and less than 8 into a chunk of 64; `ahead` is a multiple of 8 in it.
-        """
-
-        def elements(first: Int32, distance: int, count: int) -> cute.Tensor:
-            at = line.iterator + first // count * count + distance
-            return cute.make_tensor(at.align(2 * count), cute.make_layout(count))
-
-        if not self.spec.gated:
-            a.store(elements(column, ahead, 2).load())
-        elif self.glu_layout == "concat":
-            a.store(elements(column, ahead, 2).load())
-            u.store(elements(state.width + column, ahead, 2).load())
-        elif self.glu_layout == "interleaved32":
-            first = 2 * (column // COLS * COLS) + column % COLS
-            distance = ahead // 32 * 64 + ahead % 32
-            a.store(elements(first, distance, 2).load())
-            u.store(elements(first, distance + 32, 2).load())
-        else:
-            quad = cute.make_rmem_tensor(4, state.preact.element_type)
-            quad.store(elements(2 * column, 2 * ahead, 4).load())
-            a[0], u[0], a[1], u[1] = quad[0], quad[1], quad[2], quad[3]
-
-    @cute.jit
-    def _backward(self, state: DgluState, dm: cute.Tensor, raw: tuple, scales: cute.Tensor, sums: cute.Tensor) -> tuple:
-        """The scaled activation and the gradients of a and u, 16-bit; adds to the row sums.
-
-        Results are narrowed as they are made: in float32 they and the accumulators would not fit 240 registers.
-        """
-        results = tuple(cute.make_rmem_tensor(CHUNK_REGS, self.dtype) for _ in range(3))
-        for i in cutlass.range(CHUNK_REGS // 2, unroll_full=True):
+    def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
+        """A piece's scaled activation and its gradients by a and u, 16-bit; adds to the row sums."""
+        outputs = cute.make_rmem_tensor(PIECE_REGS, self.dtype)
+        gradients = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in parts)
+        for i in cutlass.range(PIECE_REGS // 2, unroll_full=True):
             scale = scales[i % 2]
-            pairs = tuple(cute.make_rmem_tensor(2, Float32) for _ in range(3))
+            results = tuple(cute.make_rmem_tensor(2, Float32) for _ in range(1 + len(parts)))
             for j in cutlass.range_constexpr(2):
                 at = 2 * i + j
-                scaled = dm[at] * scale
-                if const_expr(self.spec.gated):
-                    gated = act.GATED_BACKWARD[self.spec.activation]
-                    value, slope_a, slope_u = gated(Float32(raw[0][at]), Float32(raw[1][at]), state.params)
-                    pairs[2][j] = scaled * slope_u
-                else:
-                    value, slope_a = act.UNGATED_BACKWARD[self.spec.activation](Float32(raw[0][at]))
-                pairs[0][j] = value * scale
-                pairs[1][j] = scaled * slope_a
+                value, *slopes = self._slopes([Float32(part[at]) for part in parts], state.params)
+                results[0][j] = value * scale
+                for result, slope in zip(results[1:], slopes, strict=True):
+                    result[j] = dm[at] * scale * slope
                 sums[i % 2] += dm[at] * value
-            for result, pair in zip(results, pairs, strict=True):
-                if const_expr(self.spec.gated or result is not results[2]):
-                    _pair(result, i).store(pair.load().to(self.dtype))
-        return results
+            for target, result in zip((outputs, *gradients), results, strict=True):
+                registers(target, 2 * i, 2).store(result.load().to(self.dtype))
+        return outputs, gradients
+
+    def _slopes(self, parts: list[Float32], params: act.ActivationParams) -> tuple[Float32, ...]:
+        """The activation and its derivatives by each part."""
+        if self.spec.gated:
+            return act.GATED_BACKWARD[self.spec.activation](*parts, params)
+        return act.UNGATED_BACKWARD[self.spec.activation](*parts)
 
     @cute.jit
     def _reduce(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):

@@ -42,6 +42,20 @@ def chunk_of(acc: cute.Tensor, chunk: int) -> cute.Tensor:
     return registers(acc, chunk * CHUNK_REGS, CHUNK_REGS)
 
 
+class TileShare(NamedTuple):
+    """A warpgroup's share of a tile: its slabs from `first_slab` on. `number`: of the tiles that it had before."""
+
+    first_slab: Int32
+    number: Int32
+
+
+def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
+    """A warpgroup's share of the CTA's tile number `turn`."""
+    if tile.takes_turns:
+        return TileShare(Int32(0), turn // tile.warpgroups)
+    return TileShare(warpgroup, turn)
+
+
 class Inputs(NamedTuple):
     """Run-time inputs of a GEMM's epilogue; `bias_size` is the number of elements of an expert's bias."""
 
@@ -70,17 +84,21 @@ class Epilogue(Invariant):
     """Compile-time half of an epilogue; a warpgroup calls `begin` before a tile's mainloop and `finish` after it.
 
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
-    scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory. A warpgroup has the
-    `slabs` slabs of the tile from `first_slab` on.
+    scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
+    takes_short_tiles: whether `finish` may be given fewer slabs of accumulators than the warpgroup has.
+    num_slots: staging slots a warpgroup. num_barriers: of the ring, if there is one.
     chunks_per_slab: 64-column chunks that a slab of 64 rows stores, over all outputs.
     """
+
+    takes_short_tiles = True
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
         extra_chunks: int = 0,
     ):  # fmt: skip
+        self.tile = tile
         self.tile_n = tile.n
         self.slabs = tile.slabs
         self.parts = parts
@@ -88,14 +106,25 @@ class Epilogue(Invariant):
         self.layout = layout
         self.dtype = dtype
         self.slot_dtype = dtype
+        self.num_slots = SLOTS
+        self.num_barriers = 0
         self.chunks_per_slab = self.part_n // COLS + extra_chunks
 
-    @property
-    def chunks_per_tile(self) -> int:
-        """Chunks that a warpgroup stores of a tile."""
-        return self.slabs * self.chunks_per_slab
 
-    def make_state(self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor) -> WarpgroupState:
+    def kernel_inputs(self, inputs: Any) -> Any:
+        """Host side: the epilogue's inputs as the kernel takes them."""
+        return inputs
+
+    def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
+        """The ring through which `load` feeds `finish`; made by all threads before the roles part."""
+        return None
+
+    def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
+        """Bring what `finish` reads of the CTA's tile number `turn`; called by a warp of its own if there is a ring."""
+
+    def make_state(
+        self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: Any, warpgroup: Int32
+    ) -> WarpgroupState:
         return WarpgroupState(inputs, slots, row_smem)
 
     def store_views(self, outputs: tuple) -> tuple:
@@ -116,28 +145,28 @@ class Epilogue(Invariant):
     @cute.jit
     def finish(
         self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile,
-        first_slab: Int32,
+        share: TileShare,
     ):  # fmt: skip
         """Turn a warpgroup's accumulators into stores."""
-        for slab in cutlass.range_constexpr(self.slabs):
-            row = work.row + (first_slab + slab) * ROWS
+        for slab in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            row = work.row + (share.first_slab + slab) * ROWS
             first_slot = slab * self.chunks_per_slab % SLOTS
             self.finish_slab(state, self.slab_of(acc, slab), registers(scales, 2 * slab, 2), stores, work, row, first_slot)
 
     def slab_of(self, acc: cute.Tensor, slab: int) -> cute.Tensor:
         """A thread's accumulators of one slab."""
-        count = cute.size(acc) // self.slabs
+        count = cute.size(acc, mode=[0])
         return registers(acc, slab * count, count)
 
     @cute.jit
-    def begin(self, state: WarpgroupState, work: WorkTile, first_slab: Int32) -> cute.Tensor:
+    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> cute.Tensor:
         """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
         if state.addends.scale != 0:
             scale = vector_at(Float32, state.addends.scale)
             for i in cutlass.range_constexpr(2 * self.slabs):
-                row = work.row + (first_slab + i // 2) * ROWS + state.row_in_slab + i % 2 * 8
+                row = work.row + (share.first_slab + i // 2) * ROWS + state.row_in_slab + i % 2 * 8
                 if row < work.group_end:
                     scales[i] = scale[row]
         if state.has_bias():

@@ -45,4 +45,5 @@ class GroupedGemm(PersistentGemm):
         stores = tuple(store.make_store(view) for view in self.epilogue.store_views(outputs))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
+        inputs = self.epilogue.kernel_inputs(inputs)
         self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)

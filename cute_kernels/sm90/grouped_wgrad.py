@@ -19,7 +19,7 @@ from ..invariant import Invariant
 from ..specs import TileConfig
 from . import store
 from . import tile_scheduler as sched
-from .epilogue import registers
+from .epilogue import TileShare, registers
 from .mainloop import WgradMainloop
 from .persistent import PersistentGemm
 from .weights import ExpertAddress, expert_offset, lo_hi, weight_view
@@ -52,18 +52,24 @@ class WgradEpilogue(Invariant):
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig):
         self.slot_dtype = dtype
+        self.num_slots = store.SLOTS
+        self.num_barriers = 0
         self.tile = tile
         self.cols = store.columns(dtype)
         self.chunks_per_slab = tile.n // self.cols
-        self.chunks_per_tile = tile.slabs * self.chunks_per_slab
+        self.takes_short_tiles = False
+
+    def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> None:
+        return None
 
     def make_state(
-        self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, row_smem: cute.Tensor
-    ) -> WgradState:
+        self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, row_smem: cute.Tensor, ring: None,
+        warpgroup: Int32,
+    ) -> WgradState:  # fmt: skip
         return WgradState(inputs, slots)
 
     @cute.jit
-    def begin(self, state: WgradState, work: sched.WorkTile, first_slab: Int32) -> Boolean:
+    def begin(self, state: WgradState, work: sched.WorkTile, share: TileShare) -> Boolean:
         """Whether this tile adds to what dw holds."""
         adds = state.inputs.accumulate != 0
         if state.inputs.mask != 0:
@@ -73,12 +79,12 @@ class WgradEpilogue(Invariant):
     @cute.jit
     def finish(
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: sched.WorkTile,
-        first_slab: Int32,
+        share: TileShare,
     ):  # fmt: skip
         regs = store.ROWS * self.cols // store.THREADS
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
-        first_m = work.m_tile * (self.tile.m // store.ROWS) + first_slab
-        for chunk in cutlass.range_constexpr(self.chunks_per_tile):
+        first_m = work.m_tile * (self.tile.m // store.ROWS) + share.first_slab
+        for chunk in cutlass.range_constexpr(self.tile.slabs * self.chunks_per_slab):
             slot = chunk % store.SLOTS
             state.slots.fill(registers(acc, chunk * regs, regs), slot)
             state.slots.publish()

@@ -22,6 +22,7 @@ from .weights import ExpertAddress, expert_offset, lo_hi
 
 WARPS_PER_GROUP = 4
 THREADS_PER_GROUP = 32 * WARPS_PER_GROUP
+SLAB_ROWS = 64
 MMA_K = 16
 # Named barriers: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
 FIRST_TURN_BARRIER = 3
@@ -85,6 +86,8 @@ class Mainloop(Invariant):
 
     # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
     may_be_empty = False
+    # Whether a tile's rows may end before the tile does.
+    has_ragged_rows = True
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -172,15 +175,28 @@ class Mainloop(Invariant):
             atom, rank, cute.make_layout(sharers), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
         )
 
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """A and B as wgmma's descriptors, for a warpgroup whose share of the tile begins at a slab."""
+        thread_mma = self.tiled_mma().get_slice(slab * THREADS_PER_GROUP)
+        mma = self.tiled_mma()
+        return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
+
+    def accumulators(self, slabs: int) -> cute.Tensor:
+        """A thread's accumulators of some of its warpgroup's slabs, (wgmma's own, slab, 1)."""
+        rows = slabs * SLAB_ROWS * self.tile.warpgroups_per_tile
+        return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((rows, self.tile.n)), Float32)
+
     @cute.jit
     def mma(
-        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: MmaTurns,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
 
-        One k-tile of wgmma stays in flight: the stage before it is released while it runs.
+        One k-tile of wgmma stays in flight: the stage before it is released while it runs. Accumulators of fewer slabs
+        than the warpgroup has take the first of them.
         """
+        tiled_mma = self.tiled_mma()
         release = state.clone()
         if const_expr(self.may_be_empty):
             acc.fill(0.0)
@@ -191,8 +207,11 @@ class Mainloop(Invariant):
             for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
                 first = const_expr(k_block == 0 and not self.may_be_empty)
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if first else True)
-                at = (None, None, k_block, state.index)
-                cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
+                b = tCrB[None, None, k_block, state.index]
+                for slab in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
+                    c = cute.append_ones(acc[None, slab, 0], 3)
+                    cute.gemm(tiled_mma, c, a, b, c)
             warpgroup.commit_group()
             state.advance()
             if k_tile > 0:
@@ -262,6 +281,7 @@ class WgradMainloop(Mainloop):
     """
 
     may_be_empty = True
+    has_ragged_rows = False
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, stages: int):
         super().__init__(dtype, tile, OperandMajorMode.MN, OperandMajorMode.MN, stages)

@@ -5,18 +5,20 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     warp(s)              role        waits for                          signals
     0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
     1                    scheduler   ring (empty)                       ring (full)
-    2, 3                 idle; they complete the warpgroup that gives its registers away
-    4 .. 4 + 4 n         MMA, n warpgroups              stages (empty), ring (empty), turns
-                                     ring (tile), stages (full), turns
+    2                    epilogue loads   ring (tile), loads (empty)    loads (full, by transaction bytes)
+    3                    idle, as 2 is without epilogue loads; completes the warpgroup that gives its registers away
+    4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
+                                             stages (full), loads (full)  loads (empty)
 
     cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
     other tile each; one's epilogue runs while the other's MMAs do.
 
-    ring    WorkRing, 4 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp (1 + 4 n). All warpgroups read it.
+    ring    WorkRing, 4 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp. All warpgroups read it.
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, of each CTA
             that shares them.
+    loads   what the epilogue reads beside its accumulators, if that comes by TMA (preact.py).
     turns   pingpong only: MmaTurns, named barriers 3 + warpgroup.
-    slots   2 staging slots a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
+    slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
 """
 
 import cuda.bindings.driver as cuda
@@ -31,12 +33,13 @@ from ..invariant import Invariant
 from ..specs import TileConfig
 from . import store
 from . import tile_scheduler as sched
+from .epilogue import share_of
 from .mainloop import WARPS_PER_GROUP, Mainloop, MmaTurns, Operands
 
 SMEM_BYTES = 227 * 1024
 # Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
 SMALL_BYTES = 2048
-LOAD_WARP, SCHEDULER_WARP = 0, 1
+LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 # Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 
@@ -61,7 +64,7 @@ class PersistentGemm(Invariant):
 
     @property
     def stages(self) -> int:
-        staging = self.num_warpgroups * store.SLOTS * store.SLOT_BYTES
+        staging = self.num_warpgroups * self.epilogue.num_slots * store.SLOT_BYTES
         stage = (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
         return (SMEM_BYTES - SMALL_BYTES - staging) // stage
 
@@ -85,19 +88,23 @@ class PersistentGemm(Invariant):
         """Profilers then show the spec. The DSL's own prefix would also make ptxas treat the kernel as CUTLASS's."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
+    def _staging_layout(self) -> cute.ComposedLayout:
+        return store.staging_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self.num_warpgroups)
+
     def _shared_storage(self, mainloop: Mainloop) -> type:
-        slot_type = self.epilogue.slot_dtype
-        slots_layout = store.staging_layout(slot_type, self.num_warpgroups)
 
         @cute.struct
         class Storage:
             stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
+            load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
             ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
             row: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.n * self.num_warpgroups], 16]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
-            staging: cute.struct.Align[cute.struct.MemRange[slot_type, cute.cosize(slots_layout)], 1024]
+            staging: cute.struct.Align[
+                cute.struct.MemRange[self.epilogue.slot_dtype, cute.cosize(self._staging_layout())], 1024
+            ]
 
         return Storage
 
@@ -115,8 +122,12 @@ class PersistentGemm(Invariant):
 
         storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
-        consumer_warps = 1 + WARPS_PER_GROUP * self.num_warpgroups
+        has_loads = self.epilogue.num_barriers > 0
+        consumer_warps = 1 + has_loads + WARPS_PER_GROUP * self.num_warpgroups
         ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps)
+        slots_layout = self._staging_layout()
+        staging = storage.staging.get_tensor(slots_layout.outer, swizzle=slots_layout.inner)
+        loads = self.epilogue.make_ring(storage.load_barriers.data_ptr(), staging) if const_expr(has_loads) else None
         cluster = cute.make_layout((self.cluster_size, 1))
         pipeline_init_arrive(cluster, is_relaxed=True)
         sA = storage.a.get_tensor(mainloop.a_layout.outer, swizzle=mainloop.a_layout.inner)
@@ -134,16 +145,18 @@ class PersistentGemm(Invariant):
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid).run(ring)
+            elif warp == EPILOGUE_LOAD_WARP:
+                if const_expr(has_loads):
+                    self._epilogue_load_role(loads, inputs, ring)
         else:
             if const_expr(self.num_warpgroups > 1):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            slot_type = self.epilogue.slot_dtype
-            slots_layout = store.staging_layout(slot_type, self.num_warpgroups)
-            staging = storage.staging.get_tensor(slots_layout.outer, swizzle=slots_layout.inner)
             rows = storage.row.get_tensor(cute.make_layout((self.tile.n, self.num_warpgroups)))
             index = warpgroup - 1
-            slots = store.Slots(staging, slot_type, index, thread % store.THREADS, self.epilogue.chunks_per_tile)
-            state = self.epilogue.make_state(inputs, groups, slots, rows[None, index])
+            slots = store.Slots(
+                staging, self.epilogue.slot_dtype, index, thread % store.THREADS, self.epilogue.chunks_per_slab
+            )
+            state = self.epilogue.make_state(inputs, groups, slots, rows[None, index], loads, index)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
     @cute.jit
@@ -161,18 +174,21 @@ class PersistentGemm(Invariant):
         stages.producer_tail(state)
 
     @cute.jit
+    def _epilogue_load_role(self, loads, inputs: tuple, ring: sched.WorkRing):
+        ring_state = ring.consumer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            self.epilogue.load(loads, inputs, work, ring_state.count)
+            ring_state.advance()
+            work = ring.get(ring_state)
+
+    @cute.jit
     def _mma_role(
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         stages, ring: sched.WorkRing, index: Int32,
     ):  # fmt: skip
-        tiled_mma = mainloop.tiled_mma()
         turns = MmaTurns(self.tile, index)
-        first_slab = Int32(0) if const_expr(self.tile.takes_turns) else index
-        thread_mma = tiled_mma.get_slice(first_slab * store.THREADS)
-        tCrA = tiled_mma.make_fragment_A(thread_mma.partition_A(sA))
-        tCrB = tiled_mma.make_fragment_B(thread_mma.partition_B(sB))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((self.tile.m, self.tile.n)), cutlass.Float32)
-
+        fragments = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
         turns.open()
@@ -180,11 +196,39 @@ class PersistentGemm(Invariant):
         while work.expert >= 0:
             num_k_tiles = mainloop.num_k_tiles(operands, work)
             if turns.is_mine(ring_state.count):
-                prefetched = self.epilogue.begin(state, work, first_slab)
-                stage = mainloop.mma(tiled_mma, acc, tCrA, tCrB, num_k_tiles, stages, stage, turns)
-                self.epilogue.finish(state, acc, prefetched, stores, work, first_slab)
+                share = share_of(self.tile, ring_state.count, index)
+                if const_expr(self._takes_short_tiles(mainloop)):
+                    if work.row + (self.tile.slabs - 1) * store.ROWS < work.group_end:
+                        stage = self._tile(
+                            mainloop, fragments, state, stores, stages, stage, turns, work, share, num_k_tiles, self.tile.slabs
+                        )
+                    else:
+                        stage = self._tile(
+                            mainloop, fragments, state, stores, stages, stage, turns, work, share, num_k_tiles, 1
+                        )
+                else:
+                    stage = self._tile(
+                        mainloop, fragments, state, stores, stages, stage, turns, work, share, num_k_tiles, self.tile.slabs
+                    )
             else:
                 stage.advance(num_k_tiles)
             ring_state.advance()
             work = ring.get(ring_state)
         state.slots.drain()
+
+    def _takes_short_tiles(self, mainloop: Mainloop) -> bool:
+        """Whether the last slab of a group's last tile is left out where it has no rows."""
+        return self.tile.slabs > 1 and mainloop.has_ragged_rows and self.epilogue.takes_short_tiles
+
+    @cute.jit
+    def _tile(
+        self, mainloop: Mainloop, fragments: tuple, state, stores: tuple, stages, stage, turns: MmaTurns,
+        work: sched.WorkTile, share, num_k_tiles: Int32, slabs: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """The MMAs and the epilogue of a warpgroup's share of a tile. Accumulators live no longer: ptxas would
+        serialise wgmmas (C7515) whose accumulators come from more than one place."""
+        prefetched = self.epilogue.begin(state, work, share)
+        acc = mainloop.accumulators(slabs)
+        stage = mainloop.mma(acc, *fragments, num_k_tiles, stages, stage, turns)
+        self.epilogue.finish(state, acc, prefetched, stores, work, share)
+        return stage

@@ -56,9 +56,9 @@ def smem_layout(dtype: type[cutlass.Numeric], *more: int) -> cute.ComposedLayout
     return cute.tile_to_shape(atom, (ROWS, columns(dtype), *more), order=order)
 
 
-def staging_layout(dtype: type[cutlass.Numeric], num_warpgroups: int) -> cute.ComposedLayout:
+def staging_layout(dtype: type[cutlass.Numeric], slots: int, num_warpgroups: int) -> cute.ComposedLayout:
     """(row, column, slot, warpgroup) of the staging buffer."""
-    return smem_layout(dtype, SLOTS, num_warpgroups)
+    return smem_layout(dtype, slots, num_warpgroups)
 
 
 def make_store(tensor: cute.Tensor) -> RaggedStore:
@@ -90,11 +90,11 @@ class Slots(Invariant):
 
     def __init__(
         self, staging: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
-        chunks_per_tile: int,
+        chunks_per_slab: int,
     ):  # fmt: skip
         self.dtype = dtype
-        # Chunk c of every tile takes slot c % SLOTS. With an odd count a tile's first slot is the one before's last.
-        self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
+        # Chunk c of a tile takes slot c % SLOTS. With an odd count a tile's first slot may be the one before's last.
+        self.may_be_pending = SLOTS - 1 if chunks_per_slab % SLOTS == 0 else 0
         self.smem = staging[None, None, None, warpgroup_index]
         self.barrier = FIRST_BARRIER + warpgroup_index
         self.thread = thread
@@ -134,13 +134,19 @@ class Slots(Invariant):
                 line = self.smem[row, None, slot]
                 cute.autovec_copy(pair, cute.local_tile(line, (2,), (i // 2 * 4 + lane % 4,)))
 
+    @cute.jit
+    def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
+        """Write 16 of a slot's columns from 16-bit registers in the order of accumulators. The slot must be free."""
+        target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
+        cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)
+
     def publish(self):
         """Make a filled slot visible to TMA."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync()
 
     @cute.jit
-    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int):
         """Start storing a published slot; called by the storing warp alone."""
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)

@@ -1,0 +1,179 @@
+"""Preactivations in the backward: TMA brings them, their gradients take their place, TMA stores those.
+
+A chunk of 64 x 64 outputs has two slots of preactivations (one where there is no gate), in the layout that memory has.
+The gradient of an element lies where the element does, so a warpgroup reads the pair of slots, overwrites it piece by
+piece and stores it: neither the preactivations nor the gradients ever fill registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90_utils
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
+
+from ..invariant import Invariant
+from .store import COLS, ROWS, SLOT_BYTES, RaggedStore, Slots, halves, smem_layout
+from .tile_scheduler import WorkTile
+
+# Pairs of slots a warpgroup: one in work, one on its way.
+PAIRS = 2
+# Columns of one ldmatrix or stmatrix of four 8 x 8 matrices, and a thread's elements in it.
+PIECE = 16
+PIECE_REGS = 8
+
+
+class PreactLoads(NamedTuple):
+    """A TMA load from the preactivations: (T, columns), or (T, I, half) where the layout is concat."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class PreactLayout(Invariant):
+    """Where the columns of a and u lie: "concat", "interleaved", "interleaved32", or one part alone ("single")."""
+
+    def __init__(self, glu_layout: str, gated: bool):
+        self.name = glu_layout if gated else "single"
+        self.slots = 2 if gated else 1
+
+    def view(self, tensor: cute.Tensor) -> cute.Tensor:
+        """A tensor of preactivations, or of their gradients, as TMA sees it."""
+        return halves(tensor) if self.name == "concat" else tensor
+
+    def place(self, part: int, piece: int) -> tuple[int, int]:
+        """The slot of a pair that holds a piece of 16 columns of a (part 0) or u (1), and its index there."""
+        if self.name == "interleaved32":
+            return piece // 2, part * 2 + piece % 2
+        return part, piece
+
+    def column(self, column: Int32, slot: int) -> tuple[Int32, int | None]:
+        """The column in memory, and the half, of a slot of the chunk that begins at an output's `column`."""
+        if self.name == "concat":
+            return column, slot
+        return (column, None) if self.name == "single" else (2 * column + slot * COLS, None)
+
+
+def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
+    """Host side: the descriptor for loading slots."""
+    atom, view = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), layout.view(preact), smem_layout(preact.element_type), (ROWS, COLS)
+    )
+    return PreactLoads(atom, view)
+
+
+class PreactRing(Invariant):
+    """PAIRS pairs of slots a warpgroup, one PipelineTmaAsync for all: pair p of warpgroup w is stage w PAIRS + p.
+
+    full: the bytes of a pair (epilogue load warp). empty: 1 arrival (the warp that stored it, once the store has read).
+    `slots`: the first slot of staging that belongs to pairs.
+    """
+
+    def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, slots: int, layout: PreactLayout, warpgroups: int):
+        self.layout = layout
+        self.staging = staging
+        self.first_slot = slots
+        self.num_stages = PAIRS * warpgroups
+        self.pipeline = pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.num_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+            tx_count=layout.slots * SLOT_BYTES,
+            defer_sync=True,
+        )
+
+    def slot(self, number: Int32, slot: int) -> Int32:
+        """The staging slot of one of the slots of a warpgroup's chunk of that number."""
+        return self.first_slot + number % PAIRS * self.layout.slots + slot
+
+    def _state(self, warpgroup: Int32, number: Int32, is_producer: bool) -> pipeline.PipelineState:
+        phase = number // PAIRS % 2
+        stage = warpgroup * PAIRS + number % PAIRS
+        return pipeline.PipelineState(self.num_stages, number, stage, phase ^ 1 if is_producer else phase)
+
+    @cute.jit
+    def load(self, loads: PreactLoads, warpgroup: Int32, number: Int32, row: Int32, column: Int32):
+        """Bring a warpgroup's chunk of that number; called by the epilogue load warp."""
+        state = self._state(warpgroup, number, True)
+        self.pipeline.producer_acquire(state)
+        barrier = self.pipeline.producer_get_barrier(state)
+        smem = cute.group_modes(self.staging[None, None, None, warpgroup], 0, 2)
+        for slot in cutlass.range_constexpr(self.layout.slots):
+            at, half = self.layout.column(column, slot)
+            view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
+            tile = cute.local_tile(cute.domain_offset((row, at), view), (ROWS, COLS), (0, 0))
+            to, source = cpasync.tma_partition(loads.atom, 0, cute.make_layout(1), smem, cute.group_modes(tile, 0, 2))
+            cute.copy(loads.atom, source, to[None, self.slot(number, slot)], tma_bar_ptr=barrier)
+
+    def wait(self, warpgroup: Int32, number: Int32) -> None:
+        self.pipeline.consumer_wait(self._state(warpgroup, number, False))
+
+    def release(self, warpgroup: Int32, number: Int32) -> None:
+        """Called by the storing warp."""
+        self.pipeline.consumer_release(self._state(warpgroup, number, False))
+
+
+class PreactPair(Invariant):
+    """One thread's access to a warpgroup's pairs, in accumulator order (epilogue.py) within a piece of 16 columns."""
+
+    def __init__(self, ring: PreactRing, slots: Slots, warpgroup: Int32):
+        self.ring = ring
+        self.layout = ring.layout
+        self.slots = slots
+        self.warpgroup = warpgroup
+        self.dtype = slots.dtype
+        mma = sm90_utils.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)
+        )
+        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+        self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
+        self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
+
+    @cute.jit
+    def read(self, number: Int32, piece: cutlass.Constexpr[int]) -> tuple:
+        """A piece of a and of u (of a alone where there is no gate), 16-bit."""
+        parts = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in range(self.layout.slots))
+        if const_expr(self.layout.name == "interleaved"):
+            for i in cutlass.range_constexpr(PIECE_REGS // 2):
+                quad = self._quad(number, piece, i).load()
+                for j in cutlass.range_constexpr(4):
+                    parts[j % 2][2 * i + j // 2] = quad[j]
+        else:
+            for part in cutlass.range_constexpr(self.layout.slots):
+                slot, index = self.layout.place(part, piece)
+                source = cute.append_ones(self.source[(None, index), 0, 0, self.ring.slot(number, slot)], 2)
+                cute.copy(self.tiled_copy, source, cute.append_ones(parts[part], 2))
+        return parts
+
+    @cute.jit
+    def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):
+        """Put gradients where `read` found their elements."""
+        if const_expr(self.layout.name == "interleaved"):
+            for i in cutlass.range_constexpr(PIECE_REGS // 2):
+                quad = cute.make_rmem_tensor(4, self.dtype)
+                for j in cutlass.range_constexpr(4):
+                    quad[j] = parts[j % 2][2 * i + j // 2]
+                cute.autovec_copy(quad, self._quad(number, piece, i))
+        else:
+            for part in cutlass.range_constexpr(self.layout.slots):
+                slot, index = self.layout.place(part, piece)
+                self.slots.fill_piece(parts[part], self.ring.slot(number, slot), index)
+
+    def _quad(self, number: Int32, piece: int, pair: int) -> cute.Tensor:
+        """a0 u0 a1 u1 of a thread's pair of columns: 8 bytes in shared memory."""
+        lane = self.slots.thread % 32
+        row = self.slots.thread // 32 * 16 + lane // 4 + pair % 2 * 8
+        line = self.slots.smem[row, None, self.ring.slot(number, piece // 2)]
+        return cute.local_tile(line, (4,), (piece % 2 * 8 + pair // 2 * 4 + lane % 4,))
+
+    @cute.jit
+    def store(self, target: RaggedStore, work: WorkTile, number: Int32, row: Int32, column: Int32):
+        """Start storing a published pair; called by the storing warp."""
+        for slot in cutlass.range_constexpr(self.layout.slots):
+            at, half = self.layout.column(column, slot)
+            self.slots.start(target.atom, target.tile(work, row, at, half), self.ring.slot(number, slot))
