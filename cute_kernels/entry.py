@@ -127,7 +127,7 @@ class GroupedDgluEntry:
     """dpreact, act[, d_row_scale] = grouped_dglu(dy, w2, preact).
 
     `d_scale`: float32 [T] or 0. `partials`: float32 workspace of ceil(I / 128) T. `counters`: int32 workspace of
-    T / 64 + E + 1 zeros, left as zeros.
+    4 (T / 64 + E + 1) zeros, left as zeros.
     """
 
     def __init__(self, spec: GroupedDgluSpec):

@@ -71,7 +71,7 @@ class TileConfig:
         _require("schedule", self.schedule, SCHEDULES)
         if self.slabs * self.n // 2 > MAX_ACCUMULATORS:
             raise SpecError(
-                f"a {self.schedule} tile of {self.m} x {self.n} needs {self.slabs * self.n // 2} accumulators a thread, "
+                f"a {self.schedule} tile of {self.m} x {self.n} has {self.slabs * self.n // 2} accumulators a thread, "
                 f"more than {MAX_ACCUMULATORS}; choose tile n={MAX_ACCUMULATORS * 2 // self.slabs} or fewer rows"
             )
 

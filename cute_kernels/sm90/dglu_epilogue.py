@@ -3,7 +3,7 @@
     act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
 
 The activation is recomputed from the preactivation. The row sum spans the tiles of a row, which are on other CTAs: each
-warpgroup leaves its partial sums in a workspace and counts itself in; the one that comes last for its rows adds the
+warp leaves its partial sums in a workspace and counts itself in; the one that comes last for its rows adds the
 partials in the order of the tiles, whoever came when, and takes the count back to zero. So the sum is complete in one
 launch and has the same bits every time.
 """
@@ -19,12 +19,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, Epilogue, TileShare, WarpgroupState, chunk_of, registers, share_of
+from .epilogue import Addends, Epilogue, TileShare, WarpgroupState, chunk_of, registers
+from .mainloop import WARPS_PER_GROUP
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .store import COLS, ROWS, Slots
 from .tile_scheduler import Groups, WorkTile
 
-ACT_SLOTS = 2
+# Rows that a warp has of a slab.
+WARP_ROWS = ROWS // WARPS_PER_GROUP
 
 
 class RowScaleGradient(NamedTuple):
@@ -47,13 +49,10 @@ class DgluInputs(NamedTuple):
 
 
 class DgluState(WarpgroupState):
-    def __init__(
-        self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor, ring: PreactRing, warpgroup: Int32
-    ):  # fmt: skip
+    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor, ring: PreactRing):
         super().__init__(inputs, slots, sBias)
-        self.preact = PreactPair(ring, slots, warpgroup)
+        self.preact = PreactPair(ring, slots)
         self.ring = ring
-        self.warpgroup = warpgroup
         self.num_n_tiles = inputs.num_n_tiles
         self.d_scale = inputs.d_scale
         self.num_rows = groups.rows
@@ -62,23 +61,20 @@ class DgluState(WarpgroupState):
 class DgluEpilogue(Epilogue):
     """Stores: dpreact, then act.
 
-    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each, numbered over its life. A chunk
-    has one of ACT_SLOTS slots for act and one of PAIRS pairs of slots for the preactivation and its gradient
-    (preact.py). One barrier a chunk is enough: the storing warp comes to it when the stores of the chunk before have
-    left their slots, so the slots of the chunk after are free.
+    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each, and chunks are numbered over the
+    CTA's life. A number says where a chunk's act, preactivation and gradient lie in shared memory (preact.py).
     """
 
-    # The number of a chunk says where it lies in the ring.
-    takes_short_tiles = False
+    shares_slots = True
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
         super().__init__(dtype, spec.tile)
         self.spec = spec
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
         self.chunks_per_slab = spec.tile.n // COLS
-        self.chunks_per_tile = self.slabs * self.chunks_per_slab
-        self.num_slots = ACT_SLOTS + PAIRS * self.preact_layout.slots
-        self.num_barriers = 2 * PAIRS * spec.tile.warpgroups
+        self.chunks_per_share = self.slabs * self.chunks_per_slab
+        self.num_slots = PAIRS * (1 + self.preact_layout.slots)
+        self.num_barriers = 2 * PAIRS
 
     def store_views(self, outputs: tuple) -> tuple:
         return self.preact_layout.view(outputs[0]), outputs[1]
@@ -87,40 +83,38 @@ class DgluEpilogue(Epilogue):
         return inputs._replace(preact=make_loads(inputs.preact, self.preact_layout))
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> PreactRing:
-        return PreactRing(barriers, staging, ACT_SLOTS, self.preact_layout, self.tile.warpgroups)
+        return PreactRing(barriers, staging, self.preact_layout)
 
     def make_state(
-        self, inputs: DgluInputs, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: PreactRing,
-        warpgroup: Int32,
-    ) -> DgluState:  # fmt: skip
-        return DgluState(inputs, groups, slots, row_smem, ring, warpgroup)
+        self, inputs: DgluInputs, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: PreactRing
+    ) -> DgluState:
+        return DgluState(inputs, groups, slots, row_smem, ring)
 
-    def _place(self, work: WorkTile, share: TileShare, chunk: int) -> tuple[Int32, Int32, Int32]:
-        """Number, first row and first column of a chunk of a warpgroup's share of a tile."""
-        row = work.row + (share.first_slab + chunk // self.chunks_per_slab) * ROWS
-        column = work.n_tile * self.tile_n + chunk % self.chunks_per_slab * COLS
-        return share.number * self.chunks_per_tile + chunk, row, column
+    def _place(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
+        """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""
+        sharers = self.tile.warpgroups_per_tile
+        number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
+        row = work.row + (first_slab + chunk // self.chunks_per_slab) * ROWS
+        return number, row, work.n_tile * self.tile_n + chunk % self.chunks_per_slab * COLS
 
     @cute.jit
     def load(self, ring: PreactRing, inputs: DgluInputs, work: WorkTile, turn: Int32):
-        for chunk in cutlass.range_constexpr(self.chunks_per_tile):
-            for i in cutlass.range_constexpr(self.tile.warpgroups_per_tile):
-                warpgroup = turn % self.tile.warpgroups if const_expr(self.tile.takes_turns) else Int32(i)
-                number, row, column = self._place(work, share_of(self.tile, turn, warpgroup), chunk)
-                ring.load(inputs.preact, warpgroup, number, row, column)
+        for chunk in cutlass.range_constexpr(self.chunks_per_share):
+            for first_slab in cutlass.range_constexpr(self.tile.warpgroups_per_tile):
+                ring.load(inputs.preact, *self._place(work, turn, first_slab, chunk))
 
     @cute.jit
     def finish(
         self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, share: TileShare
     ):
         sums = cute.make_rmem_tensor(2, Float32)
-        for chunk in cutlass.range_constexpr(self.chunks_per_tile):
-            slab = chunk // self.chunks_per_slab
-            if const_expr(chunk % self.chunks_per_slab == 0):
+        for chunk in cutlass.range_constexpr(self.chunks_per_share):
+            slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab
+            if const_expr(chunk_in_slab == 0):
                 sums.fill(0.0)
-            number, row, column = self._place(work, share, chunk)
-            act_slot = number % ACT_SLOTS
-            state.ring.wait(state.warpgroup, number)
+            number, row, column = self._place(work, share.turn, share.first_slab, chunk)
+            act_slot = state.ring.act_slot(number)
+            state.ring.wait(number)
             for piece in cutlass.range_constexpr(COLS // PIECE):
                 dm = registers(chunk_of(acc, chunk), piece * PIECE_REGS, PIECE_REGS)
                 parts = state.preact.read(number, piece)
@@ -132,10 +126,12 @@ class DgluEpilogue(Epilogue):
                 state.preact.store(stores[0], work, number, row, column)
                 state.slots.start(stores[1].atom, stores[1].tile(work, row, column), act_slot)
                 state.slots.drain()
-                state.ring.release(state.warpgroup, number)
-            if const_expr(chunk % self.chunks_per_slab == self.chunks_per_slab - 1):
+                state.ring.release(number)
+            if const_expr(chunk_in_slab == self.chunks_per_slab - 1):
                 if state.d_scale.result != 0:
-                    self._reduce(state, sums, work, row)
+                    self._leave_sums(state, sums, work, row)
+        if state.d_scale.result != 0:
+            self._count_in(state, work, work.row + share.first_slab * ROWS)
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
@@ -159,40 +155,47 @@ class DgluEpilogue(Epilogue):
     def _slopes(self, parts: list[Float32], params: act.ActivationParams) -> tuple[Float32, ...]:
         """The activation and its derivatives by each part."""
         if self.spec.gated:
-            return act.GATED_BACKWARD[self.spec.activation](*parts, params)
-        return act.UNGATED_BACKWARD[self.spec.activation](*parts)
+            return act.GATED_BACKWARD[self.spec.activation](parts[0], parts[1], params)
+        return act.UNGATED_BACKWARD[self.spec.activation](parts[0])
 
     @cute.jit
-    def _reduce(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
-        """Add this tile's share of d_row_scale; the last of a row's tiles completes it."""
+    def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
+        """Write the tile's share of a slab's d_row_scale where the last of the row's tiles will look for it."""
         partials = vector_at(Float32, state.d_scale.partials)
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)
             at_row = row + state.row_in_slab + 8 * i
             if (state.lane % 4 == 0) & (at_row < work.group_end):
                 partials[work.n_tile * state.num_rows + at_row] = total
-        cute.arch.fence_acq_rel_gpu()
-        state.slots.sync()
-        if (state.slots.thread < 32) & (row < work.group_end):
+
+    @cute.jit
+    def _count_in(self, state: DgluState, work: WorkTile, row: Int32):
+        """Count this warp's rows of the share as summed; of the warps that had them, the last one adds the sums."""
+        cute.arch.sync_warp()
+        if row < work.group_end:
+            warp = state.slots.thread // 32
             # 64-row slabs of different groups differ in this index: see the bound on `counters`.
-            counter = vector_at(Int32, state.d_scale.counters).iterator + (row // ROWS + work.expert)
+            index = (row // ROWS + work.expert) * WARPS_PER_GROUP + warp
+            counters = vector_at(Int32, state.d_scale.counters)
             arrived = Int32(0)
             if state.lane == 0:
-                arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+                # One lane's fence orders what the others wrote before the barrier.
+                cute.arch.fence_acq_rel_gpu()
+                arrived = cute.arch.atomic_add(counters.iterator + index, Int32(1), sem="acq_rel", scope="gpu")
             arrived = cute.arch.shuffle_sync(arrived, 0)
             if arrived == state.num_n_tiles - 1:
                 cute.arch.fence_acq_rel_gpu()
-                self._complete(state, partials, work, row)
+                lane_row = state.lane // WARP_ROWS * ROWS + warp * WARP_ROWS + state.lane % WARP_ROWS
+                if (state.lane < self.slabs * WARP_ROWS) & (row + lane_row < work.group_end):
+                    self._complete(state, row + lane_row)
                 if state.lane == 0:
-                    vector_at(Int32, state.d_scale.counters)[row // ROWS + work.expert] = Int32(0)
+                    counters[index] = Int32(0)
 
     @cute.jit
-    def _complete(self, state: DgluState, partials: cute.Tensor, work: WorkTile, row: Int32):
-        """Sum a slab's partials in the order of the tiles; two rows a lane."""
-        for i in cutlass.range_constexpr(ROWS // 32):
-            at_row = row + state.lane + 32 * i
-            if at_row < work.group_end:
-                total = Float32(0.0)
-                for tile in cutlass.range(state.num_n_tiles, unroll=4):
-                    total += partials[tile * state.num_rows + at_row]
-                vector_at(Float32, state.d_scale.result)[at_row] = total
+    def _complete(self, state: DgluState, row: Int32):
+        """Add a row's partial sums in the order of the tiles, a lane a row; 16 loads under way hide most of latency."""
+        partials = vector_at(Float32, state.d_scale.partials)
+        total = Float32(0.0)
+        for tile in cutlass.range(state.num_n_tiles, unroll=16):
+            total += partials[tile * state.num_rows + row]
+        vector_at(Float32, state.d_scale.result)[row] = total

@@ -43,17 +43,15 @@ def chunk_of(acc: cute.Tensor, chunk: int) -> cute.Tensor:
 
 
 class TileShare(NamedTuple):
-    """A warpgroup's share of a tile: its slabs from `first_slab` on. `number`: of the tiles that it had before."""
+    """A warpgroup's share of a tile: its slabs from `first_slab` on. `turn`: the tiles that the CTA had before."""
 
     first_slab: Int32
-    number: Int32
+    turn: Int32
 
 
 def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
     """A warpgroup's share of the CTA's tile number `turn`."""
-    if tile.takes_turns:
-        return TileShare(Int32(0), turn // tile.warpgroups)
-    return TileShare(warpgroup, turn)
+    return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)
 
 
 class Inputs(NamedTuple):
@@ -87,12 +85,11 @@ class Epilogue(Invariant):
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
-    takes_short_tiles: whether `finish` may be given fewer slabs of accumulators than the warpgroup has.
-    num_slots: staging slots a warpgroup. num_barriers: of the ring, if there is one.
+    num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: of the ring, if any.
     chunks_per_slab: 64-column chunks that a slab of 64 rows stores, over all outputs.
     """
 
-    takes_short_tiles = True
+    shares_slots = False
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
@@ -110,7 +107,6 @@ class Epilogue(Invariant):
         self.num_barriers = 0
         self.chunks_per_slab = self.part_n // COLS + extra_chunks
 
-
     def kernel_inputs(self, inputs: Any) -> Any:
         """Host side: the epilogue's inputs as the kernel takes them."""
         return inputs
@@ -122,9 +118,7 @@ class Epilogue(Invariant):
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
         """Bring what `finish` reads of the CTA's tile number `turn`; called by a warp of its own if there is a ring."""
 
-    def make_state(
-        self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: Any, warpgroup: Int32
-    ) -> WarpgroupState:
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: Any) -> WarpgroupState:
         return WarpgroupState(inputs, slots, row_smem)
 
     def store_views(self, outputs: tuple) -> tuple:
@@ -148,15 +142,12 @@ class Epilogue(Invariant):
         share: TileShare,
     ):  # fmt: skip
         """Turn a warpgroup's accumulators into stores."""
-        for slab in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+        for slab in cutlass.range_constexpr(self.slabs):
             row = work.row + (share.first_slab + slab) * ROWS
             first_slot = slab * self.chunks_per_slab % SLOTS
-            self.finish_slab(state, self.slab_of(acc, slab), registers(scales, 2 * slab, 2), stores, work, row, first_slot)
-
-    def slab_of(self, acc: cute.Tensor, slab: int) -> cute.Tensor:
-        """A thread's accumulators of one slab."""
-        count = cute.size(acc, mode=[0])
-        return registers(acc, slab * count, count)
+            count = cute.size(acc) // self.slabs
+            values, two_scales = registers(acc, slab * count, count), registers(scales, 2 * slab, 2)
+            self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
 
     @cute.jit
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> cute.Tensor:

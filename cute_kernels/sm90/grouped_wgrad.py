@@ -57,15 +57,14 @@ class WgradEpilogue(Invariant):
         self.tile = tile
         self.cols = store.columns(dtype)
         self.chunks_per_slab = tile.n // self.cols
-        self.takes_short_tiles = False
+        self.shares_slots = False
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> None:
         return None
 
     def make_state(
-        self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, row_smem: cute.Tensor, ring: None,
-        warpgroup: Int32,
-    ) -> WgradState:  # fmt: skip
+        self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, row_smem: cute.Tensor, ring: None
+    ) -> WgradState:
         return WgradState(inputs, slots)
 
     @cute.jit

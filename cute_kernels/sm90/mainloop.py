@@ -22,7 +22,6 @@ from .weights import ExpertAddress, expert_offset, lo_hi
 
 WARPS_PER_GROUP = 4
 THREADS_PER_GROUP = 32 * WARPS_PER_GROUP
-SLAB_ROWS = 64
 MMA_K = 16
 # Named barriers: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
 FIRST_TURN_BARRIER = 3
@@ -86,8 +85,6 @@ class Mainloop(Invariant):
 
     # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
     may_be_empty = False
-    # Whether a tile's rows may end before the tile does.
-    has_ragged_rows = True
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -177,14 +174,13 @@ class Mainloop(Invariant):
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """A and B as wgmma's descriptors, for a warpgroup whose share of the tile begins at a slab."""
-        thread_mma = self.tiled_mma().get_slice(slab * THREADS_PER_GROUP)
         mma = self.tiled_mma()
+        thread_mma = mma.get_slice(slab * THREADS_PER_GROUP)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
-    def accumulators(self, slabs: int) -> cute.Tensor:
-        """A thread's accumulators of some of its warpgroup's slabs, (wgmma's own, slab, 1)."""
-        rows = slabs * SLAB_ROWS * self.tile.warpgroups_per_tile
-        return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((rows, self.tile.n)), Float32)
+    def accumulators(self) -> cute.Tensor:
+        """A thread's accumulators: (wgmma's own, slab, 1)."""
+        return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((self.tile.m, self.tile.n)), Float32)
 
     @cute.jit
     def mma(
@@ -193,8 +189,7 @@ class Mainloop(Invariant):
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
 
-        One k-tile of wgmma stays in flight: the stage before it is released while it runs. Accumulators of fewer slabs
-        than the warpgroup has take the first of them.
+        One k-tile of wgmma stays in flight: the stage before it is released while it runs.
         """
         tiled_mma = self.tiled_mma()
         release = state.clone()
@@ -207,11 +202,8 @@ class Mainloop(Invariant):
             for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
                 first = const_expr(k_block == 0 and not self.may_be_empty)
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if first else True)
-                b = tCrB[None, None, k_block, state.index]
-                for slab in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
-                    c = cute.append_ones(acc[None, slab, 0], 3)
-                    cute.gemm(tiled_mma, c, a, b, c)
+                at = (None, None, k_block, state.index)
+                cute.gemm(tiled_mma, acc, tCrA[at], tCrB[at], acc)
             warpgroup.commit_group()
             state.advance()
             if k_tile > 0:
@@ -281,7 +273,6 @@ class WgradMainloop(Mainloop):
     """
 
     may_be_empty = True
-    has_ragged_rows = False
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, stages: int):
         super().__init__(dtype, tile, OperandMajorMode.MN, OperandMajorMode.MN, stages)

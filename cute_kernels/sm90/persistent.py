@@ -14,8 +14,8 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     other tile each; one's epilogue runs while the other's MMAs do.
 
     ring    WorkRing, 4 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp. All warpgroups read it.
-    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, of each CTA
-            that shares them.
+    stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
+            CTA that shares them.
     loads   what the epilogue reads beside its accumulators, if that comes by TMA (preact.py).
     turns   pingpong only: MmaTurns, named barriers 3 + warpgroup.
     slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
@@ -63,8 +63,12 @@ class PersistentGemm(Invariant):
         raise NotImplementedError
 
     @property
+    def _slot_owners(self) -> int:
+        return 1 if self.epilogue.shares_slots else self.num_warpgroups
+
+    @property
     def stages(self) -> int:
-        staging = self.num_warpgroups * self.epilogue.num_slots * store.SLOT_BYTES
+        staging = self._slot_owners * self.epilogue.num_slots * store.SLOT_BYTES
         stage = (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
         return (SMEM_BYTES - SMALL_BYTES - staging) // stage
 
@@ -89,9 +93,10 @@ class PersistentGemm(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        return store.staging_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self.num_warpgroups)
+        return store.staging_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self._slot_owners)
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
+        slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
 
         @cute.struct
         class Storage:
@@ -102,9 +107,7 @@ class PersistentGemm(Invariant):
             row: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.n * self.num_warpgroups], 16]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
-            staging: cute.struct.Align[
-                cute.struct.MemRange[self.epilogue.slot_dtype, cute.cosize(self._staging_layout())], 1024
-            ]
+            staging: cute.struct.Align[cute.struct.MemRange[slot_type, slots], 1024]
 
         return Storage
 
@@ -153,10 +156,10 @@ class PersistentGemm(Invariant):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
             rows = storage.row.get_tensor(cute.make_layout((self.tile.n, self.num_warpgroups)))
             index = warpgroup - 1
-            slots = store.Slots(
-                staging, self.epilogue.slot_dtype, index, thread % store.THREADS, self.epilogue.chunks_per_slab
-            )
-            state = self.epilogue.make_state(inputs, groups, slots, rows[None, index], loads, index)
+            own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
+            chunks = self.tile.slabs * self.epilogue.chunks_per_slab
+            slots = store.Slots(own, self.epilogue.slot_dtype, index, thread % store.THREADS, chunks)
+            state = self.epilogue.make_state(inputs, groups, slots, rows[None, index], loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
     @cute.jit
@@ -188,7 +191,8 @@ class PersistentGemm(Invariant):
         stages, ring: sched.WorkRing, index: Int32,
     ):  # fmt: skip
         turns = MmaTurns(self.tile, index)
-        fragments = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
+        tCrA, tCrB = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
+        acc = mainloop.accumulators()
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
         turns.open()
@@ -197,38 +201,11 @@ class PersistentGemm(Invariant):
             num_k_tiles = mainloop.num_k_tiles(operands, work)
             if turns.is_mine(ring_state.count):
                 share = share_of(self.tile, ring_state.count, index)
-                if const_expr(self._takes_short_tiles(mainloop)):
-                    if work.row + (self.tile.slabs - 1) * store.ROWS < work.group_end:
-                        stage = self._tile(
-                            mainloop, fragments, state, stores, stages, stage, turns, work, share, num_k_tiles, self.tile.slabs
-                        )
-                    else:
-                        stage = self._tile(
-                            mainloop, fragments, state, stores, stages, stage, turns, work, share, num_k_tiles, 1
-                        )
-                else:
-                    stage = self._tile(
-                        mainloop, fragments, state, stores, stages, stage, turns, work, share, num_k_tiles, self.tile.slabs
-                    )
+                prefetched = self.epilogue.begin(state, work, share)
+                stage = mainloop.mma(acc, tCrA, tCrB, num_k_tiles, stages, stage, turns)
+                self.epilogue.finish(state, acc, prefetched, stores, work, share)
             else:
                 stage.advance(num_k_tiles)
             ring_state.advance()
             work = ring.get(ring_state)
         state.slots.drain()
-
-    def _takes_short_tiles(self, mainloop: Mainloop) -> bool:
-        """Whether the last slab of a group's last tile is left out where it has no rows."""
-        return self.tile.slabs > 1 and mainloop.has_ragged_rows and self.epilogue.takes_short_tiles
-
-    @cute.jit
-    def _tile(
-        self, mainloop: Mainloop, fragments: tuple, state, stores: tuple, stages, stage, turns: MmaTurns,
-        work: sched.WorkTile, share, num_k_tiles: Int32, slabs: cutlass.Constexpr[int],
-    ):  # fmt: skip
-        """The MMAs and the epilogue of a warpgroup's share of a tile. Accumulators live no longer: ptxas would
-        serialise wgmmas (C7515) whose accumulators come from more than one place."""
-        prefetched = self.epilogue.begin(state, work, share)
-        acc = mainloop.accumulators(slabs)
-        stage = mainloop.mma(acc, *fragments, num_k_tiles, stages, stage, turns)
-        self.epilogue.finish(state, acc, prefetched, stores, work, share)
-        return stage

@@ -20,7 +20,7 @@ from ..invariant import Invariant
 from .store import COLS, ROWS, SLOT_BYTES, RaggedStore, Slots, halves, smem_layout
 from .tile_scheduler import WorkTile
 
-# Pairs of slots a warpgroup: one in work, one on its way.
+# Of a CTA: pairs of slots, one in work, one on its way, and as many slots for act. A power of two.
 PAIRS = 2
 # Columns of one ldmatrix or stmatrix of four 8 x 8 matrices, and a thread's elements in it.
 PIECE = 16
@@ -67,42 +67,43 @@ def make_loads(preact: cute.Tensor, layout: PreactLayout) -> PreactLoads:
 
 
 class PreactRing(Invariant):
-    """PAIRS pairs of slots a warpgroup, one PipelineTmaAsync for all: pair p of warpgroup w is stage w PAIRS + p.
+    """Staging slots of a CTA's chunks, which are numbered in the order of work: an act slot and a pair of them each.
 
-    full: the bytes of a pair (epilogue load warp). empty: 1 arrival (the warp that stored it, once the store has read).
-    `slots`: the first slot of staging that belongs to pairs.
+    Pipeline of PAIRS stages. full: the bytes of a pair (epilogue load warp). empty: 1 arrival (the warp that stored the
+    chunk, once its stores have read the slots). A full pair so means that its act slot is free, too.
     """
 
-    def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, slots: int, layout: PreactLayout, warpgroups: int):
+    def __init__(self, barriers: cute.Pointer, staging: cute.Tensor, layout: PreactLayout):
         self.layout = layout
-        self.staging = staging
-        self.first_slot = slots
-        self.num_stages = PAIRS * warpgroups
+        self.smem = staging[None, None, None, 0]
         self.pipeline = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
-            num_stages=self.num_stages,
+            num_stages=PAIRS,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             tx_count=layout.slots * SLOT_BYTES,
             defer_sync=True,
         )
 
-    def slot(self, number: Int32, slot: int) -> Int32:
-        """The staging slot of one of the slots of a warpgroup's chunk of that number."""
-        return self.first_slot + number % PAIRS * self.layout.slots + slot
+    def act_slot(self, number: Int32) -> Int32:
+        """The staging slot of a chunk's act."""
+        return number & (PAIRS - 1)
 
-    def _state(self, warpgroup: Int32, number: Int32, is_producer: bool) -> pipeline.PipelineState:
-        phase = number // PAIRS % 2
-        stage = warpgroup * PAIRS + number % PAIRS
-        return pipeline.PipelineState(self.num_stages, number, stage, phase ^ 1 if is_producer else phase)
+    def slot(self, number: Int32, slot: int) -> Int32:
+        """The staging slot of one of the slots of a chunk's pair."""
+        return PAIRS + self.act_slot(number) * self.layout.slots + slot
+
+    def _state(self, number: Int32, is_producer: bool) -> pipeline.PipelineState:
+        phase = number // PAIRS & 1
+        return pipeline.PipelineState(PAIRS, number, self.act_slot(number), phase ^ 1 if is_producer else phase)
 
     @cute.jit
-    def load(self, loads: PreactLoads, warpgroup: Int32, number: Int32, row: Int32, column: Int32):
-        """Bring a warpgroup's chunk of that number; called by the epilogue load warp."""
-        state = self._state(warpgroup, number, True)
+    def load(self, loads: PreactLoads, number: Int32, row: Int32, column: Int32):
+        """Bring a chunk's preactivations; called by the epilogue load warp."""
+        state = self._state(number, True)
         self.pipeline.producer_acquire(state)
         barrier = self.pipeline.producer_get_barrier(state)
-        smem = cute.group_modes(self.staging[None, None, None, warpgroup], 0, 2)
+        smem = cute.group_modes(self.smem, 0, 2)
         for slot in cutlass.range_constexpr(self.layout.slots):
             at, half = self.layout.column(column, slot)
             view = loads.tensor if const_expr(half is None) else loads.tensor[None, None, half]
@@ -110,22 +111,21 @@ class PreactRing(Invariant):
             to, source = cpasync.tma_partition(loads.atom, 0, cute.make_layout(1), smem, cute.group_modes(tile, 0, 2))
             cute.copy(loads.atom, source, to[None, self.slot(number, slot)], tma_bar_ptr=barrier)
 
-    def wait(self, warpgroup: Int32, number: Int32) -> None:
-        self.pipeline.consumer_wait(self._state(warpgroup, number, False))
+    def wait(self, number: Int32) -> None:
+        self.pipeline.consumer_wait(self._state(number, False))
 
-    def release(self, warpgroup: Int32, number: Int32) -> None:
+    def release(self, number: Int32) -> None:
         """Called by the storing warp."""
-        self.pipeline.consumer_release(self._state(warpgroup, number, False))
+        self.pipeline.consumer_release(self._state(number, False))
 
 
 class PreactPair(Invariant):
-    """One thread's access to a warpgroup's pairs, in accumulator order (epilogue.py) within a piece of 16 columns."""
+    """One thread's access to pairs, in accumulator order (epilogue.py) within a piece of 16 columns."""
 
-    def __init__(self, ring: PreactRing, slots: Slots, warpgroup: Int32):
+    def __init__(self, ring: PreactRing, slots: Slots):
         self.ring = ring
         self.layout = ring.layout
         self.slots = slots
-        self.warpgroup = warpgroup
         self.dtype = slots.dtype
         mma = sm90_utils.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)

@@ -56,9 +56,9 @@ def smem_layout(dtype: type[cutlass.Numeric], *more: int) -> cute.ComposedLayout
     return cute.tile_to_shape(atom, (ROWS, columns(dtype), *more), order=order)
 
 
-def staging_layout(dtype: type[cutlass.Numeric], slots: int, num_warpgroups: int) -> cute.ComposedLayout:
-    """(row, column, slot, warpgroup) of the staging buffer."""
-    return smem_layout(dtype, slots, num_warpgroups)
+def staging_layout(dtype: type[cutlass.Numeric], slots: int, owners: int) -> cute.ComposedLayout:
+    """(row, column, slot, owner) of the staging buffer."""
+    return smem_layout(dtype, slots, owners)
 
 
 def make_store(tensor: cute.Tensor) -> RaggedStore:
@@ -89,13 +89,13 @@ class Slots(Invariant):
     """A warpgroup's staging slots: fill one from registers, store it, reuse it when its store has been read."""
 
     def __init__(
-        self, staging: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
-        chunks_per_slab: int,
+        self, smem: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
+        chunks_per_tile: int,
     ):  # fmt: skip
         self.dtype = dtype
-        # Chunk c of a tile takes slot c % SLOTS. With an odd count a tile's first slot may be the one before's last.
-        self.may_be_pending = SLOTS - 1 if chunks_per_slab % SLOTS == 0 else 0
-        self.smem = staging[None, None, None, warpgroup_index]
+        # Chunk c of every tile takes slot c % SLOTS. With an odd count a tile's first slot is the one before's last.
+        self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
+        self.smem = smem
         self.barrier = FIRST_BARRIER + warpgroup_index
         self.thread = thread
         self.is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0

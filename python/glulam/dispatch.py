@@ -95,9 +95,9 @@ SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
 }
 
 
-ONLY_TILE = {"grouped_dglu": "DGLU", "grouped_wgrad": "WGRAD"}
-"""Operators with one tile for all numbers of rows, by its name among the shipped tiles. A weight gradient's tiles cut
-weights, not rows; the epilogue of grouped_dglu holds so much that one tile alone is worth building."""
+ONE_TILE = frozenset({"grouped_dglu", "grouped_wgrad"})
+"""Operators with one tile for all numbers of rows: a weight gradient's tiles cut weights, not rows, and grouped_dglu
+serves training, where experts have many."""
 
 
 def form(spec: Spec) -> Spec:
@@ -120,8 +120,8 @@ def choose(problem: Problem, arch: str) -> Choice:
     configs = CONFIGS[arch]
     average = problem.rows / problem.experts
     small = average <= SMALL_ROWS_PER_EXPERT
-    only = ONLY_TILE.get(problem.op)
-    tile = getattr(configs, only) if only else configs.SMALL if small else configs.LARGE
+    only = problem.op in ONE_TILE
+    tile = configs.SMALL if small and not only else configs.LARGE
     spec = SPEC_OF[problem.op](problem, tile, arch)
     rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
     mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"

@@ -37,8 +37,8 @@ from ..signature import (
 
 PARTIAL_COLUMNS = 128
 """A row's sum has at most two partial sums in every 128 columns, however a kernel's tiles and clusters cut it."""
-COUNTED_ROWS = 64
-"""A counter for every 64 rows, the fewest that a warpgroup takes, and one more where a group begins within them."""
+COUNTED_ROWS, COUNTERS = 64, 4
+"""Counters for every 64 rows, the fewest that a warpgroup takes: one a warp. As many more for each group."""
 
 
 class GluGradients(NamedTuple):
@@ -258,7 +258,7 @@ class GroupedDgluCall(Call):
         partials = counters = None
         if self.wants_d_row_scale and problem.rows:
             sums = 2 * -(-problem.intermediate // PARTIAL_COLUMNS)
-            count = problem.rows // COUNTED_ROWS + problem.experts + 1
+            count = COUNTERS * (problem.rows // COUNTED_ROWS + problem.experts + 1)
             where = (launch.device, launch.index)
             partials = workspace.Layout((sums, problem.rows), torch.float32, *where)
             counters = workspace.Layout((1, count), torch.int32, *where, zeroed=True)
