@@ -1,5 +1,5 @@
-# From a bare clone with Python 3.10 or later and a C compiler: make demo, make test, make lint, make build.
-# Settings: PYTHON (interpreter for the virtual environment), JOBS (compile processes), ARGS (of pytest or the demo).
+# From a bare clone with Python 3.10 or later and a C compiler: make demo, make train, make test, make lint, make build.
+# Settings: PYTHON (interpreter for the virtual environment), JOBS (compile processes), ARGS (of pytest, the demo or train).
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,10 +9,13 @@ BUNDLE := python/glulam/_bundle/sm_90a/manifest.json
 BRIDGE := $(addprefix ffi_bridge/,_version.py build.py compiler.py link.py manifest.py resources.py toolchain.py worker.py)
 KERNELS := $(shell find cute_kernels -name '*.py')
 
-.PHONY: demo test test-gpu lint build wheel clean
+.PHONY: demo train test test-gpu lint build wheel clean
 
 demo: $(BUNDLE)
 	$(BIN)/python -m glulam.demo $(ARGS)
+
+train: $(BUNDLE)
+	$(BIN)/python examples/train_moe.py $(ARGS)
 
 # One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
 test: $(BUNDLE)

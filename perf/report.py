@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .results import RESULTS, Result, read_all
+from .results import RESULTS, Result, default_path, read_all
 from .tables import TRAIN_TITLES, Table, forward_tables, host_tables, tables_of, train_tables
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -15,6 +15,7 @@ Written by `python -m perf report` from the JSON files beside it; do not edit. M
 distance between the 10th and the 90th percentile. In brackets: the peer's time over ours, above 1 we are faster.
 A rate is in brackets a share of the machine's limit that binds first: cuBLAS 8192^3 or a device copy, same run.
 Contestants take turns within one run. Random data, BF16, SwiGLU, no bias, no row scale but in `train`.
+`training-curves` is one training run after another, of `examples/train_moe.py` on real text.
 """
 
 
@@ -39,7 +40,15 @@ def _section(result: Result) -> str:
     parts = [f"## {result['suite']}: {result['stamp']['gpu']}", markdown_stamp(result)]
     for table in tables_of(result):
         parts += [f"### {table.title}", markdown_table(table)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_pictures(result)])
+
+
+def _pictures(result: Result, folder: str = "") -> list[str]:
+    """Of a training run the plot, which lies beside the result file."""
+    if result["suite"] != "training-curves":
+        return []
+    name = default_path(result["suite"], result["stamp"]["gpu"]).with_suffix(".svg").name
+    return [f"![Loss by step, all runs over each other, and their differences]({folder}{name})"]
 
 
 def results_page(results: list[Result]) -> str:
@@ -55,16 +64,18 @@ def _summary_of(result: Result) -> list[str]:
         chosen = host_tables(result)[-1:]
     elif result["suite"] == "train":
         chosen = [table for table in train_tables(result) if table.title == TRAIN_TITLES["layer"]]
+    elif result["suite"] == "training-curves":
+        chosen = tables_of(result)
     else:
         return []
     parts = [f"{result['stamp']['gpu']}, `{result['stamp']['command']}`, commit {result['stamp']['commit'][:12]}:"]
     for table in chosen:
         parts += [f"**{table.title}**", markdown_table(table)]
-    return parts
+    return [*parts, *_pictures(result, "perf/results/")]
 
 
 def summary(results: list[Result]) -> str:
-    """The measured part of the main README: FC1, the MLP, the host's share, and a layer's training."""
+    """The measured part of the main README: FC1, the MLP, the host's share, a layer's training, and a model's."""
     parts = [part for result in results for part in _summary_of(result)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 

@@ -77,16 +77,23 @@ def _under_load() -> dict[str, str]:
     return readings
 
 
-def make_stamp(command: str, commit: str | None = None) -> dict[str, Any]:
-    """Commit, command, date (UTC), GPU, driver, clocks under load and versions. `commit` overrides git's answer."""
+def _gpu() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"gpu": properties.name, "sms": properties.multi_processor_count, **_under_load()}
+
+
+def make_stamp(command: str, commit: str | None = None, device: str = "cuda") -> dict[str, Any]:
+    """Commit, command, date (UTC), GPU, driver, clocks under load and versions.
+
+    Args:
+        commit: overrides git's answer.
+        device: "cuda", or "cpu" for what ran on no GPU.
+    """
     return {
         "commit": commit or git_commit(),
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "gpu": properties.name,
-        "sms": properties.multi_processor_count,
         "host": platform.processor() or platform.machine(),
-        **_under_load(),
+        **(_gpu() if device == "cuda" else {"gpu": "CPU"}),
         "versions": versions(),
     }

@@ -146,11 +146,36 @@ def train_tables(result: Result) -> list[Table]:
     ]
 
 
+def _curve_row(record: dict[str, Any]) -> tuple[str, ...]:
+    apart = [f"{value:.1e}" for value in record["distance"].values()] if "distance" in record else ["-", "-"]
+    return (
+        record["run"],
+        f"{record['loss_at_end']:.4f}",
+        f"{record['held_out']:.4f}",
+        f"{record['step_ms']:.1f}",
+        *apart,
+    )
+
+
+def curves_tables(result: Result) -> list[Table]:
+    """One row a training run; distances are those of its smoothed loss from the first run's."""
+    *runs, shared = result["records"]
+    size, setup = shared["setup"]["size"], shared["setup"]
+    title = (
+        f"A byte-level MoE language model in training, {setup['steps']} steps of {setup['batch']} x {size['context']} "
+        f"bytes in {setup['dtype']} (L {size['layers']}, H {size['width']}, I {size['intermediate']}, "
+        f"E {size['experts']}, K {size['top_k']}); losses in nats a byte, means over {shared['window']} steps"
+    )
+    header = ("run", "loss at the end", "held-out loss", "ms a step", "mean distance", "largest distance")
+    return [Table(title, header, [_curve_row(record) for record in runs])]
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "forward": forward_tables,
     "host": host_tables,
     "graph": graph_tables,
     "train": train_tables,
+    "training-curves": curves_tables,
 }
 
 
@@ -165,7 +190,8 @@ def limits_table(result: Result) -> Table:
 
 
 def tables_of(result: Result) -> list[Table]:
-    """A result's tables, the machine's limits last. Raises ValueError for a suite that has none."""
+    """A result's tables, the machine's limits last where they were measured. Raises ValueError for an unknown suite."""
     if result["suite"] not in TABLES:
         raise ValueError(f"no tables for suite {result['suite']!r}; there are: {', '.join(TABLES)}")
-    return [*TABLES[result["suite"]](result), limits_table(result)]
+    limits = [limits_table(result)] if result["limits"] else []
+    return [*TABLES[result["suite"]](result), *limits]

@@ -434,11 +434,28 @@ def train_result():
     return results.make_result("train", STAMP, LIMITS, [layer, *kernels, *host])
 
 
-ALL_RESULTS = {"forward": forward_result, "host": host_result, "graph": graph_result, "train": train_result}
+CURVES = "training-curves"  # of examples/train_moe.py, which no suite measures
+
+
+def curves_result():
+    size = {"layers": 8, "width": 512, "heads": 8, "experts": 16, "top_k": 2, "intermediate": 768, "context": 512}
+    setup = {"size": size, "batch": 64, "steps": 2, "learning_rate": 1e-3, "dtype": "bfloat16"}
+    run = {"run": "torch", "loss": [3.0, 2.0], "loss_at_end": 2.0, "held_out": 2.125, "step_ms": 25.0}
+    other = {**run, "run": "glulam", "step_ms": 20.0, "distance": {"mean": 0.0012, "largest": 0.025}}
+    return results.make_result(CURVES, STAMP, {}, [run, other, {"setup": setup, "window": 20}])
+
+
+ALL_RESULTS = {
+    "forward": forward_result,
+    "host": host_result,
+    "graph": graph_result,
+    "train": train_result,
+    CURVES: curves_result,
+}
 
 
 def test_every_suite_has_tables_and_a_command():
-    assert set(ALL_RESULTS) == set(SUITES) == set(tables.TABLES) == set(cli.SUITE_NAMES)
+    assert set(ALL_RESULTS) == {*SUITES, CURVES} == set(tables.TABLES) == {*cli.SUITE_NAMES, CURVES}
 
 
 def test_a_ratio_above_one_means_that_we_are_faster():
@@ -465,6 +482,13 @@ def test_train_tables_show_rates_ratios_and_peaks():
     assert layer.rows[0][2:] == ("1500 ± 10.0 %", "618 TF/s (79 %)", "3000 (2.00x)", "3.00", "4.50")
     assert dw1.header[-1] == "dense us" and dw1.rows[0][-2:] == ("515 TF/s (66 %)", "350 (0.88x)")
     assert [row[1] for row in host.rows] == ["99.0"] * len(HOST_ITEMS)
+
+
+def test_curves_table_shows_how_far_runs_lie_from_the_first():
+    (table,) = tables.tables_of(curves_result())
+    assert "64 x 512 bytes in bfloat16" in table.title and "E 16, K 2" in table.title
+    assert table.rows[0] == ("torch", "2.0000", "2.1250", "25.0", "-", "-")
+    assert table.rows[1] == ("glulam", "2.0000", "2.1250", "20.0", "1.2e-03", "2.5e-02")
 
 
 def test_host_differences_are_what_the_front_adds():
@@ -523,6 +547,7 @@ def test_report_fills_both_pages(tmp_path):
     assert main.startswith("# Before\n") and main.endswith("\nafter\n")
     assert "old numbers" not in main and "4200 (1.50x)" in main and "2.50" in main
     assert "3000 (2.00x)" in main and "grouped_wgrad" in page and "grouped_wgrad" not in main
+    assert "](training-curves-h200.svg)" in page and "](perf/results/training-curves-h200.svg)" in main
     report.write_report(tmp_path, readme)
     assert readme.read_text() == main
 
@@ -549,6 +574,11 @@ def test_the_readme_has_the_marks():
 def test_commit_outside_a_checkout_is_unknown(monkeypatch, tmp_path):
     monkeypatch.setattr(stamp, "ROOT", tmp_path)
     assert stamp.git_commit() == stamp.UNKNOWN
+
+
+def test_a_stamp_of_a_cpu_asks_for_no_gpu():
+    made = stamp.make_stamp("python examples/train_moe.py", "abc", "cpu")
+    assert (made["commit"], made["gpu"]) == ("abc", "CPU") and made["versions"]["torch"] == torch.__version__
 
 
 def test_versions_name_what_a_time_depends_on():

@@ -1,0 +1,56 @@
+"""Text that lies on every machine with Python: the sources of its standard library, as bytes."""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What is not the library itself, not installed everywhere, or a table of codes.
+EXCLUDED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
+)
+HELD_OUT_SHARE = 16  # one file in so many is held out
+FEWEST_BYTES = 2_000_000  # Python 3.10 to 3.14 have 8 to 10 million
+
+
+class Text(NamedTuple):
+    """uint8 [bytes] each: to learn from, and from other files to judge by."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def source_files(root: Path) -> list[Path]:
+    """The library's .py files, in the order of their names."""
+    files = [path for path in root.rglob("*.py") if not EXCLUDED & set(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def is_held_out(path: Path, root: Path) -> bool:
+    """By a file's name, so that it does not depend on which other files there are."""
+    return zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT_SHARE == 0
+
+
+def read_text(root: Path | None = None) -> Text:
+    """The sources under `root`, by default this Python's library; files one after another.
+
+    Raises:
+        RuntimeError: there is too little to learn from.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in source_files(root):
+        parts[is_held_out(path, root)].append(path.read_bytes())
+    total = sum(map(len, parts[False] + parts[True]))
+    if total < FEWEST_BYTES:
+        raise RuntimeError(
+            f"{root} holds {total} bytes of .py sources, and {FEWEST_BYTES} are needed; "
+            "use a Python that is installed with the sources of its library"
+        )
+    train, held_out = (torch.frombuffer(bytearray(b"".join(parts[side])), dtype=torch.uint8) for side in (False, True))
+    return Text(train, held_out)

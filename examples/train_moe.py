@@ -1,0 +1,215 @@
+"""Train a small mixture-of-experts language model on the sources of Python's standard library, and compare.
+
+    python examples/train_moe.py            # on a GPU some 160 million parameters, on a CPU a tiny model
+
+The same model is trained from the same weights on the same bytes in the same order: by torch's own operators, by
+torch's in two other orders of the same products, and by Glulam. Training multiplies rounding errors, so that curves
+part without any fault. How far, the three runs of torch say; Glulam's must lie as close as they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
+
+import glulam
+from examples import moe_model, training_curves
+from examples.moe_model import Experts, LanguageModel, Size
+from examples.stdlib_text import Text, read_text
+from glulam.demo import choose_device, few_threads
+from perf.stamp import make_stamp
+
+BALANCE_WEIGHT = 0.01
+HELD_OUT_BATCHES = 8
+EAGER_STEPS = 3  # before a capture: what is made at a first call is then there
+REPORT_EVERY = 5  # steps; the host reads the loss so often, and waits for the GPU only then
+PIPE_WIDTH = 120  # columns where the output is not a terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A training run. batch: sequences of `size.context` bytes; learning_rate: the highest; dtype: of products."""
+
+    size: Size
+    batch: int
+    steps: int
+    learning_rate: float
+    dtype: torch.dtype
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+SETUPS = {
+    "cuda": Setup(Size(8, 512, 8, 16, 2, 768, 512), batch=64, steps=300, learning_rate=1e-3, dtype=torch.bfloat16),
+    "cpu": Setup(Size(2, 64, 2, 8, 2, 64, 64), batch=8, steps=200, learning_rate=1e-2, dtype=torch.float32),
+}
+
+
+class Run(NamedTuple):
+    """How the experts' MLP is computed, and whether a step is captured in a CUDA graph."""
+
+    name: str
+    experts: Experts
+    graph: bool = False
+
+
+TORCH = (
+    Run("torch", moe_model.torch_experts),
+    Run("torch, scaled first", moe_model.torch_experts_scaled_first),
+    Run("torch, scaled last", moe_model.torch_experts_scaled_last),
+)
+GLULAM = Run("glulam", moe_model.glulam_experts)
+GRAPH = Run("glulam, one CUDA graph", moe_model.glulam_experts, graph=True)
+
+
+def learning_rate(setup: Setup, step: int) -> float:
+    """Rises over the first tenth of the steps, then falls along a cosine to a tenth."""
+    rise = max(1, setup.steps // 10)
+    if step < rise:
+        return setup.learning_rate * (step + 1) / rise
+    done = (step - rise) / max(1, setup.steps - rise)
+    return setup.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+class Trainer:
+    """A model, its optimizer, and what a step reads and writes, all fixed in memory: a graph can hold the step."""
+
+    def __init__(self, experts: Experts, setup: Setup, seed: int, device: str) -> None:
+        torch.manual_seed(seed)
+        with torch.device(device):
+            self.model = LanguageModel(setup.size, experts, setup.dtype)
+            self.tokens = torch.zeros(setup.batch, setup.size.context + 1, dtype=torch.int64)
+            self.loss, self.rate = torch.zeros(()), torch.zeros(())
+        self.positions = torch.arange(setup.size.context + 1, device=device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), self.rate, (0.9, 0.95), weight_decay=0.1, fused=True, capturable=device == "cuda"
+        )
+
+    def load(self, text: Tensor, starts: Tensor) -> None:
+        """The bytes from each start on; all on the device."""
+        self.tokens.copy_(text[starts[:, None] + self.positions])
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss, balance = self.model(self.tokens)
+        (loss + BALANCE_WEIGHT * balance).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.loss.copy_(loss.detach())
+
+    def captured_step(self) -> Callable[[], None]:
+        """The step as one launch, captured on the stream that it ran on before. Capturing does not run it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            self.step()
+        return graph.replay
+
+    @torch.no_grad()
+    def held_out_loss(self, text: Tensor) -> float:
+        """Over windows at even distances."""
+        last = len(text) - len(self.positions)
+        starts = torch.linspace(0, last, HELD_OUT_BATCHES * len(self.tokens), device=text.device).long()
+        losses = []
+        for part in starts.chunk(HELD_OUT_BATCHES):
+            self.load(text, part)
+            losses.append(float(self.model(self.tokens)[0]))
+        return statistics.mean(losses)
+
+
+def train(run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> dict[str, Any]:
+    """The record of one run: its loss at each step, the held-out loss at the end, and the median time a step."""
+    device = text.train.device.type
+    trainer = Trainer(run.experts, setup, seed, device)
+    starts = torch.randint(
+        len(text.train) - setup.size.context, (setup.steps, setup.batch), generator=torch.Generator().manual_seed(seed)
+    ).to(device)
+    losses = torch.zeros(setup.steps, device=device)
+    advance, times, last = trainer.step, [], time.perf_counter()
+    task = progress.add_task(run.name, total=setup.steps, loss=math.nan)
+    for number in range(setup.steps):
+        if run.graph and number == EAGER_STEPS:
+            advance = trainer.captured_step()
+        trainer.load(text.train, starts[number])
+        trainer.rate.fill_(learning_rate(setup, number))
+        advance()
+        losses[number] = trainer.loss
+        if (number + 1) % REPORT_EVERY == 0 or number + 1 == setup.steps:
+            loss, now = float(trainer.loss), time.perf_counter()
+            times.append((now - last) / (number + 1 - progress.tasks[task].completed))
+            progress.update(task, completed=number + 1, loss=loss)
+            last = now
+    held_out = trainer.held_out_loss(text.held_out)
+    return {"run": run.name, "loss": losses.tolist(), "held_out": held_out, "step_ms": statistics.median(times) * 1e3}
+
+
+def train_all(setup: Setup, runs: list[Run], seed: int, device: str, console: Console) -> list[dict[str, Any]]:
+    """The records of the runs, in turn, and one of what they share."""
+    text = Text(*(part.to(device) for part in read_text()))
+    name, loss = TextColumn("{task.description:<22}"), TextColumn("loss {task.fields[loss]:.4f}")
+    # The default stream cannot be captured.
+    stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
+    with Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss, console=console) as bars, stream:
+        records = [train(run, setup, text, seed, bars) for run in runs]
+    sizes = {"train_bytes": len(text.train), "held_out_bytes": len(text.held_out)}
+    return [*records, {"setup": setup.as_json(), "seed": seed, **sizes}]
+
+
+def command_line(**options: Any) -> str:
+    """The command that trains this again, less what says only where the result goes."""
+    words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in options.items() if value]
+    return shlex.join(["python", "examples/train_moe.py", *(word for option in words for word in option)])
+
+
+def main(
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: 300 on a GPU, 200 on a CPU.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU that has kernels.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    graph: Annotated[bool, typer.Option("--graph", help="Also train with each step in one CUDA graph.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Result file; default: in build/.")] = None,
+    commit: Annotated[str | None, typer.Option(help="To stamp, where there is no git checkout.")] = None,
+) -> None:
+    """Train a small MoE language model with torch and with Glulam, and lay the learning curves over each other."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    try:
+        if device not in (None, *SETUPS):
+            raise RuntimeError(f"--device {device}: give one of {', '.join(SETUPS)}")
+        chosen, reason = choose_device(device)
+        if graph and chosen == "cpu":
+            raise RuntimeError(f"--graph: the device is a CPU ({reason}), and CUDA graphs need a GPU")
+        if chosen == "cuda":
+            glulam.preload()  # what a GPU or a bundle lacks shows now, not after three runs
+        console.print(f"device  {chosen} ({reason})" + (": a shrunk model, in float32" if chosen == "cpu" else ""))
+        stamp = make_stamp(command_line(steps=steps, device=device, seed=seed, graph=graph), commit, chosen)
+        setup = dataclasses.replace(SETUPS[chosen], steps=steps or SETUPS[chosen].steps)
+        with few_threads(chosen):
+            records = train_all(setup, [*TORCH, GLULAM, *([GRAPH] if graph else [])], seed, chosen, console)
+        result = training_curves.make_result(stamp, records, peers=len(TORCH))
+        training_curves.save(result, out or Path("build", training_curves.file_name(result)), console)
+        within = training_curves.show(result, console)
+    except RuntimeError as error:  # no usable bundle, an unsupported GPU, no sources: the message says what mends it
+        typer.echo(f"train_moe: {error}", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(0 if within else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,168 @@
+"""Learning curves laid over each other: how far apart they are, and a plot of them.
+
+    python examples/training_curves.py build/training-curves-h200.json
+
+draws what `train_moe.py` wrote, on any machine with matplotlib, as build/training-curves-h200.svg.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
+
+from perf import results, tables
+from perf.__main__ import show as show_table
+from perf.results import Result
+
+SUITE = "training-curves"
+WINDOW = 20  # steps that a smoothed loss averages over
+NOISE_ALLOWED = 2.0  # times the largest distance between runs of torch's that round differently
+SMALLEST_NOISE = 1e-4  # nats: in float32 curves part by 1e-7, until a rounding sends one token to another expert
+
+
+class Distance(NamedTuple):
+    """Between two smoothed curves, in nats a byte: of the absolute differences the mean, and the largest."""
+
+    mean: float
+    largest: float
+
+
+def smoothed(losses: list[float], window: int = WINDOW) -> list[float]:
+    """For each step the mean of the last `window` losses, of fewer at the start."""
+    spans = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
+    return [sum(span) / len(span) for span in spans]
+
+
+def difference(losses: list[float], reference: list[float]) -> list[float]:
+    """Of the smoothed losses, step by step."""
+    return [a - b for a, b in zip(smoothed(losses), smoothed(reference), strict=True)]
+
+
+def distance(losses: list[float], reference: list[float]) -> Distance:
+    sizes = [abs(value) for value in difference(losses, reference)]
+    # Not max(): it passes over a NaN that is not the first.
+    return Distance(sum(sizes) / len(sizes), sorted(sizes)[-1] if sum(sizes) == sum(sizes) else float("nan"))
+
+
+def noise(curves: list[list[float]]) -> Distance:
+    """What rounding alone does: the largest distances between any two of the curves."""
+    pairs = [distance(a, b) for a, b in itertools.combinations(curves, 2)]
+    return Distance(max(pair.mean for pair in pairs), max(pair.largest for pair in pairs))
+
+
+def within_noise(found: Distance, rounding: Distance) -> bool:
+    """Whether a curve lies as close as curves that differ by rounding lie to each other. A NaN does not."""
+    allowed = [max(NOISE_ALLOWED * value, SMALLEST_NOISE) for value in rounding]
+    return all(value <= most for value, most in zip(found, allowed, strict=True))
+
+
+def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int) -> Result:
+    """What a result file holds.
+
+    Args:
+        records: of runs, and one of what they share. The first `peers` runs differ in their rounding alone; the others
+            are judged by them. Each but the first gets its difference and distance from the first.
+    """
+    *runs, shared = records
+    curves = [run["loss"] for run in runs]
+    for run in runs:
+        run["loss_at_end"] = smoothed(run["loss"])[-1]
+    for run in runs[1:]:
+        run["difference"] = difference(run["loss"], curves[0])
+        run["distance"] = distance(run["loss"], curves[0])._asdict()
+    rounding = noise(curves[:peers])
+    within = all(within_noise(distance(curve, curves[0]), rounding) for curve in curves[peers:])
+    verdict = {"noise": rounding._asdict(), "within_noise": within, "window": WINDOW}
+    return results.make_result(SUITE, stamp, {}, [*runs, {**shared, **verdict}])
+
+
+def file_name(result: Result) -> str:
+    return results.default_path(SUITE, result["stamp"]["gpu"]).name
+
+
+def show(result: Result, console: Console) -> bool:
+    """Prints the table and the verdict; returns whether the judged curves lie within the noise."""
+    for table in tables.tables_of(result):
+        show_table(table, console)
+    shared = result["records"][-1]
+    mean, largest = shared["noise"].values()
+    mark = "[green]ok[/]" if shared["within_noise"] else "[red]FAILED[/]"
+    console.print(f"curves  {mark}: torch's own runs, which round differently, are {mean:.2g} apart on average and")
+    console.print(f"        {largest:.2g} at most; the rule is {NOISE_ALLOWED:g} times that, or {SMALLEST_NOISE:g}")
+    return bool(shared["within_noise"])
+
+
+def save(result: Result, path: Path, console: Console) -> None:
+    """Writes the JSON file, and the plot beside it where there is matplotlib."""
+    results.write(result, path)
+    console.print(f"wrote {path}", soft_wrap=True)
+    try:
+        plot(result, path.with_suffix(".svg"))
+        console.print(f"wrote {path.with_suffix('.svg')}", soft_wrap=True)
+    except ImportError:
+        console.print(f"no matplotlib, so no plot: `python {__file__} {path}` draws it where there is", soft_wrap=True)
+
+
+def runs_of(result: Result) -> list[dict[str, Any]]:
+    """The records of runs, the reference first. Raises ValueError where the result is of another suite."""
+    if result["suite"] != SUITE:
+        raise ValueError(f"a result of the suite {result['suite']!r} has no curves; train_moe.py writes {SUITE!r}")
+    return [record for record in result["records"] if "loss" in record]
+
+
+def plot(result: Result, path: Path) -> None:
+    """Writes both panels, the losses and their differences from the first run's, in the format of path's suffix.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = SUITE  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    runs = runs_of(result)
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained")
+    for number, run in enumerate(runs):
+        # Each curve is thinner than the one that it covers, so that both are seen.
+        style = {"color": f"C{number}", "linewidth": 1 + 5 * (len(runs) - 1 - number) / len(runs), "alpha": 0.8}
+        above.plot(run["loss"], label=f"{run['run']} (held out: {run['held_out']:.4f})", **style)
+        if "difference" in run:
+            below.plot(run["difference"], color=f"C{number}", linewidth=1.2, label=run["run"])
+    above.set_ylabel("loss, nats a byte")
+    above.set_title(f"{result['stamp']['gpu']}, commit {result['stamp']['commit'][:12]}", fontsize="medium")
+    below.set_ylabel(f"minus {runs[0]['run']}")
+    below.set_xlabel(f"step (differences are of means over {result['records'][-1]['window']} steps)")
+    below.axhline(0, color="C0", linewidth=0.8)
+    for axes in (above, below):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def main(
+    result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A JSON file of train_moe.py.")],
+    out: Annotated[Path | None, typer.Option(help="The plot, SVG or PNG; default: beside the results.")] = None,
+) -> None:
+    """Plot the learning curves of a result file."""
+    path = out or result.with_suffix(".svg")
+    try:
+        plot(results.read(result), path)
+    except (ImportError, ValueError) as error:
+        remedy = "; pip install matplotlib" if isinstance(error, ImportError) else ""
+        typer.echo(f"training_curves: {error}{remedy}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

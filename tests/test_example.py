@@ -1,0 +1,256 @@
+"""The training example: its layer is a MoE layer, its verdict can fail, and it runs where there is no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import sys
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from examples import moe_model, stdlib_text, train_moe, training_curves
+from examples.moe_model import Collect, Dispatch, MixtureOfExperts, Size
+from perf import results
+
+TINY = Size(layers=1, width=16, heads=2, experts=5, top_k=2, intermediate=8, context=16)
+EXPERTS = [moe_model.glulam_experts, *(run.experts for run in train_moe.TORCH)]
+STEPS = 24
+
+
+def invoke(command, *arguments):
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+# The text
+
+
+def test_the_library_is_enough_text_and_the_same_again():
+    text = stdlib_text.read_text()
+    assert len(text.train) > 10 * len(text.held_out) > 10 * 50_000
+    assert b"def " in bytes(text.held_out[:100_000].tolist())
+    assert all(map(torch.equal, text, stdlib_text.read_text()))
+
+
+FILES = 200
+
+
+def make_library(root):
+    (root / "site-packages").mkdir()
+    (root / "site-packages" / "foreign.py").write_text("foreign")
+    for number in range(FILES):
+        (root / f"m{number}.py").write_text(f"<{number}>")
+
+
+def test_held_out_files_are_other_files_and_keep_their_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(stdlib_text, "FEWEST_BYTES", 10)
+    make_library(tmp_path)
+    train, held_out = (bytes(part.tolist()).decode() for part in stdlib_text.read_text(tmp_path))
+    assert "foreign" not in train + held_out
+    assert len(train) + len(held_out) == sum(len(f"<{number}>") for number in range(FILES))
+    (tmp_path / "added.py").write_text("<added>")
+    later = bytes(stdlib_text.read_text(tmp_path).held_out.tolist()).decode()
+    assert held_out and later.replace("<added>", "") == held_out
+
+
+def test_a_python_without_sources_is_told_so(tmp_path):
+    make_library(tmp_path)
+    with pytest.raises(RuntimeError, match="holds [1-9][0-9]* bytes .* sources of its library"):
+        stdlib_text.read_text(tmp_path)
+
+
+# The model
+
+
+def test_a_routing_sorts_every_copy_by_expert():
+    torch.manual_seed(0)
+    x, router = torch.randn(50, 16), torch.randn(5, 16)
+    router[3] = -100 * x.mean(dim=0)  # far from every token: an empty expert
+    r = moe_model.route(x, router, top_k=2)
+    weights, chosen = (x @ router.T).softmax(dim=-1).topk(2, dim=-1)
+    counts = chosen.flatten().bincount(minlength=5)
+    assert r.offs.dtype == torch.int32 and r.offs.tolist() == counts.cumsum(0).tolist()
+    assert torch.equal(r.order[r.inverse], torch.arange(100))
+    assert chosen.flatten()[r.order].tolist() == sorted(chosen.flatten().tolist())
+    torch.testing.assert_close(r.scale[r.inverse].view(50, 2), weights / weights.sum(dim=-1, keepdim=True))
+
+
+def test_balance_is_one_where_shares_are_equal_and_more_where_one_expert_takes_all():
+    even = moe_model.route(torch.eye(4).repeat(8, 1) * 9, torch.eye(4), top_k=1)
+    assert float(even.balance) == pytest.approx(1.0)
+    taken = moe_model.route(torch.eye(4)[:1].repeat(32, 1) * 9, torch.eye(4), top_k=1)
+    assert float(taken.balance) > 3.9
+
+
+def test_dispatch_and_collect_have_each_others_gradients():
+    torch.manual_seed(0)
+    order = torch.randperm(12)
+    inverse = order.argsort()
+    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: Dispatch.apply(x, order, inverse, 2), x)
+    assert torch.autograd.gradcheck(lambda y: Collect.apply(y, order, inverse, 2), y)
+    assert torch.equal(Dispatch.apply(x, order, inverse, 2), x.repeat_interleave(2, dim=0)[order])
+
+
+@pytest.mark.parametrize("experts", EXPERTS, ids=lambda function: function.__name__)
+def test_every_order_of_the_products_is_the_layer_token_by_token(experts):
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(TINY, experts)
+    x = torch.randn(2, 16, 16)
+    got, _ = layer(x)
+    expected = torch.zeros(32, 16)
+    for token, row in enumerate(x.flatten(0, 1)):
+        weights, chosen = (layer.router @ row).softmax(dim=0).topk(2)
+        for weight, expert in zip(weights / weights.sum(), chosen, strict=True):
+            gate, up = (layer.w1[expert] @ row).chunk(2)
+            expected[token] += weight * (layer.w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    assert expected.abs().max() > 0.05
+    torch.testing.assert_close(got.flatten(0, 1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_no_byte_is_predicted_from_itself_or_from_later_ones():
+    torch.manual_seed(0)
+    model = moe_model.LanguageModel(TINY, moe_model.glulam_experts, torch.float32)
+    tokens = torch.randint(256, (1, 9))
+    model.bytes.requires_grad_()
+    x = tokens.clone()
+    model(x)[0].backward()
+    read = model.bytes.grad.abs().sum(dim=1) > 0
+    assert set(read.nonzero().flatten().tolist()) == set(tokens[0, :-1].tolist())
+
+
+# Training
+
+
+def small(**changes):
+    return dataclasses.replace(train_moe.SETUPS["cpu"], steps=STEPS, **changes)
+
+
+def train(*runs, **changes):
+    console = Console(file=io.StringIO())
+    return train_moe.train_all(small(**changes), list(runs), 0, "cpu", console)
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [train_moe.learning_rate(small(), step) for step in range(STEPS)]
+    assert 0 < rates[0] < rates[1] == max(rates) == small().learning_rate
+    assert sorted(rates[1:], reverse=True) == rates[1:] and rates[-1] < 0.15 * max(rates)
+    assert train_moe.learning_rate(small(), 0) > 0
+
+
+def test_the_same_run_is_the_same_to_the_bit():
+    first, again, _ = train(train_moe.GLULAM, train_moe.GLULAM)
+    assert first["loss"] == again["loss"] and first["held_out"] == again["held_out"]
+
+
+def test_it_runs_and_learns_and_the_curves_lie_over_each_other(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "curves.json"
+    told = invoke(train_moe.main, "--steps", STEPS, "--device", "cpu", "--out", out, "--commit", "abc")
+    assert told.exit_code == 0, told.output
+    assert "shrunk model" in told.stdout and "curves  ok" in told.stdout and "torch, scaled last" in told.stdout
+    result = results.read(out)
+    *runs, shared = result["records"]
+    assert [run["run"] for run in runs] == [run.name for run in (*train_moe.TORCH, train_moe.GLULAM)]
+    for run in runs:
+        assert len(run["loss"]) == STEPS and run["loss"][0] > 5.5 and run["loss"][-1] < 4
+        assert run["held_out"] < 4 and run["step_ms"] > 0
+    assert runs[-1]["distance"]["largest"] < 1e-4 and shared["within_noise"] is True
+    assert result["stamp"]["commit"] == "abc" and result["stamp"]["gpu"] == "CPU"
+    assert result["stamp"]["command"] == f"python examples/train_moe.py --steps {STEPS} --device cpu"
+    assert out.with_suffix(".svg").read_text().count("<path") > 10
+
+
+def wrong_experts(x, w1, w2, offs, scale):
+    return moe_model.glulam_experts(x, w1, w2, offs, scale * 1.1)
+
+
+def test_a_wrong_gradient_or_result_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_moe, "GLULAM", train_moe.Run("glulam", wrong_experts))
+    told = invoke(train_moe.main, "--steps", STEPS, "--device", "cpu", "--out", tmp_path / "curves.json")
+    assert told.exit_code == 1 and "curves  FAILED" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "cuda"], "torch finds no GPU"),
+        (["--device", "tpu"], "--device tpu: give one of cuda, cpu"),
+        (["--device", "cpu", "--graph"], "--graph: the device is a CPU (as asked for)"),
+    ],
+)
+def test_what_cannot_run_is_one_line(monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = invoke(train_moe.main, *arguments)
+    assert told.exit_code == 1 and told.stderr.count("\n") == 1
+    assert told.stderr.startswith("train_moe: ") and message in told.stderr
+
+
+# Curves
+
+
+def test_smoothing_averages_over_what_lies_behind():
+    assert training_curves.smoothed([4.0, 2.0, 0.0, 6.0], window=2) == [4.0, 3.0, 1.0, 3.0]
+
+
+def test_distances_are_those_of_smoothed_curves():
+    zeros, spike = [0.0] * 40, [0.0] * 39 + [-2.0]
+    assert training_curves.distance(spike, zeros) == pytest.approx((0.1 / 40, 0.1))
+
+
+def test_noise_is_the_largest_of_any_two_runs():
+    curves = [[0.0] * 9, [1.0] * 9, [-2.0] * 9]
+    assert training_curves.noise(curves) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("mean", "largest", "within"),
+    [(0.019, 0.039, True), (0.021, 0.03, False), (0.01, 0.041, False), (math.nan, math.nan, False)],
+)
+def test_the_rule_of_noise(mean, largest, within):
+    noise = training_curves.Distance(0.01, 0.02)
+    assert training_curves.within_noise(training_curves.Distance(mean, largest), noise) is within
+
+
+def test_a_curve_that_ends_in_nan_is_not_within_noise():
+    curve = training_curves.distance([1.0, 1.0, math.nan], [1.0, 1.0, 1.0])
+    assert not training_curves.within_noise(curve, training_curves.Distance(1.0, 1.0))
+
+
+def made_result():
+    curves = {"torch": [3.0, 2.0, 1.0], "torch, other": [3.0, 2.1, 1.0], "glulam": [3.0, 2.0, 1.1]}
+    records = [{"run": name, "loss": loss, "held_out": 1.0, "step_ms": 2.0} for name, loss in curves.items()]
+    shared = {"setup": train_moe.SETUPS["cuda"].as_json(), "seed": 0}
+    return training_curves.make_result({"gpu": "NVIDIA H200", "commit": "abc"}, [*records, shared], peers=2)
+
+
+def test_without_matplotlib_the_result_is_written_and_plotted_elsewhere(tmp_path, monkeypatch):
+    path = tmp_path / "curves.json"
+    told = io.StringIO()
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "matplotlib", None)
+        training_curves.save(made_result(), path, Console(file=told, width=200))
+        failed = invoke(training_curves.main, path)
+    assert "no matplotlib, so no plot" in told.getvalue() and not path.with_suffix(".svg").exists()
+    assert failed.exit_code == 1 and "pip install matplotlib" in failed.stderr
+    pytest.importorskip("matplotlib")
+    assert invoke(training_curves.main, path).exit_code == 0
+    first = path.with_suffix(".svg").read_bytes()
+    assert invoke(training_curves.main, path).exit_code == 0
+    assert path.with_suffix(".svg").read_bytes() == first and b"H200" in first
+    assert invoke(training_curves.main, path, "--out", tmp_path / "curves.png").exit_code == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_result_is_not_plotted(tmp_path):
+    path = tmp_path / "forward.json"
+    results.write(results.make_result("forward", {"gpu": "NVIDIA H200"}, {}, []), path)
+    told = invoke(training_curves.main, path)
+    assert told.exit_code == 1 and "forward" in told.stderr + told.stdout
