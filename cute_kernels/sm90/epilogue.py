@@ -16,8 +16,9 @@ from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec, TileConfig
-from .store import CHUNK_REGS, COLS, ROWS, SLOTS, THREADS, RaggedStore, Slots, halves, narrowed
+from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
+from .turns import THREADS
 
 
 class Addends(NamedTuple):

@@ -22,6 +22,7 @@ from . import tile_scheduler as sched
 from .epilogue import TileShare, registers
 from .mainloop import WgradMainloop
 from .persistent import PersistentGemm
+from .turns import THREADS
 from .weights import ExpertAddress, expert_offset, lo_hi, weight_view
 
 
@@ -80,7 +81,7 @@ class WgradEpilogue(Invariant):
         self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: WgradStores, work: sched.WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        regs = store.ROWS * self.cols // store.THREADS
+        regs = store.ROWS * self.cols // THREADS
         lo, hi = lo_hi(expert_offset(state.inputs.address, work.expert))
         first_m = work.m_tile * (self.tile.m // store.ROWS) + share.first_slab
         for chunk in cutlass.range_constexpr(self.tile.slabs * self.chunks_per_slab):

@@ -15,16 +15,14 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..invariant import Invariant
-from ..specs import PINGPONG_WARPGROUPS, TileConfig
+from ..specs import TileConfig
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
+from .turns import THREADS, Turns
 from .weights import ExpertAddress, expert_offset, lo_hi
 
 WARPS_PER_GROUP = 4
-THREADS_PER_GROUP = 32 * WARPS_PER_GROUP
 MMA_K = 16
-# Named barriers: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
-FIRST_TURN_BARRIER = 3
 
 
 class Operands(NamedTuple):
@@ -35,45 +33,6 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     extra: tuple
-
-
-class MmaTurns(Invariant):
-    """Which of two pingpong warpgroups may issue MMAs; nothing where warpgroups share a tile.
-
-    Named barrier FIRST_TURN_BARRIER + w: warpgroup w waits, the other arrives when it has issued a tile's last MMA. The
-    order is a matter of results, too: a warpgroup that waited for a stage more than a round of the ring early would
-    mistake an older phase of its barrier for its own.
-    """
-
-    def __init__(self, tile: TileConfig, warpgroup_index: Int32):
-        self.apply = tile.takes_turns
-        self.index = warpgroup_index
-
-    def is_mine(self, turn: Int32) -> Boolean | bool:
-        """Whether this warpgroup works on the tile of that number."""
-        return turn % PINGPONG_WARPGROUPS == self.index if self.apply else True
-
-    @cute.jit
-    def open(self):
-        """Before the first tile, which is warpgroup 0's."""
-        if const_expr(self.apply):
-            if self.index == 1:
-                self.pass_on()
-
-    @cute.jit
-    def wait(self):
-        if const_expr(self.apply):
-            cute.arch.barrier(
-                barrier_id=FIRST_TURN_BARRIER + self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS_PER_GROUP
-            )
-
-    @cute.jit
-    def pass_on(self):
-        if const_expr(self.apply):
-            cute.arch.barrier_arrive(
-                barrier_id=FIRST_TURN_BARRIER + 1 - self.index,
-                number_of_threads=PINGPONG_WARPGROUPS * THREADS_PER_GROUP,
-            )
 
 
 class Mainloop(Invariant):
@@ -175,7 +134,7 @@ class Mainloop(Invariant):
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """A and B as wgmma's descriptors, for a warpgroup whose share of the tile begins at a slab."""
         mma = self.tiled_mma()
-        thread_mma = mma.get_slice(slab * THREADS_PER_GROUP)
+        thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
     def accumulators(self) -> cute.Tensor:
@@ -185,7 +144,7 @@ class Mainloop(Invariant):
     @cute.jit
     def mma(
         self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: MmaTurns,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
 

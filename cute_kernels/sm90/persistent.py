@@ -17,7 +17,8 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
     loads   what the epilogue reads beside its accumulators, if that comes by TMA (preact.py).
-    turns   pingpong only: MmaTurns, named barriers 3 + warpgroup.
+    turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
+            these, named barriers 5 + warpgroup.
     slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
 """
 
@@ -34,7 +35,8 @@ from ..specs import TileConfig
 from . import store
 from . import tile_scheduler as sched
 from .epilogue import share_of
-from .mainloop import WARPS_PER_GROUP, Mainloop, MmaTurns, Operands
+from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
+from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 SMEM_BYTES = 227 * 1024
 # Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
@@ -53,7 +55,7 @@ class PersistentGemm(Invariant):
         self.tile = tile
         self.epilogue = epilogue
         self.num_warpgroups = tile.warpgroups
-        self.threads = (1 + self.num_warpgroups) * store.THREADS
+        self.threads = (1 + self.num_warpgroups) * THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n
 
     def make_mainloop(self) -> Mainloop:
@@ -118,7 +120,7 @@ class PersistentGemm(Invariant):
         mainloop = self.make_mainloop()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        warpgroup = cute.arch.make_warp_uniform(thread // store.THREADS)
+        warpgroup = cute.arch.make_warp_uniform(thread // THREADS)
         if warp == LOAD_WARP:
             cpasync.prefetch_descriptor(operands.atom_a)
             cpasync.prefetch_descriptor(operands.atom_b)
@@ -158,7 +160,7 @@ class PersistentGemm(Invariant):
             index = warpgroup - 1
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
             chunks = self.tile.slabs * self.epilogue.chunks_per_slab
-            slots = store.Slots(own, self.epilogue.slot_dtype, index, thread % store.THREADS, chunks)
+            slots = store.Slots(own, self.epilogue.slot_dtype, index, thread % THREADS, chunks)
             state = self.epilogue.make_state(inputs, groups, slots, rows[None, index], loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
@@ -190,20 +192,24 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         stages, ring: sched.WorkRing, index: Int32,
     ):  # fmt: skip
-        turns = MmaTurns(self.tile, index)
+        mma_turns = Turns(MMA_BARRIER, self.tile.takes_turns, index)
+        epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.epilogue.shares_slots, index)
         tCrA, tCrB = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
         acc = mainloop.accumulators()
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
-        turns.open()
+        mma_turns.open()
+        epilogue_turns.open()
         work = ring.get(ring_state)
         while work.expert >= 0:
             num_k_tiles = mainloop.num_k_tiles(operands, work)
-            if turns.is_mine(ring_state.count):
+            if mma_turns.is_mine(ring_state.count):
                 share = share_of(self.tile, ring_state.count, index)
                 prefetched = self.epilogue.begin(state, work, share)
-                stage = mainloop.mma(acc, tCrA, tCrB, num_k_tiles, stages, stage, turns)
+                stage = mainloop.mma(acc, tCrA, tCrB, num_k_tiles, stages, stage, mma_turns)
+                epilogue_turns.wait()
                 self.epilogue.finish(state, acc, prefetched, stores, work, share)
+                epilogue_turns.pass_on()
             else:
                 stage.advance(num_k_tiles)
             ring_state.advance()

@@ -17,12 +17,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from ..invariant import Invariant
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
+from .turns import THREADS
 
 ROWS = 64
 ROW_BYTES = 128
 SLOT_BYTES = ROWS * ROW_BYTES
 SLOTS = 2
-THREADS = 128
 # Of a slot of 16-bit elements, as all but weight gradients have.
 COLS = ROW_BYTES // 2
 CHUNK_REGS = ROWS * COLS // THREADS

@@ -1,0 +1,52 @@
+"""Turns of two pingpong warpgroups."""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from ..invariant import Invariant
+from ..specs import PINGPONG_WARPGROUPS
+
+THREADS = 128
+# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
+MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
+
+
+class Turns(Invariant):
+    """Whose turn it is at something that both warpgroups use, a tile at a time; nothing where `apply` is false.
+
+    Barrier first_barrier + w: warpgroup w waits, the other arrives when it is done with its tile. Turns are a matter of
+    results: a warpgroup that waited for its stage of a ring more than a round early would take an older phase of the
+    stage's barrier for its own.
+    """
+
+    def __init__(self, first_barrier: int, apply: bool, warpgroup_index: Int32):
+        self.first_barrier = first_barrier
+        self.apply = apply
+        self.index = warpgroup_index
+
+    def is_mine(self, turn: Int32) -> Boolean | bool:
+        """Whether this warpgroup has the tile of that number."""
+        return turn % PINGPONG_WARPGROUPS == self.index if self.apply else True
+
+    @cute.jit
+    def open(self):
+        """Before the first tile, which is warpgroup 0's."""
+        if const_expr(self.apply):
+            if self.index == 1:
+                self.pass_on()
+
+    @cute.jit
+    def wait(self):
+        if const_expr(self.apply):
+            cute.arch.barrier(
+                barrier_id=self.first_barrier + self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS
+            )
+
+    @cute.jit
+    def pass_on(self):
+        if const_expr(self.apply):
+            cute.arch.barrier_arrive(
+                barrier_id=self.first_barrier + 1 - self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS
+            )
