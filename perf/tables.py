@@ -10,7 +10,7 @@ from .cases import Case
 from .results import Result
 from .timing import Summary
 
-OURS = "glulam"
+OURS, DENSE = "glulam", "dense"
 OP_TITLES = {
     "fc1": "FC1 with SwiGLU in one kernel (`grouped_glu`)",
     "fc2": "FC2 (`grouped_mm`)",
@@ -43,8 +43,12 @@ def microseconds(value: float) -> str:
 def rate(record: dict[str, Any], median_us: float, limits: dict[str, float]) -> str:
     """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
     case, op = Case(**record["case"]), record["op"]
-    tflops = case.flop(op) / median_us * 1e-6
-    tbps = case.bytes(op, record["active_experts"]) / median_us * 1e-6
+    return bound(case.flop(op) / median_us, case.bytes(op, record["active_experts"]) / median_us, limits)
+
+
+def bound(flop_per_us: float, bytes_per_us: float, limits: dict[str, float]) -> str:
+    """The rate in what binds first, and how much of that limit it is."""
+    tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
     of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
     if of_bytes > of_flop:
         return f"{tbps:.2f} TB/s ({100 * of_bytes:.0f} %)"
@@ -146,11 +150,40 @@ def train_tables(result: Result) -> list[Table]:
     ]
 
 
+def _compare_cells(record: dict[str, Any], name: str, limits: dict[str, float]) -> tuple[str, ...]:
+    times = record["times"]
+    if name not in times:
+        return ("-", "-", "-")
+    us = times[name]["median_us"]
+    best = min(time["median_us"] for other, time in times.items() if other != DENSE)
+    mark = "*" if us == best and name != DENSE else ""
+    of_dense = f"{times[DENSE]['median_us'] / us:.3f}" if DENSE in times and name != DENSE else "-"
+    return (f"{microseconds(us)}{mark}", of_dense, bound(record["flop"] / us, record["bytes"] / us, limits))
+
+
+def compare_tables(result: Result) -> list[Table]:
+    """One table for each operation, form and case: a row a kernel, three columns a routing. * marks the fastest."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        groups.setdefault((record["op"], record["form"], Case(**record["case"]).label), []).append(record)
+    tables = []
+    for (op, form, label), records in groups.items():
+        routings = (f"{r['case']['routing']} ({r['skew']['max_over_mean']:.1f})" for r in records)
+        header = ("tile", *(cell for routing in routings for cell in (f"{routing} us", "of dense", "rate (of limit)")))
+        names = dict.fromkeys(name for record in records for name in record["times"])
+        rows = [
+            (name, *(cell for r in records for cell in _compare_cells(r, name, result["limits"]))) for name in names
+        ]
+        tables.append(Table(f"{op}: {label}, {form}", header, rows))
+    return tables
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "forward": forward_tables,
     "host": host_tables,
     "graph": graph_tables,
     "train": train_tables,
+    "compare": compare_tables,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 
 import pytest
@@ -27,7 +28,7 @@ from perf.cases import (
     select,
     train_cases,
 )
-from perf.options import Options
+from perf.options import Options, command_line
 from perf.problem import MAX_COPIES, ROTATION_BYTES, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
 from perf.suites import SUITES
@@ -434,7 +435,23 @@ def train_result():
     return results.make_result("train", STAMP, LIMITS, [layer, *kernels, *host])
 
 
-ALL_RESULTS = {"forward": forward_result, "host": host_result, "graph": graph_result, "train": train_result}
+def compare_result():
+    record = {
+        **forward_record(MIXTRAL, "fc1", dense=2792.0, t128x256=2800.0, t64x256=3000.0),
+        "form": "grouped_glu_bf16",
+        "flop": MIXTRAL.flop("fc1"),
+        "bytes": MIXTRAL.bytes("fc1", 8),
+    }
+    return results.make_result("compare", STAMP, LIMITS, [record])
+
+
+ALL_RESULTS = {
+    "forward": forward_result,
+    "host": host_result,
+    "graph": graph_result,
+    "train": train_result,
+    "compare": compare_result,
+}
 
 
 def test_every_suite_has_tables_and_a_command():
@@ -565,9 +582,19 @@ def test_measuring_without_a_gpu_is_one_clear_line(monkeypatch, capsys):
 
 
 def test_the_stamped_command_is_what_to_run_again():
-    assert cli.command_line("forward", Options()) == "python -m perf forward"
+    assert command_line("forward", Options()) == "python -m perf forward"
     chosen = Options(budget_s=5.0, case="Qwen3 decode", quack="tuned")
-    assert cli.command_line("host", chosen) == "python -m perf host --budget 5.0 --case 'Qwen3 decode' --quack tuned"
+    assert command_line("host", chosen) == "python -m perf host --budget 5.0 --case 'Qwen3 decode' --quack tuned"
+
+
+def test_the_command_line_fills_the_options():
+    line = "compare --specs a,b* --bundle x --case Qwen3 --op fc1,fc2 --routing zipf --rows-per-expert 1,64 --budget 3"
+    got = cli.chosen(cli.parser().parse_args(line.split()))
+    assert got == Options(
+        3.0, "Qwen3", ("fc1", "fc2"), specs=("a", "b*"), bundles=("x",), routings=("zipf",), rows_per_expert=(1, 64)
+    )
+    assert cli.chosen(cli.parser().parse_args(shlex.split(command_line("compare", got))[3:])) == got
+    assert cli.chosen(cli.parser().parse_args(["forward"])) == Options()
 
 
 def test_report_command_writes_the_pages(monkeypatch, capsys, tmp_path):

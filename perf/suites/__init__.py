@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..options import Options
+from .compare import run_compare
 from .forward import run_forward
 from .graph import run_graph
 from .host import run_host
@@ -16,4 +17,5 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "host": run_host,
     "graph": run_graph,
     "train": run_train,
+    "compare": run_compare,
 }
