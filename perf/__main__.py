@@ -1,4 +1,4 @@
-"""python -m perf forward|host|graph|train|compare [--out FILE]; python -m perf report."""
+"""python -m perf SUITE [--out FILE]; python -m perf report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .results import Result, default_path, make_result, write
 from .tables import Table, tables_of
 
 COMPARE = "compare"
-SUITE_NAMES = ("forward", "host", "graph", "train", COMPARE)
+SUITE_NAMES = ("forward", "decode", "rows", "skew", "backward", "train", "host", "graph", COMPARE)
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 
 

@@ -83,8 +83,29 @@ def with_routings(cases: tuple[Case, ...], routings: tuple[str, ...]) -> list[Ca
 
 
 def forward_cases() -> list[Case]:
-    """The default cases of the forward suite."""
-    return with_routings(PREFILL, ("uniform", "dirichlet")) + with_routings(DECODE, ("uniform", "zipf"))
+    """Prefill: hundreds of rows an expert, even and skewed."""
+    return with_routings(PREFILL, ("uniform", "dirichlet"))
+
+
+def decode_cases() -> list[Case]:
+    """A step of decoding: a few rows an expert, and weights are all that counts."""
+    return with_routings(DECODE, ("uniform", "zipf"))
+
+
+def rows_cases() -> list[Case]:
+    """1 to 4096 rows an expert, in powers of two."""
+    return [dataclasses.replace(QWEN3, rows=QWEN3.experts << doublings) for doublings in range(13)]
+
+
+def skew_cases() -> list[Case]:
+    """Zipf's law from an even share to a half for one expert."""
+    routings = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
+    return with_routings((QWEN3, DEEPSEEK), routings)
+
+
+def backward_cases() -> list[Case]:
+    """The kernels of the backward: even, skewed, and with half of the experts empty."""
+    return with_routings(PREFILL, ("uniform", "dirichlet", "half-empty"))
 
 
 def graph_cases() -> list[Case]:
