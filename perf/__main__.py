@@ -17,7 +17,19 @@ from .results import Result, default_path, make_result, write
 from .tables import Table, tables_of
 
 COMPARE = "compare"
-SUITE_NAMES = ("forward", "decode", "rows", "skew", "backward", "train", "host", "graph", COMPARE)
+SUITE_HELP = {
+    "forward": "FC1, FC2 and the MLP at hundreds of rows an expert",
+    "decode": "the same at a few rows an expert",
+    "rows": "the same at 1 to 4096 rows an expert",
+    "skew": "the same from even to one-sided routing",
+    "backward": "the backward's kernels",
+    "train": "a layer's forward and backward: time, memory, host",
+    "host": "host time of a call",
+    "graph": "CUDA graphs",
+}
+SUITE_NAMES = (*SUITE_HELP, COMPARE)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", COMPARE)
+WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 
 
@@ -31,26 +43,35 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     suite: argparse.ArgumentParser = commands.add_parser(name, help=help)
-    suite.add_argument("--out", type=Path, help="result file; default: perf/results/<suite>-<gpu>.json")
+    suite.add_argument(
+        "--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.json"
+    )
     suite.add_argument("--budget", dest="budget_s", type=float, help=f"seconds of sampling ({Options.budget_s})")
-    suite.add_argument("--case", help="only the case of this name, or those whose name, sizes or routing contain it")
-    suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
-    suite.add_argument("--quack", choices=QUACK_MODES, help=f"where it is installed ({Options.quack})")
     suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
+    if name != "host":
+        suite.add_argument("--case", help="the case of this name, or those whose name, sizes or routing contain it")
+    if name in WITH_OPS:
+        suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
+    if name in WITH_QUACK:
+        suite.add_argument("--quack", choices=QUACK_MODES, help=f"where it is installed ({Options.quack})")
     return suite
+
+
+def _add_compare(commands: Any) -> None:
+    compare = _add_suite(commands, COMPARE, "named kernels against each other")
+    compare.add_argument("--specs", type=_words, required=True, help="exported functions: names or shell patterns")
+    compare.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
+    compare.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(Options.routings)})")
+    compare.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m perf", description="Measure Glulam on this machine's GPU.")
     commands = root.add_subparsers(dest="command", required=True)
-    for name in SUITE_NAMES[:-1]:
-        _add_suite(commands, name, f"measure the {name} suite")
-    compare = _add_suite(commands, COMPARE, "measure named kernels against each other; writes only with --out")
-    compare.add_argument("--specs", type=_words, required=True, help="exported functions: names or shell patterns")
-    compare.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
-    compare.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(Options.routings)})")
-    compare.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
-    commands.add_parser("report", help="write perf/results/README.md and the README's table from the result files")
+    for name, help in SUITE_HELP.items():
+        _add_suite(commands, name, help)
+    _add_compare(commands)
+    commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's table")
     return root
 
 
@@ -91,11 +112,18 @@ def measure(arguments: argparse.Namespace) -> Result:
     return make_result(arguments.command, stamp, limits, SUITES[arguments.command](options))
 
 
+def _is_part(arguments: argparse.Namespace) -> bool:
+    """Whether a run measures less than its suite, whose results it must not replace."""
+    options = chosen(arguments)
+    return arguments.command == COMPARE or options.case is not None or bool(options.ops)
+
+
 def _run_suite(arguments: argparse.Namespace, console: Console) -> None:
     result = measure(arguments)
     for table in tables_of(result):
         show(table, console)
-    if arguments.command == COMPARE and not arguments.out:
+    if not arguments.out and _is_part(arguments):
+        console.print("not written: --out FILE keeps a comparison, or a part of a suite")
         return
     path = arguments.out or default_path(result["suite"], result["stamp"]["gpu"])
     write(result, path)

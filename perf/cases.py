@@ -82,25 +82,31 @@ def with_routings(cases: tuple[Case, ...], routings: tuple[str, ...]) -> list[Ca
     return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
 
 
-def forward_cases() -> list[Case]:
+def forward_cases(wanted: str | None = None) -> list[Case]:
     """Prefill: hundreds of rows an expert, even and skewed."""
-    return with_routings(PREFILL, ("uniform", "dirichlet"))
+    return select(with_routings(PREFILL, ("uniform", "dirichlet")), wanted)
 
 
-def decode_cases() -> list[Case]:
+def decode_cases(wanted: str | None = None) -> list[Case]:
     """A step of decoding: a few rows an expert, and weights are all that counts."""
-    return with_routings(DECODE, ("uniform", "zipf"))
+    return select(with_routings(DECODE, ("uniform", "zipf")), wanted)
 
 
-def rows_cases() -> list[Case]:
+def models(wanted: str | None, default: tuple[Case, ...]) -> list[Case]:
+    """Any models that are known here, by name; the default ones where none is wanted."""
+    return select([*PREFILL, *DECODE, SONIC, TINY, *OTHER_MODELS], wanted) if wanted else list(default)
+
+
+def rows_cases(wanted: str | None = None) -> list[Case]:
     """1 to 4096 rows an expert, in powers of two."""
-    return [dataclasses.replace(QWEN3, rows=QWEN3.experts << doublings) for doublings in range(13)]
+    doublings = range(13)
+    return [dataclasses.replace(m, rows=m.experts << d) for m in models(wanted, (QWEN3,)) for d in doublings]
 
 
-def skew_cases() -> list[Case]:
-    """Zipf's law from an even share to a half for one expert."""
+def skew_cases(wanted: str | None = None) -> list[Case]:
+    """Zipf's law from an even share to more than half for one expert."""
     routings = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
-    return with_routings((QWEN3, DEEPSEEK), routings)
+    return with_routings(tuple(models(wanted, (QWEN3, DEEPSEEK))), routings)
 
 
 def backward_cases() -> list[Case]:
@@ -120,11 +126,10 @@ def train_cases() -> list[Case]:
 
 def compare_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: tuple[int, ...]) -> list[Case]:
     """The cases that kernels are compared on: any model, PREFILL where none is wanted, at any number of rows."""
-    known = [*PREFILL, *DECODE, SONIC, TINY, *OTHER_MODELS]
-    models = select(known, wanted) if wanted else list(PREFILL)
+    chosen = models(wanted, PREFILL)
     if rows_per_expert:
-        models = [dataclasses.replace(case, rows=rows * case.experts) for case in models for rows in rows_per_expert]
-    return with_routings(tuple(models), routings)
+        chosen = [dataclasses.replace(case, rows=rows * case.experts) for case in chosen for rows in rows_per_expert]
+    return with_routings(tuple(chosen), routings)
 
 
 def select(cases: list[Case], wanted: str | None) -> list[Case]:

@@ -27,7 +27,7 @@ class Options:
     budget_s: float = _choice("--budget", 40.0)
     case: str | None = _choice("--case", None)
     ops: tuple[str, ...] = _choice("--op", ())
-    quack: str = _choice("--quack", "default")
+    quack: str = _choice("--quack", "tuned")
     specs: tuple[str, ...] = _choice("--specs", ())
     bundles: tuple[str, ...] = _choice("--bundle", ())
     routings: tuple[str, ...] = _choice("--routing", ("uniform", "dirichlet"))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .problem import Buffers
     from .training import TrainingData
 
-COMPILE_S = 120.0  # at most this long for the configurations of one kernel; what is not ready by then does not compete
+COMPILE_S = 60.0  # at most this long for the configurations of one kernel; what is not ready by then does not compete
 POLL_S = 0.02
 TUNING_ROUNDS = 3
 ENQUEUE_US = 200.0  # its backward calls allocate, reset a counter and reduce: five launches from Python
@@ -110,7 +110,10 @@ class Tuning:
 
 
 def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], float]) -> list[int]:
-    """Which configurations run; all compile in QuACK's worker processes side by side."""
+    """Which configurations run; all compile in QuACK's worker processes side by side. Raises RuntimeError where none
+    does.
+    """
+    failure: Exception | str = f"nothing compiled within {COMPILE_S:.0f} s"
     deadline = clock() + COMPILE_S
     waiting, ready = collections.deque(range(len(configs))), []
     with cache.pool_scope():
@@ -122,8 +125,10 @@ def _ready(run: Run, configs: Sequence[Config], cache: Any, clock: Callable[[], 
             except cache.CompilePending:  # no Exception, so it comes first
                 waiting.append(number)
                 time.sleep(POLL_S)
-            except Exception:  # a configuration that does not fit the shape is none of the candidates
-                continue
+            except Exception as error:  # a configuration that does not fit the shape is no candidate
+                failure = error
+    if not ready:
+        raise RuntimeError(f"none of QuACK's {len(configs)} configurations runs here: {failure}")
     return sorted(ready)
 
 
@@ -133,8 +138,6 @@ def fastest(
     """The configuration with the least median time. Raises RuntimeError where none runs."""
     started = clock()
     ready = _ready(run, configs, cache, clock)
-    if not ready:
-        raise RuntimeError(f"none of QuACK's {len(configs)} configurations runs here")
     calls = {str(number): partial(run, configs[number]) for number in ready}
     times = measure_device(calls, 0.0, ENQUEUE_US, TUNING_ROUNDS)
     best = configs[min(ready, key=lambda number: times[str(number)].median_us)]

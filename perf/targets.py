@@ -26,6 +26,7 @@ DECODE = {QUACK: 1.05, TORCH: 1.35}
 BACKWARD, BACKWARD_SKEWED = {QUACK: 1.05}, {QUACK: 1.2}
 WGRAD_DENSE = {"Mixtral-8x7B": 0.9, "DeepSeek-V3 EP8": 0.9}  # uniform
 LAYER = {TORCH: 1.25}
+DECODE_COPY = 0.92  # of a device copy's bytes a second
 
 
 def _of_forward(model: str, op: str, skewed: bool) -> dict[str, float]:
@@ -52,6 +53,11 @@ def targets_of(record: dict[str, Any]) -> dict[str, float]:
     if model.endswith("decode"):
         return DECODE if op in ("fc1", "fc2") else {}
     return _of_forward(model, op, skewed)
+
+
+def copy_target(record: dict[str, Any]) -> float | None:
+    """The target of a step of decoding in shares of a device copy's rate; None elsewhere."""
+    return DECODE_COPY if record["case"]["name"].endswith("decode") and record["op"] in ("fc1", "fc2") else None
 
 
 def target(record: dict[str, Any], contestant: str) -> float | None:

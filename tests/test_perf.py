@@ -77,6 +77,8 @@ def test_sweeps_cover_their_ranges():
     sizes = [skew(group_sizes(case)).max_over_mean for case in skew_cases() if case.name == QWEN3.name]
     assert sizes == sorted(sizes) and sizes[0] == 1.0 and sizes[-1] > 0.5 * QWEN3.experts
     assert {case.routing for case in backward_cases()} == {"uniform", "dirichlet", "half-empty"}
+    assert {case.name for case in rows_cases("DeepSeek-V3 EP1")} == {"DeepSeek-V3 EP1"}
+    assert {case.name for case in skew_cases("kimi")} == {"Kimi-K2 EP8"}
 
 
 def test_select_keeps_what_matches_and_names_the_choices_otherwise():
@@ -557,6 +559,9 @@ def test_forward_table_shows_times_ratios_and_gaps():
     assert fc1.rows[1][-2:] == ("-", "300 (1.50x)")
     assert len(mlp.rows) == 1
     assert missed.rows == [("Mixtral-8x7B", "uniform", "fc1", "dense", "0.997", "1.00")]
+    slow = forward_record(DECODE[0], "fc1", glulam=240.0, torch=400.0)
+    (missed,) = tables.below_target({**forward_result(), "records": [slow]})
+    assert missed.rows == [("Qwen3 decode", "uniform", "fc1", "device copy", "0.789", "0.92")]
 
 
 def test_train_tables_show_rates_ratios_and_memory():
@@ -707,8 +712,8 @@ def test_measuring_without_a_gpu_is_one_clear_line(monkeypatch, capsys):
 
 def test_the_stamped_command_is_what_to_run_again():
     assert command_line("forward", Options()) == "python -m perf forward"
-    chosen = Options(budget_s=5.0, case="Qwen3 decode", quack="tuned")
-    assert command_line("host", chosen) == "python -m perf host --budget 5.0 --case 'Qwen3 decode' --quack tuned"
+    chosen = Options(budget_s=5.0, case="Qwen3 decode", quack="off")
+    assert command_line("host", chosen) == "python -m perf host --budget 5.0 --case 'Qwen3 decode' --quack off"
 
 
 def test_the_command_line_fills_the_options():
@@ -719,6 +724,28 @@ def test_the_command_line_fills_the_options():
     )
     assert cli.chosen(cli.parser().parse_args(shlex.split(command_line("compare", got))[3:])) == got
     assert cli.chosen(cli.parser().parse_args(["forward"])) == Options()
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("forward", False),
+        ("host --quack off", False),
+        ("backward --budget 3", False),
+        ("backward --op dw1", True),
+        ("rows --case Kimi-K2", True),
+        ("compare --specs a", True),
+    ],
+)
+def test_a_part_of_a_suite_does_not_replace_its_results(monkeypatch, capsys, tmp_path, line, part):
+    written = []
+    monkeypatch.setattr(cli, "measure", lambda arguments: forward_result())
+    monkeypatch.setattr(cli, "write", lambda result, path: written.append(path))
+    monkeypatch.setattr(sys, "argv", ["perf", *line.split()])
+    assert cli.main() == 0
+    assert bool(written) != part and ("not written" in capsys.readouterr().out) == part
+    monkeypatch.setattr(sys, "argv", ["perf", *line.split(), "--out", str(tmp_path / "kept.json")])
+    assert cli.main() == 0 and written[-1] == tmp_path / "kept.json"
 
 
 def test_report_command_writes_the_pages(monkeypatch, capsys, tmp_path):

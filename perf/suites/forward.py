@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from ..cases import OPS, Case, decode_cases, forward_cases, rows_cases, select, skew_cases
+from ..cases import OPS, Case, decode_cases, forward_cases, rows_cases, skew_cases
 from ..contestants import Dense, Library, Quack, calls, check, libraries
 from ..options import Options, select_ops
 from ..problem import Problem, make_problem
@@ -77,11 +77,14 @@ def _measure(case: Case, ops: tuple[str, ...], contestants: list[Library], budge
     return records
 
 
-def forward_suite(name: str, cases: Callable[[], list[Case]]) -> Callable[[Options], Records]:
-    """A suite: one record for each (case, operator): fused FC1, FC2 and the whole MLP."""
+def forward_suite(name: str, cases: Callable[[str | None], list[Case]]) -> Callable[[Options], Records]:
+    """A suite: one record for each (case, operator): fused FC1, FC2 and the whole MLP.
+
+    cases: from what the user wants of them to the cases.
+    """
 
     def run(options: Options) -> Records:
-        chosen, ops = select(cases(), options.case), select_ops(OPS, options.ops)
+        chosen, ops = cases(options.case), select_ops(OPS, options.ops)
         contestants = libraries(options.quack)
         share = options.budget_s / len(chosen)
         return [r for case in track(chosen, name) for r in _measure(case, ops, contestants, share)]
