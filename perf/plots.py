@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,12 +163,12 @@ def _plots_of(gpu: str, results: list[Result]) -> dict[str, Callable[[], Figure]
     draws: dict[str, Draw] = dict.fromkeys(RATIO_SUITES, draw_ratios)
     draws |= {"skew": draw_skew, "rows": draw_rows}
     plots: dict[str, Callable[[], Figure]] = {
-        f"{suite}-{gpu}": (lambda draw=draw, suite=suite: draw(by_suite[suite]))  # type: ignore[misc]
-        for suite, draw in draws.items()
-        if suite in by_suite
+        f"{suite}-{gpu}": partial(draw, by_suite[suite]) for suite, draw in draws.items() if suite in by_suite
     }
     roofed = [by_suite[suite] for suite in ROOFLINE_SUITES if suite in by_suite]
-    return {**plots, **({f"roofline-{gpu}": lambda: draw_roofline(roofed)} if roofed else {})}
+    if roofed:
+        plots[f"roofline-{gpu}"] = partial(draw_roofline, roofed)
+    return plots
 
 
 def write_plots(results: list[Result], folder: Path) -> list[Path]:

@@ -180,9 +180,12 @@ class Quack:
     def prepare_forward(self, sets: list[Buffers], ops: Sequence[str]) -> dict[str, Any]:
         """Tunes what `ops` call; what was chosen, by operation."""
         needed = [op for op in ("fc1", "fc2") if op in ops or "mlp" in ops]
-        runs = {"fc1": self._fc1, "fc2": self._fc2}
-        tunings = {op: self.prepare(op, lambda c, n, op=op: runs[op](sets[n % len(sets)], c)) for op in needed}  # type: ignore[misc]
+        tunings = {op: self.prepare(op, partial(self._in_rotation, sets, op)) for op in needed}
         return {op: dataclasses.asdict(tuning) for op, tuning in tunings.items() if tuning}
+
+    def _in_rotation(self, sets: list[Buffers], op: str, config: Config, number: int) -> Tensor:
+        b = sets[number % len(sets)]
+        return self._fc1(b, config) if op == "fc1" else self._fc2(b, config)
 
     def _fc1(self, b: Buffers, config: Config) -> Tensor:
         self.kernels.gated(b.x, b.w1, b.starts, b.act, config)

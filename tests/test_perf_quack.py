@@ -206,9 +206,11 @@ def test_compiling_has_an_end(api, monkeypatch):
 
 @pytest.fixture
 def untimed(monkeypatch):
-    """The suites on small cases on the CPU, without a clock."""
+    """The suites on small cases on the CPU, without a clock; the seconds of sampling that they asked for."""
+    budgets = []
 
     def measure(calls, budget_s, *rest):
+        budgets.append(budget_s)
         for call in calls.values():
             call(0)
         return {name: Summary(100.0, 99.0, 101.0, 3) for name in calls}
@@ -218,6 +220,7 @@ def untimed(monkeypatch):
     monkeypatch.setattr(forward, "make_problem", lambda case: make_problem(case, device="cpu"))
     monkeypatch.setattr(backward, "make_data", lambda case: training.make_data(case, device="cpu"))
     monkeypatch.setattr(backward, "backward_cases", lambda: [CASE, dataclasses.replace(CASE, routing="half-empty")])
+    return budgets
 
 
 def test_the_forward_suite_measures_what_was_chosen(api, untimed):
@@ -236,6 +239,15 @@ def test_the_backward_suite_measures_every_kernel(api, untimed):
     assert [r["op"] for r in records] == 2 * list(training.KERNELS)
     assert all(list(r["times"]) == ["glulam", "dense", "torch", "quack tuned"] for r in records)
     assert all(set(r["tuning"]["quack tuned"]) == {r["op"]} for r in records)
+
+
+@pytest.mark.parametrize("options", [Options(8.0, quack="off"), Options(8.0, quack="off", case="half")])
+def test_the_budget_is_what_all_samples_take(api, untimed, options):
+    backward.run_backward(options)
+    assert sum(untimed) == pytest.approx(8.0)
+    untimed.clear()
+    forward.forward_suite("forward", lambda _: [CASE, dataclasses.replace(CASE, seed=1)])(options)
+    assert sum(untimed) == pytest.approx(8.0) and len(untimed) == 6
 
 
 def test_a_quack_that_fails_in_a_case_leaves_it_with_a_warning(api, untimed, monkeypatch):
