@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -146,5 +147,13 @@ def main() -> int:
     return 0
 
 
+def one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning without where it was raised: who was left out, and why."""
+    return " ".join(f"perf: {message}".split()) + "\n"
+
+
 if __name__ == "__main__":
+    warnings.formatwarning = one_line
     sys.exit(main())

@@ -748,6 +748,11 @@ def test_a_part_of_a_suite_does_not_replace_its_results(monkeypatch, capsys, tmp
     assert cli.main() == 0 and written[-1] == tmp_path / "kept.json"
 
 
+def test_a_warning_is_one_line():
+    text = cli.one_line(UserWarning("quack is left out:\n  no such kernel"), UserWarning, "perf/x.py", 7)
+    assert text == "perf: quack is left out: no such kernel\n"
+
+
 def test_report_command_writes_the_pages(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("perf.report.write_report", lambda: [tmp_path / "README.md"])
     monkeypatch.setattr(sys, "argv", ["perf", "report"])
