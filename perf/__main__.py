@@ -1,36 +1,84 @@
-"""python -m perf forward|host|graph|train [--out FILE]; python -m perf report."""
+"""python -m perf SUITE [--out FILE]; python -m perf report."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
+import dataclasses
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from .options import QUACK_MODES, Options
+from .options import QUACK_MODES, Options, command_line
 from .results import Result, default_path, make_result, write
 from .tables import Table, tables_of
 
-SUITE_NAMES = ("forward", "host", "graph", "train")
+COMPARE = "compare"
+SUITE_HELP = {
+    "forward": "FC1, FC2 and the MLP at hundreds of rows an expert",
+    "decode": "the same at a few rows an expert",
+    "rows": "the same at 1 to 4096 rows an expert",
+    "skew": "the same from even to one-sided routing",
+    "backward": "the backward's kernels",
+    "train": "a layer's forward and backward: time, memory, host",
+    "host": "host time of a call",
+    "graph": "CUDA graphs",
+}
+SUITE_NAMES = (*SUITE_HELP, COMPARE)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", COMPARE)
+WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in _words(text))
+
+
+def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
+    suite: argparse.ArgumentParser = commands.add_parser(name, help=help)
+    suite.add_argument("--out", type=Path, help="result file; of a whole suite perf/results/<suite>-<gpu>.json")
+    suite.add_argument("--budget", dest="budget_s", type=float, help=f"seconds of sampling ({Options.budget_s})")
+    suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
+    if name != "host":
+        suite.add_argument("--case", help="the case of this name, or those whose name, sizes or routing contain it")
+    if name in WITH_OPS:
+        suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
+    if name in WITH_QUACK:
+        suite.add_argument("--quack", choices=QUACK_MODES, help=f"where it is installed ({Options.quack})")
+    return suite
+
+
+def _add_compare(commands: Any) -> None:
+    compare = _add_suite(commands, COMPARE, "named kernels against each other")
+    compare.add_argument("--specs", type=_words, required=True, help="exported functions: names or shell patterns")
+    compare.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
+    compare.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(Options.routings)})")
+    compare.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
 
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m perf", description="Measure Glulam on this machine's GPU.")
     commands = root.add_subparsers(dest="command", required=True)
-    for name in SUITE_NAMES:
-        suite = commands.add_parser(name, help=f"measure the {name} suite")
-        suite.add_argument("--out", type=Path, help="result file; default: perf/results/<suite>-<gpu>.json")
-        suite.add_argument("--budget", type=float, default=Options.budget_s, help="seconds of sampling (%(default)s)")
-        suite.add_argument("--case", help="only the cases whose name, sizes or routing contain this text")
-        suite.add_argument("--quack", choices=QUACK_MODES, default=Options.quack, help="where installed (%(default)s)")
-        suite.add_argument("--commit", help="the commit to stamp, where there is no git checkout")
-    commands.add_parser("report", help="write perf/results/README.md and the README's table from the result files")
+    for name, help in SUITE_HELP.items():
+        _add_suite(commands, name, help)
+    _add_compare(commands)
+    commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's table")
     return root
+
+
+def chosen(arguments: argparse.Namespace) -> Options:
+    """What the command line says, defaults for the rest."""
+    names = (field.name for field in dataclasses.fields(Options))
+    given = {name: getattr(arguments, name, None) for name in names}
+    return Options(**{name: value for name, value in given.items() if value is not None})
 
 
 def _console() -> Console:
@@ -47,14 +95,6 @@ def show(table: Table, console: Console) -> None:
     console.print(rich_table)
 
 
-def command_line(suite: str, options: Options) -> str:
-    """The command that measures this again, less what says only where the result goes."""
-    chosen = {"--budget": options.budget_s, "--case": options.case, "--quack": options.quack}
-    default = {"--budget": Options.budget_s, "--case": Options.case, "--quack": Options.quack}
-    words = [word for name, value in chosen.items() if value != default[name] for word in (name, str(value))]
-    return shlex.join(["python", "-m", "perf", suite, *words])
-
-
 def measure(arguments: argparse.Namespace) -> Result:
     """Runs one suite on the current GPU. Raises RuntimeError where there is none or a contestant is wrong."""
     import torch
@@ -65,16 +105,25 @@ def measure(arguments: argparse.Namespace) -> Result:
     from .stamp import make_stamp
     from .suites import SUITES
 
-    options = Options(arguments.budget, arguments.case, arguments.quack)
+    options = chosen(arguments)
     stamp = make_stamp(command_line(arguments.command, options), arguments.commit)
     limits = measure_limits()
     return make_result(arguments.command, stamp, limits, SUITES[arguments.command](options))
+
+
+def _is_part(arguments: argparse.Namespace) -> bool:
+    """Whether a run measures less than its suite, whose results it must not replace."""
+    options = chosen(arguments)
+    return arguments.command == COMPARE or options.case is not None or bool(options.ops)
 
 
 def _run_suite(arguments: argparse.Namespace, console: Console) -> None:
     result = measure(arguments)
     for table in tables_of(result):
         show(table, console)
+    if not arguments.out and _is_part(arguments):
+        console.print("not written: --out FILE keeps a comparison, or a part of a suite")
+        return
     path = arguments.out or default_path(result["suite"], result["stamp"]["gpu"])
     write(result, path)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
@@ -98,5 +147,13 @@ def main() -> int:
     return 0
 
 
+def one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning without where it was raised: who was left out, and why."""
+    return " ".join(f"perf: {message}".split()) + "\n"
+
+
 if __name__ == "__main__":
+    warnings.formatwarning = one_line
     sys.exit(main())

@@ -62,6 +62,15 @@ DECODE = (
     dataclasses.replace(DEEPSEEK, name="DeepSeek decode", rows=256),
     dataclasses.replace(MIXTRAL, name="Mixtral decode", rows=64),
 )
+# What else tuning tables cover: the models above at other sizes, and at other shares of experts a GPU.
+OTHER_MODELS = (
+    Case("Mixtral-8x22B", 8, 6144, 16384, 8192),
+    Case("Qwen3-235B-A22B", 128, 4096, 1536, 32768),
+    Case("DeepSeek-V3 EP1", 256, 7168, 2048, 65536),
+    Case("DeepSeek-V3 EP32", 8, 7168, 2048, 16384),
+    Case("gpt-oss-20b", 32, 2880, 2880, 16384),
+    Case("Kimi-K2 EP8", 48, 7168, 2048, 16384),
+)
 # SonicMoE's largest layer: 32768 tokens, each through 8 of 128 experts; d 4096, n 1024.
 SONIC = Case("SonicMoE 32768 x top-8", 128, 4096, 1024, 262144)
 # Small enough that the GPU is done before the host has launched again: what is left is the host's time.
@@ -73,9 +82,36 @@ def with_routings(cases: tuple[Case, ...], routings: tuple[str, ...]) -> list[Ca
     return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
 
 
-def forward_cases() -> list[Case]:
-    """The default cases of the forward suite."""
-    return with_routings(PREFILL, ("uniform", "dirichlet")) + with_routings(DECODE, ("uniform", "zipf"))
+def forward_cases(wanted: str | None = None) -> list[Case]:
+    """Prefill: hundreds of rows an expert, even and skewed."""
+    return select(with_routings(PREFILL, ("uniform", "dirichlet")), wanted)
+
+
+def decode_cases(wanted: str | None = None) -> list[Case]:
+    """A step of decoding: a few rows an expert, and weights are all that counts."""
+    return select(with_routings(DECODE, ("uniform", "zipf")), wanted)
+
+
+def models(wanted: str | None, default: tuple[Case, ...]) -> list[Case]:
+    """Any models that are known here, by name; the default ones where none is wanted."""
+    return select([*PREFILL, *DECODE, SONIC, TINY, *OTHER_MODELS], wanted) if wanted else list(default)
+
+
+def rows_cases(wanted: str | None = None) -> list[Case]:
+    """1 to 4096 rows an expert, in powers of two."""
+    doublings = range(13)
+    return [dataclasses.replace(m, rows=m.experts << d) for m in models(wanted, (QWEN3,)) for d in doublings]
+
+
+def skew_cases(wanted: str | None = None) -> list[Case]:
+    """Zipf's law from an even share to more than half for one expert."""
+    routings = tuple(f"zipf:{exponent}" for exponent in (0.0, 0.5, 1.0, 1.5, 2.0))
+    return with_routings(tuple(models(wanted, (QWEN3, DEEPSEEK))), routings)
+
+
+def backward_cases() -> list[Case]:
+    """The kernels of the backward: even, skewed, and with half of the experts empty."""
+    return with_routings(PREFILL, ("uniform", "dirichlet", "half-empty"))
 
 
 def graph_cases() -> list[Case]:
@@ -88,14 +124,24 @@ def train_cases() -> list[Case]:
     return [*with_routings((QWEN3, DEEPSEEK), ("uniform", "dirichlet")), SONIC]
 
 
+def compare_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: tuple[int, ...]) -> list[Case]:
+    """The cases that kernels are compared on: any model, PREFILL where none is wanted, at any number of rows."""
+    chosen = models(wanted, PREFILL)
+    if rows_per_expert:
+        chosen = [dataclasses.replace(case, rows=rows * case.experts) for case in chosen for rows in rows_per_expert]
+    return with_routings(tuple(chosen), routings)
+
+
 def select(cases: list[Case], wanted: str | None) -> list[Case]:
-    """The cases whose label or routing contains `wanted` (any case); all where it is None.
+    """The cases named `wanted`, else those whose label or routing contains it (upper or lower case); all for None.
 
     Raises ValueError, with the names there are, where none does.
     """
     if wanted is None:
         return cases
-    chosen = [case for case in cases if wanted.lower() in f"{case.label} {case.routing}".lower()]
+    text = wanted.lower()
+    exact = [case for case in cases if case.name.lower() == text]
+    chosen = exact or [case for case in cases if text in f"{case.label} {case.routing}".lower()]
     if not chosen:
         names = ", ".join(sorted({case.name for case in cases}))
         raise ValueError(f"--case {wanted!r} matches no case; there are: {names}")

@@ -6,11 +6,8 @@ cannot do. `glu_layout` says how a library reads the 2I rows of w1: every layout
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import warnings
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +15,20 @@ import torch.nn.functional as F
 
 from .cases import TINY
 from .problem import Buffers, make_problem
+from .quack import Quack, quack_version
+
+__all__ = [
+    "Dense",
+    "Glulam",
+    "Library",
+    "Quack",
+    "TorchGrouped",
+    "calls",
+    "check",
+    "find_quack",
+    "libraries",
+    "quack_version",
+]
 
 MAX_RELATIVE_ERROR = 0.02  # two BF16 roundings differ by about 0.004; a wrong group or layout by about 1
 
@@ -99,52 +110,6 @@ class Dense:
         return self.fc2(b)
 
 
-class Quack:
-    """QuACK's fused gemm_gated and varlen gemm. `tuned` searches its configurations anew for each shape."""
-
-    glu_layout = "interleaved"
-
-    def __init__(self, tuned: bool) -> None:
-        self.api: Any = importlib.import_module("quack.gemm_interface")
-        self.tuned = tuned
-        self.name = "quack tuned" if tuned else "quack default"
-
-    def fc1(self, b: Buffers) -> torch.Tensor:
-        return self._gated(b)
-
-    def _gated(self, b: Buffers) -> torch.Tensor:
-        self.api.gemm_gated(
-            b.x,
-            b.w1.mT,
-            activation="swiglu",
-            postact_out=b.act,
-            store_preact=False,
-            cu_seqlens_m=b.starts,
-            tuned=self.tuned,
-        )
-        return b.act
-
-    def _gemm(self, a: torch.Tensor, b: Buffers) -> torch.Tensor:
-        self.api.gemm(a, b.w2.mT, out=b.y, cu_seqlens_m=b.starts, tuned=self.tuned)
-        return b.y
-
-    def fc2(self, b: Buffers) -> torch.Tensor:
-        return self._gemm(b.mid, b)
-
-    def mlp(self, b: Buffers) -> torch.Tensor:
-        return self._gemm(self._gated(b), b)
-
-
-def quack_version() -> str | None:
-    """The installed QuACK's version; None where there is none."""
-    if importlib.util.find_spec("quack") is None:
-        return None
-    try:
-        return metadata.version("quack-kernels")
-    except metadata.PackageNotFoundError:
-        return str(importlib.import_module("quack").__version__)
-
-
 def calls(library: Library, op: str, sets: list[Buffers]) -> Callable[[int], torch.Tensor]:
     """The library's operator as a function of a call's number, which rotates through the buffer sets."""
     call = getattr(library, op)
@@ -175,9 +140,15 @@ def _quack_works() -> bool:
     return True
 
 
+def find_quack(mode: str) -> Quack | None:
+    """QuACK, "default" or "tuned"; None where it is "off", absent or does not work."""
+    if mode == "off" or quack_version() is None or not _quack_works():
+        return None
+    return Quack(tuned=mode == "tuned")
+
+
 def libraries(quack: str) -> list[Library]:
     """The contestants of a run. quack: "off", "default" or "tuned"; left out where it is absent or does not work."""
     chosen: list[Library] = [Glulam(), Dense(), TorchGrouped()]
-    if quack != "off" and quack_version() is not None and _quack_works():
-        chosen.append(Quack(tuned=quack == "tuned"))
-    return chosen
+    peer = find_quack(quack)
+    return [*chosen, peer] if peer else chosen

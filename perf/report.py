@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from .results import RESULTS, Result, default_path, read_all
-from .tables import TRAIN_TITLES, Table, forward_tables, host_tables, tables_of, train_tables
+from .plots import draw_ratios, draw_roofline, draw_rows, draw_skew, write_plots
+from .results import RESULTS, Result, default_path, gpu_slug, read_all
+from .tables import LAYER_TITLE, OP_TITLES, Table, host_tables, op_tables, tables_of
 
 README = Path(__file__).resolve().parents[1] / "README.md"
+FORWARD_TITLES = (OP_TITLES["fc1"], OP_TITLES["mlp"])
+SUMMARISED = {"forward": FORWARD_TITLES, "decode": FORWARD_TITLES, "train": (LAYER_TITLE,)}
+CURVES: dict[str, Callable[..., object]] = {"skew": draw_skew, "rows": draw_rows}
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 HEAD = """# Measured
 
 Written by `python -m perf report` from the JSON files beside it; do not edit. Medians in microseconds, ± half the
 distance between the 10th and the 90th percentile. In brackets: the peer's time over ours, above 1 we are faster.
 A rate is in brackets a share of the machine's limit that binds first: cuBLAS 8192^3 or a device copy, same run.
-Contestants take turns within one run. Random data, BF16, SwiGLU, no bias, no row scale but in `train`.
+Contestants take turns within one run. Random data, BF16, SwiGLU, no bias; a row scale in the backward only.
 `training-curves` is one training run after another, of `examples/train_moe.py` on real text.
 """
 
@@ -36,8 +41,28 @@ def markdown_stamp(result: Result) -> str:
     )
 
 
-def _section(result: Result) -> str:
-    parts = [f"## {result['suite']}: {result['stamp']['gpu']}", markdown_stamp(result)]
+def tuning_note(result: Result) -> list[str]:
+    """How QuACK was tuned, where it was: a line."""
+    found = [t for r in result["records"] for by_op in r.get("tuning", {}).values() for t in by_op.values()]
+    chosen = {(t["config"], t["timed"], t["seconds"]) for t in found}  # an operation's records share their case's
+    if not chosen:
+        return []
+    timed, seconds = sum(t[1] for t in chosen), sum(t[2] for t in chosen)
+    return [
+        f"QuACK was tuned for each of {len(chosen)} cases and kernels, over its own configurations: "
+        f"{timed} timed, {seconds:.0f} s with compiling."
+    ]
+
+
+def _picture(stem: str, draw: Callable[..., object], plots: Collection[str]) -> list[str]:
+    """A plot with what it shows, where it was drawn."""
+    return [f"![{stem}]({stem}.svg)", (draw.__doc__ or "").strip()] if stem in plots else []
+
+
+def _section(result: Result, plots: Collection[str]) -> str:
+    parts = [f"## {result['suite']}: {result['stamp']['gpu']}", markdown_stamp(result), *tuning_note(result)]
+    stem = f"{result['suite']}-{gpu_slug(result['stamp']['gpu'])}"
+    parts += _picture(stem, CURVES.get(result["suite"], draw_ratios), plots)
     for table in tables_of(result):
         parts += [f"### {table.title}", markdown_table(table)]
     return "\n\n".join([*parts, *_pictures(result)])
@@ -51,22 +76,22 @@ def _pictures(result: Result, folder: str = "") -> list[str]:
     return [f"![Loss by step, all runs over each other, and their differences]({folder}{name})"]
 
 
-def results_page(results: list[Result]) -> str:
-    """The whole of perf/results/README.md."""
-    sections = [_section(result) for result in results] or ["Nothing has been measured yet."]
-    return "\n\n".join([HEAD.rstrip(), *sections]) + "\n"
+def results_page(results: list[Result], plots: Collection[str] = ()) -> str:
+    """The whole of perf/results/README.md. plots: the stems of what was drawn beside it."""
+    gpus = dict.fromkeys(gpu_slug(result["stamp"]["gpu"]) for result in results)
+    roofs = [part for gpu in gpus for part in _picture(f"roofline-{gpu}", draw_roofline, plots)]
+    sections = [_section(result, plots) for result in results] or ["Nothing has been measured yet."]
+    return "\n\n".join([HEAD.rstrip(), *roofs, *sections]) + "\n"
 
 
 def _summary_of(result: Result) -> list[str]:
-    if result["suite"] == "forward":
-        chosen = [table for table in forward_tables(result) if "FC2" not in table.title]
-    elif result["suite"] == "host":
-        chosen = host_tables(result)[-1:]
-    elif result["suite"] == "train":
-        chosen = [table for table in train_tables(result) if table.title == TRAIN_TITLES["layer"]]
-    elif result["suite"] == "training-curves":
-        chosen = tables_of(result)
+    titles = SUMMARISED.get(result["suite"], ())
+    if result["suite"] == "training-curves":
+        tables = tables_of(result)
     else:
+        tables = host_tables(result)[-1:] if result["suite"] == "host" else op_tables(result) if titles else []
+    chosen = [table for table in tables if not titles or table.title in titles]
+    if not chosen:
         return []
     parts = [f"{result['stamp']['gpu']}, `{result['stamp']['command']}`, commit {result['stamp']['commit'][:12]}:"]
     for table in chosen:
@@ -90,9 +115,10 @@ def fill(page: str, text: str) -> str:
 
 
 def write_report(folder: Path = RESULTS, readme: Path = README) -> list[Path]:
-    """Writes both pages; returns their paths."""
+    """Draws the plots and writes both pages; returns all paths. Raises RuntimeError without matplotlib."""
     results = read_all(folder)
+    plots = write_plots(results, folder)
     page = folder / "README.md"
-    page.write_text(results_page(results))
+    page.write_text(results_page(results, {path.stem for path in plots}))
     readme.write_text(fill(readme.read_text(), summary(results)))
-    return [page, readme]
+    return [*plots, page, readme]

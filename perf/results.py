@@ -17,10 +17,14 @@ def make_result(suite: str, stamp: dict[str, Any], limits: dict[str, float], rec
     return {"schema": SCHEMA, "suite": suite, "stamp": stamp, "limits": limits, "records": records}
 
 
+def gpu_slug(gpu: str) -> str:
+    """A GPU's name for a file: lower case, without vendor and blanks."""
+    return gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
+
+
 def default_path(suite: str, gpu: str) -> Path:
-    """perf/results/<suite>-<gpu>.json, the GPU's name without vendor and blanks."""
-    slug = gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
-    return RESULTS / f"{suite}-{slug}.json"
+    """perf/results/<suite>-<gpu>.json."""
+    return RESULTS / f"{suite}-{gpu_slug(gpu)}.json"
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,7 @@
-"""How many rows each expert gets. Plain Python with fixed seeds: the same sizes on every machine."""
+"""How many rows each expert gets. Plain Python with fixed seeds: the same sizes on every machine.
+
+A routing is a name, or a name and its parameter: "zipf:1.5" is Zipf's law with the exponent 1.5.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,43 @@ from collections.abc import Callable
 
 from .cases import Case
 
-DIRICHLET_CONCENTRATION = 0.5
-ZIPF_EXPONENT = 1.0
+Weights = Callable[[int, random.Random, float], list[float]]
 
 
-def _uniform(experts: int, rng: random.Random) -> list[float]:
+def _uniform(experts: int, rng: random.Random, _: float) -> list[float]:
     return [1.0] * experts
 
 
-def _dirichlet(experts: int, rng: random.Random) -> list[float]:
-    return [rng.gammavariate(DIRICHLET_CONCENTRATION, 1.0) for _ in range(experts)]
+def _dirichlet(experts: int, rng: random.Random, concentration: float) -> list[float]:
+    return [rng.gammavariate(concentration, 1.0) for _ in range(experts)]
 
 
-def _zipf(experts: int, rng: random.Random) -> list[float]:
-    weights = [1.0 / rank**ZIPF_EXPONENT for rank in range(1, experts + 1)]
+def _zipf(experts: int, rng: random.Random, exponent: float) -> list[float]:
+    weights = [1.0 / rank**exponent for rank in range(1, experts + 1)]
     rng.shuffle(weights)
     return weights
 
 
-def _one_expert(experts: int, rng: random.Random) -> list[float]:
+def _one_expert(experts: int, rng: random.Random, _: float) -> list[float]:
     weights = [0.0] * experts
     weights[rng.randrange(experts)] = 1.0
     return weights
 
 
-ROUTINGS: dict[str, Callable[[int, random.Random], list[float]]] = {
+def _half_empty(experts: int, rng: random.Random, _: float) -> list[float]:
+    weights = [float(expert < -(-experts // 2)) for expert in range(experts)]
+    rng.shuffle(weights)
+    return weights
+
+
+ROUTINGS: dict[str, Weights] = {
     "uniform": _uniform,
     "dirichlet": _dirichlet,
     "zipf": _zipf,
     "one": _one_expert,
+    "half-empty": _half_empty,
 }
+PARAMETERS = {"dirichlet": 0.5, "zipf": 1.0}  # where a routing names none
 
 
 def apportion(rows: int, weights: list[float]) -> list[int]:
@@ -51,12 +61,24 @@ def apportion(rows: int, weights: list[float]) -> list[int]:
     return sizes
 
 
+def _parameter(routing: str, name: str, text: str) -> float:
+    if not text:
+        return PARAMETERS.get(name, 0.0)
+    if name not in PARAMETERS:
+        raise ValueError(f"routing {routing!r}: {name} has no parameter; leave it at {name!r}")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"routing {routing!r}: {text!r} is not a number, as in '{name}:{PARAMETERS[name]}'") from None
+
+
 def group_sizes(case: Case) -> list[int]:
     """Rows of each expert, [experts]; they sum to `case.rows`. Raises ValueError on an unknown routing."""
-    if case.routing not in ROUTINGS:
+    name, _, text = case.routing.partition(":")
+    if name not in ROUTINGS:
         raise ValueError(f"routing {case.routing!r} is not known; choose one of: {', '.join(ROUTINGS)}")
-    rng = random.Random(f"{case.routing}-{case.experts}-{case.seed}")
-    return apportion(case.rows, ROUTINGS[case.routing](case.experts, rng))
+    rng = random.Random(f"{name}-{case.experts}-{case.seed}")
+    return apportion(case.rows, ROUTINGS[name](case.experts, rng, _parameter(case.routing, name, text)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from ffi_bridge import toolchain
 
-from .contestants import quack_version
+from .quack import quack_version
 
 ROOT = Path(__file__).resolve().parents[1]
 UNKNOWN = "unknown"

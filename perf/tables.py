@@ -8,20 +8,24 @@ from typing import Any
 
 from .cases import Case
 from .results import Result
+from .targets import copy_target, target
 from .timing import Summary
 
-OURS = "glulam"
+OURS, DENSE = "glulam", "dense"
 OP_TITLES = {
     "fc1": "FC1 with SwiGLU in one kernel (`grouped_glu`)",
     "fc2": "FC2 (`grouped_mm`)",
     "mlp": "The whole MLP (`grouped_mlp`)",
 }
-TRAIN_TITLES = {
-    "layer": "Forward and backward of one MLP layer, all gradients (`grouped_mlp` under autograd)",
+LAYER_TITLE = "Forward and backward of one MLP layer, all gradients (`grouped_mlp` under autograd)"
+KERNEL_TITLES = {
+    "dglu": "The gradient of the preactivation (`grouped_dglu`); dense and torch's first step: the GEMM in it",
+    "dgrad": "The gradient of FC1's input (`grouped_mm` with `transpose_w`)",
     "dw1": "The weight gradient of w1 (`grouped_wgrad`)",
     "dw2": "The weight gradient of w2 (`grouped_wgrad`)",
-    "dglu": "The gradient of the preactivation (`grouped_dglu`) against the GEMM in it",
 }
+TITLES = {**OP_TITLES, "layer": LAYER_TITLE, **KERNEL_TITLES}
+MEMORY_TITLE = "Memory of forward and backward, GB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +44,23 @@ def microseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def work(record: dict[str, Any]) -> tuple[float, float]:
+    """Useful FLOP and the fewest bytes of one call; no bytes where they are not known."""
+    if "flop" in record:
+        return record["flop"], record.get("bytes", 0.0)
+    case, op = Case(**record["case"]), record["op"]
+    return case.flop(op), case.bytes(op, record["active_experts"])
+
+
 def rate(record: dict[str, Any], median_us: float, limits: dict[str, float]) -> str:
     """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
-    case, op = Case(**record["case"]), record["op"]
-    tflops = case.flop(op) / median_us * 1e-6
-    tbps = case.bytes(op, record["active_experts"]) / median_us * 1e-6
+    flop, moved = work(record)
+    return bound(flop / median_us, moved / median_us, limits)
+
+
+def bound(flop_per_us: float, bytes_per_us: float, limits: dict[str, float]) -> str:
+    """The rate in what binds first, and how much of that limit it is."""
+    tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
     of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
     if of_bytes > of_flop:
         return f"{tbps:.2f} TB/s ({100 * of_bytes:.0f} %)"
@@ -68,7 +84,7 @@ def _peer_cell(record: dict[str, Any], name: str) -> str:
     return f"{microseconds(record['times'][name]['median_us'])} ({ratio(record, name):.2f}x)"
 
 
-def _forward_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
+def _op_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
     ours = _summary(record["times"][OURS])
     case = Case(**record["case"])
     own = f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
@@ -77,16 +93,57 @@ def _forward_row(record: dict[str, Any], peers: list[str], limits: dict[str, flo
     return (case.label, skew, own, reached, *(_peer_cell(record, name) for name in peers))
 
 
-def forward_tables(result: Result) -> list[Table]:
+def op_tables(result: Result) -> list[Table]:
     """One table an operator; a peer's cell is its time in us and, in brackets, its time over ours."""
     tables = []
-    for op, title in OP_TITLES.items():
-        records = [record for record in result["records"] if record["op"] == op]
+    for op, title in TITLES.items():
+        records = [record for record in result["records"] if record.get("op") == op]
         if records:
             peers = _peers(records)
             header = ("case", "routing (max/mean)", "glulam us", "rate (of limit)", *(f"{name} us" for name in peers))
-            tables.append(Table(title, header, [_forward_row(r, peers, result["limits"]) for r in records]))
+            tables.append(Table(title, header, [_op_row(r, peers, result["limits"]) for r in records]))
     return tables
+
+
+def _shares(record: dict[str, Any], limits: dict[str, float]) -> list[tuple[str, float, float]]:
+    """(against what, what was reached, what is aimed at), wherever there is a target."""
+    found = [(name, ratio(record, name), target(record, name)) for name in record["times"]]
+    moved = work(record)[1] / record["times"][OURS]["median_us"] * 1e-6
+    found.append(("device copy", moved / limits["copy_tbps"], copy_target(record)))
+    return [(name, reached, wanted) for name, reached, wanted in found if wanted is not None]
+
+
+def below_target(result: Result) -> list[Table]:
+    """Where a ratio is below what is aimed at; no table where none is."""
+    rows: list[tuple[str, ...]] = []
+    for record in result["records"]:
+        for name, reached, wanted in _shares(record, result["limits"]):
+            if reached < wanted:
+                case = record["case"]
+                rows.append((case["name"], case["routing"], record["op"], name, f"{reached:.3f}", f"{wanted:.2f}"))
+    header = ("case", "routing", "operation", "against", "ratio", "target")
+    return [Table("Below the target", header, rows)] if rows else []
+
+
+def forward_tables(result: Result) -> list[Table]:
+    """Operators, then what is below its target."""
+    return [*op_tables(result), *below_target(result)]
+
+
+def half_empty_table(records: list[dict[str, Any]]) -> list[Table]:
+    """Half of the experts empty, against the same rows over all experts: the same useful FLOP."""
+    times = {(r["case"]["name"], r["op"], r["case"]["routing"]): r["times"][OURS]["median_us"] for r in records}
+    rows: list[tuple[str, ...]] = []
+    for (name, op, routing), us in times.items():
+        even = times.get((name, op, "uniform"))
+        if routing == "half-empty" and even:
+            rows.append((name, op, microseconds(even), microseconds(us), f"{us / even:.2f}"))
+    header = ("case", "operation", "all experts us", "half empty us", "half / all")
+    return [Table("Half of the experts empty, the same number of rows", header, rows)] if rows else []
+
+
+def backward_tables(result: Result) -> list[Table]:
+    return [*op_tables(result), *half_empty_table(result["records"]), *below_target(result)]
 
 
 def host_tables(result: Result) -> list[Table]:
@@ -117,32 +174,35 @@ def graph_tables(result: Result) -> list[Table]:
     return [Table("Wall time an MLP layer", header, [_graph_row(record, names) for record in result["records"]])]
 
 
-def _train_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
-    ours, case = _summary(record["times"][OURS]), Case(**record["case"])
-    own = f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
-    skew = f"{case.routing} ({record['skew']['max_over_mean']:.1f})"
-    tflops = record["flop"] / ours.median_us * 1e-6
-    reached = f"{tflops:.0f} TF/s ({100 * tflops / limits['cublas_8192_tflops']:.0f} %)"
-    peaks = (f"{peak * 1e-9:.2f}" for peak in record.get("peak_bytes", {}).values())
-    return (case.label, skew, own, reached, *(_peer_cell(record, name) for name in peers), *peaks)
+def _gigabytes(values: dict[str, float], names: list[str]) -> tuple[str, ...]:
+    return tuple(f"{values[name] * 1e-9:.2f}" if name in values else "-" for name in names)
+
+
+def memory_table(result: Result) -> list[Table]:
+    """Peak above what was allocated before, gradients included, and what forward saves for backward, x included."""
+    records = [record for record in result["records"] if "peak_bytes" in record]
+    names = list(dict.fromkeys(name for record in records for name in record["peak_bytes"]))
+    header = ("case", *(f"{name} peak" for name in names), *(f"{name} saved" for name in names), "x, h and s")
+    rows = []
+    for record in records:
+        saved = _gigabytes(record.get("saved_bytes", {}), names)
+        (needed,) = _gigabytes({"all": record["needed_bytes"]} if "needed_bytes" in record else {}, ["all"])
+        case = record["case"]
+        label = f"{Case(**case).label}, {case['routing']}"
+        rows.append((label, *_gigabytes(record["peak_bytes"], names), *saved, needed))
+    return [Table(MEMORY_TITLE, header, rows)] if rows else []
 
 
 def train_tables(result: Result) -> list[Table]:
-    """One table an operation of training, and the host's time of a small layer."""
-    tables = []
-    for op, title in TRAIN_TITLES.items():
-        records = [record for record in result["records"] if record.get("op") == op]
-        if records:
-            peers = _peers(records)
-            peaks = (f"{name} peak GB" for name in records[0].get("peak_bytes", {}))
-            header = ("case", "routing (max/mean)", "glulam us", "rate (of limit)", *(f"{name} us" for name in peers))
-            rows = [_train_row(record, peers, result["limits"]) for record in records]
-            tables.append(Table(title, (*header, *peaks), rows))
+    """A layer's training, its memory, and the host's time of a small layer."""
+    measured = [record for record in result["records"] if "times" in record]
     items = [record for record in result["records"] if "item" in record]
     rows = [(r["item"], *(f"{r[name]:.1f}" for name in ("median_us", "low_us", "high_us"))) for r in items]
     return [
-        *tables,
+        *op_tables(result),
+        *memory_table(result),
         Table("Host time of forward and backward, tiny layer", ("item", "median us", "10 %", "90 %"), rows),
+        *below_target({**result, "records": measured}),
     ]
 
 
@@ -170,12 +230,45 @@ def curves_tables(result: Result) -> list[Table]:
     return [Table(title, header, [_curve_row(record) for record in runs])]
 
 
+def _compare_cells(record: dict[str, Any], name: str, limits: dict[str, float]) -> tuple[str, ...]:
+    times = record["times"]
+    if name not in times:
+        return ("-", "-", "-")
+    us = times[name]["median_us"]
+    best = min(time["median_us"] for other, time in times.items() if other != DENSE)
+    mark = "*" if us == best and name != DENSE else ""
+    of_dense = f"{times[DENSE]['median_us'] / us:.3f}" if DENSE in times and name != DENSE else "-"
+    return (f"{microseconds(us)}{mark}", of_dense, bound(record["flop"] / us, record["bytes"] / us, limits))
+
+
+def compare_tables(result: Result) -> list[Table]:
+    """One table for each operation, form and case: a row a kernel, three columns a routing. * marks the fastest."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for record in result["records"]:
+        groups.setdefault((record["op"], record["form"], Case(**record["case"]).label), []).append(record)
+    tables = []
+    for (op, form, label), records in groups.items():
+        routings = (f"{r['case']['routing']} ({r['skew']['max_over_mean']:.1f})" for r in records)
+        header = ("tile", *(cell for routing in routings for cell in (f"{routing} us", "of dense", "rate (of limit)")))
+        names = dict.fromkeys(name for record in records for name in record["times"])
+        rows = [
+            (name, *(cell for r in records for cell in _compare_cells(r, name, result["limits"]))) for name in names
+        ]
+        tables.append(Table(f"{op}: {label}, {form}", header, rows))
+    return tables
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "forward": forward_tables,
+    "decode": forward_tables,
+    "rows": forward_tables,
+    "skew": forward_tables,
+    "backward": backward_tables,
+    "train": train_tables,
     "host": host_tables,
     "graph": graph_tables,
-    "train": train_tables,
     "training-curves": curves_tables,
+    "compare": compare_tables,
 }
 
 

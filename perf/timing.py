@@ -25,6 +25,7 @@ ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest
 SLEEP_CYCLES_PER_US = 1980  # of the GPU's highest clock; a longer sleep at a lower one does no harm
 HOST_CALLS_PER_SAMPLE = 100  # two launches each stay well inside the queue of 1024
 WARM_UP_CALLS = 3
+MIN_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def summarise(samples: list[float]) -> Summary:
 def interleave(
     samplers: Mapping[str, Sampler],
     budget_s: float,
-    min_rounds: int = 5,
+    min_rounds: int = MIN_ROUNDS,
     max_rounds: int = 200,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Summary]:
@@ -106,9 +107,11 @@ def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
     return lambda: _device_us(call, calls, enqueue_us)
 
 
-def measure_device(calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US) -> dict[str, Summary]:
+def measure_device(
+    calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
+) -> dict[str, Summary]:
     """Device time of each call, CUDA events, interleaved; microseconds."""
-    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s)
+    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)
 
 
 def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:

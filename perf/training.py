@@ -10,17 +10,21 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .cases import Case
+from .cases import BYTES_PER_ELEMENT, Case
 from .problem import offsets
+from .quack import Quack
 from .routing import group_sizes
 
 OURS, TORCH, DENSE = "glulam", "torch", "dense"
-OPS = ("layer", "dw1", "dw2", "dglu")
+LAYER = "layer"
+KERNELS = ("dglu", "dgrad", "dw1", "dw2")
+OPS = (LAYER, *KERNELS)
 MAX_RELATIVE_ERROR = 0.03  # a backward rounds to 16 bits three times in a row, each about 0.004
 
 
@@ -28,6 +32,7 @@ MAX_RELATIVE_ERROR = 0.03  # a backward rounds to 16 bits three times in a row, 
 class TrainingData:
     """One layer in training. Leaves that require gradients: x [T,H], w1 [E,2I,H], w2 [E,H,I], row_scale float32 [T].
     Constants: dy [T,H], and what stands between the kernels, random: preact and dpreact [T,2I], act [T,I].
+    offs int32 [E], starts int32 [E+1]: the groups' ends, without and with a leading 0.
     """
 
     x: torch.Tensor
@@ -39,7 +44,12 @@ class TrainingData:
     dpreact: torch.Tensor
     act: torch.Tensor
     offs: torch.Tensor
+    starts: torch.Tensor
     sizes: list[int]
+
+    def factors(self, op: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """dy and x of a weight gradient dy^T x, "dw1" or "dw2"."""
+        return (self.dpreact, self.x) if op == "dw1" else (self.dy, self.act)
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -64,6 +74,7 @@ def make_data(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "cu
 
     row_scale = torch.empty(rows, device=device).uniform_(0.1, 1.0, generator=generator)
     sizes = group_sizes(case)
+    offs = offsets(sizes, device)
     return TrainingData(
         x=random(rows, hidden).requires_grad_(),
         w1=random(experts, 2 * inner, hidden, scale=hidden**-0.5).requires_grad_(),
@@ -73,16 +84,28 @@ def make_data(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "cu
         preact=random(rows, 2 * inner),
         dpreact=random(rows, 2 * inner),
         act=random(rows, inner),
-        offs=offsets(sizes, device),
+        offs=offs,
+        starts=torch.cat([offs.new_zeros(1), offs]),
         sizes=sizes,
     )
 
 
 def flop(case: Case, op: str) -> int:
     """Useful operations: a backward does each GEMM of the forward twice; dglu holds one GEMM of FC2's size."""
-    return {"layer": 3 * case.flop("mlp"), "dw1": case.flop("fc1"), "dw2": case.flop("fc2"), "dglu": case.flop("fc2")}[
-        op
-    ]
+    fc1, fc2 = case.flop("fc1"), case.flop("fc2")
+    return {LAYER: 3 * case.flop("mlp"), "dglu": fc2, "dgrad": fc1, "dw1": fc1, "dw2": fc2}[op]
+
+
+def bytes_moved(case: Case, op: str, active_experts: int) -> int:
+    """The fewest bytes of a kernel, as `Case.bytes` counts; weight gradients are written for every expert."""
+    matrix, x, mid = case.hidden * case.intermediate, case.rows * case.hidden, case.rows * case.intermediate
+    elements = {
+        "dglu": active_experts * matrix + x + 5 * mid,
+        "dgrad": 2 * active_experts * matrix + 2 * mid + x,
+        "dw1": 2 * case.experts * matrix + 2 * mid + x,
+        "dw2": case.experts * matrix + x + mid,
+    }[op]
+    return BYTES_PER_ELEMENT * elements
 
 
 def _api() -> Any:
@@ -111,9 +134,9 @@ def _torch_forward(d: TrainingData) -> torch.Tensor:
     return F.grouped_mm(_scaled_swiglu(preact, d.row_scale), d.w2.mT, offs=d.offs)
 
 
-def _scaled_swiglu(preact: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:
+def _scaled_swiglu(preact: torch.Tensor, row_scale: torch.Tensor, glu_layout: str = "concat") -> torch.Tensor:
     """In 16 bits throughout, torch's fastest: a float32 scale would make the activation float32."""
-    gate, up = preact.chunk(2, dim=1)
+    gate, up = (preact[:, 0::2], preact[:, 1::2]) if glu_layout == "interleaved" else preact.chunk(2, dim=1)
     return F.silu(gate) * up * row_scale.to(preact.dtype)[:, None]
 
 
@@ -133,25 +156,20 @@ def our_operators(d: TrainingData) -> Results:
     return y, dx, api.grouped_wgrad(dpreact, d.x, offs=offs), api.grouped_wgrad(d.dy, act, offs=offs), d_scale
 
 
-def _factors(d: TrainingData, op: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """dy and x of a weight gradient dy^T x."""
-    return (d.dpreact, d.x) if op == "dw1" else (d.dy, d.act)
-
-
 def _wgrad_contestants(op: str) -> dict[str, Contestant]:
     @torch.no_grad()
     def ours(d: TrainingData) -> Results:
-        dy, x = _factors(d, op)
+        dy, x = d.factors(op)
         return (_api().grouped_wgrad(dy, x, offs=d.offs),)
 
     @torch.no_grad()
     def dense(d: TrainingData) -> Results:
-        dy, x = _factors(d, op)
+        dy, x = d.factors(op)
         return (torch.mm(dy.mT, x),)
 
     @torch.no_grad()
     def ragged(d: TrainingData) -> Results:
-        dy, x = _factors(d, op)
+        dy, x = d.factors(op)
         return (F.grouped_mm(dy.mT, x, offs=d.offs),)
 
     return {OURS: ours, DENSE: dense, TORCH: ragged}
@@ -160,7 +178,7 @@ def _wgrad_contestants(op: str) -> dict[str, Contestant]:
 @torch.no_grad()
 def _wgrad_of_each_expert(d: TrainingData, op: str) -> Results:
     """One torch.mm an expert; of no rows, zeros."""
-    dy, x = _factors(d, op)
+    dy, x = d.factors(op)
     ends = list(itertools.accumulate(d.sizes))
     groups = [slice(end - size, end) for end, size in zip(ends, d.sizes, strict=True)]
     return (torch.stack([torch.mm(dy[rows].mT, x[rows]) for rows in groups]),)
@@ -176,37 +194,57 @@ def _dense_dglu(d: TrainingData) -> Results:
     return (torch.mm(d.dy, d.w2[0]),)
 
 
-def _torch_dglu(d: TrainingData) -> Results:
+def _torch_dglu(d: TrainingData, glu_layout: str = "concat") -> Results:
     """dpreact, act and the gradient of row_scale, by autograd from dy w2_e on."""
     preact, scale = d.preact.detach().requires_grad_(), d.row_scale.detach().requires_grad_()
-    act = _scaled_swiglu(preact, scale)
+    act = _scaled_swiglu(preact, scale, glu_layout)
     with torch.no_grad():
         d_act = F.grouped_mm(d.dy, d.w2, offs=d.offs)
     dpreact, d_scale = torch.autograd.grad(act, (preact, scale), d_act)
     return dpreact, act.detach(), d_scale
 
 
-def contestants(op: str) -> dict[str, Contestant]:
-    """Who computes `op`, a name in OPS; ours first."""
-    if op == "layer":
+@torch.no_grad()
+def _our_dgrad(d: TrainingData) -> Results:
+    return (_api().grouped_mm(d.dpreact, d.w1, offs=d.offs, transpose_w=True),)
+
+
+@torch.no_grad()
+def _dense_dgrad(d: TrainingData) -> Results:
+    return (torch.mm(d.dpreact, d.w1[0]),)
+
+
+@torch.no_grad()
+def _torch_dgrad(d: TrainingData) -> Results:
+    return (F.grouped_mm(d.dpreact, d.w1, offs=d.offs),)
+
+
+def contestants(op: str, quack: Quack | None = None) -> dict[str, Contestant]:
+    """Who computes `op`, a name in OPS; ours first. QuACK has kernels, and no layer of its own."""
+    peers: dict[str, Contestant] = {quack.name: partial(quack.backward, op=op)} if quack and op in KERNELS else {}
+    if op == LAYER:
         return {OURS: our_layer, TORCH: torch_layer}
     if op == "dglu":
-        return {OURS: _our_dglu, DENSE: _dense_dglu, TORCH: _torch_dglu}
-    return _wgrad_contestants(op)
+        return {OURS: _our_dglu, DENSE: _dense_dglu, TORCH: _torch_dglu, **peers}
+    if op == "dgrad":
+        return {OURS: _our_dgrad, DENSE: _dense_dgrad, TORCH: _torch_dgrad, **peers}
+    return {**_wgrad_contestants(op), **peers}
 
 
-def expected(d: TrainingData, op: str) -> Results:
+def expected(d: TrainingData, op: str, glu_layout: str = "concat") -> Results:
     """torch's results."""
     if op in ("dw1", "dw2"):
         return _wgrad_of_each_expert(d, op)
-    return _zero_the_empty(d, op, (torch_layer if op == "layer" else _torch_dglu)(d))
+    if op == "dglu":
+        return _torch_dglu(d, glu_layout)
+    return _torch_dgrad(d) if op == "dgrad" else _zero_the_empty(d, op, torch_layer(d))
 
 
 def _zero_the_empty(d: TrainingData, op: str, results: Results) -> Results:
-    """torch's results with zero weight gradients for experts without rows, which torch may leave unwritten."""
+    """Results with zero weight gradients for experts without rows, which peers may leave unwritten."""
     empty = [expert for expert, size in enumerate(d.sizes) if not size]
-    places = {"layer": slice(2, 4), "dw1": slice(0, 1), "dw2": slice(0, 1), "dglu": slice(0)}
-    for weight_gradient in results[places[op]] if empty else ():
+    places = {LAYER: slice(2, 4), "dw1": slice(0, 1), "dw2": slice(0, 1)}
+    for weight_gradient in results[places.get(op, slice(0))] if empty else ():
         weight_gradient[empty] = 0
     return results
 
@@ -223,21 +261,24 @@ def check(d: TrainingData, op: str, name: str, call: Contestant, wanted: Results
 
     Raises RuntimeError above MAX_RELATIVE_ERROR: a wrong result's time says nothing.
     """
-    got = _zero_the_empty(d, op, call(d)) if name == TORCH else call(d)
+    got = call(d) if name == OURS else _zero_the_empty(d, op, call(d))
     error = 0.0 if name == DENSE else relative_error(got, wanted)
     if not error <= MAX_RELATIVE_ERROR:
         raise RuntimeError(f"{name} {op}: relative error {error:.2g} against torch; nothing was timed")
     return error
 
 
-def competing(d: TrainingData, op: str) -> dict[str, tuple[Contestant, float]]:
+def competing(d: TrainingData, op: str, quack: Quack | None = None) -> dict[str, tuple[Contestant, float]]:
     """Each contestant and its error. A peer that fails or is wrong here is left out with a warning; we may not."""
-    wanted = expected(d, op)
     chosen: dict[str, tuple[Contestant, float]] = {}
-    for name, call in contestants(op).items():
+    wanted: dict[str, Results] = {}
+    for name, call in contestants(op, quack).items():
+        layout = Quack.glu_layout if quack and name == quack.name else "concat"
+        if layout not in wanted:
+            wanted[layout] = expected(d, op, layout)
         try:
-            chosen[name] = call, check(d, op, name, call, wanted)
-        except (RuntimeError, ValueError) as error:
+            chosen[name] = call, check(d, op, name, call, wanted[layout])
+        except Exception as error:  # whatever a foreign package raises must not cost the run
             if name == OURS:
                 raise
             warnings.warn(f"{op}: {name} is left out: {error}", stacklevel=2)

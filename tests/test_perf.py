@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
-from perf import contestants, report, results, stamp, tables, training
+from perf import contestants, operations, plots, report, results, stamp, tables, training
 from perf.cases import (
     DECODE,
     DEEPSEEK,
@@ -22,17 +24,23 @@ from perf.cases import (
     SONIC,
     TINY,
     Case,
+    backward_cases,
+    decode_cases,
     forward_cases,
     graph_cases,
+    rows_cases,
     select,
+    skew_cases,
     train_cases,
 )
-from perf.options import Options
+from perf.options import Options, command_line
 from perf.problem import MAX_COPIES, ROTATION_BYTES, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
 from perf.suites import SUITES
+from perf.suites.compare import make_sets
 from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, WITH_OUT, WITHOUT_OUT, derived
-from perf.suites.train import HOST_ITEMS
+from perf.suites.train import HOST_ITEMS, needed_bytes, saved_bytes
+from perf.targets import target
 from perf.timing import Summary, interleave, percentile, summarise
 
 # Cases
@@ -60,10 +68,24 @@ def test_default_cases_are_distinct_and_cover_both_routings():
     for peer in PREFILL:
         assert {case.routing for case in cases if case.name == peer.name} == {"uniform", "dirichlet"}
     assert TINY in graph_cases()
+    for peer in DECODE:
+        assert {case.routing for case in decode_cases() if case.name == peer.name} == {"uniform", "zipf"}
+
+
+def test_sweeps_cover_their_ranges():
+    assert [case.rows / case.experts for case in rows_cases()] == [2**doublings for doublings in range(13)]
+    sizes = [skew(group_sizes(case)).max_over_mean for case in skew_cases() if case.name == QWEN3.name]
+    assert sizes == sorted(sizes) and sizes[0] == 1.0 and sizes[-1] > 0.5 * QWEN3.experts
+    assert {case.routing for case in backward_cases()} == {"uniform", "dirichlet", "half-empty"}
+    assert {case.name for case in rows_cases("DeepSeek-V3 EP1")} == {"DeepSeek-V3 EP1"}
+    assert {case.name for case in skew_cases("kimi")} == {"Kimi-K2 EP8"}
 
 
 def test_select_keeps_what_matches_and_names_the_choices_otherwise():
-    assert {case.name for case in select(forward_cases(), "mixtral")} == {"Mixtral-8x7B", "Mixtral decode"}
+    known = forward_cases() + decode_cases()
+    assert {case.name for case in select(known, "mixtral")} == {"Mixtral-8x7B", "Mixtral decode"}
+    assert {case.name for case in select(known, "qwen3 DECODE")} == {"Qwen3 decode"}
+    assert {case.routing for case in select(known, "zipf")} == {"zipf"}
     assert select(forward_cases(), None) == forward_cases()
     with pytest.raises(ValueError, match="matches no case; there are: .*Mixtral-8x7B"):
         select(forward_cases(), "llama")
@@ -110,6 +132,23 @@ def test_routings_are_as_skewed_as_their_names_say():
 def test_seed_changes_a_random_routing():
     case = dataclasses.replace(QWEN3, routing="dirichlet")
     assert group_sizes(case) != group_sizes(dataclasses.replace(case, seed=1))
+
+
+def test_a_routing_may_have_a_parameter():
+    def sizes(routing):
+        return group_sizes(dataclasses.replace(QWEN3, routing=routing))
+
+    assert sizes("zipf:1.0") == sizes("zipf") and sizes("dirichlet:0.5") == sizes("dirichlet")
+    assert sizes("zipf:0") == sizes("uniform")
+    with pytest.raises(ValueError, match="uniform has no parameter"):
+        sizes("uniform:2")
+    with pytest.raises(ValueError, match="'much' is not a number, as in 'zipf:1.0'"):
+        sizes("zipf:much")
+
+
+def test_half_of_the_experts_may_be_empty():
+    sizes = group_sizes(dataclasses.replace(QWEN3, routing="half-empty"))
+    assert sizes.count(0) == QWEN3.experts // 2 and set(sizes) == {0, 2 * QWEN3.rows // QWEN3.experts}
 
 
 def test_unknown_routing_is_refused_with_the_choices():
@@ -281,6 +320,25 @@ def test_training_counts_three_forwards():
     backward = sum(training.flop(SONIC, op) for op in ("dw1", "dw2"))
     assert 3 * backward == training.flop(SONIC, "layer")
     assert training.flop(SONIC, "dglu") == SONIC.flop("fc2")
+    assert training.flop(SONIC, "dgrad") == SONIC.flop("fc1")
+
+
+@pytest.mark.parametrize("op", training.KERNELS)
+def test_bytes_of_a_kernel_are_its_operands(op):
+    """As the same kernel is counted where kernels are compared, but for the row scale and its gradient."""
+    case = dataclasses.replace(QWEN3, experts=4, rows=256)
+    specs = {"dglu": GroupedDgluSpec(), "dgrad": GroupedMmSpec(transpose_w=True)}
+    (made, *_) = make_sets(case, op, specs.get(op, GroupedWgradSpec()), "cpu")[:1]
+    scales = 2 * 4 * case.rows if op == "dglu" else 0
+    assert training.bytes_moved(case, op, 4) == operations.bytes_moved(made, 4) - scales
+    assert training.flop(case, op) == operations.flop(made, case.rows)
+
+
+def test_what_a_forward_saves_is_x_the_preactivation_and_the_scale():
+    d = training_data()
+    case = dataclasses.replace(TINY, routing="dirichlet")
+    assert saved_bytes(training.our_layer, d) == needed_bytes(case)
+    assert saved_bytes(training.torch_layer, d) > needed_bytes(case)
 
 
 @pytest.mark.parametrize("op", training.OPS)
@@ -342,10 +400,10 @@ def test_a_failing_peer_of_training_is_left_out_but_we_are_not(monkeypatch):
         raise RuntimeError("not on this GPU")
 
     ours = training.contestants("dw1")[training.OURS]
-    monkeypatch.setattr(training, "contestants", lambda op: {"glulam": ours, "torch": fails})
+    monkeypatch.setattr(training, "contestants", lambda op, quack: {"glulam": ours, "torch": fails})
     with pytest.warns(UserWarning, match="dw1: torch is left out: not on this GPU"):
         assert list(training.competing(training_data(), "dw1")) == ["glulam"]
-    monkeypatch.setattr(training, "contestants", lambda op: {"glulam": fails})
+    monkeypatch.setattr(training, "contestants", lambda op, quack: {"glulam": fails})
     with pytest.raises(RuntimeError, match="not on this GPU"):
         training.competing(training_data(), "dw1")
 
@@ -428,10 +486,10 @@ def train_record(op, **medians):
 
 
 def train_result():
-    layer = {**train_record("layer", glulam=1500.0, torch=3000.0), "peak_bytes": {"glulam": 3e9, "torch": 4.5e9}}
-    kernels = [train_record(op, glulam=400.0, dense=350.0) for op in training.OPS if op != "layer"]
+    memory = {"peak_bytes": {"glulam": 3e9, "torch": 4.5e9}, "saved_bytes": {"glulam": 1e9}, "needed_bytes": 1e9}
+    layer = {**train_record("layer", glulam=1500.0, torch=3000.0), **memory}
     host = [{"item": name, **dataclasses.asdict(Summary(99.0, 98.0, 100.0, 3))} for name in HOST_ITEMS]
-    return results.make_result("train", STAMP, LIMITS, [layer, *kernels, *host])
+    return results.make_result("train", STAMP, LIMITS, [layer, *host])
 
 
 CURVES = "training-curves"  # of examples/train_moe.py, which no suite measures
@@ -445,12 +503,50 @@ def curves_result():
     return results.make_result(CURVES, STAMP, {}, [run, other, {"setup": setup, "window": 20}])
 
 
+TUNING = {"quack tuned": {"dw1": {"config": "c", "timed": 40, "left_out": 4, "seconds": 2.5}}}
+
+
+def backward_result():
+    records = []
+    for routing, us in {"uniform": 400.0, "half-empty": 440.0}.items():
+        case = dataclasses.replace(MIXTRAL, routing=routing)
+        for op in training.KERNELS:
+            record = train_record(op, **{"glulam": us, "dense": 350.0, "quack tuned": 500.0})
+            moved = training.bytes_moved(MIXTRAL, op, 8)
+            records.append({**record, "case": dataclasses.asdict(case), "bytes": moved, "tuning": TUNING})
+    return results.make_result("backward", STAMP, LIMITS, records)
+
+
+def sweep_result(suite, cases):
+    records = []
+    for number, case in enumerate(cases):
+        us = 100.0 + number
+        record = forward_record(case, "fc1", glulam=us, torch=2 * us, **({} if case.decode else {"dense": us}))
+        records.append({**record, "skew": dataclasses.asdict(skew(group_sizes(case)))})
+    return results.make_result(suite, STAMP, LIMITS, records)
+
+
+def compare_result():
+    record = {
+        **forward_record(MIXTRAL, "fc1", dense=2792.0, t128x256=2800.0, t64x256=3000.0),
+        "form": "grouped_glu_bf16",
+        "flop": MIXTRAL.flop("fc1"),
+        "bytes": MIXTRAL.bytes("fc1", 8),
+    }
+    return results.make_result("compare", STAMP, LIMITS, [record])
+
+
 ALL_RESULTS = {
     "forward": forward_result,
+    "decode": lambda: sweep_result("decode", decode_cases()),
+    "rows": lambda: sweep_result("rows", rows_cases()),
+    "skew": lambda: sweep_result("skew", skew_cases()),
+    "backward": backward_result,
     "host": host_result,
     "graph": graph_result,
     "train": train_result,
     CURVES: curves_result,
+    "compare": compare_result,
 }
 
 
@@ -469,18 +565,22 @@ def test_rates_are_read_in_what_bounds_the_case():
 
 
 def test_forward_table_shows_times_ratios_and_gaps():
-    fc1, mlp = tables.forward_tables(forward_result())
+    fc1, mlp, missed = tables.forward_tables(forward_result())
     assert fc1.header[-2:] == ("dense us", "torch us")
     assert fc1.rows[0][2:] == ("2800 ± 10.0 %", "687 TF/s (88 %)", "2792 (1.00x)", "4200 (1.50x)")
     assert fc1.rows[1][-2:] == ("-", "300 (1.50x)")
     assert len(mlp.rows) == 1
+    assert missed.rows == [("Mixtral-8x7B", "uniform", "fc1", "dense", "0.997", "1.00")]
+    slow = forward_record(DECODE[0], "fc1", glulam=240.0, torch=400.0)
+    (missed,) = tables.below_target({**forward_result(), "records": [slow]})
+    assert missed.rows == [("Qwen3 decode", "uniform", "fc1", "device copy", "0.789", "0.92")]
 
 
-def test_train_tables_show_rates_ratios_and_peaks():
-    layer, dw1, dw2, dglu, host = tables.train_tables(train_result())
-    assert layer.header[-3:] == ("torch us", "glulam peak GB", "torch peak GB")
-    assert layer.rows[0][2:] == ("1500 ± 10.0 %", "618 TF/s (79 %)", "3000 (2.00x)", "3.00", "4.50")
-    assert dw1.header[-1] == "dense us" and dw1.rows[0][-2:] == ("515 TF/s (66 %)", "350 (0.88x)")
+def test_train_tables_show_rates_ratios_and_memory():
+    layer, memory, host = tables.train_tables(train_result())
+    assert layer.rows[0][2:] == ("1500 ± 10.0 %", "618 TF/s (79 %)", "3000 (2.00x)")
+    assert memory.header[1:] == ("glulam peak", "torch peak", "glulam saved", "torch saved", "x, h and s")
+    assert memory.rows[0][1:] == ("3.00", "4.50", "1.00", "-", "1.00")
     assert [row[1] for row in host.rows] == ["99.0"] * len(HOST_ITEMS)
 
 
@@ -489,6 +589,25 @@ def test_curves_table_shows_how_far_runs_lie_from_the_first():
     assert "64 x 512 bytes in bfloat16" in table.title and "E 16, K 2" in table.title
     assert table.rows[0] == ("torch", "2.0000", "2.1250", "25.0", "-", "-")
     assert table.rows[1] == ("glulam", "2.0000", "2.1250", "20.0", "1.2e-03", "2.5e-02")
+
+
+def test_backward_tables_show_kernels_and_the_price_of_empty_experts():
+    dglu, dgrad, dw1, dw2, half, missed = tables.backward_tables(backward_result())
+    assert dw1.header[-2:] == ("dense us", "quack tuned us") and dw1.rows[0][-2:] == ("350 (0.88x)", "500 (1.25x)")
+    assert half.rows[0] == ("Mixtral-8x7B", "dglu", "400", "440", "1.10") and len(half.rows) == 4
+    assert ("Mixtral-8x7B", "uniform", "dw1", "dense", "0.875", "0.90") in missed.rows
+    assert not any(row[3] == "quack tuned" for row in missed.rows)
+
+
+def test_targets_know_peers_routings_and_operations():
+    def of(case, op, contestant, routing="uniform"):
+        return target({"case": dataclasses.asdict(dataclasses.replace(case, routing=routing)), "op": op}, contestant)
+
+    assert of(QWEN3, "fc1", "quack tuned") == 1.10 and of(QWEN3, "fc1", "quack tuned", "dirichlet") == 1.25
+    assert of(QWEN3, "fc2", "dense") == 0.92 and of(QWEN3, "fc2", "torch") == 1.1
+    assert of(DECODE[0], "fc2", "torch", "zipf") == 1.35 and of(QWEN3, "mlp", "torch") is None
+    assert of(MIXTRAL, "dw2", "dense") == 0.9 and of(QWEN3, "dw2", "dense") is None
+    assert of(SONIC, "layer", "torch") == 1.25 and of(TINY, "fc1", "torch") is None
 
 
 def test_host_differences_are_what_the_front_adds():
@@ -509,8 +628,8 @@ def test_tables_are_rectangular(suite):
 
 
 def test_unknown_suite_has_no_tables():
-    with pytest.raises(ValueError, match="no tables for suite 'backward'"):
-        tables.tables_of({**forward_result(), "suite": "backward"})
+    with pytest.raises(ValueError, match="no tables for suite 'sideways'"):
+        tables.tables_of({**forward_result(), "suite": "sideways"})
 
 
 def test_results_survive_the_disk(tmp_path):
@@ -548,8 +667,32 @@ def test_report_fills_both_pages(tmp_path):
     assert "old numbers" not in main and "4200 (1.50x)" in main and "2.50" in main
     assert "3000 (2.00x)" in main and "grouped_wgrad" in page and "grouped_wgrad" not in main
     assert "](training-curves-h200.svg)" in page and "](perf/results/training-curves-h200.svg)" in main
+    assert "QuACK was tuned for each of 1 cases and kernels" in page and "40 timed, 2 s with compiling" in page
+    for path in tmp_path.glob("*.svg"):
+        assert page.count(f"]({path.name})") == 1
     report.write_report(tmp_path, readme)
     assert readme.read_text() == main
+
+
+PLOTS = ["backward", "decode", "forward", "roofline", "rows", "skew"]
+
+
+def test_plots_are_drawn_and_do_not_change(tmp_path):
+    all_results = [make() for make in ALL_RESULTS.values()]
+    paths = plots.write_plots(all_results, tmp_path)
+    assert sorted(path.name for path in paths) == [f"{stem}-h200.svg" for stem in PLOTS]
+    before = {path: path.read_bytes() for path in paths}
+    assert all(b"<svg" in content and len(content) > 2000 for content in before.values())
+    assert b"Mixtral-8x7B" in before[tmp_path / "forward-h200.svg"] and b"useful TF/s" in before[paths[-1]]
+    plots.write_plots(all_results, tmp_path)
+    assert {path: path.read_bytes() for path in paths} == before
+
+
+def test_without_results_there_are_no_plots_and_no_need_for_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plots.write_plots([host_result()], tmp_path) == []
+    with pytest.raises(RuntimeError, match=r"drawing needs matplotlib .*; pip install 'glulam\[plots\]'"):
+        plots.write_plots([forward_result()], tmp_path)
 
 
 def test_report_without_results_says_so(tmp_path):
@@ -595,9 +738,46 @@ def test_measuring_without_a_gpu_is_one_clear_line(monkeypatch, capsys):
 
 
 def test_the_stamped_command_is_what_to_run_again():
-    assert cli.command_line("forward", Options()) == "python -m perf forward"
-    chosen = Options(budget_s=5.0, case="Qwen3 decode", quack="tuned")
-    assert cli.command_line("host", chosen) == "python -m perf host --budget 5.0 --case 'Qwen3 decode' --quack tuned"
+    assert command_line("forward", Options()) == "python -m perf forward"
+    chosen = Options(budget_s=5.0, case="Qwen3 decode", quack="off")
+    assert command_line("host", chosen) == "python -m perf host --budget 5.0 --case 'Qwen3 decode' --quack off"
+
+
+def test_the_command_line_fills_the_options():
+    line = "compare --specs a,b* --bundle x --case Qwen3 --op fc1,fc2 --routing zipf --rows-per-expert 1,64 --budget 3"
+    got = cli.chosen(cli.parser().parse_args(line.split()))
+    assert got == Options(
+        3.0, "Qwen3", ("fc1", "fc2"), specs=("a", "b*"), bundles=("x",), routings=("zipf",), rows_per_expert=(1, 64)
+    )
+    assert cli.chosen(cli.parser().parse_args(shlex.split(command_line("compare", got))[3:])) == got
+    assert cli.chosen(cli.parser().parse_args(["forward"])) == Options()
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("forward", False),
+        ("host --quack off", False),
+        ("backward --budget 3", False),
+        ("backward --op dw1", True),
+        ("rows --case Kimi-K2", True),
+        ("compare --specs a", True),
+    ],
+)
+def test_a_part_of_a_suite_does_not_replace_its_results(monkeypatch, capsys, tmp_path, line, part):
+    written = []
+    monkeypatch.setattr(cli, "measure", lambda arguments: forward_result())
+    monkeypatch.setattr(cli, "write", lambda result, path: written.append(path))
+    monkeypatch.setattr(sys, "argv", ["perf", *line.split()])
+    assert cli.main() == 0
+    assert bool(written) != part and ("not written" in capsys.readouterr().out) == part
+    monkeypatch.setattr(sys, "argv", ["perf", *line.split(), "--out", str(tmp_path / "kept.json")])
+    assert cli.main() == 0 and written[-1] == tmp_path / "kept.json"
+
+
+def test_a_warning_is_one_line():
+    text = cli.one_line(UserWarning("quack is left out:\n  no such kernel"), UserWarning, "perf/x.py", 7)
+    assert text == "perf: quack is left out: no such kernel\n"
 
 
 def test_report_command_writes_the_pages(monkeypatch, capsys, tmp_path):

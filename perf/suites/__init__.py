@@ -6,14 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from ..options import Options
-from .forward import run_forward
+from .backward import run_backward
+from .compare import run_compare
+from .forward import run_decode, run_forward, run_rows, run_skew
 from .graph import run_graph
 from .host import run_host
 from .train import run_train
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "forward": run_forward,
+    "decode": run_decode,
+    "rows": run_rows,
+    "skew": run_skew,
+    "backward": run_backward,
+    "train": run_train,
     "host": run_host,
     "graph": run_graph,
-    "train": run_train,
+    "compare": run_compare,
 }

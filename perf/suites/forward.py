@@ -1,29 +1,59 @@
-"""Device time of the forward operators against cuBLAS, torch and QuACK."""
+"""Device time of the forward operators against cuBLAS, torch and QuACK, on several lists of cases."""
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.progress import track
 
-from ..cases import OPS, Case, forward_cases, select
-from ..contestants import Dense, Library, calls, check, libraries
-from ..options import Options
+from ..cases import OPS, Case, decode_cases, forward_cases, rows_cases, skew_cases
+from ..contestants import Dense, Library, Quack, calls, check, libraries
+from ..options import Options, select_ops
 from ..problem import Problem, make_problem
 from ..routing import skew
 from ..timing import measure_device
 
+Records = list[dict[str, Any]]
 
-def _competing(contestants: list[Library], case: Case) -> list[Library]:
-    """All of them; in decode, where weights are all that counts, not Dense: it reads one expert's only."""
-    return [library for library in contestants if not (case.decode and isinstance(library, Dense))]
+
+def _prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...]) -> tuple[list[Library], Any]:
+    """Who can compete on this problem, and what was chosen in tuning. In decode, where weights are all that counts, not
+    Dense: it reads one expert's only.
+    """
+    chosen, tunings = [], {}
+    for library in contestants:
+        if problem.case.decode and isinstance(library, Dense):
+            continue
+        if isinstance(library, Quack):
+            try:
+                tunings[library.name] = library.prepare_forward(problem.sets, ops)
+            except Exception as error:  # whatever a foreign package raises must not cost the run
+                warnings.warn(f"{library.name} is left out of {problem.case.label}: {error}", stacklevel=2)
+                continue
+        chosen.append(library)
+    return chosen, tunings
+
+
+def _checked(contestants: list[Library], op: str, problem: Problem) -> dict[str, float]:
+    """Each contestant's error. A peer that fails or is wrong is left out with a warning; we may not."""
+    errors = {}
+    for library in contestants:
+        try:
+            errors[library.name] = check(library, op, problem.sets[0])
+        except Exception as error:
+            if library is contestants[0]:
+                raise
+            warnings.warn(f"{problem.case.label}, {op}: {library.name} is left out: {error}", stacklevel=2)
+    return errors
 
 
 def _record(problem: Problem, op: str, contestants: list[Library], budget_s: float) -> dict[str, Any]:
-    competing = _competing(contestants, problem.case)
-    errors = {library.name: check(library, op, problem.sets[0]) for library in competing}
+    errors = _checked(contestants, op, problem)
+    competing = [library for library in contestants if library.name in errors]
     times = measure_device({library.name: calls(library, op, problem.sets) for library in competing}, budget_s)
     return {
         "case": dataclasses.asdict(problem.case),
@@ -36,17 +66,33 @@ def _record(problem: Problem, op: str, contestants: list[Library], budget_s: flo
     }
 
 
-def _measure(case: Case, contestants: list[Library], budget_s: float) -> list[dict[str, Any]]:
+def _measure(case: Case, ops: tuple[str, ...], contestants: list[Library], budget_s: float) -> Records:
     problem = make_problem(case)
-    records = [_record(problem, op, contestants, budget_s / len(OPS)) for op in OPS]
+    competing, tunings = _prepared(contestants, problem, ops)
+    records = [_record(problem, op, competing, budget_s / len(ops)) for op in ops]
+    for record in records:
+        record["tuning"] = tunings
     del problem
     torch.cuda.empty_cache()
     return records
 
 
-def run_forward(options: Options) -> list[dict[str, Any]]:
-    """One record for each (case, operator): fused FC1, FC2 and the whole MLP."""
-    cases = select(forward_cases(), options.case)
-    contestants = libraries(options.quack)
-    share = options.budget_s / len(cases)
-    return [record for case in track(cases, "forward") for record in _measure(case, contestants, share)]
+def forward_suite(name: str, cases: Callable[[str | None], list[Case]]) -> Callable[[Options], Records]:
+    """A suite: one record for each (case, operator): fused FC1, FC2 and the whole MLP.
+
+    cases: from what the user wants of them to the cases.
+    """
+
+    def run(options: Options) -> Records:
+        chosen, ops = cases(options.case), select_ops(OPS, options.ops)
+        contestants = libraries(options.quack)
+        share = options.budget_s / len(chosen)
+        return [r for case in track(chosen, name) for r in _measure(case, ops, contestants, share)]
+
+    return run
+
+
+run_forward = forward_suite("forward", forward_cases)
+run_decode = forward_suite("decode", decode_cases)
+run_rows = forward_suite("rows", rows_cases)
+run_skew = forward_suite("skew", skew_cases)

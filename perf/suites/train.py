@@ -1,4 +1,4 @@
-"""A layer in training: device time and peak memory of forward and backward, its kernels alone, and the host's share."""
+"""A layer in training: device time and memory of forward and backward, and the host's share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from ..cases import TINY, Case, select, train_cases
+from ..cases import BYTES_PER_ELEMENT, TINY, Case, select, train_cases
 from ..options import Options
 from ..routing import skew
 from ..timing import Call, host_sampler, interleave, measure_device, no_garbage_collection
 from ..training import (
-    OPS,
+    LAYER,
     Contestant,
     TrainingData,
     competing,
@@ -47,39 +47,66 @@ def peak_bytes(call: Contestant, data: TrainingData) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def saved_bytes(call: Contestant, data: TrainingData) -> int:
+    """What a forward keeps for its backward besides the weights: each memory once, the input included."""
+    kept: dict[int, int] = {}
+    weights = {weight.untyped_storage().data_ptr() for weight in (data.w1, data.w2)}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call(data)
+    data.forget_gradients()
+    return sum(kept.values())
+
+
+def needed_bytes(case: Case) -> int:
+    """x, the preactivation and the row scale: all that a backward cannot do without, or recompute cheaply."""
+    return BYTES_PER_ELEMENT * case.rows * (case.hidden + 2 * case.intermediate) + 4 * case.rows
+
+
 def _numbered(call: Contestant, data: TrainingData) -> Call:
     return lambda number: call(data)
 
 
-def _record(case: Case, data: TrainingData, op: str, budget_s: float) -> dict[str, Any]:
-    chosen = competing(data, op)
-    data.forget_gradients()
-    calls = {name: _numbered(call, data) for name, (call, _) in chosen.items()}
-    times = measure_device(calls, budget_s, ENQUEUE_US)
+def _memory(case: Case, data: TrainingData) -> dict[str, Any]:
+    """Before anything else ran, so that buffers which a library keeps for the next call count."""
+    layers = contestants(LAYER)
     return {
-        "case": dataclasses.asdict(case),
-        "skew": dataclasses.asdict(skew(data.sizes)),
-        "op": op,
-        "flop": flop(case, op),
-        "errors": {name: error for name, (_, error) in chosen.items()},
-        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
+        "peak_bytes": {name: peak_bytes(call, data) for name, call in layers.items()},
+        "saved_bytes": {name: saved_bytes(call, data) for name, call in layers.items()},
+        "needed_bytes": needed_bytes(case),
     }
 
 
-def _measure(case: Case, budget_s: float) -> list[dict[str, Any]]:
+def _measure(case: Case, budget_s: float) -> dict[str, Any]:
     data = make_data(case)
-    # Before anything else ran, so that buffers which a library keeps for the next call count.
-    peaks = {name: peak_bytes(call, data) for name, call in contestants("layer").items()}
-    records = [_record(case, data, op, budget_s / len(OPS)) for op in OPS]
-    records[OPS.index("layer")]["peak_bytes"] = peaks
-    del data
+    memory = _memory(case, data)
+    chosen = competing(data, LAYER)
+    data.forget_gradients()
+    calls = {name: _numbered(call, data) for name, (call, _) in chosen.items()}
+    times = measure_device(calls, budget_s, ENQUEUE_US)
+    record = {
+        "case": dataclasses.asdict(case),
+        "skew": dataclasses.asdict(skew(data.sizes)),
+        "op": LAYER,
+        "flop": flop(case, LAYER),
+        "errors": {name: error for name, (_, error) in chosen.items()},
+        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
+        **memory,
+    }
+    del data, calls, chosen
     torch.cuda.empty_cache()
-    return records
+    return record
 
 
 def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     data = make_data(TINY)
-    competing(data, "layer")
+    competing(data, LAYER)
     with no_garbage_collection():
         samplers = {name: host_sampler(partial(call, data), HOST_CALLS) for name, call in HOST_ITEMS.items()}
         times = interleave(samplers, budget_s)
@@ -87,8 +114,8 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
 
 
 def run_train(options: Options) -> list[dict[str, Any]]:
-    """One record for each (case, operation), then one for each item of the host's time."""
+    """One record a case, then one for each item of the host's time."""
     cases = select(train_cases(), options.case)
     share = options.budget_s / (len(cases) + 1)
-    records = [record for case in track(cases, "train") for record in _measure(case, share)]
+    records = [_measure(case, share) for case in track(cases, "train")]
     return [*records, *_measure_host(share)]

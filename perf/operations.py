@@ -1,0 +1,321 @@
+"""What one kernel computes in a layer, and the arguments of its exported function made beforehand.
+
+An operation holds one set of tensors of a case, made for a form: a spec whose tiles do not matter. Every kernel of that
+form runs on the same set, so that kernels are compared without dispatch, allocation or Python in between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from glulam import reference
+from glulam.activations import ActivationParams
+
+from .cases import Case
+from .problem import offsets
+from .routing import group_sizes
+
+INT32_OFFSETS = 0  # group_form of the exported functions
+ABSENT = (0, 0, 0)  # table of experts, bias, table of biases
+PARAMS = ActivationParams()
+NARROWEST_TILE = 64  # of any kernel, in columns: the workspace below serves every tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """How the rows are split: sizes on the host, offs int32 [E] on the device."""
+
+    sizes: list[int]
+    ends: list[int]
+    offs: Tensor
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        return self.offs.data_ptr(), INT32_OFFSETS, self.offs.numel()
+
+
+def make_groups(case: Case, device: str) -> Groups:
+    sizes = group_sizes(case)
+    offs = offsets(sizes, device)
+    return Groups(sizes, offs.tolist(), offs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """Makes a case's tensors: random inputs, scaled so that every result has scale 1, and outputs full of NaN."""
+
+    case: Case
+    groups: Groups
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def _random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        made = torch.empty(shape, dtype=self.dtype, device=self.generator.device)
+        return made.normal_(0.0, scale, generator=self.generator)
+
+    def rows(self, width: int) -> Tensor:
+        return self._random(self.case.rows, width)
+
+    def weights(self, rows: int, columns: int, contracted: int) -> Tensor:
+        return self._random(self.case.experts, rows, columns, scale=contracted**-0.5)
+
+    def row_scale(self) -> Tensor:
+        made = torch.empty(self.case.rows, device=self.generator.device)
+        return made.uniform_(0.1, 1.0, generator=self.generator)
+
+    def out(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype or self.dtype, device=self.generator.device)
+
+    def width(self, spec: GroupedGluSpec | GroupedDgluSpec) -> int:
+        """Columns of the preactivation."""
+        return (2 if spec.gated else 1) * self.case.intermediate
+
+
+class Operation(ABC):
+    """One set of tensors. `weight`: each [E, ., .] that is read or written. `moved`: every other tensor that is.
+    `results`: what a call writes.
+    """
+
+    weight: tuple[Tensor, ...]
+    moved: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+    @abstractmethod
+    def __init__(self, make: Maker, spec: Any) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    def serves(spec: Spec) -> bool:
+        """Whether kernels of this spec compute the operation."""
+
+    @abstractmethod
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the exported function, up to the last two, `num_sms` and `do_launch`."""
+
+    @abstractmethod
+    def expected(self) -> tuple[Tensor, ...]:
+        """The reference's results, in the order of `results`."""
+
+    @abstractmethod
+    def dense(self) -> object:
+        """cuBLAS on one matrix of the same FLOP: no groups, no activation."""
+
+
+def flop(operation: Operation, rows: int) -> int:
+    """Useful floating-point operations: two for a multiply-add, activations not counted."""
+    return sum(2 * rows * weight[0].numel() for weight in operation.weight)
+
+
+def bytes_moved(operation: Operation, active: int) -> int:
+    """The fewest bytes of a call: each of `active` experts' weights once, each other tensor once."""
+    weights = sum(active * weight[0].numel() * weight.element_size() for weight in operation.weight)
+    return weights + sum(tensor.numel() * tensor.element_size() for tensor in operation.moved)
+
+
+class Fc1(Operation):
+    """act[, preact] = grouped_glu(x, w1)."""
+
+    def __init__(self, make: Maker, spec: GroupedGluSpec) -> None:
+        hidden, width = make.case.hidden, make.width(spec)
+        self.spec, self.groups = spec, make.groups
+        self.x, self.w1 = make.rows(hidden), make.weights(width, hidden, hidden)
+        self.act = make.out(make.case.rows, make.case.intermediate)
+        self.preact = make.out(make.case.rows, width) if spec.save_preact else None
+        self.results = (self.act,) if self.preact is None else (self.act, self.preact)
+        self.weight, self.moved = (self.w1,), (self.x, *self.results)
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        return isinstance(spec, GroupedGluSpec)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.x, self.w1, *self.results, *self.groups.arguments, *ABSENT, 0, *PARAMS)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        made = tuple(torch.empty_like(result) for result in self.results)
+        form = (self.spec.activation, self.spec.glu_layout, PARAMS)
+        reference.grouped_glu(self.x, self.w1, self.groups.ends, None, None, form, made[0], (*made, None)[1])
+        return made
+
+    def dense(self) -> object:
+        return torch.mm(self.x, self.w1[0].mT)
+
+
+class _Mm(Operation):
+    """y = grouped_mm(x, w): what FC2 and the gradient of FC1's input share."""
+
+    x: Tensor
+    w: Tensor
+
+    def __init__(self, make: Maker, spec: GroupedMmSpec) -> None:
+        self.spec, self.groups = spec, make.groups
+        self.make_inputs(make)
+        self.y = make.out(make.case.rows, make.case.hidden)
+        self.weight, self.moved, self.results = (self.w,), (self.x, self.y), (self.y,)
+
+    @abstractmethod
+    def make_inputs(self, make: Maker) -> None: ...
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.x, self.w, self.y, *self.groups.arguments, *ABSENT, 0)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        y = torch.empty_like(self.y)
+        reference.grouped_mm(self.x, self.w, self.groups.ends, None, None, self.spec.transpose_w, y)
+        return (y,)
+
+    def dense(self) -> object:
+        return torch.mm(self.x, self.w[0] if self.spec.transpose_w else self.w[0].mT)
+
+
+class Fc2(_Mm):
+    """y = grouped_mm(mid, w2)."""
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        return isinstance(spec, GroupedMmSpec) and not spec.transpose_w
+
+    def make_inputs(self, make: Maker) -> None:
+        inner = make.case.intermediate
+        self.x, self.w = make.rows(inner), make.weights(make.case.hidden, inner, inner)
+
+
+class Dgrad(_Mm):
+    """dx = grouped_mm(dpreact, w1, transpose_w=True), w1 gated."""
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        return isinstance(spec, GroupedMmSpec) and spec.transpose_w
+
+    def make_inputs(self, make: Maker) -> None:
+        width = 2 * make.case.intermediate
+        self.x, self.w = make.rows(width), make.weights(width, make.case.hidden, width)
+
+
+class Mlp(Operation):
+    """y = grouped_mlp(x, w1, w2)."""
+
+    def __init__(self, make: Maker, spec: GroupedMlpSpec) -> None:
+        case, width = make.case, make.width(spec.fc1)
+        self.spec, self.groups = spec, make.groups
+        self.x = make.rows(case.hidden)
+        self.w1 = make.weights(width, case.hidden, case.hidden)
+        self.w2 = make.weights(case.hidden, case.intermediate, case.intermediate)
+        self.mid, self.y = make.out(case.rows, case.intermediate), make.out(case.rows, case.hidden)
+        self.weight, self.results = (self.w1, self.w2), (self.y,)
+        self.moved = (self.x, self.mid, self.mid, self.y)  # mid is written and read
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        return isinstance(spec, GroupedMlpSpec)
+
+    def arguments(self) -> tuple[Any, ...]:
+        tensors = (self.x, self.w1, self.w2, self.mid, self.y)
+        return (*tensors, *self.groups.arguments, *ABSENT, *ABSENT, 0, *PARAMS)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        y, form = torch.empty_like(self.y), (self.spec.fc1.activation, self.spec.fc1.glu_layout, PARAMS)
+        reference.grouped_mlp(self.x, self.w1, self.w2, self.groups.ends, None, None, None, form, y)
+        return (y,)
+
+    def dense(self) -> object:
+        torch.mm(self.x, self.w1[0].mT)
+        return torch.mm(self.mid, self.w2[0].mT)
+
+
+class Dglu(Operation):
+    """dpreact, act, d_row_scale = grouped_dglu(dy, w2, preact), with a row scale."""
+
+    def __init__(self, make: Maker, spec: GroupedDgluSpec) -> None:
+        case, width = make.case, make.width(spec)
+        self.spec, self.groups = spec, make.groups
+        self.dy, self.preact, self.scale = make.rows(case.hidden), make.rows(width), make.row_scale()
+        self.w2 = make.weights(case.hidden, case.intermediate, case.hidden)
+        self.dpreact, self.act = make.out(case.rows, width), make.out(case.rows, case.intermediate)
+        self.d_scale = make.out(case.rows, dtype=torch.float32)
+        columns = 2 * -(-case.intermediate // NARROWEST_TILE)
+        self.partials = make.out(columns, case.rows, dtype=torch.float32)
+        self.counters = torch.zeros(case.rows // 8 + case.experts + 1, dtype=torch.int32, device=self.dy.device)
+        self.weight, self.results = (self.w2,), (self.dpreact, self.act, self.d_scale)
+        self.moved = (self.dy, self.preact, self.scale, *self.results)
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        return isinstance(spec, GroupedDgluSpec)
+
+    def arguments(self) -> tuple[Any, ...]:
+        tensors = (self.dy, self.w2, self.preact, self.dpreact, self.act)
+        addresses = (tensor.data_ptr() for tensor in (self.scale, self.d_scale, self.partials, self.counters))
+        return (*tensors, *self.groups.arguments, 0, *addresses, *PARAMS)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        made = tuple(torch.empty_like(result) for result in self.results)
+        form = (self.spec.activation, self.spec.glu_layout, PARAMS)
+        reference.grouped_dglu(self.dy, self.w2, self.preact, self.groups.ends, self.scale, form, *made)
+        return made
+
+    def dense(self) -> object:
+        return torch.mm(self.dy, self.w2[0])
+
+
+class _Wgrad(Operation):
+    """dw = grouped_wgrad(dy, x), overwriting."""
+
+    dy: Tensor
+    x: Tensor
+
+    def __init__(self, make: Maker, spec: GroupedWgradSpec) -> None:
+        self.groups = make.groups
+        self.make_inputs(make)
+        shape = (make.case.experts, self.dy.shape[1], self.x.shape[1])
+        self.dw = make.out(*shape, dtype=getattr(torch, spec.out_dtype))
+        self.weight, self.moved, self.results = (self.dw,), (self.dy, self.x), (self.dw,)
+
+    @abstractmethod
+    def make_inputs(self, make: Maker) -> None: ...
+
+    @staticmethod
+    def serves(spec: Spec) -> bool:
+        return isinstance(spec, GroupedWgradSpec)
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (self.dy, self.x, self.dw, *self.groups.arguments, 0, 0, 0)
+
+    def expected(self) -> tuple[Tensor, ...]:
+        dw = torch.empty_like(self.dw)
+        reference.grouped_wgrad(self.dy, self.x, self.groups.ends, [False] * len(self.groups.ends), dw)
+        return (dw,)
+
+    def dense(self) -> object:
+        return torch.mm(self.dy.mT, self.x)
+
+
+class Dw1(_Wgrad):
+    """The gradient of w1, gated, from dpreact and x."""
+
+    def make_inputs(self, make: Maker) -> None:
+        self.dy, self.x = make.rows(2 * make.case.intermediate), make.rows(make.case.hidden)
+
+
+class Dw2(_Wgrad):
+    """The gradient of w2, from dy and the activation."""
+
+    def make_inputs(self, make: Maker) -> None:
+        self.dy, self.x = make.rows(make.case.hidden), make.rows(make.case.intermediate)
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    "fc1": Fc1,
+    "fc2": Fc2,
+    "mlp": Mlp,
+    "dglu": Dglu,
+    "dgrad": Dgrad,
+    "dw1": Dw1,
+    "dw2": Dw2,
+}

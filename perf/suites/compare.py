@@ -1,0 +1,180 @@
+"""Named kernels of one or several bundles against each other and against dense cuBLAS, without the dispatcher.
+
+For whoever writes kernels and tuning tables. Kernels of one form (the same but for tiles) compete on the same tensors;
+each result is compared with the reference before anything is timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig, from_dict, to_dict
+from ffi_bridge import loader, manifest
+from glulam.dispatch import form
+
+from ..cases import Case, compare_cases
+from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups
+from ..options import Options, select_ops
+from ..problem import MAX_COPIES, ROTATION_BYTES
+from ..routing import skew
+from ..timing import Call, measure_device
+from ..training import relative_error
+
+ARCH = "sm_90a"
+DENSE = "dense"
+MAX_RELATIVE_ERROR = 0.02  # one rounding of a result to 16 bits is about 0.002; a wrong group or layout about 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """An exported function under the name that tables give it."""
+
+    name: str
+    spec: Spec
+    function: Callable[..., Any]
+
+
+def open_bundles(folders: tuple[str, ...]) -> dict[str, loader.Bundle]:
+    """Bundles by their folder; the usual one where none is named. From whatever sources they were built: comparing
+    builds is what this is for. Raises BundleError where one is missing or unreadable.
+    """
+    roots = [loader.bundle_root(folder) for folder in folders or (None,)]
+    return {str(root): loader.Bundle(root / ARCH, manifest.read(root / ARCH)) for root in roots}
+
+
+def tiles(spec: Spec) -> str:
+    """What tells kernels of one form apart."""
+    return f"{spec.fc1.tile.name} + {spec.fc2.tile.name}" if isinstance(spec, GroupedMlpSpec) else spec.tile.name
+
+
+def form_name(spec: Spec) -> str:
+    """A spec's name without tiles."""
+    return form(spec).name.replace(f"_{TileConfig().name}", "")
+
+
+def candidates(bundles: dict[str, Any], patterns: tuple[str, ...]) -> list[Candidate]:
+    """The functions whose names match one of the patterns, in the order of bundles and patterns.
+
+    Raises ValueError, naming the pattern, where one matches nothing in any bundle.
+    """
+    found: dict[tuple[str, str], Candidate] = {}
+    for pattern in patterns:
+        before = len(found)
+        for folder, bundle in bundles.items():
+            for name in fnmatch.filter(bundle.names(), pattern):
+                spec = from_dict(bundle.manifest.functions[name].spec)
+                label = tiles(spec) + (f" in {folder}" if len(bundles) > 1 else "")
+                found.setdefault((folder, name), Candidate(label, spec, bundle.function(name)))
+        if len(found) == before:
+            raise ValueError(f"--specs {pattern!r} adds no function of the bundle {', '.join(bundles)}")
+    return list(found.values())
+
+
+def by_form(chosen: list[Candidate]) -> dict[Spec, list[Candidate]]:
+    groups: dict[Spec, list[Candidate]] = {}
+    for candidate in chosen:
+        groups.setdefault(form(candidate.spec), []).append(candidate)
+    return groups
+
+
+def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[tuple[str, Spec, list[Candidate]]]:
+    """(operation, form, its kernels) for each operation of a layer that a form computes.
+
+    Raises ValueError where no kernel computes any of `ops`.
+    """
+    wanted = select_ops(tuple(OPERATIONS), ops)
+    groups = by_form(chosen).items()
+    found = [(op, spec, group) for op in wanted for spec, group in groups if OPERATIONS[op].serves(spec)]
+    if not found:
+        raise ValueError(f"none of the chosen functions computes any of: {', '.join(wanted)}")
+    return found
+
+
+def make_sets(case: Case, op: str, spec: Spec, device: str = "cuda") -> list[Operation]:
+    """As many sets of tensors as keep repeated calls out of L2."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    groups = make_groups(case, device)
+    make = Maker(case, groups, getattr(torch, spec.dtype), generator)
+    sets = [OPERATIONS[op](make, spec)]
+    copies = min(max(math.ceil(ROTATION_BYTES / bytes_moved(sets[0], case.experts)), 1), MAX_COPIES)
+    return sets + [OPERATIONS[op](make, spec) for _ in range(copies - 1)]
+
+
+def checked(sets: list[Operation], competing: list[Candidate], sms: int) -> dict[str, float]:
+    """The relative error of each kernel against the reference. A kernel that fails or is wrong is left out with a
+    warning: its time would say nothing.
+    """
+    wanted = sets[0].expected()
+    errors = {}
+    for candidate in competing:
+        for result in sets[0].results:
+            result.fill_(torch.nan)
+        try:
+            candidate.function(*sets[0].arguments(), sms, 1)
+            error = relative_error(sets[0].results, wanted)
+        except (RuntimeError, ValueError, TypeError) as failure:
+            warnings.warn(f"{candidate.spec.name} is left out: {failure}", stacklevel=2)
+            continue
+        if error <= MAX_RELATIVE_ERROR:
+            errors[candidate.name] = error
+        else:
+            warnings.warn(f"{candidate.spec.name} is left out: its relative error is {error:.2g}", stacklevel=2)
+    return errors
+
+
+def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Call:
+    return lambda number: function(*arguments[number % len(arguments)])
+
+
+def _dense(sets: list[Operation], number: int) -> object:
+    return sets[number % len(sets)].dense()
+
+
+def _record(
+    case: Case, op: str, spec: Spec, competing: list[Candidate], budget_s: float, sms: int
+) -> dict[str, Any] | None:
+    sets = make_sets(case, op, spec)
+    errors = checked(sets, competing, sms)
+    arguments = [(*operation.arguments(), sms, 1) for operation in sets]
+    calls = {c.name: _call(c.function, arguments) for c in competing if c.name in errors}
+    if not calls:
+        return None
+    if not case.decode:  # where weights are all that counts, one matrix says nothing
+        calls[DENSE] = partial(_dense, sets)
+    times = measure_device(calls, budget_s)
+    sizes = make_groups(case, "cpu").sizes
+    return {
+        "case": dataclasses.asdict(case),
+        "skew": dataclasses.asdict(skew(sizes)),
+        "op": op,
+        "form": form_name(spec),
+        "flop": flop(sets[0], case.rows),
+        "bytes": bytes_moved(sets[0], sum(size > 0 for size in sizes)),
+        "specs": {c.name: to_dict(c.spec) for c in competing if c.name in errors},
+        "errors": errors,
+        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
+    }
+
+
+def run_compare(options: Options) -> list[dict[str, Any]]:
+    """One record for each (case, operation, form)."""
+    if not options.specs:
+        raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
+    competing = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
+    cases = compare_cases(options.case, options.routings, options.rows_per_expert)
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    todo = [(case, *contest) for contest in competing for case in cases]
+    records = []
+    for contest in track(todo, "compare"):
+        records.append(_record(*contest, options.budget_s / len(todo), sms))
+        torch.cuda.empty_cache()
+    return [record for record in records if record]

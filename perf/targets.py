@@ -1,0 +1,65 @@
+"""What is aimed at on an H200: the ratio to each peer, per operation, model and routing. Above 1 we are faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DENSE, TORCH, QUACK = "dense", "torch", "quack"
+SKEWED = ("dirichlet", "zipf")
+
+Targets = dict[str, dict[str, float]]  # by model, then by peer
+
+FC1: Targets = {
+    "Mixtral-8x7B": {DENSE: 1.00, QUACK: 1.02, TORCH: 1.15},
+    "DeepSeek-V3 EP8": {DENSE: 1.00, QUACK: 1.02, TORCH: 1.15},
+    "Qwen3-30B-A3B": {DENSE: 0.92, QUACK: 1.10, TORCH: 1.5},
+    "gpt-oss-120b": {DENSE: 0.75, QUACK: 1.10, TORCH: 1.5},
+}
+FC1_SKEWED: Targets = {
+    "Mixtral-8x7B": {DENSE: 0.90, QUACK: 1.25, TORCH: 1.4},
+    "DeepSeek-V3 EP8": {DENSE: 0.90, QUACK: 1.25, TORCH: 1.4},
+    "Qwen3-30B-A3B": {DENSE: 0.78, QUACK: 1.25, TORCH: 1.4},
+    "gpt-oss-120b": {DENSE: 0.65, QUACK: 1.25, TORCH: 1.4},
+}
+FC2_PEERS = {QUACK: 1.05, TORCH: 1.1}  # dense as FC1
+DECODE = {QUACK: 1.05, TORCH: 1.35}
+BACKWARD, BACKWARD_SKEWED = {QUACK: 1.05}, {QUACK: 1.2}
+WGRAD_DENSE = {"Mixtral-8x7B": 0.9, "DeepSeek-V3 EP8": 0.9}  # uniform
+LAYER = {TORCH: 1.25}
+DECODE_COPY = 0.92  # of a device copy's bytes a second
+
+
+def _of_forward(model: str, op: str, skewed: bool) -> dict[str, float]:
+    targets = (FC1_SKEWED if skewed else FC1).get(model, {})
+    if op == "fc2" and targets:
+        return {**targets, **FC2_PEERS}
+    return targets if op == "fc1" else {}
+
+
+def _of_backward(model: str, op: str, skewed: bool) -> dict[str, float]:
+    dense = WGRAD_DENSE.get(model)
+    wgrad = {DENSE: dense} if dense and op in ("dw1", "dw2") and not skewed else {}
+    return {**(BACKWARD_SKEWED if skewed else BACKWARD), **wgrad}
+
+
+def targets_of(record: dict[str, Any]) -> dict[str, float]:
+    """The targets of a record, by peer; of none that are not set."""
+    model, op = record["case"]["name"], record["op"]
+    skewed = record["case"]["routing"] in SKEWED
+    if op == "layer":
+        return LAYER if model.startswith("SonicMoE") else {}
+    if op in ("dglu", "dgrad", "dw1", "dw2"):
+        return _of_backward(model, op, skewed)
+    if model.endswith("decode"):
+        return DECODE if op in ("fc1", "fc2") else {}
+    return _of_forward(model, op, skewed)
+
+
+def copy_target(record: dict[str, Any]) -> float | None:
+    """The target of a step of decoding in shares of a device copy's rate; None elsewhere."""
+    return DECODE_COPY if record["case"]["name"].endswith("decode") and record["op"] in ("fc1", "fc2") else None
+
+
+def target(record: dict[str, Any], contestant: str) -> float | None:
+    """The target against a contestant, as "quack tuned"; None where there is none."""
+    return targets_of(record).get(contestant.partition(" ")[0])

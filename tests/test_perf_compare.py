@@ -1,0 +1,176 @@
+"""`python -m perf compare`: kernels found by name, run with the right arguments, checked and set side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from support import fake_gpu
+
+from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
+from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, to_dict
+from perf import tables
+from perf.cases import DECODE, DEEPSEEK, PREFILL, Case, compare_cases
+from perf.operations import OPERATIONS, bytes_moved, flop
+from perf.options import Options
+from perf.suites import compare
+from perf.timing import Summary
+
+SMS = fake_gpu.SM_COUNT
+CASE = Case("small", 5, 64, 128, 70, "dirichlet")
+LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
+
+
+class FakeBundle:
+    """The shipped functions, interpreted on the CPU."""
+
+    def __init__(self, specs=None, wrong=()):
+        self.specs = {spec.name: spec for spec in specs or shipped_specs()}
+        self.wrong = wrong
+        functions = {name: types.SimpleNamespace(spec=to_dict(spec)) for name, spec in self.specs.items()}
+        self.manifest = types.SimpleNamespace(functions=functions)
+
+    def names(self):
+        return sorted(self.specs)
+
+    def function(self, name):
+        spec = self.specs[name]
+        right = fake_gpu.MAKERS[spec.op](spec)
+
+        def launch(*arguments):
+            right(*arguments)
+            if name in self.wrong:
+                arguments[2].mul_(1.1)
+
+        return launch
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Small sets on the CPU; every contestant is called a few times, and takes 100 us, 101 us, ..."""
+
+    def measure(calls, budget_s):
+        for number in range(3):
+            for call in calls.values():
+                call(number)
+        return {name: Summary(100.0 + i, 99.0, 101.0, 3) for i, name in enumerate(calls)}
+
+    make_sets = compare.make_sets
+    monkeypatch.setattr(compare, "make_sets", lambda *given: make_sets(*given, device="cpu")[:2])
+    monkeypatch.setattr(compare, "measure_device", measure)
+
+
+def found(*patterns, bundles=None):
+    return compare.candidates(bundles or {"one": FakeBundle()}, patterns)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_operation_runs_every_kernel_that_serves_it(op, untimed):
+    for _, spec, group in compare.contests(found("*"), (op,)):
+        record = compare._record(CASE, op, spec, group, 1.0, SMS)
+        assert len(record["errors"]) == len(group)
+        assert max(record["errors"].values()) <= compare.MAX_RELATIVE_ERROR
+        assert [from_dict(data) for data in record["specs"].values()] == [candidate.spec for candidate in group]
+
+
+def test_all_operations_of_a_layer_are_there():
+    served = {op for op, _, _ in compare.contests(found("*"), ())}
+    assert served == set(OPERATIONS) == {"fc1", "fc2", "mlp", "dglu", "dgrad", "dw1", "dw2"}
+
+
+def test_work_is_counted_as_the_other_suites_count_it():
+    case = dataclasses.replace(CASE, routing="uniform")
+    for op, pattern in {"fc1": "grouped_glu_bf16_swiglu_concat_t*", "fc2": "*mm_bf16_nt*", "mlp": "*mlp_bf16*"}.items():
+        (_, spec, _), *_ = compare.contests(found(pattern), (op,))
+        made = compare.make_sets(case, op, spec, "cpu")[0]
+        assert flop(made, case.rows) == case.flop(op)
+        assert bytes_moved(made, case.experts) == case.bytes(op, case.experts)
+
+
+def test_a_wrong_kernel_is_left_out_and_the_others_are_timed(untimed):
+    right, wrong = GroupedMmSpec(tile=LARGE), GroupedMmSpec(tile=SMALL)
+    group = found("*", bundles={"one": FakeBundle([right, wrong], wrong=[wrong.name])})
+    with pytest.warns(UserWarning, match=f"{wrong.name} is left out: its relative error is 0.1"):
+        record = compare._record(CASE, "fc2", right, group, 1.0, SMS)
+    assert list(record["times"]) == [LARGE.name]
+
+
+def test_a_kernel_that_raises_is_left_out(untimed):
+    def fails(*arguments):
+        raise RuntimeError("too much shared memory")
+
+    group = [compare.Candidate("t", GroupedMmSpec(), fails)]
+    with pytest.warns(UserWarning, match="is left out: too much shared memory"):
+        assert compare._record(CASE, "fc2", GroupedMmSpec(), group, 1.0, SMS) is None
+
+
+def test_names_and_patterns_choose_functions():
+    spec = GroupedMmSpec(tile=SMALL)
+    (exact,) = found(spec.name)
+    assert (exact.name, exact.spec) == (SMALL.name, spec)
+    assert len(found("grouped_mm_bf16_nt_*", "grouped_mm_bf16_n?_*")) == 4
+    with pytest.raises(ValueError, match="--specs 'grouped_conv' adds no function"):
+        found("grouped_conv")
+
+
+def test_the_same_name_from_two_bundles_is_two_candidates():
+    name = GroupedMmSpec().name
+    bundles = {"before": FakeBundle([GroupedMmSpec()]), "after": FakeBundle([GroupedMmSpec()])}
+    assert [c.name.split(" in ")[1] for c in found(name, bundles=bundles)] == ["before", "after"]
+
+
+def test_only_kernels_of_one_form_compete():
+    groups = compare.by_form(found("grouped_wgrad_*"))
+    assert {(spec.dtype, spec.out_dtype) for spec in groups} == {
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "float16"),
+        ("float16", "float32"),
+    }
+    assert compare.form_name(GroupedWgradSpec(tile=LARGE)) == "grouped_wgrad_bf16_bf16_sm_90a"
+    with pytest.raises(ValueError, match="none of the chosen functions computes any of: fc1"):
+        compare.contests(found("grouped_wgrad_*"), ("fc1",))
+    with pytest.raises(ValueError, match="--op 'fc9' is not known here; choose among: fc1"):
+        compare.contests(found("grouped_wgrad_*"), ("fc9",))
+
+
+def test_cases_of_a_comparison():
+    assert len(compare_cases(None, ("uniform", "zipf"), ())) == 2 * len(PREFILL)
+    (case,) = compare_cases("DeepSeek-V3 EP8", ("zipf",), ())
+    assert case == dataclasses.replace(DEEPSEEK, routing="zipf")
+    sweep = compare_cases("deepseek-v3 ep8", ("uniform",), (1, 64))
+    assert [case.rows for case in sweep] == [32, 2048]
+    assert compare_cases("Qwen3 decode", ("uniform",), ()) == [DECODE[0]]
+
+
+def test_table_marks_the_fastest_and_shows_the_share_of_dense(untimed):
+    case = dataclasses.replace(CASE, rows=5 * 64)
+    (_, spec, group), *_ = compare.contests(found("grouped_mm_bf16_nt_*"), ("fc2",))
+    records = [
+        compare._record(dataclasses.replace(case, routing=routing), "fc2", spec, group, 1.0, SMS)
+        for routing in ("uniform", "dirichlet")
+    ]
+    (table,) = tables.compare_tables({"suite": "compare", "limits": LIMITS, "records": records})
+    assert table.title == "fc2: small (E 5, H 64, I 128, T 320), grouped_mm_bf16_nt_sm_90a"
+    assert [row[0] for row in table.rows] == [LARGE.name, SMALL.name, "dense"]
+    assert [row[1:3] for row in table.rows] == [("100*", "1.020"), ("101", "1.010"), ("102", "-")]
+    assert all(len(row) == len(table.header) == 7 for row in table.rows)
+
+
+def test_nothing_is_compared_without_names():
+    with pytest.raises(ValueError, match="compare needs --specs"):
+        compare.run_compare(Options())
+
+
+def test_a_missing_bundle_is_named(tmp_path):
+    with pytest.raises(RuntimeError, match="no bundle: .*manifest.json does not exist"):
+        compare.open_bundles((str(tmp_path),))
+
+
+def test_tensors_start_as_nan_so_that_unwritten_results_show():
+    (_, spec, _), *_ = compare.contests(found("grouped_dglu_bf16_swiglu_concat*"), ())
+    made = compare.make_sets(CASE, "dglu", spec, "cpu")[0]
+    assert all(bool(result.isnan().all()) for result in made.results)
+    assert not torch.equal(made.dy, compare.make_sets(CASE, "dglu", spec, "cpu")[1].dy)
