@@ -47,5 +47,5 @@ def shipped_specs() -> list[Spec]:
             specs += [fc1, GroupedGluSpec(dtype, activation, layout, True, tile), GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
-        specs += [GroupedDgluSpec(dtype, activation, layout, DGLU) for activation, layout in activation_forms()]
+        specs += [GroupedDgluSpec(dtype, activation, layout, DGLU, LARGE) for activation, layout in activation_forms()]
     return specs

@@ -78,6 +78,12 @@ class Call:
         """Through the operator's front door."""
         return type(self).operator(**self.arguments())
 
+    def differentiate(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
+        """As `settle`, for a call of which an argument requires a gradient."""
+        from .backward import differentiate  # which is made of operators, and so of calls
+
+        return differentiate(self, key, plan, failure)
+
     def settle(self, key: Hashable, plan: Any, failure: Exception | None) -> Any:
         """The result of a call for which the fast path found no plan, or failed.
 
@@ -122,7 +128,7 @@ class Call:
             return ready.again()
         if failure is not None:
             raise failure
-        plan = self.plan(problem, self._launch(problem))
+        plan = self.plan(problem, self.launch(problem))
         if checking():
             self._check_group_sizes()
         elif key is not None:
@@ -160,7 +166,8 @@ class Call:
             changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
         return dataclasses.replace(self, **changes) if changes else self
 
-    def _launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: Problem) -> Launch:
+        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls."""
         lead, index = self.lead, self.lead.get_device()
         out = getattr(self, "out", None)
         gpu = gpus.gpu(index)

@@ -22,6 +22,7 @@ from .parts import (
     WeightGrad,
     once_differentiable,
     scale_of_bias_grad,
+    taken,
     tensor_groups,
     usable,
     weight_grad,
@@ -42,16 +43,22 @@ class Options(NamedTuple):
     grad_of_w2: WeightGrad
 
 
+def options(
+    call: GroupedMlpCall, grad_of_w1: WeightGrad = weight_grad, grad_of_w2: WeightGrad = weight_grad
+) -> Options:
+    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
+    return Options(form, call.recompute, grad_of_w1, grad_of_w2)
+
+
 def apply(call: GroupedMlpCall, grad_of_w1: WeightGrad = weight_grad, grad_of_w2: WeightGrad = weight_grad) -> Tensor:
     """The result of a call, differentiable."""
     check_recipe(OP, call.recipe)
     check_flag(OP, "recompute", call.recompute)
     groups = tensor_groups(OP, call.offs, call.splits, call.x)
     arguments = {name: getattr(call, name) for name in ("x", "w1", "w2", "row_scale", "b1", "b2")}
-    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
     layout, flat = flatten({**arguments, **groups})
-    options = Options(form, call.recompute, grad_of_w1, grad_of_w2)
-    return GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    how = options(call, grad_of_w1, grad_of_w2)
+    return GroupedMlp.apply(layout, how, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class GroupedMlp(torch.autograd.Function):
@@ -78,9 +85,9 @@ class GroupedMlp(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
         wanted = ctx.layout.wanted(needed)
-        saved = ctx.saved_layout.named(ctx.saved_tensors)
+        saved = ctx.saved_layout.named(taken(ctx))
         with without_graph():
-            gradients = _gradients(saved, ctx.options, usable(dy), wanted)
+            gradients = make_gradients(saved, ctx.options, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
         return None, None, *once_differentiable(OP, flat)
 
@@ -110,17 +117,22 @@ def _to_save(given: dict[str, Any], wanted: frozenset[str], recompute: bool) -> 
     return {name: value for name, value in given.items() if used[name]}
 
 
-def _gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
+def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
+    """The gradients that are wanted, by name. The preactivation leaves `saved`.
+
+    The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
+    weight gradient is allocated, its gradient before the last.
+    """
     groups, scale = _groups(saved), saved["row_scale"]
     result: dict[str, Any] = {}
     act = None
     if wanted & BEHIND_THE_ACTIVATION:
-        preact = _preact(saved, groups)
         dpreact, act, d_scale = grouped_dglu(
-            dy, saved["w2"], preact, row_scale=scale, row_scale_grad="row_scale" in wanted, **groups, **options.form
-        )
-        del preact
+            dy, saved["w2"], _take_preact(saved, groups), row_scale=scale, row_scale_grad="row_scale" in wanted,
+            **groups, **options.form,
+        )  # fmt: skip
         result.update(_input_side(saved, options, dpreact, groups, wanted))
+        del dpreact
         if d_scale is not None:
             from_bias = saved["b2"] is not None
             result["row_scale"] = d_scale + scale_of_bias_grad(dy, saved["b2"], groups) if from_bias else d_scale
@@ -148,9 +160,9 @@ def _input_side(
     return result
 
 
-def _preact(saved: dict[str, Any], groups: dict[str, Any]) -> Tensor:
+def _take_preact(saved: dict[str, Any], groups: dict[str, Any]) -> Tensor:
     if "preact" in saved:
-        preact: Tensor = saved["preact"]
+        preact: Tensor = saved.pop("preact")
         return preact
     return grouped_mm(saved["x"], saved["w1"], bias=saved["b1"], **groups)
 

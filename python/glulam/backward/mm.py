@@ -14,6 +14,7 @@ from .parts import (
     WeightGrad,
     once_differentiable,
     scale_of_bias_grad,
+    taken,
     tensor_groups,
     usable,
     weight_grad,
@@ -61,7 +62,7 @@ class GroupedMm(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
-    saved = ctx.saved_layout.named(ctx.saved_tensors)
+    saved = ctx.saved_layout.named(taken(ctx))
     groups = {name: saved[name] for name in ("offs", "splits") if name in saved}
     result: dict[str, Any] = {}
     if "x" in wanted:

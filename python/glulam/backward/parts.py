@@ -41,6 +41,14 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
     return {"splits": torch.as_tensor(splits, dtype=torch.int64)}
 
 
+def taken(ctx: Any) -> tuple[Any, ...]:
+    """What forward saved; unless the graph is kept, nothing else refers to it from now on, so it can be freed."""
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # another kind of context may have none
+        clear()
+    return saved
+
+
 def usable(dy: Tensor) -> Tensor:
     """An incoming gradient as kernels take it: autograd may give an expanded or a misaligned one."""
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous

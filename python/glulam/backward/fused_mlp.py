@@ -1,0 +1,217 @@
+"""The common differentiable grouped_mlp: packed weights and group sizes on a GPU, and gradients behind the activation.
+
+A plan settles once for a signature which kernels run, what is saved and what is computed. Forward is one call with two
+launches; backward is one call for its data path (the gradients of h, x and row_scale), and one for each weight. What is
+done here less often than a plan is kept for takes the general path, `mlp.GroupedMlp`, in either direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .. import device as gpus
+from .. import dispatch, kernels, workspace
+from ..dispatch import Problem
+from ..ops.grouped_bias_grad import grouped_bias_grad
+from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
+from ..ops.grouped_glu import WITH_FC2
+from ..ops.grouped_mlp import GroupedMlpCall
+from ..plan import Launch, checking
+from ..signature import ALIGNMENT_BYTES
+from . import mlp
+from .layout import flatten
+from .parts import once_differentiable, scale_of_bias_grad, taken, usable, without_graph
+
+NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
+"""The inputs of the function below that may be tensors, in order."""
+
+SMALL_BYTES = workspace.GRANULE
+"""Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
+
+hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan(Launch):
+    """The constants of a grouped_mlp's forward and backward; `function` is that of FC1 with its preactivation.
+
+    Attributes:
+        dglu, wgrad: the functions of backward.
+        needs: for each input of the autograd function, whether it requires a gradient.
+        grouped_by: "offs" or "splits".
+        options: as the general path takes them.
+        hidden, preact_width, inner, width: columns of x, h, the activation and the result.
+        act: where the activation of forward lies between its two launches; None allocates it.
+        partials, counters: memory for the row sums of d_row_scale; None where nothing asks for that.
+    """
+
+    dglu: Callable[..., Any]
+    wgrad: Callable[..., Any]
+    needs: tuple[bool, ...]
+    grouped_by: str
+    options: mlp.Options
+    hidden: int
+    preact_width: int
+    inner: int
+    width: int
+    act: workspace.Layout | None
+    partials: workspace.Layout | None
+    counters: workspace.Layout | None
+    limit: float
+    alpha: float
+    offset: float
+
+    def run(
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: None
+    ) -> Tensor:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(x, w1, w2, groups, b1, b2, scale, out)
+        if hooks_of_saved_tensors(False) is not None:  # what they give back need not be laid out as what they were given
+            given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
+            layout, flat = flatten(given)
+            return mlp.GroupedMlp.apply(layout, self.options, *flat)  # type: ignore[no-any-return, no-untyped-call]
+        return FusedMlp.apply(self, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class FusedMlp(torch.autograd.Function):
+    """Inputs: the plan, and the tensors in the order of NAMES."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: TrainingPlan, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None,
+        b1: Tensor | None, b2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        rows = plan.rows
+        y, preact = x.new_empty(rows, plan.width), x.new_empty(rows, plan.preact_width)
+        act = x.new_empty(rows, plan.inner) if plan.act is None else workspace.take(plan.act)
+        plan.function(
+            x, w1, act, preact, w2, y,
+            groups.data_ptr(), plan.group_form, plan.experts,
+            0, 0 if b1 is None else b1.data_ptr(), 0, 0, 0 if b2 is None else b2.data_ptr(), 0,
+            0 if scale is None else scale.data_ptr(), plan.limit, plan.alpha, plan.offset,
+            plan.sm_count, WITH_FC2,
+        )  # fmt: skip
+        _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
+        ctx.plan = plan
+        ctx.save_for_backward(
+            x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        plan: TrainingPlan = ctx.plan
+        if (
+            ctx.needs_input_grad != plan.needs
+            or dy.__class__ not in gpus.PLAIN_TENSORS
+            or is_grad_enabled()
+            or not dy.is_contiguous()
+            or dy.data_ptr() % ALIGNMENT_BYTES
+        ):
+            return _unusual_backward(ctx, dy)
+        _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
+        x, w1, w2, preact, groups, scale, b2 = taken(ctx)
+        rows, groups_at = plan.rows, groups.data_ptr()
+        dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
+        dx = d_scale = dw1 = dw2 = db1 = db2 = None
+        d_scale_at = partials_at = counters_at = 0
+        if for_x:
+            dx = dy.new_empty(rows, plan.hidden)
+        if for_scale:
+            d_scale = scale.new_empty(rows)
+            d_scale_at = d_scale.data_ptr()
+            partials_at = workspace.take(plan.partials).data_ptr()  # type: ignore[arg-type]
+            counters_at = workspace.take(plan.counters).data_ptr()  # type: ignore[arg-type]
+        plan.dglu(
+            dy, w2, preact, dpreact, act, w1 if for_x else w2, dx if for_x else dy,
+            groups_at, plan.group_form, plan.experts,
+            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
+            plan.limit, plan.alpha, plan.offset,
+            plan.sm_count, WITH_DGRAD if for_x else DGLU_ALONE,
+        )  # fmt: skip
+        # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
+        del preact
+        by_groups = {plan.grouped_by: groups}
+        if for_w1:
+            dw1 = dy.new_empty(plan.experts, plan.preact_width, plan.hidden)
+            plan.wgrad(dpreact, x, dw1, groups_at, plan.group_form, plan.experts, 0, 0, 0, plan.sm_count, 1)
+        if for_b1:
+            db1 = grouped_bias_grad(dpreact, **by_groups)
+        del dpreact
+        if for_w2:
+            dw2 = dy.new_empty(plan.experts, plan.width, plan.inner)
+            plan.wgrad(dy, act, dw2, groups_at, plan.group_form, plan.experts, 0, 0, 0, plan.sm_count, 1)
+        if for_b2:
+            db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
+        if b2 is not None and d_scale is not None:
+            d_scale += scale_of_bias_grad(dy, b2, by_groups)
+        return None, dx, dw1, dw2, None, d_scale, db1, db2
+
+
+def _unusual_backward(ctx: Any, dy: Tensor) -> Any:
+    """By the public operators: for some of the inputs, with a graph of the backward, or from a dy that is a view."""
+    plan, needed = ctx.plan, ctx.needs_input_grad
+    x, w1, w2, preact, groups, scale, b2 = taken(ctx)
+    saved = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
+    del preact
+    wanted = frozenset(name for name, need in zip(NAMES, needed[1:], strict=True) if need)
+    with without_graph():
+        gradients = mlp.make_gradients(saved, plan.options, usable(dy), wanted)
+    return None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
+
+
+def make_plan(call: GroupedMlpCall) -> TrainingPlan | None:
+    """The plan for calls like this one; None where they take the general path.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    problem = call.check()
+    if not _is_common(call, problem):
+        return None
+    call.check_addresses()
+    hidden = dataclasses.replace(problem, op="grouped_glu", save_preact=True)
+    launch = call.launch(hidden)
+    needs = (False, *(getattr(getattr(call, name, None), "requires_grad", False) for name in NAMES))
+    act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
+    partials = counters = None
+    if call.row_scale is not None and call.row_scale.requires_grad:
+        partials, counters = row_sum_layouts(problem, launch)
+    arch = gpus.gpu(launch.index).arch
+    return TrainingPlan(
+        **{**vars(launch), "op": call.op},
+        dglu=_function(dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features), arch),
+        wgrad=_function(dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype), arch),
+        needs=needs,
+        grouped_by="offs" if call.splits is None else "splits",
+        options=mlp.options(call),
+        hidden=problem.in_features,
+        preact_width=problem.w1_rows,
+        inner=problem.intermediate,
+        width=problem.out_features,
+        act=act if act.num_bytes <= SMALL_BYTES else None,
+        partials=partials,
+        counters=counters,
+        limit=float(call.limit),
+        alpha=float(call.alpha),
+        offset=float(call.offset),
+    )
+
+
+def _function(problem: Problem, arch: str) -> Callable[..., Any]:
+    return kernels.find(dispatch.choose(problem, arch).spec).function
+
+
+def _is_common(call: GroupedMlpCall, problem: Problem) -> bool:
+    """Tensors in GPU memory; more than one row, whose stride torch leaves arbitrary; and h is needed and kept."""
+    given = [value for name in NAMES if (value := getattr(call, name)) is not None]
+    in_memory = all(value.__class__ in gpus.PLAIN_TENSORS and value.device == call.x.device for value in given)
+    behind = any(getattr(getattr(call, name), "requires_grad", False) for name in mlp.BEHIND_THE_ACTIVATION)
+    on_gpu = call.x.device.type == gpus.KERNEL_DEVICE
+    return on_gpu and in_memory and behind and problem.rows > 1 and not call.recompute and not checking()
