@@ -242,7 +242,7 @@ def _trace_glu(spec: GroupedGluSpec) -> tuple[Any, tuple]:
     fakes = _Fakes(DTYPES[spec.dtype])
     hidden, intermediate = fakes.dim(), fakes.dim()
     w1_rows = fakes.dim() if spec.gated else intermediate
-    tensors = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
+    tensors: tuple = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
     if not spec.save_preact:
         return GroupedGluEntry(spec), (*tensors, *_groups_fakes(), *_weight_fakes(), *_tail_fakes(True))
     tensors += fakes.matrix(w1_rows), fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
@@ -267,7 +267,7 @@ def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
     hidden, width = fakes.dim(), fakes.dim()
     preact_cols = fakes.dim() if spec.gated else width
     preact, dpreact = fakes.matrix(preact_cols), fakes.matrix(preact_cols)
-    tensors = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
+    tensors: tuple = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
     tensors += fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
     addresses = tuple(Int64(0) for _ in range(5))
     return GroupedDgluEntry(spec), (*tensors, *_groups_fakes(), *addresses, *_tail_fakes(True))

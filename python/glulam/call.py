@@ -143,12 +143,16 @@ class Call:
                 for label, tensor in _tensors(name, value):
                     check_alignment(self.op, label, tensor)
         written = [pair for name in self.outputs for pair in _tensors(name, getattr(self, name))]
-        read = dict.fromkeys((*named, *self.biases, *self.scales, "offs", "splits"))
-        for name in read if written else ():
-            for label, tensor in _tensors(name, getattr(self, name)):
-                if name not in self.outputs and tensor.device == self.lead.device:
-                    for out_label, out in written:
-                        check_no_overlap(self.op, out_label, out, label, tensor)
+        for label, tensor in self.tensors() if written else ():
+            if tensor.device == self.lead.device:
+                for out_label, out in written:
+                    check_no_overlap(self.op, out_label, out, label, tensor)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """All inputs, those of lists one by one, under the names that errors give them."""
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, "offs", "splits")
+        read = (name for name in names if name not in self.outputs)
+        return [pair for name in read for pair in _tensors(name, getattr(self, name))]
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""

@@ -182,7 +182,8 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
 
     def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, at: int,
             form: int, count: int, w2_table: int, w1_table: int, scale: int, d_scale: int, partials: int,
-            counters: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+            counters: int, limit: float, alpha: float, offset: float, num_sms: int,
+            do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
         _check_tensors(spec.dtype, [dy, w2, preact, dpreact, act, w1, dx])
         rows = _equal(dy.shape[0], preact.shape[0], dpreact.shape[0], act.shape[0], dx.shape[0])

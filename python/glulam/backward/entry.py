@@ -8,9 +8,10 @@ from typing import Any
 from ..call import Call
 from ..signature import any_requires_grad, refuse_gradients, refuse_out
 from . import fused_mlp, mlp, mm
+from .parts import ORDINARY, Targets, check_targets
 
 APPLY: dict[str, Callable[..., Any]] = {mm.OP: mm.apply, mlp.OP: mlp.apply}
-PLAN: dict[str, Callable[[Any], Any]] = {mlp.OP: fused_mlp.make_plan}
+PLANNED: dict[str, Callable[..., Any]] = {mlp.OP: fused_mlp.run}
 """Operators of which common calls have a plan for forward and backward together."""
 
 
@@ -21,14 +22,14 @@ def requires_grad(call: Call) -> bool:
 
 
 def differentiate(
-    call: Any, key: Hashable = None, plan: Any = None, failure: Exception | None = None, **how: Any
+    call: Any, key: Hashable = None, plan: Any = None, failure: Exception | None = None, targets: Targets = ORDINARY
 ) -> Any:
     """The result of a call of which an argument requires a gradient, with a backward.
 
     Args:
         call: of any operator.
         key, plan, failure: see `Call.settle`.
-        **how: grad_of_w (grouped_mm), grad_of_w1, grad_of_w2 (grouped_mlp): other ways to make a weight's gradient.
+        targets: where the result and gradients go; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
 
     Raises:
         GradientNotSupported: the operator has no gradient, or `out` is given.
@@ -41,10 +42,11 @@ def differentiate(
     try:
         if plan is not None and failure is not None:
             raise failure
-        if key is not None and call.op in PLAN and (made := PLAN[call.op](call)) is not None:
-            call.plans.keep(key, made)
-            return call.run(made)
-        return APPLY[call.op](call, **how)
+        if targets is not ORDINARY:
+            check_targets(call, targets)
+        if call.op in PLANNED and (result := PLANNED[call.op](call, key, targets)) is not NotImplemented:
+            return result
+        return APPLY[call.op](call, targets)
     except Exception:
         call.check()  # so that the error names this operator and its arguments, not those that it is made of
         call.check_addresses()

@@ -8,7 +8,7 @@ done here less often than a plan is kept for takes the general path, `mlp.Groupe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,11 +21,20 @@ from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
 from ..ops.grouped_glu import WITH_FC2
 from ..ops.grouped_mlp import GroupedMlpCall
-from ..plan import Launch, checking
+from ..plan import Launch, Plans, checking
 from ..signature import ALIGNMENT_BYTES
 from . import mlp
 from .layout import flatten
-from .parts import once_differentiable, scale_of_bias_grad, taken, usable, without_graph
+from .parts import (
+    ORDINARY,
+    Targets,
+    as_result,
+    once_differentiable,
+    scale_of_bias_grad,
+    taken,
+    usable,
+    without_graph,
+)
 
 NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
 """The inputs of the function below that may be tensors, in order."""
@@ -69,26 +78,35 @@ class TrainingPlan(Launch):
     def run(
         self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: None
     ) -> Tensor:
+        return self.run_into(ORDINARY, x, w1, w2, groups, b1, b2, scale)
+
+    def run_into(
+        self, targets: Targets, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None
+    ) -> Tensor:
+        """As `run`, with the result and gradients where `targets` says."""
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, w1, w2, groups, b1, b2, scale, out)
-        if hooks_of_saved_tensors(False) is not None:  # what they give back need not be laid out as what they were given
+                return self.run_into(targets, x, w1, w2, groups, b1, b2, scale)
+        if (
+            hooks_of_saved_tensors(False) is not None
+        ):  # what they give back need not be laid out as what they were given
             given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
             layout, flat = flatten(given)
-            return mlp.GroupedMlp.apply(layout, self.options, *flat)  # type: ignore[no-any-return, no-untyped-call]
-        return FusedMlp.apply(self, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return, no-untyped-call]
+            options = self.options._replace(targets=targets)
+            return mlp.GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
+        return FusedMlp.apply(self, targets, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class FusedMlp(torch.autograd.Function):
-    """Inputs: the plan, and the tensors in the order of NAMES."""
+    """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: TrainingPlan, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None,
-        b1: Tensor | None, b2: Tensor | None,
+        ctx: Any, plan: TrainingPlan, targets: Targets, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor,
+        scale: Tensor | None, b1: Tensor | None, b2: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        rows = plan.rows
-        y, preact = x.new_empty(rows, plan.width), x.new_empty(rows, plan.preact_width)
+        rows, out = plan.rows, targets.out
+        y, preact = x.new_empty(rows, plan.width) if out is None else out, x.new_empty(rows, plan.preact_width)
         act = x.new_empty(rows, plan.inner) if plan.act is None else workspace.take(plan.act)
         plan.function(
             x, w1, act, preact, w2, y,
@@ -97,32 +115,32 @@ class FusedMlp(torch.autograd.Function):
             0 if scale is None else scale.data_ptr(), plan.limit, plan.alpha, plan.offset,
             plan.sm_count, WITH_FC2,
         )  # fmt: skip
-        _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
-        ctx.plan = plan
+        _, _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
+        ctx.plan, ctx.targets = plan, targets
         ctx.save_for_backward(
             x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None
         )
-        return y
+        return y if out is None else as_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         plan: TrainingPlan = ctx.plan
+        targets: Targets = ctx.targets
         if (
-            ctx.needs_input_grad != plan.needs
-            or dy.__class__ not in gpus.PLAIN_TENSORS
+            dy.__class__ not in gpus.PLAIN_TENSORS
             or is_grad_enabled()
             or not dy.is_contiguous()
             or dy.data_ptr() % ALIGNMENT_BYTES
         ):
             return _unusual_backward(ctx, dy)
-        _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
+        _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
         x, w1, w2, preact, groups, scale, b2 = taken(ctx)
         rows, groups_at = plan.rows, groups.data_ptr()
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
         d_scale_at = partials_at = counters_at = 0
         if for_x:
-            dx = dy.new_empty(rows, plan.hidden)
+            dx = dy.new_empty(rows, plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
         if for_scale:
             d_scale = scale.new_empty(rows)
             d_scale_at = d_scale.data_ptr()
@@ -138,32 +156,70 @@ class FusedMlp(torch.autograd.Function):
         # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
         del preact
         by_groups = {plan.grouped_by: groups}
-        if for_w1:
+        if for_w1 and "w1" in targets.weights:
+            dw1 = targets.weights["w1"](dpreact, x, by_groups)
+        elif for_w1:
             dw1 = dy.new_empty(plan.experts, plan.preact_width, plan.hidden)
             plan.wgrad(dpreact, x, dw1, groups_at, plan.group_form, plan.experts, 0, 0, 0, plan.sm_count, 1)
         if for_b1:
             db1 = grouped_bias_grad(dpreact, **by_groups)
         del dpreact
-        if for_w2:
+        if for_w2 and "w2" in targets.weights:
+            dw2 = targets.weights["w2"](dy, act, by_groups)
+        elif for_w2:
             dw2 = dy.new_empty(plan.experts, plan.width, plan.inner)
             plan.wgrad(dy, act, dw2, groups_at, plan.group_form, plan.experts, 0, 0, 0, plan.sm_count, 1)
         if for_b2:
             db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         if b2 is not None and d_scale is not None:
             d_scale += scale_of_bias_grad(dy, b2, by_groups)
-        return None, dx, dw1, dw2, None, d_scale, db1, db2
+        if targets.grad_input is not None:
+            torch.autograd.graph.increment_version(targets.grad_input)
+        return None, None, dx, dw1, dw2, None, d_scale, db1, db2
 
 
 def _unusual_backward(ctx: Any, dy: Tensor) -> Any:
-    """By the public operators: for some of the inputs, with a graph of the backward, or from a dy that is a view."""
-    plan, needed = ctx.plan, ctx.needs_input_grad
+    """By the public operators: with a graph of the backward, or from a dy that is traced, a view or misaligned."""
+    plan, needed = ctx.plan, ctx.plan.needs
     x, w1, w2, preact, groups, scale, b2 = taken(ctx)
     saved = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
     del preact
-    wanted = frozenset(name for name, need in zip(NAMES, needed[1:], strict=True) if need)
+    wanted = frozenset(name for name, need in zip(NAMES, needed[2:], strict=True) if need)
+    options = plan.options._replace(targets=ctx.targets)
     with without_graph():
-        gradients = mlp.make_gradients(saved, plan.options, usable(dy), wanted)
-    return None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
+        gradients = mlp.make_gradients(saved, options, usable(dy), wanted)
+    return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
+
+
+def run(call: GroupedMlpCall, key: Hashable, targets: Targets) -> Any:
+    """The result of a call that has no plan yet, or that has targets; NotImplemented where it is not a common one.
+
+    Args:
+        key: where to keep the plan; None where the call did not come through `grouped_mlp`.
+    """
+    if key is None and targets is ORDINARY:
+        return NotImplemented
+    plans: Plans[Any] = call.plans
+    if targets is not ORDINARY:
+        plans, key = PLANS, _key(call)
+    plan = plans.find(key)
+    if plan is None:
+        plan = make_plan(call)
+        if plan is None:
+            return NotImplemented
+        plans.keep(key, plan)
+    return plan.run_into(targets, call.x, call.w1, call.w2, call.groups, call.b1, call.b2, call.row_scale)
+
+
+PLANS: Plans[TrainingPlan] = Plans()
+"""Of calls with targets, which come from modules and not through `grouped_mlp`."""
+
+
+def _key(call: GroupedMlpCall) -> Hashable:
+    tensors = [(name, value) for name, value in call.arguments().items() if isinstance(value, Tensor)]
+    others = [value for value in call.arguments().values() if isinstance(value, (str, float, int, bool))]
+    layouts = [(n, t.__class__, t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for n, t in tensors]
+    return (*layouts, *others)
 
 
 def make_plan(call: GroupedMlpCall) -> TrainingPlan | None:
@@ -178,7 +234,7 @@ def make_plan(call: GroupedMlpCall) -> TrainingPlan | None:
     call.check_addresses()
     hidden = dataclasses.replace(problem, op="grouped_glu", save_preact=True)
     launch = call.launch(hidden)
-    needs = (False, *(getattr(getattr(call, name, None), "requires_grad", False) for name in NAMES))
+    needs = (False, False, *(getattr(getattr(call, name, None), "requires_grad", False) for name in NAMES))
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
     partials = counters = None
     if call.row_scale is not None and call.row_scale.requires_grad:
@@ -190,7 +246,7 @@ def make_plan(call: GroupedMlpCall) -> TrainingPlan | None:
         wgrad=_function(dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype), arch),
         needs=needs,
         grouped_by="offs" if call.splits is None else "splits",
-        options=mlp.options(call),
+        options=mlp.options(call, ORDINARY),
         hidden=problem.in_features,
         preact_width=problem.w1_rows,
         inner=problem.intermediate,

@@ -11,33 +11,34 @@ from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from .layout import Layout, flatten
 from .parts import (
-    WeightGrad,
+    ORDINARY,
+    Targets,
+    as_result,
     once_differentiable,
     scale_of_bias_grad,
     taken,
     tensor_groups,
     usable,
-    weight_grad,
     without_graph,
 )
 
 OP = "grouped_mm"
 
 
-def apply(call: GroupedMmCall, grad_of_w: WeightGrad = weight_grad) -> Tensor:
+def apply(call: GroupedMmCall, targets: Targets = ORDINARY) -> Tensor:
     """The result of a call, differentiable."""
     groups = tensor_groups(OP, call.offs, call.splits, call.x)
     arguments = {"x": call.x, "w": call.w, "bias": call.bias, "bias_scale": call.bias_scale, **groups}
     layout, flat = flatten(arguments)
-    return GroupedMm.apply(layout, call.transpose_w, grad_of_w, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    return GroupedMm.apply(layout, call.transpose_w, targets, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class GroupedMm(torch.autograd.Function):
-    """Inputs: the layout, transpose_w, how to make w's gradient, and the flat arguments."""
+    """Inputs: the layout, transpose_w, the targets, and the flat arguments."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, transpose_w: bool, grad_of_w: WeightGrad, *flat: Any) -> Tensor:
-        ctx.layout, ctx.transpose_w, ctx.grad_of_w = layout, transpose_w, grad_of_w
+    def forward(ctx: Any, layout: Layout, transpose_w: bool, targets: Targets, *flat: Any) -> Tensor:
+        ctx.layout, ctx.transpose_w, ctx.targets = layout, transpose_w, targets
         given, wanted = layout.named(flat), layout.wanted(ctx.needs_input_grad[3:])
         used = {
             "x": "w" in wanted,
@@ -49,7 +50,8 @@ class GroupedMm(torch.autograd.Function):
         }
         ctx.saved_layout, saved = flatten({name: value for name, value in given.items() if used[name]})
         ctx.save_for_backward(*saved)
-        return grouped_mm(transpose_w=transpose_w, **given)
+        y = grouped_mm(transpose_w=transpose_w, out=targets.out, **given)
+        return y if targets.out is None else as_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -68,11 +70,11 @@ def _gradients(ctx: Any, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
     if "x" in wanted:
         w = saved["w"]
         columns = (w if isinstance(w, Tensor) else w[0]).shape[-2 if ctx.transpose_w else -1]
-        dx = dy.new_zeros(dy.shape[0], columns)
+        dx = ctx.targets.new_grad_input(dy, columns)
         result["x"] = grouped_mm(dy, w, **groups, transpose_w=not ctx.transpose_w, out=dx)
     if "w" in wanted:
         pair = (saved["x"], dy) if ctx.transpose_w else (dy, saved["x"])
-        result["w"] = ctx.grad_of_w(*pair, groups)
+        result["w"] = ctx.targets.grad_of("w")(*pair, groups)
     if "bias" in wanted:
         result["bias"] = grouped_bias_grad(dy, **groups, row_scale=saved["bias_scale"])
     if "bias_scale" in wanted and saved["bias"] is not None:

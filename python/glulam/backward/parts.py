@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from .. import groups as group_sizes
 from ..errors import GradientNotSupported
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..signature import ALIGNMENT_BYTES, check_groups, runs_kernels
+from ..signature import (
+    ALIGNMENT_BYTES,
+    check_alignment,
+    check_groups,
+    check_no_overlap,
+    check_rows_like,
+    runs_kernels,
+)
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
@@ -25,6 +33,77 @@ BIAS_COLUMNS = 8
 
 def weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
     return grouped_wgrad(dy, x, **groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Where the result and gradients of a call go, if not to tensors of their own.
+
+    Attributes:
+        out, grad_input: buffers for the result and for x's gradient, as x is laid out.
+        weights: by the name of a weight, another way to make its gradient.
+    """
+
+    out: Tensor | None = None
+    grad_input: Tensor | None = None
+    weights: Mapping[str, WeightGrad] = dataclasses.field(default_factory=dict)
+
+    def grad_of(self, name: str) -> WeightGrad:
+        return self.weights.get(name, weight_grad)
+
+    def new_grad_input(self, dy: Tensor, columns: int) -> Tensor:
+        """[T, columns] for x's gradient, zeros."""
+        if self.grad_input is None:
+            return dy.new_zeros(dy.shape[0], columns)
+        return self.given_grad_input(dy).zero_()
+
+    def given_grad_input(self, dy: Tensor) -> Tensor:
+        buffer: Any = self.grad_input
+        if not gpus.is_traced(dy):
+            check_no_overlap("backward", "grad_input", buffer, "the incoming gradient", dy)
+        return buffer  # type: ignore[no-any-return]
+
+
+ORDINARY = Targets()
+
+
+def check_targets(call: Any, targets: Targets) -> None:
+    """Buffers that can be written: what an operator asks of `out`, and no part in a graph of their own.
+
+    Raises:
+        ValueError, TypeError: one does not fit.
+    """
+    op, x = call.op, call.x
+    for name in ("out", "grad_input"):
+        buffer = getattr(targets, name)
+        if isinstance(buffer, Tensor) and buffer.requires_grad:
+            raise ValueError(f"{op}: {name} requires a gradient; give a buffer that does not, as {name}.detach() is")
+    if targets.out is not None:
+        with_out = dataclasses.replace(call, out=targets.out)
+        with_out.check()
+        with_out.check_addresses()
+    buffer = targets.grad_input
+    if buffer is None:
+        return
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        raise ValueError(
+            f"{op}: grad_input is given, but x's gradient will not be computed, since x requires none or grad mode is "
+            "off; leave grad_input out"
+        )
+    call.check()
+    check_rows_like(op, "grad_input", buffer, x, x.shape[1], "that is the shape of x")
+    if runs_kernels(x):
+        check_alignment(op, "grad_input", buffer)
+    for label, tensor in call.tensors():
+        check_no_overlap(op, "grad_input", buffer, label, tensor)
+    if targets.out is not None:
+        check_no_overlap(op, "grad_input", buffer, "out", targets.out)
+
+
+def as_result(buffer: Tensor) -> Tensor:
+    """A buffer that a kernel wrote, as a result that autograd can track: the same memory, the same version counter."""
+    torch.autograd.graph.increment_version(buffer)
+    return buffer.detach()
 
 
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def grouped_mlp(
             )  # fmt: skip
             plan = PLANS.find(key)
             if plan is not None:
-                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)
+                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     if needs is not None:
@@ -184,7 +184,8 @@ class GroupedMlpPlan(Launch):
         return out
 
 
-PLANS: Plans[GroupedMlpPlan] = Plans()
+PLANS: Plans[Any] = Plans()
+"""GroupedMlpPlans, and `backward.fused_mlp.TrainingPlan`s where an argument requires a gradient."""
 
 
 @dataclasses.dataclass
