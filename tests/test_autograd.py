@@ -332,7 +332,7 @@ class TestPlanned:
                 layer({**given, **change}, offs)
 
     def test_no_plan_for_what_is_rare(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_mlp.FusedMlp, "apply", lambda *_: pytest.fail("planned"))
+        monkeypatch.setattr(fused_mlp, "apply_untransformed", lambda *_: pytest.fail("planned"))
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         given, offs = self.layer()
         glulam.grouped_mlp(**given, offs=offs, recompute=True).sum().backward()
