@@ -93,10 +93,9 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
 
     def experts(self, name: str) -> Any:
         """What operators take as "weight" or "bias": a tensor, a list, or None."""
-        parameters = self.parameter_list(name)
-        if not parameters:
-            return None
-        return parameters[0] if self.packed else parameters
+        if self.packed:
+            return self._parameters[name]
+        return self.parameter_list(name) or None
 
     def forward(
         self,
@@ -122,7 +121,8 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         w, bias = self.experts("weight"), self.experts("bias")
         given: dict[str, Any] = {"offs": offs, "splits": splits, "bias": bias, "bias_scale": bias_scale}
         put = self._delayed.new_pass() if self.delay_wgrad else None
-        writers = weight_writers({"w": (self, "weight")}, x, put)
+        writer = self.grad_writer("weight", x, put)
+        writers = {} if writer is None else {"w": writer}
         if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
             return grouped_mm(x, w, out=out, **given)
         call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
@@ -130,9 +130,9 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
+        if put is None and self.packed and getattr(self._parameters["weight"], "main_grad", None) is None:
+            return None  # as in most calls
         weights: list[Any] = self.parameter_list("weight")
-        if put is None and not any(hasattr(weight, "main_grad") for weight in weights):
-            return None
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None
         if has_main_grads(label, weights, x):
@@ -146,14 +146,6 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         text = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
         text += f", bias={self.has_bias}, packed={self.packed}"
         return text + (", delay_wgrad=True" if self.delay_wgrad else "")
-
-
-def weight_writers(
-    weights: dict[str, tuple[GroupedLinear, str]], x: Tensor, put: Put | None
-) -> dict[str, Callable[..., Any]]:
-    """Other ways than autograd's for gradients, by the operator's name of a weight: its layer, and its own name."""
-    found = {name: layer.grad_writer(label, x, put) for name, (layer, label) in weights.items()}
-    return {name: writer for name, writer in found.items() if writer is not None}
 
 
 def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: Any) -> bool:

@@ -14,7 +14,7 @@ from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..signature import check_activation, check_flag, check_params, check_recipe, intermediate_width
-from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces, weight_writers
+from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces
 from .weight_gradients import Delayed, DelaysWeightGradients
 
 NAME = "GroupedMLP"
@@ -95,13 +95,14 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         grad_input: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
-        w1, w2 = self.fc1.experts("weight"), self.fc2.experts("weight")
-        b1, b2 = self.fc1.experts("bias"), self.fc2.experts("bias")
+        fc1, fc2 = self.fc1, self.fc2
+        w1, w2, b1, b2 = fc1.experts("weight"), fc2.experts("weight"), fc1.experts("bias"), fc2.experts("bias")
         given: dict[str, Any] = {
             "offs": offs, "splits": splits, "row_scale": row_scale, "b1": b1, "b2": b2, **self.form
         }  # fmt: skip
         put = self._delayed.new_pass() if self.delay_wgrad else None
-        writers = weight_writers({"w1": (self.fc1, "fc1.weight"), "w2": (self.fc2, "fc2.weight")}, x, put)
+        found = {"w1": fc1.grad_writer("fc1.weight", x, put), "w2": fc2.grad_writer("fc2.weight", x, put)}
+        writers = {name: writer for name, writer in found.items() if writer is not None}
         if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
             return grouped_mlp(x, w1, w2, out=out, **given)
         call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
