@@ -296,7 +296,7 @@ class TestPlanned:
     def test_hooks_and_checkpoints(self, fake_gpu: FakeGpu) -> None:
         """Hooks may give back tensors that lie otherwise; then the operators look at them anew."""
         (given, offs), (plain, _), (again, _) = self.layer(), self.layer(), self.layer()
-        dy = torch.ones_like(plain["x"])
+        dy, keys = torch.ones_like(plain["x"]), list(again)
         layer(plain, offs).backward(dy)
 
         def strided(value: torch.Tensor) -> torch.Tensor:
@@ -310,12 +310,14 @@ class TestPlanned:
             y = layer(given, offs)
         with pytest.raises(ValueError, match="contiguous"):
             y.backward(dy)
+        fake_gpu.work.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda value: value.clone(), lambda value: value):
             layer(given, offs).backward(dy)
-        keys = list(again)
         checkpoint(
-            lambda *v: layer(dict(zip(keys, v, strict=True)), offs), *again.values(), use_reentrant=False
+            lambda *values: layer(dict(zip(keys, values, strict=True)), offs), *again.values(), use_reentrant=False
         ).backward(dy)
+        step = ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
+        assert fake_gpu.work == [*step, step[0], *step]
         assert_same(grads(plain), grads(given))
         assert_same(grads(plain), grads(again))
 

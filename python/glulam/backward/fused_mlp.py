@@ -88,9 +88,8 @@ class TrainingPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, x, w1, w2, groups, b1, b2, scale)
-        if hooks_of_saved_tensors(False) is None and not has_functorch_transforms():
+        if not has_functorch_transforms():
             return apply_untransformed(self, targets, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return]
-        # What hooks give back need not be laid out as what they were given: the operators will look at it.
         given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
         layout, flat = flatten(given)
         options = self.options._replace(targets=targets)
@@ -116,10 +115,10 @@ class FusedMlp(torch.autograd.Function):
             plan.sm_count, WITH_FC2,
         )  # fmt: skip
         _, _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
+        saved = (x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None)
         ctx.plan, ctx.targets = plan, targets
-        ctx.save_for_backward(
-            x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None
-        )
+        ctx.layouts = None if hooks_of_saved_tensors(False) is None else layouts(saved)
+        ctx.save_for_backward(*saved)
         return y if out is None else as_result(y)
 
     @staticmethod
@@ -132,9 +131,12 @@ class FusedMlp(torch.autograd.Function):
             or not dy.is_contiguous()
             or dy.data_ptr() % ALIGNMENT_BYTES
         ):
-            return _unusual_backward(ctx, dy)
+            return _unusual_backward(plan, targets, taken(ctx), dy)
         _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
-        x, w1, w2, preact, groups, scale, b2 = taken(ctx)
+        x, w1, w2, preact, groups, scale, b2 = saved = taken(ctx)
+        if ctx.layouts is not None and ctx.layouts != layouts(saved):
+            return _unusual_backward(plan, targets, saved, dy)
+        del saved
         rows, groups_at = plan.rows, groups.data_ptr()
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
@@ -182,14 +184,22 @@ apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, FusedMl
 """FusedMlp.apply without its look at every argument for what functorch left behind, which takes 2 us."""
 
 
-def _unusual_backward(ctx: Any, dy: Tensor) -> Any:
-    """By the public operators: with a graph of the backward, or from a dy that is traced, a view or misaligned."""
-    plan, needed = ctx.plan, ctx.plan.needs
-    x, w1, w2, preact, groups, scale, b2 = taken(ctx)
+def layouts(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    """What kernels rely on: hooks of saved tensors need not give back what they were given."""
+    return [
+        None if t is None else (t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride())
+        for t in tensors
+    ]
+
+
+def _unusual_backward(plan: TrainingPlan, targets: Targets, taken: tuple[Any, ...], dy: Tensor) -> Any:
+    """By the public operators, which look at everything anew: with a graph of the backward, from a dy that is traced, a
+    view or misaligned, or after hooks gave back tensors that lie otherwise."""
+    x, w1, w2, preact, groups, scale, b2 = taken
     saved = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
-    del preact
-    wanted = frozenset(name for name, need in zip(NAMES, needed[2:], strict=True) if need)
-    options = plan.options._replace(targets=ctx.targets)
+    del preact, taken
+    wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
+    options = plan.options._replace(targets=targets)
     with without_graph():
         gradients = mlp.make_gradients(saved, options, usable(dy), wanted)
     return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
