@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import glulam
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
-from glulam.backward import fused_mlp
+from glulam.backward import planned_mlp
 
 pytest_plugins = ["support.fixtures"]
 
@@ -334,7 +334,7 @@ class TestPlanned:
                 layer({**given, **change}, offs)
 
     def test_no_plan_for_what_is_rare(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_mlp, "apply_untransformed", lambda *_: pytest.fail("planned"))
+        monkeypatch.setattr(planned_mlp, "apply_untransformed", lambda *_: pytest.fail("planned"))
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         given, offs = self.layer()
         glulam.grouped_mlp(**given, offs=offs, recompute=True).sum().backward()
@@ -345,6 +345,64 @@ class TestPlanned:
         monkeypatch.setenv("GLULAM_CHECK", "1")
         with pytest.raises(ValueError, match="offs"):
             layer(given, offs * 100)
+
+
+class TestPlannedMm:
+    """The same for grouped_mm."""
+
+    def given(self, transpose_w: bool, wanted: tuple[str, ...] = ("x", "w", "bias")) -> tuple[dict[str, Any], Any]:
+        c = small(dtype=BF16, hidden=16, inter=32, tail=TAIL)
+        w = c.w1.mT.contiguous() if transpose_w else c.w1
+        values = {"x": c.x, "w": w, "bias": c.b1, "bias_scale": c.row_scale}
+        return {n: v.detach().clone().requires_grad_(n in wanted) for n, v in values.items()}, c.offs
+
+    @pytest.mark.parametrize("transpose_w", [False, True])
+    def test_against_the_general_path(
+        self, fake_gpu: FakeGpu, transpose_w: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (given, offs), (want, _) = self.given(transpose_w), self.given(transpose_w)
+        dy = torch.full((len(given["x"]), 64), 0.5, dtype=BF16)
+        dy[-TAIL:] = math.nan
+
+        def step() -> torch.Tensor:
+            for value in given.values():
+                value.grad = None
+            fake_gpu.work.clear()
+            y = glulam.grouped_mm(**given, offs=offs, transpose_w=transpose_w)
+            y.backward(dy)
+            assert fake_gpu.work == ["mm", "mm", "wgrad", "wgrad"], "the last for the bias"
+            return y
+
+        step()
+        with monkeypatch.context() as second:
+            second.setattr(glulam.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
+            y = step()
+        lists = {**want, "bias": [one.detach().requires_grad_() for one in want["bias"]]}
+        expected = glulam.grouped_mm(**lists, offs=offs, transpose_w=transpose_w)
+        expected.backward(dy)
+        rows = len(dy) - TAIL
+        assert same_bits(y[:rows].detach(), expected[:rows].detach())
+        assert same_bits(given["x"].grad, want["x"].grad) and same_bits(given["w"].grad, want["w"].grad)
+        assert same_bits(given["bias"].grad, torch.stack([one.grad for one in lists["bias"]]))
+
+    @pytest.mark.parametrize("wanted", [("x",), ("w",), ("bias",), ("bias_scale", "x")], ids="-".join)
+    def test_frozen_inputs(self, fake_gpu: FakeGpu, wanted: tuple[str, ...]) -> None:
+        (every, offs), (given, _) = self.given(False, ("x", "w", "bias", "bias_scale")), self.given(False, wanted)
+        for one in (every, given):
+            y = glulam.grouped_mm(**one, offs=offs)
+            y.backward(torch.ones_like(y))
+        assert grads(given).keys() == set(wanted)
+        assert all(same_bits(value, grads(every)[name]) for name, value in grads(given).items())
+
+    def test_an_unusual_backward(self, fake_gpu: FakeGpu) -> None:
+        (given, offs), (want, _) = self.given(False), self.given(False)
+        glulam.grouped_mm(**want, offs=offs).backward(torch.ones(len(given["x"]), 64, dtype=BF16))
+        y = glulam.grouped_mm(**given, offs=offs)
+        y.sum().backward(retain_graph=True)
+        assert_same(grads(given), grads(want))
+        (dx,) = torch.autograd.grad(y.sum(), given["x"], create_graph=True)
+        with pytest.raises(glulam.GradientNotSupported, match="^grouped_mm is differentiable once"):
+            dx.sum().backward()
 
 
 class TestTorchsWays:

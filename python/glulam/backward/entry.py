@@ -7,12 +7,12 @@ from typing import Any
 
 from ..call import Call
 from ..signature import any_requires_grad, refuse_gradients, refuse_out
-from . import fused_mlp, mlp, mm
+from . import mlp, mm, planned, planned_mlp, planned_mm
 from .parts import ORDINARY, Targets, check_targets
 
 APPLY: dict[str, Callable[..., Any]] = {mm.OP: mm.apply, mlp.OP: mlp.apply}
-PLANNED: dict[str, Callable[..., Any]] = {mlp.OP: fused_mlp.run}
-"""Operators of which common calls have a plan for forward and backward together."""
+MAKE_PLAN: dict[str, Callable[[Any], Any]] = {mm.OP: planned_mm.make_plan, mlp.OP: planned_mlp.make_plan}
+"""How common calls get a plan for forward and backward together."""
 
 
 def requires_grad(call: Call) -> bool:
@@ -44,7 +44,7 @@ def differentiate(
             raise failure
         if targets is not ORDINARY:
             check_targets(call, targets)
-        if call.op in PLANNED and (result := PLANNED[call.op](call, key, targets)) is not NotImplemented:
+        if (result := planned.run(call, key, targets, MAKE_PLAN[call.op])) is not NotImplemented:
             return result
         return APPLY[call.op](call, targets)
     except Exception:

@@ -57,24 +57,27 @@ class GroupedMm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         needed = ctx.needs_input_grad[3:]
         wanted = ctx.layout.wanted(needed)
+        saved = ctx.saved_layout.named(taken(ctx))
         with without_graph():
-            gradients = _gradients(ctx, usable(dy), wanted)
+            gradients = make_gradients(saved, ctx.transpose_w, ctx.targets, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
         return None, None, None, *once_differentiable(OP, flat)
 
 
-def _gradients(ctx: Any, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
-    saved = ctx.saved_layout.named(taken(ctx))
-    groups = {name: saved[name] for name in ("offs", "splits") if name in saved}
+def make_gradients(
+    saved: dict[str, Any], transpose_w: bool, targets: Targets, dy: Tensor, wanted: frozenset[str]
+) -> dict[str, Any]:
+    """The gradients that are wanted, by name."""
+    groups: dict[str, Any] = {name: saved[name] for name in ("offs", "splits") if name in saved}
     result: dict[str, Any] = {}
     if "x" in wanted:
         w = saved["w"]
-        columns = (w if isinstance(w, Tensor) else w[0]).shape[-2 if ctx.transpose_w else -1]
-        dx = ctx.targets.new_grad_input(dy, columns)
-        result["x"] = grouped_mm(dy, w, **groups, transpose_w=not ctx.transpose_w, out=dx)
+        columns = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
+        dx = targets.new_grad_input(dy, columns)
+        result["x"] = grouped_mm(dy, w, **groups, transpose_w=not transpose_w, out=dx)
     if "w" in wanted:
-        pair = (saved["x"], dy) if ctx.transpose_w else (dy, saved["x"])
-        result["w"] = ctx.targets.grad_of("w")(*pair, groups)
+        left, right = (saved["x"], dy) if transpose_w else (dy, saved["x"])
+        result["w"] = targets.grad_of("w")(left, right, groups)
     if "bias" in wanted:
         result["bias"] = grouped_bias_grad(dy, **groups, row_scale=saved["bias_scale"])
     if "bias_scale" in wanted and saved["bias"] is not None:

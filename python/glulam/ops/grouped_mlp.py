@@ -185,7 +185,7 @@ class GroupedMlpPlan(Launch):
 
 
 PLANS: Plans[Any] = Plans()
-"""GroupedMlpPlans, and `backward.fused_mlp.TrainingPlan`s where an argument requires a gradient."""
+"""GroupedMlpPlans, and `backward.planned_mlp.MlpTrainingPlan`s where an argument requires a gradient."""
 
 
 @dataclasses.dataclass

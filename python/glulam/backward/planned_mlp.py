@@ -8,21 +8,18 @@ done here less often than a plan is kept for takes the general path, `mlp.Groupe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from .. import device as gpus
-from .. import dispatch, kernels, workspace
-from ..dispatch import Problem
+from .. import workspace
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
 from ..ops.grouped_glu import WITH_FC2
 from ..ops.grouped_mlp import GroupedMlpCall
-from ..plan import Launch, Plans, checking
-from ..signature import ALIGNMENT_BYTES
 from . import mlp
 from .layout import flatten
 from .parts import (
@@ -35,6 +32,16 @@ from .parts import (
     usable,
     without_graph,
 )
+from .planned import (
+    TrainingLaunch,
+    as_saved,
+    function_of,
+    has_functorch_transforms,
+    is_common,
+    is_usual,
+    requires,
+    save,
+)
 
 NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
 """The inputs of the function below that may be tensors, in order."""
@@ -42,18 +49,13 @@ NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
 SMALL_BYTES = workspace.GRANULE
 """Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
 
-hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
 
 @dataclasses.dataclass(frozen=True)
-class TrainingPlan(Launch):
+class MlpTrainingPlan(TrainingLaunch):
     """The constants of a grouped_mlp's forward and backward; `function` is that of FC1 with its preactivation.
 
     Attributes:
         dglu, wgrad: the functions of backward.
-        needs: for each input of the autograd function, whether it requires a gradient.
-        grouped_by: "offs" or "splits".
         options: as the general path takes them.
         hidden, preact_width, inner, width: columns of x, h, the activation and the result.
         act: where the activation of forward lies between its two launches; None allocates it.
@@ -62,8 +64,6 @@ class TrainingPlan(Launch):
 
     dglu: Callable[..., Any]
     wgrad: Callable[..., Any]
-    needs: tuple[bool, ...]
-    grouped_by: str
     options: mlp.Options
     hidden: int
     preact_width: int
@@ -75,6 +75,9 @@ class TrainingPlan(Launch):
     limit: float
     alpha: float
     offset: float
+
+    def inputs_of(self, call: GroupedMlpCall) -> tuple[Any, ...]:
+        return call.x, call.w1, call.w2, call.groups, call.b1, call.b2, call.row_scale
 
     def run(
         self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: None
@@ -96,12 +99,12 @@ class TrainingPlan(Launch):
         return mlp.GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class FusedMlp(torch.autograd.Function):
+class PlannedMlp(torch.autograd.Function):
     """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: TrainingPlan, targets: Targets, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor,
+        ctx: Any, plan: MlpTrainingPlan, targets: Targets, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor,
         scale: Tensor | None, b1: Tensor | None, b2: Tensor | None,
     ) -> Tensor:  # fmt: skip
         rows, out = plan.rows, targets.out
@@ -115,28 +118,19 @@ class FusedMlp(torch.autograd.Function):
             plan.sm_count, WITH_FC2,
         )  # fmt: skip
         _, _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
-        saved = (x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None)
         ctx.plan, ctx.targets = plan, targets
-        ctx.layouts = None if hooks_of_saved_tensors(False) is None else layouts(saved)
-        ctx.save_for_backward(*saved)
+        save(ctx, x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None)
         return y if out is None else as_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        plan: TrainingPlan = ctx.plan
+        plan: MlpTrainingPlan = ctx.plan
         targets: Targets = ctx.targets
-        if (
-            dy.__class__ not in gpus.PLAIN_TENSORS
-            or is_grad_enabled()
-            or not dy.is_contiguous()
-            or dy.data_ptr() % ALIGNMENT_BYTES
-        ):
-            return _unusual_backward(plan, targets, taken(ctx), dy)
-        _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
         x, w1, w2, preact, groups, scale, b2 = saved = taken(ctx)
-        if ctx.layouts is not None and ctx.layouts != layouts(saved):
+        if not is_usual(dy) or not as_saved(ctx, saved):
             return _unusual_backward(plan, targets, saved, dy)
         del saved
+        _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
         rows, groups_at = plan.rows, groups.data_ptr()
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
@@ -155,6 +149,8 @@ class FusedMlp(torch.autograd.Function):
             plan.limit, plan.alpha, plan.offset,
             plan.sm_count, WITH_DGRAD if for_x else DGLU_ALONE,
         )  # fmt: skip
+        if targets.grad_input is not None:
+            torch.autograd.graph.increment_version(targets.grad_input)
         # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
         del preact
         by_groups = {plan.grouped_by: groups}
@@ -175,91 +171,47 @@ class FusedMlp(torch.autograd.Function):
             db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         if b2 is not None and d_scale is not None:
             d_scale += scale_of_bias_grad(dy, b2, by_groups)
-        if targets.grad_input is not None:
-            torch.autograd.graph.increment_version(targets.grad_input)
         return None, None, dx, dw1, dw2, None, d_scale, db1, db2
 
 
-apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, FusedMlp).apply
-"""FusedMlp.apply without its look at every argument for what functorch left behind, which takes 2 us."""
+apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, PlannedMlp).apply
+"""PlannedMlp.apply without its look at every argument for what functorch left behind, which takes 2 us."""
 
 
-def layouts(tensors: tuple[Tensor | None, ...]) -> list[Any]:
-    """What kernels rely on: hooks of saved tensors need not give back what they were given."""
-    return [
-        None if t is None else (t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride())
-        for t in tensors
-    ]
-
-
-def _unusual_backward(plan: TrainingPlan, targets: Targets, taken: tuple[Any, ...], dy: Tensor) -> Any:
+def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any, ...], dy: Tensor) -> Any:
     """By the public operators, which look at everything anew: with a graph of the backward, from a dy that is traced, a
     view or misaligned, or after hooks gave back tensors that lie otherwise."""
-    x, w1, w2, preact, groups, scale, b2 = taken
-    saved = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
-    del preact, taken
+    x, w1, w2, preact, groups, scale, b2 = saved
+    named = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
     wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
     options = plan.options._replace(targets=targets)
     with without_graph():
-        gradients = mlp.make_gradients(saved, options, usable(dy), wanted)
+        gradients = mlp.make_gradients(named, options, usable(dy), wanted)
     return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
 
 
-def run(call: GroupedMlpCall, key: Hashable, targets: Targets) -> Any:
-    """The result of a call that has no plan yet, or that has targets; NotImplemented where it is not a common one.
-
-    Args:
-        key: where to keep the plan; None where the call did not come through `grouped_mlp`.
-    """
-    if key is None and targets is ORDINARY:
-        return NotImplemented
-    plans: Plans[Any] = call.plans
-    if targets is not ORDINARY:
-        plans, key = PLANS, _key(call)
-    plan = plans.find(key)
-    if plan is None:
-        plan = make_plan(call)
-        if plan is None:
-            return NotImplemented
-        plans.keep(key, plan)
-    return plan.run_into(targets, call.x, call.w1, call.w2, call.groups, call.b1, call.b2, call.row_scale)
-
-
-PLANS: Plans[TrainingPlan] = Plans()
-"""Of calls with targets, which come from modules and not through `grouped_mlp`."""
-
-
-def _key(call: GroupedMlpCall) -> Hashable:
-    tensors = [(name, value) for name, value in call.arguments().items() if isinstance(value, Tensor)]
-    others = [value for value in call.arguments().values() if isinstance(value, (str, float, int, bool))]
-    layouts = [(n, t.__class__, t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for n, t in tensors]
-    return (*layouts, *others)
-
-
-def make_plan(call: GroupedMlpCall) -> TrainingPlan | None:
+def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
     """The plan for calls like this one; None where they take the general path.
 
     Raises:
         ValueError, TypeError: an argument does not fit.
     """
     problem = call.check()
-    if not _is_common(call, problem):
+    behind = any(requires(call, name) for name in mlp.BEHIND_THE_ACTIVATION)
+    if not behind or call.recompute or not is_common(call, problem, NAMES):
         return None
     call.check_addresses()
-    hidden = dataclasses.replace(problem, op="grouped_glu", save_preact=True)
-    launch = call.launch(hidden)
-    needs = (False, False, *(getattr(getattr(call, name, None), "requires_grad", False) for name in NAMES))
+    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    dglu = dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features)
+    wgrad = dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype)
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
-    partials = counters = None
-    if call.row_scale is not None and call.row_scale.requires_grad:
-        partials, counters = row_sum_layouts(problem, launch)
-    arch = gpus.gpu(launch.index).arch
-    return TrainingPlan(
+    partials, counters = row_sum_layouts(problem, launch) if requires(call, "row_scale") else (None, None)
+    return MlpTrainingPlan(
         **{**vars(launch), "op": call.op},
-        dglu=_function(dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features), arch),
-        wgrad=_function(dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype), arch),
-        needs=needs,
+        needs=(False, False, *(requires(call, name) for name in NAMES)),
         grouped_by="offs" if call.splits is None else "splits",
+        dglu=function_of(dglu, launch.index),
+        wgrad=function_of(wgrad, launch.index),
         options=mlp.options(call, ORDINARY),
         hidden=problem.in_features,
         preact_width=problem.w1_rows,
@@ -272,16 +224,3 @@ def make_plan(call: GroupedMlpCall) -> TrainingPlan | None:
         alpha=float(call.alpha),
         offset=float(call.offset),
     )
-
-
-def _function(problem: Problem, arch: str) -> Callable[..., Any]:
-    return kernels.find(dispatch.choose(problem, arch).spec).function
-
-
-def _is_common(call: GroupedMlpCall, problem: Problem) -> bool:
-    """Tensors in GPU memory; more than one row, whose stride torch leaves arbitrary; and h is needed and kept."""
-    given = [value for name in NAMES if (value := getattr(call, name)) is not None]
-    in_memory = all(value.__class__ in gpus.PLAIN_TENSORS and value.device == call.x.device for value in given)
-    behind = any(getattr(getattr(call, name), "requires_grad", False) for name in mlp.BEHIND_THE_ACTIVATION)
-    on_gpu = call.x.device.type == gpus.KERNEL_DEVICE
-    return on_gpu and in_memory and behind and problem.rows > 1 and not call.recompute and not checking()
