@@ -66,10 +66,12 @@ def _key(call: Call) -> Hashable:
 
 def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
     """Tensors in GPU memory, no list; and more than one row, whose stride torch leaves arbitrary."""
+    if has_functorch_transforms() or checking():
+        return False
     lead = call.lead
     given = [value for name in names if (value := getattr(call, name)) is not None]
     in_memory = all(value.__class__ in gpus.PLAIN_TENSORS and value.device == lead.device for value in given)
-    return lead.device.type == gpus.KERNEL_DEVICE and in_memory and problem.rows > 1 and not checking()
+    return lead.device.type == gpus.KERNEL_DEVICE and in_memory and problem.rows > 1
 
 
 def requires(call: Call, name: str) -> bool:
