@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .. import groups as group_sizes
 from ..errors import GradientNotSupported
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
+from ..plan import Plans
 from ..signature import (
     ALIGNMENT_BYTES,
     check_alignment,
@@ -67,37 +68,63 @@ class Targets:
 ORDINARY = Targets()
 
 
+_checked: Plans[bool] = Plans()
+"""Calls whose buffers were found good, by the layouts of all tensors."""
+
+
+def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
+    """What checks of a call and of buffers for it depend on, but for addresses."""
+    return (call.op, *[_layout(value) for value in (*vars(call).values(), *buffers)])
+
+
+def _layout(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
+    return tuple(_layout(one) for one in value) if isinstance(value, (list, tuple)) else value
+
+
 def check_targets(call: Any, targets: Targets) -> None:
     """Buffers that can be written: what an operator asks of `out`, and no part in a graph of their own.
+
+    Everything is looked at once for each layout, later what changes most: alignment, and overlaps with x.
 
     Raises:
         ValueError, TypeError: one does not fit.
     """
-    op, x = call.op, call.x
+    out, grad_input = targets.out, targets.grad_input
+    if out is None and grad_input is None:
+        return
+    known = _checked.find(key := (key_of(call, out, grad_input), torch.is_grad_enabled())) is not None
+    inputs = [("x", call.x)] if known else call.tensors()
+    if not known:
+        _check_layouts(call, targets)
+    for name, buffer, others in (("out", out, inputs), ("grad_input", grad_input, [*inputs, ("out", out)])):
+        if buffer is None:
+            continue
+        if runs_kernels(buffer):
+            check_alignment(call.op, name, buffer)
+        for label, tensor in others:
+            if tensor is not None and tensor.device == buffer.device:
+                check_no_overlap(call.op, name, buffer, label, tensor)
+    if not known:
+        _checked.keep(key, True)
+
+
+def _check_layouts(call: Any, targets: Targets) -> None:
+    op, x, grad_input = call.op, call.x, targets.grad_input
     for name in ("out", "grad_input"):
         buffer = getattr(targets, name)
         if isinstance(buffer, Tensor) and buffer.requires_grad:
             raise ValueError(f"{op}: {name} requires a gradient; give a buffer that does not, as {name}.detach() is")
-    if targets.out is not None:
-        with_out = dataclasses.replace(call, out=targets.out)
-        with_out.check()
-        with_out.check_addresses()
-    buffer = targets.grad_input
-    if buffer is None:
+    dataclasses.replace(call, out=targets.out).check()
+    if grad_input is None:
         return
     if not (torch.is_grad_enabled() and x.requires_grad):
         raise ValueError(
             f"{op}: grad_input is given, but x's gradient will not be computed, since x requires none or grad mode is "
             "off; leave grad_input out"
         )
-    call.check()
-    check_rows_like(op, "grad_input", buffer, x, x.shape[1], "that is the shape of x")
-    if runs_kernels(x):
-        check_alignment(op, "grad_input", buffer)
-    for label, tensor in call.tensors():
-        check_no_overlap(op, "grad_input", buffer, label, tensor)
-    if targets.out is not None:
-        check_no_overlap(op, "grad_input", buffer, "out", targets.out)
+    check_rows_like(op, "grad_input", grad_input, x, x.shape[1], "that is the shape of x")
 
 
 def as_result(buffer: Tensor) -> Tensor:

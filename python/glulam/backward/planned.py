@@ -15,7 +15,7 @@ from ..call import Call
 from ..dispatch import Problem
 from ..plan import Launch, Plans, checking
 from ..signature import ALIGNMENT_BYTES
-from .parts import ORDINARY, Targets
+from .parts import ORDINARY, Targets, key_of
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -47,7 +47,7 @@ def run(call: Call, key: Hashable, targets: Targets, make_plan: Callable[[Any], 
         return NotImplemented
     plans: Plans[Any] = call.plans
     if targets is not ORDINARY:
-        plans, key = PLANS, _key(call)
+        plans, key = PLANS, key_of(call)
     plan = plans.find(key)
     if plan is None:
         plan = make_plan(call)
@@ -55,13 +55,6 @@ def run(call: Call, key: Hashable, targets: Targets, make_plan: Callable[[Any], 
             return NotImplemented
         plans.keep(key, plan)
     return plan.run_into(targets, *plan.inputs_of(call))
-
-
-def _key(call: Call) -> Hashable:
-    tensors = [(name, value) for name, value in call.arguments().items() if isinstance(value, Tensor)]
-    others = [value for value in call.arguments().values() if isinstance(value, (str, float, int, bool))]
-    layouts = [(n, t.__class__, t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for n, t in tensors]
-    return (call.op, *layouts, *others)
 
 
 def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
