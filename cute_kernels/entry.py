@@ -19,6 +19,8 @@ from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
+from .sm90.tail import TailZeros
+from .sm90.tile_scheduler import Groups
 from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -39,6 +41,10 @@ def _glu(spec: GroupedGluSpec) -> GroupedGemm:
 
 def _no_params() -> ActivationParams:
     return ActivationParams(*(Float32(p) for p in NO_PARAMS))
+
+
+def _no_addends() -> Addends:
+    return Addends(Int64(0), Int64(0), Int64(0))
 
 
 class GroupedMmEntry:
@@ -81,23 +87,30 @@ class GroupedGluEntry:
 
 
 class GroupedGluPreactEntry:
-    """act, preact = grouped_glu(x, w1, return_preact=True)."""
+    """act, preact = grouped_glu(x, w1, return_preact=True); where do_launch is 2 also y = grouped_mm(act, w2).
+
+    Where it is 1, w2 and y are any tensors of their ranks: nothing looks at them.
+    """
 
     def __init__(self, spec: GroupedGluSpec):
-        self.gemm = _glu(spec)
+        self.fc1 = _glu(spec)
+        self.fc2 = _mm(GroupedMmSpec(spec.dtype, False, spec.tile, spec.arch))
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, groups: Int64, group_form: Int32,
-        num_groups: Int32, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32,
-        alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, w2: cute.Tensor, y: cute.Tensor,
+        groups: Int64, group_form: Int32, num_groups: Int32, w1_table: Int64, b1: Int64, b1_table: Int64,
+        w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            self.gemm.launch(
-                x, w1, (act, preact), (groups, group_form, num_groups), w_table,
-                Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w1.shape[1]),
-                num_sms, stream,
-            )  # fmt: skip
+            sizes = (groups, group_form, num_groups)
+            params = ActivationParams(limit, alpha, offset)
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
+            self.fc1.launch(x, w1, (act, preact), sizes, w1_table, inputs1, num_sms, stream)
+            if do_launch > 1:
+                inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1])
+                self.fc2.launch(act, w2, (y,), sizes, w2_table, inputs2, num_sms, stream, after_launch=True)
 
 
 class GroupedMlpEntry:
@@ -124,7 +137,10 @@ class GroupedMlpEntry:
 
 
 class GroupedDgluEntry:
-    """dpreact, act[, d_row_scale] = grouped_dglu(dy, w2, preact).
+    """dpreact, act[, d_row_scale] = grouped_dglu(dy, w2, preact); where do_launch is 2 also dx = dpreact w1_e.
+
+    Where it is 1, w1 and dx are any tensors of their ranks: nothing looks at them. d_row_scale and dx are zero behind
+    the last group.
 
     `d_scale`: float32 [T] or 0. `partials`: float32 workspace of ceil(I / 128) T. `counters`: int32 workspace of
     4 (T / 64 + E + 1) zeros, left as zeros.
@@ -133,24 +149,34 @@ class GroupedDgluEntry:
     def __init__(self, spec: GroupedDgluSpec):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), transposed=True)
+        self.dglu = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), transposed=True)
+        self.dgrad = _mm(GroupedMmSpec(spec.dtype, True, spec.dgrad, spec.arch))
+        self.tail = TailZeros(spec.name, dtype)
 
     @cute.jit
     def __call__(
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
-        groups: Int64, group_form: Int32, num_groups: Int32, w2_table: Int64, scale: Int64, d_scale: Int64,
-        partials: Int64, counters: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
-        do_launch: Int32, stream: cuda.CUstream,
+        w1: cute.Tensor, dx: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, w2_table: Int64,
+        w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64, counters: Int64, limit: Float32,
+        alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
+            sizes = (groups, group_form, num_groups)
+            params = ActivationParams(limit, alpha, offset)
             columns = self.tile.n * self.tile.cluster_n
             inputs = DgluInputs(
-                Addends(Int64(0), Int64(0), scale), ActivationParams(limit, alpha, offset), w2.shape[1], preact,
+                Addends(Int64(0), Int64(0), scale), params, w2.shape[1], preact,
                 cute.ceil_div(act.shape[1], columns) * self.tile.cluster_n,
                 RowScaleGradient(d_scale, partials, counters),
             )  # fmt: skip
-            sizes = (groups, group_form, num_groups)
-            self.gemm.launch(dy, w2, (dpreact, act), sizes, w2_table, inputs, num_sms, stream)
+            self.dglu.launch(dy, w2, (dpreact, act), sizes, w2_table, inputs, num_sms, stream)
+            dx_columns = Int32(0)
+            if do_launch > 1:
+                dx_columns = dx.shape[1]
+                inputs_dx = Inputs(_no_addends(), params, dx.shape[1])
+                self.dgrad.launch(dpreact, w1, (dx,), sizes, w1_table, inputs_dx, num_sms, stream, after_launch=True)
+            if (dx_columns > 0) | (d_scale != 0):
+                self.tail.launch(dx, dx_columns, d_scale, Groups(*sizes, dy.shape[0]), num_sms, stream)
 
 
 class GroupedWgradEntry:
@@ -216,11 +242,13 @@ def _trace_glu(spec: GroupedGluSpec) -> tuple[Any, tuple]:
     fakes = _Fakes(DTYPES[spec.dtype])
     hidden, intermediate = fakes.dim(), fakes.dim()
     w1_rows = fakes.dim() if spec.gated else intermediate
-    tensors = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
-    rest = (*_groups_fakes(), *_weight_fakes(), *_tail_fakes(True))
-    if spec.save_preact:
-        return GroupedGluPreactEntry(spec), (*tensors, fakes.matrix(w1_rows), *rest)
-    return GroupedGluEntry(spec), (*tensors, *rest)
+    tensors: tuple = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
+    if not spec.save_preact:
+        return GroupedGluEntry(spec), (*tensors, *_groups_fakes(), *_weight_fakes(), *_tail_fakes(True))
+    tensors += fakes.matrix(w1_rows), fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
+    return GroupedGluPreactEntry(spec), (
+        *tensors, *_groups_fakes(), *_weight_fakes(), *_weight_fakes(), *_tail_fakes(True),
+    )  # fmt: skip
 
 
 def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
@@ -239,8 +267,9 @@ def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
     hidden, width = fakes.dim(), fakes.dim()
     preact_cols = fakes.dim() if spec.gated else width
     preact, dpreact = fakes.matrix(preact_cols), fakes.matrix(preact_cols)
-    tensors = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
-    addresses = tuple(Int64(0) for _ in range(4))
+    tensors: tuple = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
+    tensors += fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
+    addresses = tuple(Int64(0) for _ in range(5))
     return GroupedDgluEntry(spec), (*tensors, *_groups_fakes(), *addresses, *_tail_fakes(True))
 
 

@@ -125,7 +125,10 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I]."""
+    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
+
+    With the preactivation it is the forward of training, and its function goes on to FC2, on the same tile, if asked.
+    """
 
     op: ClassVar[str] = "grouped_glu"
     dtype: str = "bfloat16"
@@ -163,13 +166,17 @@ class GroupedGluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluSpec:
-    """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation; one kernel."""
+    """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation; one kernel.
+
+    Its function goes on to dx = dpreact w1_e, on tile `dgrad`, if asked: the data path of a grouped_mlp's backward.
+    """
 
     op: ClassVar[str] = "grouped_dglu"
     dtype: str = "bfloat16"
     activation: str = "swiglu"
     glu_layout: str = "concat"
     tile: TileConfig = TileConfig()
+    dgrad: TileConfig = TileConfig(cluster_n=2)
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
@@ -184,7 +191,8 @@ class GroupedDgluSpec:
     @property
     def name(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
-        return f"grouped_dglu_{DTYPES[self.dtype]}_{self.activation}{layout}_{self.tile.name}_{self.arch}"
+        tiles = f"{self.tile.name}__nn_{self.dgrad.name}"
+        return f"grouped_dglu_{DTYPES[self.dtype]}_{self.activation}{layout}_{tiles}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +246,7 @@ class GroupedWgradSpec:
 Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec
 _SPECS = (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedDgluSpec, GroupedWgradSpec)
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
-_NESTED: dict[str, type] = {"tile": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
+_NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

@@ -128,6 +128,8 @@ class Fc1(Operation):
         self.act = make.out(make.case.rows, make.case.intermediate)
         self.preact = make.out(make.case.rows, width) if spec.save_preact else None
         self.results = (self.act,) if self.preact is None else (self.act, self.preact)
+        self.w2 = self.w1.new_empty(1, hidden, make.case.intermediate)
+        self.y = self.x.new_empty(make.case.rows, hidden)
         self.weight, self.moved = (self.w1,), (self.x, *self.results)
 
     @staticmethod
@@ -135,7 +137,10 @@ class Fc1(Operation):
         return isinstance(spec, GroupedGluSpec)
 
     def arguments(self) -> tuple[Any, ...]:
-        return (self.x, self.w1, *self.results, *self.groups.arguments, *ABSENT, 0, *PARAMS)
+        if self.preact is None:
+            return (self.x, self.w1, self.act, *self.groups.arguments, *ABSENT, 0, *PARAMS)
+        unused = self.w2, self.y  # of FC2, to which the function goes on if asked
+        return (self.x, self.w1, *self.results, *unused, *self.groups.arguments, *ABSENT, *ABSENT, 0, *PARAMS)
 
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)
@@ -241,7 +246,8 @@ class Dglu(Operation):
         self.d_scale = make.out(case.rows, dtype=torch.float32)
         columns = 2 * -(-case.intermediate // NARROWEST_TILE)
         self.partials = make.out(columns, case.rows, dtype=torch.float32)
-        self.counters = torch.zeros(case.rows // 8 + case.experts + 1, dtype=torch.int32, device=self.dy.device)
+        self.counters = torch.zeros(4 * (case.rows // 64 + case.experts + 1), dtype=torch.int32, device=self.dy.device)
+        self.w1, self.dx = self.dy.new_empty(1, width, case.hidden), torch.empty_like(self.dy)
         self.weight, self.results = (self.w2,), (self.dpreact, self.act, self.d_scale)
         self.moved = (self.dy, self.preact, self.scale, *self.results)
 
@@ -250,9 +256,10 @@ class Dglu(Operation):
         return isinstance(spec, GroupedDgluSpec)
 
     def arguments(self) -> tuple[Any, ...]:
-        tensors = (self.dy, self.w2, self.preact, self.dpreact, self.act)
+        unused = self.w1, self.dx  # of the data gradient, to which the function goes on if asked
+        tensors = (self.dy, self.w2, self.preact, self.dpreact, self.act, *unused)
         addresses = (tensor.data_ptr() for tensor in (self.scale, self.d_scale, self.partials, self.counters))
-        return (*tensors, *self.groups.arguments, 0, *addresses, *PARAMS)
+        return (*tensors, *self.groups.arguments, 0, 0, *addresses, *PARAMS)
 
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import glulam
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
+from glulam.backward import planned_mlp
 
 pytest_plugins = ["support.fixtures"]
 
@@ -125,11 +127,11 @@ def test_narrow_gradients_on_the_host_path(
 
 
 WORK = {
-    "x": ["glu", "mm", "dglu", "mm"],
-    "w1": ["glu", "mm", "dglu", "wgrad"],
+    "x": ["glu, mm", "dglu, mm"],
+    "w1": ["glu, mm", "dglu", "wgrad"],
     "w2": ["glu", "mm", "wgrad"],
-    "row_scale": ["glu", "mm", "dglu", "mm"],  # the last: the second bias' share
-    "b1": ["glu", "mm", "dglu", "wgrad"],
+    "row_scale": ["glu, mm", "dglu", "mm"],  # the last: the second bias' share
+    "b1": ["glu, mm", "dglu", "wgrad"],
     "b2": ["glu", "mm", "wgrad"],
 }
 SAVED = {  # besides group sizes
@@ -150,10 +152,10 @@ class TestWork:
         c = small(dtype=BF16, hidden=16, inter=32)
         y = glulam.grouped_mlp(**leaves(c, (name,)), offs=c.offs)
         y.backward(torch.ones_like(y))
-        assert [spec.op.removeprefix("grouped_") for spec in fake_gpu.specs] == WORK[name]
-        dglu = [launch for launch in fake_gpu.launches if len(launch) == 18]
-        assert all(bool(launch[10]) == (name == "row_scale") for launch in dglu), "the row scale's reduction"
-        assert len(fake_gpu.launches) == len(WORK[name])
+        assert fake_gpu.work == WORK[name]
+        for work, launch in zip(fake_gpu.work, fake_gpu.launches, strict=True):
+            if work.startswith("dglu"):
+                assert bool(launch[13]) == (name == "row_scale"), "the row scale's reduction"
 
     @pytest.mark.parametrize("name", INPUTS)
     def test_saved(self, name: str) -> None:
@@ -195,6 +197,212 @@ def saved_by(given: dict[str, torch.Tensor], call: Callable[[], torch.Tensor]) -
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         call()
     return kept
+
+
+PLANNED = ("x", "w1", "w2", "row_scale")
+
+
+class TestPlanned:
+    """Common calls on a GPU: a plan settles forward and backward."""
+
+    def layer(self, wanted: tuple[str, ...] = PLANNED, **options: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        c = small(**{"dtype": BF16, "hidden": 16, "inter": 32, "tail": TAIL, **options})
+        given = {name: value for name, value in leaves(c, wanted).items() if name in PLANNED}
+        return given, c.offs
+
+    def test_two_calls_and_one_for_each_weight(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        given, offs = self.layer()
+        for _ in range(2):
+            fake_gpu.work.clear()
+            layer(given, offs).backward(torch.ones_like(given["x"]))
+            assert fake_gpu.work == ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
+            monkeypatch.setattr(glulam.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
+            monkeypatch.setattr(glulam.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+
+    def test_h_goes_before_weights_are_made_and_its_gradient_before_the_last(
+        self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given, offs = self.layer()
+        alive: dict[str, weakref.ref[torch.Tensor]] = {}
+        seen: list[dict[str, bool]] = []
+        find = glulam.kernels.find
+
+        def watched(spec: Any) -> Any:
+            function = find(spec).function
+
+            def call(*arguments: Any) -> None:
+                function(*arguments)
+                fake_gpu.launches.clear()
+                if spec.op == "grouped_glu":
+                    alive["h"] = weakref.ref(arguments[3].untyped_storage())
+                elif spec.op == "grouped_dglu":
+                    alive["dh"] = weakref.ref(arguments[3].untyped_storage())
+                else:
+                    seen.append({name: storage() is not None for name, storage in alive.items()})
+
+            return glulam.kernels.Kernel(call, "shipped")
+
+        monkeypatch.setattr(glulam.kernels, "find", watched)
+        y = layer(given, offs)
+        y.backward(torch.ones_like(y))
+        assert seen == [{"h": False, "dh": True}, {"h": False, "dh": False}]
+        seen.clear()
+        y = layer(given, offs)
+        for _ in range(2):
+            y.backward(torch.ones_like(y), retain_graph=True)
+        assert [now["h"] for now in seen] == [True] * 4, "kept for the next backward"
+
+    @pytest.mark.parametrize("wanted", [w for n in (1, 2, 3) for w in itertools.combinations(PLANNED, n)], ids="-".join)
+    def test_frozen_inputs(self, fake_gpu: FakeGpu, wanted: tuple[str, ...]) -> None:
+        """The bits of a backward of everything; but w2 alone gets the forward's activation."""
+        (every, offs), (given, _) = self.layer(), self.layer(wanted)
+        for one in (every, given):
+            dy = torch.ones_like(one["x"])
+            layer(one, offs).backward(dy)
+        assert grads(given).keys() == set(wanted)
+        for name, value in grads(given).items():
+            assert wanted == ("w2",) or same_bits(value, grads(every)[name]), name
+        last = fake_gpu.work[fake_gpu.work.index("wgrad") + 3 :] if wanted == ("w2",) else fake_gpu.work[4:]
+        assert last.count("wgrad") == len({"w1", "w2"} & set(wanted)) or wanted == ("w2",)
+        assert ("dglu, mm" in last) == ("x" in wanted)
+
+    def test_saved(self, fake_gpu: FakeGpu) -> None:
+        for wanted, names in (
+            (PLANNED, {"x", "w1", "w2", "row_scale", "h", "offs"}),
+            (("x",), {"w1", "w2", "row_scale", "h", "offs"}),
+            (("w1",), {"x", "w2", "row_scale", "h", "offs"}),
+        ):
+            given, offs = self.layer(wanted)
+            known = {value.data_ptr(): name for name, value in {**given, "offs": offs}.items()}
+            saved: Any = layer(given, offs).grad_fn
+            assert {known.get(t.data_ptr(), "h") for t in saved.saved_tensors if t is not None} == names
+
+    def test_some_of_the_gradients(self, fake_gpu: FakeGpu) -> None:
+        given, offs = self.layer()
+        y = layer(given, offs)
+        dy = torch.ones_like(y)
+        y.backward(dy, retain_graph=True)
+        for names in (("x",), ("w2", "row_scale"), PLANNED):
+            found = torch.autograd.grad(y, [given[name] for name in names], dy, retain_graph=True)
+            assert_same(dict(zip(names, found, strict=True)), {name: grads(given)[name] for name in names})
+
+    def test_a_second_derivative_is_refused(self, fake_gpu: FakeGpu) -> None:
+        given, offs = self.layer()
+        y = layer(given, offs)
+        (dx,) = torch.autograd.grad(y, given["x"], torch.ones_like(y), create_graph=True)
+        with pytest.raises(glulam.GradientNotSupported, match="differentiable once"):
+            dx.sum().backward()
+
+    def test_hooks_and_checkpoints(self, fake_gpu: FakeGpu) -> None:
+        """Hooks may give back tensors that lie otherwise; then the operators look at them anew."""
+        (given, offs), (plain, _), (again, _) = self.layer(), self.layer(), self.layer()
+        dy, keys = torch.ones_like(plain["x"]), list(again)
+        layer(plain, offs).backward(dy)
+
+        def strided(value: torch.Tensor) -> torch.Tensor:
+            if value.dim() != 1:
+                return value
+            wide = value.new_zeros(len(value), 2)
+            wide[:, 0] = value
+            return wide[:, 0]
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda value: value, strided):
+            y = layer(given, offs)
+        with pytest.raises(ValueError, match="contiguous"):
+            y.backward(dy)
+        fake_gpu.work.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda value: value.clone(), lambda value: value):
+            layer(given, offs).backward(dy)
+        checkpoint(
+            lambda *values: layer(dict(zip(keys, values, strict=True)), offs), *again.values(), use_reentrant=False
+        ).backward(dy)
+        step = ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
+        assert fake_gpu.work == [*step, step[0], *step]
+        assert_same(grads(plain), grads(given))
+        assert_same(grads(plain), grads(again))
+
+    def test_bad_arguments_after_good_ones(self, fake_gpu: FakeGpu) -> None:
+        given, offs = self.layer()
+        layer(given, offs)
+        flat = torch.zeros(given["x"].numel() + 1, dtype=BF16)
+        for change, words in (
+            ({"x": flat[1:].view_as(given["x"]).requires_grad_()}, "x starts 2 bytes after"),
+            ({"w1": given["w1"].detach()[:, :32].contiguous()}, r"w2 has shape"),
+            ({"w2": given["w2"].detach().mT}, "w2"),
+        ):
+            with pytest.raises(ValueError, match=f"^grouped_mlp: .*{words}"):
+                layer({**given, **change}, offs)
+
+    def test_no_plan_for_what_is_rare(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(planned_mlp, "apply_untransformed", lambda *_: pytest.fail("planned"))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        given, offs = self.layer()
+        glulam.grouped_mlp(**given, offs=offs, recompute=True).sum().backward()
+        lists = {**given, "w1": [one.detach().requires_grad_() for one in given["w1"]]}
+        layer(lists, offs).sum().backward()
+        alone = {name: value for name, value in given.items() if name != "row_scale"}
+        glulam.grouped_mlp(**alone, splits=SIZES).sum().backward()
+        monkeypatch.setenv("GLULAM_CHECK", "1")
+        with pytest.raises(ValueError, match="offs"):
+            layer(given, offs * 100)
+
+
+class TestPlannedMm:
+    """The same for grouped_mm."""
+
+    def given(self, transpose_w: bool, wanted: tuple[str, ...] = ("x", "w", "bias")) -> tuple[dict[str, Any], Any]:
+        c = small(dtype=BF16, hidden=16, inter=32, tail=TAIL)
+        w = c.w1.mT.contiguous() if transpose_w else c.w1
+        values = {"x": c.x, "w": w, "bias": c.b1, "bias_scale": c.row_scale}
+        return {n: v.detach().clone().requires_grad_(n in wanted) for n, v in values.items()}, c.offs
+
+    @pytest.mark.parametrize("transpose_w", [False, True])
+    def test_against_the_general_path(
+        self, fake_gpu: FakeGpu, transpose_w: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (given, offs), (want, _) = self.given(transpose_w), self.given(transpose_w)
+        dy = torch.full((len(given["x"]), 64), 0.5, dtype=BF16)
+        dy[-TAIL:] = math.nan
+
+        def step() -> torch.Tensor:
+            for value in given.values():
+                value.grad = None
+            fake_gpu.work.clear()
+            y = glulam.grouped_mm(**given, offs=offs, transpose_w=transpose_w)
+            y.backward(dy)
+            assert fake_gpu.work == ["mm", "mm", "wgrad", "wgrad"], "the last for the bias"
+            return y
+
+        step()
+        with monkeypatch.context() as second:
+            second.setattr(glulam.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
+            y = step()
+        lists = {**want, "bias": [one.detach().requires_grad_() for one in want["bias"]]}
+        expected = glulam.grouped_mm(**lists, offs=offs, transpose_w=transpose_w)
+        expected.backward(dy)
+        rows = len(dy) - TAIL
+        assert same_bits(y[:rows].detach(), expected[:rows].detach())
+        assert same_bits(given["x"].grad, want["x"].grad) and same_bits(given["w"].grad, want["w"].grad)
+        assert same_bits(given["bias"].grad, torch.stack([one.grad for one in lists["bias"]]))
+
+    @pytest.mark.parametrize("wanted", [("x",), ("w",), ("bias",), ("bias_scale", "x")], ids="-".join)
+    def test_frozen_inputs(self, fake_gpu: FakeGpu, wanted: tuple[str, ...]) -> None:
+        (every, offs), (given, _) = self.given(False, ("x", "w", "bias", "bias_scale")), self.given(False, wanted)
+        for one in (every, given):
+            y = glulam.grouped_mm(**one, offs=offs)
+            y.backward(torch.ones_like(y))
+        assert grads(given).keys() == set(wanted)
+        assert all(same_bits(value, grads(every)[name]) for name, value in grads(given).items())
+
+    def test_an_unusual_backward(self, fake_gpu: FakeGpu) -> None:
+        (given, offs), (want, _) = self.given(False), self.given(False)
+        glulam.grouped_mm(**want, offs=offs).backward(torch.ones(len(given["x"]), 64, dtype=BF16))
+        y = glulam.grouped_mm(**given, offs=offs)
+        y.sum().backward(retain_graph=True)
+        assert_same(grads(given), grads(want))
+        (dx,) = torch.autograd.grad(y.sum(), given["x"], create_graph=True)
+        with pytest.raises(glulam.GradientNotSupported, match="^grouped_mm is differentiable once"):
+            dx.sum().backward()
 
 
 class TestTorchsWays:

@@ -159,8 +159,6 @@ class TestForwardAndGradients:
         with torch.no_grad():
             assert module(batch(), splits=SIZES, out=out) is out
         assert bool(out.any())
-        with pytest.raises(glulam.GradientNotSupported, match="out is given"):
-            module(batch(), splits=SIZES, out=out)
 
     def test_compiled(self, packed: bool) -> None:
         torch.compiler.reset()
@@ -186,6 +184,78 @@ class TestForwardAndGradients:
 
 
 MODULES: dict[str, Callable[..., Any]] = {"linear": linear, "mlp": mlp}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kind", MODULES)
+class TestBuffers:
+    """`out` and `grad_input` where gradients are recorded."""
+
+    def test_the_same_results_in_the_caller_s_memory(self, kind: str, packed: bool) -> None:
+        plain, module = MODULES[kind](packed), MODULES[kind](packed)
+        leaf, want = batch().requires_grad_(), batch().requires_grad_()
+        width = plain(want, splits=SIZES).shape[1]
+        out, grad_input = (
+            torch.full((ROWS, width + 8), 7.0, dtype=F64)[:, :width],
+            torch.full((ROWS, H), 7.0, dtype=F64),
+        )
+        for factor in (1.0, 2.0):  # buffers serve one step after another
+            leaf.grad = want.grad = None
+            y = module(leaf * factor, splits=SIZES, out=out, grad_input=grad_input)
+            expected = plain(want * factor, splits=SIZES)
+            assert y.data_ptr() == out.data_ptr() and y.requires_grad and not out.requires_grad
+            assert same_bits(y.detach(), expected.detach())
+            for result in (y, expected):
+                result.square().sum().backward()
+            assert same_bits(leaf.grad, want.grad) and same_bits(grad_input * factor, want.grad)
+        for name, value in packed_grads(plain).items():
+            assert same_bits(packed_grads(module)[name], value)
+
+    def test_a_result_that_is_overwritten_is_noticed(self, kind: str, packed: bool) -> None:
+        module, x = MODULES[kind](packed), batch().requires_grad_()
+        out = torch.empty_like(module(x, splits=SIZES).detach())
+        loss = module(x, splits=SIZES, out=out).square().sum()
+        module(x, splits=SIZES, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_together_with_main_grad_and_delay(self, kind: str, packed: bool) -> None:
+        plain, module = MODULES[kind](packed), MODULES[kind](packed, delay_wgrad=True)
+        attach_main_grads(module, F64, 0.0)
+        x, want, grad_input = batch().requires_grad_(), batch().requires_grad_(), torch.empty(ROWS, H, dtype=F64)
+        module(x, splits=SIZES, grad_input=grad_input).square().sum().backward()
+        plain(want, splits=SIZES).square().sum().backward()
+        module.backward_dw()
+        assert same_bits(grad_input, want.grad) and same_bits(x.grad, want.grad)
+        for name, value in packed_grads(module, "main_grad").items():
+            torch.testing.assert_close(value, packed_grads(plain)[name])
+
+    def test_refusals(self, kind: str, packed: bool) -> None:
+        module, x = MODULES[kind](packed), batch().requires_grad_()
+        good = torch.zeros(ROWS, H, dtype=F64)
+        width = module(x, splits=SIZES).shape[1]
+        out = torch.zeros(ROWS, width, dtype=F64)
+        both = torch.zeros(ROWS, max(H, width), dtype=F64)
+        for options, error, words in (
+            ({"grad_input": good[1:]}, ValueError, r"grad_input has shape \[14, 16\]"),
+            ({"grad_input": good.float()}, TypeError, "grad_input is torch.float32"),
+            ({"grad_input": x.detach()}, ValueError, "grad_input overlaps x"),
+            ({"grad_input": good.clone().requires_grad_()}, ValueError, "grad_input requires a gradient"),
+            ({"grad_input": [good]}, TypeError, "grad_input is a list"),
+            ({"out": out[1:]}, ValueError, r"out has shape \[14"),
+            ({"out": out.clone().requires_grad_()}, ValueError, "out requires a gradient"),
+            ({"out": both[:, :width], "grad_input": both[:, :H]}, ValueError, "grad_input overlaps out"),
+        ):
+            with pytest.raises(error, match=words):
+                module(x, splits=SIZES, **options)
+        with pytest.raises(ValueError, match="x's gradient will not be computed"):
+            module(batch(), splits=SIZES, grad_input=good)
+        with torch.no_grad(), pytest.raises(ValueError, match="x's gradient will not be computed"):
+            module(x, splits=SIZES, grad_input=good)
+        y = module(x, splits=SIZES, grad_input=good)
+        if width == H:
+            with pytest.raises(ValueError, match="grad_input overlaps the incoming gradient"):
+                y.backward(good)
 
 
 @LAYOUTS
@@ -393,13 +463,20 @@ class TestStateDicts:
 
 @LAYOUTS
 def test_on_the_host_path(fake_gpu: FakeGpu, packed: bool) -> None:
-    """Into main_grad by the kernel itself: one launch a weight, whichever the layout."""
-    module = mlp(packed, dtype=BF16)
+    """Into main_grad by the kernel itself, the result and x's gradient into buffers: one launch a weight."""
+    module, out, grad_input = mlp(packed, dtype=BF16), *torch.zeros(2, ROWS, H, dtype=BF16)
     attach_main_grads(module, torch.float32, 1.0)
-    offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+    offs, x = torch.tensor(SIZES).cumsum(0, dtype=torch.int32), batch(BF16).requires_grad_()
     for _ in range(2):
         fake_gpu.launches.clear()
-        module(batch(BF16), offs=offs, row_scale=scale()).sum().backward()
+        fake_gpu.work.clear()
+        y = module(x, offs=offs, row_scale=scale(), out=out, grad_input=grad_input)
+        y.backward(torch.ones_like(y))
+        assert y.data_ptr() == out.data_ptr() and grad_input.any()
+    if packed:
+        assert fake_gpu.work[:2] == ["glu, mm", "dglu, mm"] and len(fake_gpu.work) == 6, (
+            "two for weights, two for biases"
+        )
     wgrads = [launch for launch in fake_gpu.launches if len(launch) == 11 and launch[2].dtype == torch.float32]
     into_main = [launch for launch in wgrads if launch[8] == 1]
     assert len(into_main) == 2 and all(bool(launch[6]) == (not packed) for launch in into_main)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import fake_gpu
 
 from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
-from perf import contestants, operations, plots, report, results, stamp, tables, training
+from perf import contestants, operations, plots, report, results, stamp, tables, train_host, training
 from perf.cases import (
     DECODE,
     DEEPSEEK,
@@ -353,6 +354,26 @@ def test_host_items_of_training_compute_the_layer(item):
     d = training_data()
     wanted = tuple(tensor.clone() for tensor in training.torch_layer(d))
     assert training.relative_error(HOST_ITEMS[item](d), wanted) <= training.MAX_RELATIVE_ERROR
+
+
+def test_bare_launches_compute_the_layer():
+    d = training_data()
+    bare = train_host.BareLaunches(d, lambda spec: fake_gpu.MAKERS[spec.op](spec), fake_gpu.SM_COUNT)
+    wanted = training.torch_layer(d)
+    for _ in range(2):
+        assert training.relative_error(bare(), wanted) <= training.MAX_RELATIVE_ERROR
+
+
+def test_autograd_alone_makes_the_gradients_of_a_layer():
+    d = training_data()
+    train_host.autograd_alone(d)
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in d.leaves)
+
+
+def test_differences_of_training_are_those_of_the_medians():
+    medians = {train_host.LAYER: 100.0, train_host.BARE: 30.0, train_host.AUTOGRAD: 45.0}
+    times = {name: Summary(median, median, median, 3) for name, median in medians.items()}
+    assert list(train_host.differences(times).values()) == [70.0, 25.0]
 
 
 def test_gradients_of_a_layer_do_not_add_up_over_calls():

@@ -14,6 +14,7 @@ from cute_kernels.specs import (
     ACTIVATIONS,
     GATED,
     GLU_LAYOUTS,
+    GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
@@ -62,6 +63,9 @@ def test_a_name_tells_every_field_apart() -> None:
         GroupedMmSpec(),
         GroupedMmSpec(transpose_w=True),
         GroupedMlpSpec(),
+        GroupedDgluSpec(),
+        GroupedDgluSpec(tile=TileConfig(n=128)),
+        GroupedDgluSpec(dgrad=TileConfig()),
     ]
     assert len({spec.name for spec in [base, *others]}) == len(others) + 1
 

@@ -44,5 +44,5 @@ def shipped_specs() -> list[Spec]:
             specs += [fc1, GroupedGluSpec(dtype, activation, layout, True, tile), GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, dtype, LARGE), GroupedWgradSpec(dtype, "float32", LARGE)]
-        specs += [GroupedDgluSpec(dtype, activation, layout, LARGE) for activation, layout in activation_forms()]
+        specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     return specs

@@ -106,6 +106,22 @@ def _group_size(groups: Groups, index: Int32) -> Int32:
     return size
 
 
+@cute.jit
+def last_row_end(groups: Groups) -> Int32:
+    """Where the last group's rows end, for every lane of a warp: rows from here on belong to nobody."""
+    end = Int32(0)
+    lane = cute.arch.lane_idx()
+    if groups.form == OFFS_INT32:
+        for group in cutlass.range(lane, groups.count, 32):
+            end = cutlass.max(end, _clamp(_int32_at(groups, group), Int32(0), groups.rows))
+        end = cute.arch.warp_reduction(end, cutlass.max, threads_in_group=32)
+    else:
+        for group in cutlass.range(lane, groups.count, 32):
+            end = cutlass.min(end + _group_size(groups, group), groups.rows)
+        end = cutlass.min(cute.arch.warp_reduction(end, lambda x, y: x + y, threads_in_group=32), groups.rows)
+    return end
+
+
 class WorkRing(Invariant):
     """The ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
 

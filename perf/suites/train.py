@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from rich.progress import track
 
+from .. import train_host
 from ..cases import BYTES_PER_ELEMENT, TINY, Case, select, train_cases
 from ..options import Options
 from ..routing import skew
-from ..timing import Call, host_sampler, interleave, measure_device, no_garbage_collection
+from ..timing import Call, Summary, host_sampler, interleave, measure_device, no_garbage_collection
 from ..training import (
     LAYER,
     Contestant,
@@ -29,7 +31,7 @@ from ..training import (
 ENQUEUE_US = 1000.0  # more than the host needs for torch's forward and backward, some thirty launches
 HOST_CALLS = 20  # times torch's thirty launches: inside the queue of 1024
 HOST_ITEMS: dict[str, Contestant] = {
-    "glulam.grouped_mlp, forward and backward": our_layer,
+    train_host.LAYER: our_layer,
     "glulam's six operators, without autograd": our_operators,
     "torch, forward and backward": torch_layer,
 }
@@ -108,8 +110,12 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     data = make_data(TINY)
     competing(data, LAYER)
     with no_garbage_collection():
-        samplers = {name: host_sampler(partial(call, data), HOST_CALLS) for name, call in HOST_ITEMS.items()}
-        times = interleave(samplers, budget_s)
+        calls: dict[str, Callable[[], object]] = {name: partial(call, data) for name, call in HOST_ITEMS.items()}
+        calls.update(train_host.items(data))
+        times = interleave({name: host_sampler(call, HOST_CALLS) for name, call in calls.items()}, budget_s)
+    rounds = next(iter(times.values())).samples
+    for name, value in train_host.differences(times).items():
+        times[name] = Summary(value, value, value, rounds)  # a difference of medians has no percentiles
     return [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
 
 

@@ -78,6 +78,12 @@ class Call:
         """Through the operator's front door."""
         return type(self).operator(**self.arguments())
 
+    def differentiate(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
+        """As `settle`, for a call of which an argument requires a gradient."""
+        from .backward import differentiate  # which is made of operators, and so of calls
+
+        return differentiate(self, key, plan, failure)
+
     def settle(self, key: Hashable, plan: Any, failure: Exception | None) -> Any:
         """The result of a call for which the fast path found no plan, or failed.
 
@@ -122,7 +128,7 @@ class Call:
             return ready.again()
         if failure is not None:
             raise failure
-        plan = self.plan(problem, self._launch(problem))
+        plan = self.plan(problem, self.launch(problem))
         if checking():
             self._check_group_sizes()
         elif key is not None:
@@ -137,12 +143,16 @@ class Call:
                 for label, tensor in _tensors(name, value):
                     check_alignment(self.op, label, tensor)
         written = [pair for name in self.outputs for pair in _tensors(name, getattr(self, name))]
-        read = dict.fromkeys((*named, *self.biases, *self.scales, "offs", "splits"))
-        for name in read if written else ():
-            for label, tensor in _tensors(name, getattr(self, name)):
-                if name not in self.outputs and tensor.device == self.lead.device:
-                    for out_label, out in written:
-                        check_no_overlap(self.op, out_label, out, label, tensor)
+        for label, tensor in self.tensors() if written else ():
+            if tensor.device == self.lead.device:
+                for out_label, out in written:
+                    check_no_overlap(self.op, out_label, out, label, tensor)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """All inputs, those of lists one by one, under the names that errors give them."""
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, "offs", "splits")
+        read = (name for name in names if name not in self.outputs)
+        return [pair for name in read for pair in _tensors(name, getattr(self, name))]
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
@@ -160,7 +170,8 @@ class Call:
             changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
         return dataclasses.replace(self, **changes) if changes else self
 
-    def _launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: Problem) -> Launch:
+        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls."""
         lead, index = self.lead, self.lead.get_device()
         out = getattr(self, "out", None)
         gpu = gpus.gpu(index)

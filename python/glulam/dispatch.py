@@ -79,7 +79,8 @@ def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
 
 
 def _dglu(problem: Problem, tile: TileConfig, arch: str) -> GroupedDgluSpec:
-    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, arch)
+    dgrad = CONFIGS[arch].LARGE  # one tile for all numbers of rows here as well
+    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, dgrad, arch)
 
 
 def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:
@@ -104,6 +105,8 @@ def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
     if isinstance(spec, GroupedMlpSpec):
         return GroupedMlpSpec(replace(spec.fc1, tile=TileConfig()), replace(spec.fc2, tile=TileConfig()))
+    if isinstance(spec, GroupedDgluSpec):
+        return replace(spec, tile=TileConfig(), dgrad=TileConfig())
     return replace(spec, tile=TileConfig())
 
 

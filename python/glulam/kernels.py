@@ -103,7 +103,8 @@ def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
         tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1); schedule:
             "cooperative";
-        activation, glu_layout, save_preact, transpose_w, out_dtype, arch: as the spec's fields.
+        activation, glu_layout, save_preact, transpose_w, out_dtype, arch: as the spec's fields;
+        dgrad: of a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
 
     Returns:
         The spec of the kernel.
@@ -141,14 +142,16 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
         return [matrix, matrix, weight.to(getattr(torch, spec.out_dtype)), *groups, *addresses, *launch]
     if isinstance(spec, GroupedDgluSpec):
         h = matrix.repeat(1, 2 if spec.gated else 1)
-        return [matrix, weight, h, h, matrix, *groups, 0, 0, *addresses, *params, *launch]
+        return [matrix, weight, h, h, matrix, weight, matrix, *groups, *addresses, *addresses, *params, *launch]
     glu = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     w1 = weight.repeat(1, 2 if glu.gated else 1, 1)
     if isinstance(spec, GroupedMlpSpec):
         tensors = [matrix, w1, weight, matrix, matrix]
         return [*tensors, *groups, *addresses, *addresses, 0, *params, *launch]
-    preact = [matrix.new_empty(DUMMY_SIZE, w1.shape[1])] if spec.save_preact else []
-    return [matrix, w1, matrix, *preact, *groups, *addresses, 0, *params, *launch]
+    if spec.save_preact:
+        tensors = [matrix, w1, matrix, matrix.new_empty(DUMMY_SIZE, w1.shape[1]), weight, matrix]
+        return [*tensors, *groups, *addresses, *addresses, 0, *params, *launch]
+    return [matrix, w1, matrix, *groups, *addresses, 0, *params, *launch]
 
 
 def preload(device: torch.device | str | int | None = None) -> int:

@@ -52,6 +52,15 @@ def any_requires_grad(*arguments: Tensor | Sequence[Tensor] | ExpertList | None)
     return False
 
 
+def requiring_grad(*arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> tuple[bool, ...] | None:
+    """Which arguments require a gradient, or hold a tensor that does; None where none does."""
+    try:
+        flags = tuple([argument is not None and argument.requires_grad for argument in arguments])  # type: ignore[union-attr]
+    except AttributeError:  # a list, or something worse that is told apart later
+        flags = tuple(any_requires_grad(argument) for argument in arguments)
+    return flags if True in flags else None
+
+
 def refuse_gradients(op: str, *arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> None:
     """Called where grad mode is on, by operators that have no gradient.
 

@@ -117,15 +117,14 @@ def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
     return run
 
 
-def _glu(spec: GroupedGluSpec) -> Callable[..., None]:
-    def run(*arguments: Any) -> None:
-        x, w1, act, *rest = arguments
-        preact = rest.pop(0) if spec.save_preact else None
-        at, form, count, table, bias, bias_table, scale, limit, alpha, offset, num_sms, do_launch = rest
-        _check_tensors(spec.dtype, [t for t in (x, w1, act, preact) if t is not None])
+def _fc1(spec: GroupedGluSpec) -> Callable[..., None]:
+    def run(tensors: tuple[Tensor, ...], at: int, form: int, count: int, table: int, bias: int, bias_table: int,
+            scale: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        x, w1, act, *preact = tensors
+        _check_tensors(spec.dtype, list(tensors))
         rows = _equal(x.shape[0], act.shape[0])
         _equal(x.shape[1], w1.shape[2])
-        _equal(w1.shape[1], act.shape[1] * (2 if spec.gated else 1))
+        _equal(w1.shape[1], act.shape[1] * (2 if spec.gated else 1), *(h.shape[1] for h in preact))
         assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
         if do_launch and rows:
             ends = _ends(at, form, count, rows)
@@ -134,8 +133,33 @@ def _glu(spec: GroupedGluSpec) -> Callable[..., None]:
                 row_scale=_scale(scale, rows), form=(spec.activation, spec.glu_layout), params=(limit, alpha, offset),
             )  # fmt: skip
             _store(act, result, ends)
-            if preact is not None:
-                _store(preact, h, ends)
+            for out in preact:
+                _store(out, h, ends)
+
+    return run
+
+
+def _glu(spec: GroupedGluSpec) -> Callable[..., None]:
+    """Its functions differ: that of a spec with a preactivation goes on to FC2."""
+    if spec.save_preact:
+        return _glu_preact(spec)
+    fc1 = _fc1(spec)
+    return lambda x, w1, act, *rest: fc1((x, w1, act), *rest)
+
+
+def _glu_preact(spec: GroupedGluSpec) -> Callable[..., None]:
+    fc1, fc2 = _fc1(spec), _mm(GroupedMmSpec(spec.dtype, False, spec.tile, spec.arch))
+
+    def run(x: Tensor, w1: Tensor, act: Tensor, preact: Tensor, w2: Tensor, y: Tensor, at: int, form: int, count: int,
+            w1_table: int, b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int, limit: float,
+            alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        assert do_launch in (0, 1, 2)
+        _check_tensors(spec.dtype, [w2, y])
+        _equal(x.shape[0], y.shape[0])
+        groups, tail = (at, form, count), (num_sms, do_launch)
+        fc1((x, w1, act, preact), *groups, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
+        if do_launch > 1:
+            fc2(act, w2, y, *groups, w2_table, b2, b2_table, scale, *tail)
 
     return run
 
@@ -154,11 +178,15 @@ def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
 
 
 def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
-    def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, at: int, form: int, count: int,
-            w2_table: int, scale: int, d_scale: int, partials: int, counters: int, limit: float, alpha: float,
-            offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
-        _check_tensors(spec.dtype, [dy, w2, preact, dpreact, act])
-        rows = _equal(dy.shape[0], preact.shape[0], dpreact.shape[0], act.shape[0])
+    dgrad = _mm(GroupedMmSpec(spec.dtype, True, spec.dgrad, spec.arch))
+
+    def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, at: int,
+            form: int, count: int, w2_table: int, w1_table: int, scale: int, d_scale: int, partials: int,
+            counters: int, limit: float, alpha: float, offset: float, num_sms: int,
+            do_launch: int) -> None:  # fmt: skip
+        assert do_launch in (0, 1, 2)
+        _check_tensors(spec.dtype, [dy, w2, preact, dpreact, act, w1, dx])
+        rows = _equal(dy.shape[0], preact.shape[0], dpreact.shape[0], act.shape[0], dx.shape[0])
         width = _equal(w2.shape[2], act.shape[1])
         _equal(dy.shape[1], w2.shape[1])
         _equal(preact.shape[1], dpreact.shape[1], width * (2 if spec.gated else 1))
@@ -172,12 +200,17 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         )  # fmt: skip
         _store(dpreact, dh, ends)
         _store(act, m, ends)
+        if do_launch > 1:
+            dgrad(dpreact, w1, dx, at, form, count, w1_table, 0, 0, 0, num_sms, 1)
+            dx[ends[-1] :] = 0
         if d_scale:
             zeros = _memory(counters, rows // 64 + count + 1, torch.int32)
             assert not bool(zeros.any()), "counters are not zero"
             tiles = spec.tile.n * spec.tile.cluster_n
             _memory(partials, -(-width // tiles) * spec.tile.cluster_n * rows, torch.float32).fill_(torch.nan)
-            _memory(d_scale, rows, torch.float32)[: ends[-1]] = ds[: ends[-1]].float()
+            result = _memory(d_scale, rows, torch.float32)
+            result[: ends[-1]] = ds[: ends[-1]].float()
+            result[ends[-1] :] = 0
 
     return run
 
@@ -215,10 +248,14 @@ MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {
 
 @dataclasses.dataclass
 class FakeGpu:
-    """What the host path did: specs asked for, in order, and the arguments of every launch that was not refused."""
+    """What the host path did: specs asked for, in order, and of every call that was not refused arguments and work.
+
+    `work`: the kernels launched, by the short names of their operators; "glu, mm" is one call with two launches.
+    """
 
     specs: list[Spec] = dataclasses.field(default_factory=list)
     launches: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    work: list[str] = dataclasses.field(default_factory=list)
     stream: int = 0
     capturing: bool = False
 
@@ -229,6 +266,7 @@ class FakeGpu:
         def launch(*arguments: Any) -> None:
             function(*arguments[:-1], 0)  # checks all arguments first, as a compiled function does
             self.launches.append(arguments)
+            self.work.append(spec.op.removeprefix("grouped_") + (", mm" if arguments[-1] == 2 else ""))
             function(*arguments)
 
         return Kernel(launch, "shipped")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..call import Call
 from ..signature import any_requires_grad, refuse_gradients, refuse_out
-from . import mlp, mm
+from . import mlp, mm, planned, planned_mlp, planned_mm
+from .parts import ORDINARY, Targets, check_targets
 
 APPLY: dict[str, Callable[..., Any]] = {mm.OP: mm.apply, mlp.OP: mlp.apply}
+MAKE_PLAN: dict[str, Callable[[Any], Any]] = {mm.OP: planned_mm.make_plan, mlp.OP: planned_mlp.make_plan}
+"""How common calls get a plan for forward and backward together."""
 
 
 def requires_grad(call: Call) -> bool:
@@ -18,12 +21,15 @@ def requires_grad(call: Call) -> bool:
     return any_requires_grad(*(getattr(call, name) for name in names))
 
 
-def differentiate(call: Any, **how: Any) -> Any:
+def differentiate(
+    call: Any, key: Hashable = None, plan: Any = None, failure: Exception | None = None, targets: Targets = ORDINARY
+) -> Any:
     """The result of a call of which an argument requires a gradient, with a backward.
 
     Args:
         call: of any operator.
-        **how: grad_of_w (grouped_mm), grad_of_w1, grad_of_w2 (grouped_mlp): other ways to make a weight's gradient.
+        key, plan, failure: see `Call.settle`.
+        targets: where the result and gradients go; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
 
     Raises:
         GradientNotSupported: the operator has no gradient, or `out` is given.
@@ -34,7 +40,13 @@ def differentiate(call: Any, **how: Any) -> Any:
         refuse_gradients(call.op, *(getattr(call, name) for name in call.scales))
     refuse_out(call.op, call.out)
     try:
-        return APPLY[call.op](call, **how)
+        if plan is not None and failure is not None:
+            raise failure
+        if targets is not ORDINARY:
+            check_targets(call, targets)
+        if (result := planned.run(call, key, targets, MAKE_PLAN[call.op])) is not NotImplemented:
+            return result
+        return APPLY[call.op](call, targets)
     except Exception:
         call.check()  # so that the error names this operator and its arguments, not those that it is made of
         call.check_addresses()

@@ -19,12 +19,14 @@ from ..ops.grouped_mm import grouped_mm
 from ..signature import check_flag, check_recipe
 from .layout import Layout, flatten
 from .parts import (
-    WeightGrad,
+    ORDINARY,
+    Targets,
+    as_result,
     once_differentiable,
     scale_of_bias_grad,
+    taken,
     tensor_groups,
     usable,
-    weight_grad,
     without_graph,
 )
 
@@ -38,20 +40,22 @@ class Options(NamedTuple):
 
     form: dict[str, Any]
     recompute: bool
-    grad_of_w1: WeightGrad
-    grad_of_w2: WeightGrad
+    targets: Targets
 
 
-def apply(call: GroupedMlpCall, grad_of_w1: WeightGrad = weight_grad, grad_of_w2: WeightGrad = weight_grad) -> Tensor:
+def options(call: GroupedMlpCall, targets: Targets) -> Options:
+    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
+    return Options(form, call.recompute, targets)
+
+
+def apply(call: GroupedMlpCall, targets: Targets = ORDINARY) -> Tensor:
     """The result of a call, differentiable."""
     check_recipe(OP, call.recipe)
     check_flag(OP, "recompute", call.recompute)
     groups = tensor_groups(OP, call.offs, call.splits, call.x)
     arguments = {name: getattr(call, name) for name in ("x", "w1", "w2", "row_scale", "b1", "b2")}
-    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
     layout, flat = flatten({**arguments, **groups})
-    options = Options(form, call.recompute, grad_of_w1, grad_of_w2)
-    return GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    return GroupedMlp.apply(layout, options(call, targets), *flat)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class GroupedMlp(torch.autograd.Function):
@@ -72,15 +76,17 @@ class GroupedMlp(torch.autograd.Function):
             made["act"] = act
         ctx.saved_layout, saved = flatten({**_to_save(given, wanted, options.recompute), **made})
         ctx.save_for_backward(*saved)
-        return grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=_scale_of_b2(given), **groups)
+        out = options.targets.out
+        y = grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=_scale_of_b2(given), out=out, **groups)
+        return y if out is None else as_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
         wanted = ctx.layout.wanted(needed)
-        saved = ctx.saved_layout.named(ctx.saved_tensors)
+        saved = ctx.saved_layout.named(taken(ctx))
         with without_graph():
-            gradients = _gradients(saved, ctx.options, usable(dy), wanted)
+            gradients = make_gradients(saved, ctx.options, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
         return None, None, *once_differentiable(OP, flat)
 
@@ -110,47 +116,53 @@ def _to_save(given: dict[str, Any], wanted: frozenset[str], recompute: bool) -> 
     return {name: value for name, value in given.items() if used[name]}
 
 
-def _gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
+def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
+    """The gradients that are wanted, by name. The preactivation leaves `saved`.
+
+    The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
+    weight gradient is allocated, its gradient before the last.
+    """
     groups, scale = _groups(saved), saved["row_scale"]
     result: dict[str, Any] = {}
     act = None
     if wanted & BEHIND_THE_ACTIVATION:
-        preact = _preact(saved, groups)
         dpreact, act, d_scale = grouped_dglu(
-            dy, saved["w2"], preact, row_scale=scale, row_scale_grad="row_scale" in wanted, **groups, **options.form
-        )
-        del preact
-        result.update(_input_side(saved, options, dpreact, groups, wanted))
+            dy, saved["w2"], _take_preact(saved, groups), row_scale=scale, row_scale_grad="row_scale" in wanted,
+            **groups, **options.form,
+        )  # fmt: skip
+        result.update(_input_side(saved, options.targets, dy, dpreact, groups, wanted))
+        del dpreact
         if d_scale is not None:
             from_bias = saved["b2"] is not None
             result["row_scale"] = d_scale + scale_of_bias_grad(dy, saved["b2"], groups) if from_bias else d_scale
     if "w2" in wanted:
         act = _act(saved, options, groups) if act is None else act
-        result["w2"] = options.grad_of_w2(dy, act, groups)
+        result["w2"] = options.targets.grad_of("w2")(dy, act, groups)
     if "b2" in wanted:
         result["b2"] = grouped_bias_grad(dy, row_scale=scale, **groups)
     return result
 
 
 def _input_side(
-    saved: dict[str, Any], options: Options, dpreact: Tensor, groups: dict[str, Any], wanted: frozenset[str]
-) -> dict[str, Any]:
+    saved: dict[str, Any], targets: Targets, dy: Tensor, dpreact: Tensor, groups: dict[str, Any],
+    wanted: frozenset[str],
+) -> dict[str, Any]:  # fmt: skip
     """Gradients of the first layer: x, w1, b1."""
     result: dict[str, Any] = {}
     if "x" in wanted:
         w1 = saved["w1"]
-        dx = dpreact.new_zeros(dpreact.shape[0], (w1 if isinstance(w1, Tensor) else w1[0]).shape[-1])
+        dx = targets.new_grad_input(dy, (w1 if isinstance(w1, Tensor) else w1[0]).shape[-1])
         result["x"] = grouped_mm(dpreact, w1, transpose_w=True, out=dx, **groups)
     if "w1" in wanted:
-        result["w1"] = options.grad_of_w1(dpreact, saved["x"], groups)
+        result["w1"] = targets.grad_of("w1")(dpreact, saved["x"], groups)
     if "b1" in wanted:
         result["b1"] = grouped_bias_grad(dpreact, **groups)
     return result
 
 
-def _preact(saved: dict[str, Any], groups: dict[str, Any]) -> Tensor:
+def _take_preact(saved: dict[str, Any], groups: dict[str, Any]) -> Tensor:
     if "preact" in saved:
-        preact: Tensor = saved["preact"]
+        preact: Tensor = saved.pop("preact")
         return preact
     return grouped_mm(saved["x"], saved["w1"], bias=saved["b1"], **groups)
 

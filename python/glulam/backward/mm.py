@@ -11,32 +11,34 @@ from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from .layout import Layout, flatten
 from .parts import (
-    WeightGrad,
+    ORDINARY,
+    Targets,
+    as_result,
     once_differentiable,
     scale_of_bias_grad,
+    taken,
     tensor_groups,
     usable,
-    weight_grad,
     without_graph,
 )
 
 OP = "grouped_mm"
 
 
-def apply(call: GroupedMmCall, grad_of_w: WeightGrad = weight_grad) -> Tensor:
+def apply(call: GroupedMmCall, targets: Targets = ORDINARY) -> Tensor:
     """The result of a call, differentiable."""
     groups = tensor_groups(OP, call.offs, call.splits, call.x)
     arguments = {"x": call.x, "w": call.w, "bias": call.bias, "bias_scale": call.bias_scale, **groups}
     layout, flat = flatten(arguments)
-    return GroupedMm.apply(layout, call.transpose_w, grad_of_w, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    return GroupedMm.apply(layout, call.transpose_w, targets, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class GroupedMm(torch.autograd.Function):
-    """Inputs: the layout, transpose_w, how to make w's gradient, and the flat arguments."""
+    """Inputs: the layout, transpose_w, the targets, and the flat arguments."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, transpose_w: bool, grad_of_w: WeightGrad, *flat: Any) -> Tensor:
-        ctx.layout, ctx.transpose_w, ctx.grad_of_w = layout, transpose_w, grad_of_w
+    def forward(ctx: Any, layout: Layout, transpose_w: bool, targets: Targets, *flat: Any) -> Tensor:
+        ctx.layout, ctx.transpose_w, ctx.targets = layout, transpose_w, targets
         given, wanted = layout.named(flat), layout.wanted(ctx.needs_input_grad[3:])
         used = {
             "x": "w" in wanted,
@@ -48,30 +50,34 @@ class GroupedMm(torch.autograd.Function):
         }
         ctx.saved_layout, saved = flatten({name: value for name, value in given.items() if used[name]})
         ctx.save_for_backward(*saved)
-        return grouped_mm(transpose_w=transpose_w, **given)
+        y = grouped_mm(transpose_w=transpose_w, out=targets.out, **given)
+        return y if targets.out is None else as_result(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         needed = ctx.needs_input_grad[3:]
         wanted = ctx.layout.wanted(needed)
+        saved = ctx.saved_layout.named(taken(ctx))
         with without_graph():
-            gradients = _gradients(ctx, usable(dy), wanted)
+            gradients = make_gradients(saved, ctx.transpose_w, ctx.targets, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
         return None, None, None, *once_differentiable(OP, flat)
 
 
-def _gradients(ctx: Any, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
-    saved = ctx.saved_layout.named(ctx.saved_tensors)
-    groups = {name: saved[name] for name in ("offs", "splits") if name in saved}
+def make_gradients(
+    saved: dict[str, Any], transpose_w: bool, targets: Targets, dy: Tensor, wanted: frozenset[str]
+) -> dict[str, Any]:
+    """The gradients that are wanted, by name."""
+    groups: dict[str, Any] = {name: saved[name] for name in ("offs", "splits") if name in saved}
     result: dict[str, Any] = {}
     if "x" in wanted:
         w = saved["w"]
-        columns = (w if isinstance(w, Tensor) else w[0]).shape[-2 if ctx.transpose_w else -1]
-        dx = dy.new_zeros(dy.shape[0], columns)
-        result["x"] = grouped_mm(dy, w, **groups, transpose_w=not ctx.transpose_w, out=dx)
+        columns = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
+        dx = targets.new_grad_input(dy, columns)
+        result["x"] = grouped_mm(dy, w, **groups, transpose_w=not transpose_w, out=dx)
     if "w" in wanted:
-        pair = (saved["x"], dy) if ctx.transpose_w else (dy, saved["x"])
-        result["w"] = ctx.grad_of_w(*pair, groups)
+        left, right = (saved["x"], dy) if transpose_w else (dy, saved["x"])
+        result["w"] = targets.grad_of("w")(left, right, groups)
     if "bias" in wanted:
         result["bias"] = grouped_bias_grad(dy, **groups, row_scale=saved["bias_scale"])
     if "bias_scale" in wanted and saved["bias"] is not None:

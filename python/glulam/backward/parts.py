@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,15 @@ from .. import groups as group_sizes
 from ..errors import GradientNotSupported
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..signature import ALIGNMENT_BYTES, check_groups, runs_kernels
+from ..plan import Plans
+from ..signature import (
+    ALIGNMENT_BYTES,
+    check_alignment,
+    check_groups,
+    check_no_overlap,
+    check_rows_like,
+    runs_kernels,
+)
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
@@ -25,6 +34,103 @@ BIAS_COLUMNS = 8
 
 def weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
     return grouped_wgrad(dy, x, **groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Where the result and gradients of a call go, if not to tensors of their own.
+
+    Attributes:
+        out, grad_input: buffers for the result and for x's gradient, as x is laid out.
+        weights: by the name of a weight, another way to make its gradient.
+    """
+
+    out: Tensor | None = None
+    grad_input: Tensor | None = None
+    weights: Mapping[str, WeightGrad] = dataclasses.field(default_factory=dict)
+
+    def grad_of(self, name: str) -> WeightGrad:
+        return self.weights.get(name, weight_grad)
+
+    def new_grad_input(self, dy: Tensor, columns: int) -> Tensor:
+        """[T, columns] for x's gradient, zeros."""
+        if self.grad_input is None:
+            return dy.new_zeros(dy.shape[0], columns)
+        return self.given_grad_input(dy).zero_()
+
+    def given_grad_input(self, dy: Tensor) -> Tensor:
+        buffer: Any = self.grad_input
+        if not gpus.is_traced(dy):
+            check_no_overlap("backward", "grad_input", buffer, "the incoming gradient", dy)
+        return buffer  # type: ignore[no-any-return]
+
+
+ORDINARY = Targets()
+
+
+_checked: Plans[bool] = Plans()
+"""Calls whose buffers were found good, by the layouts of all tensors."""
+
+
+def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
+    """What checks of a call and of buffers for it depend on, but for addresses."""
+    return (call.op, *[_layout(value) for value in (*vars(call).values(), *buffers)])
+
+
+def _layout(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
+    return tuple(_layout(one) for one in value) if isinstance(value, (list, tuple)) else value
+
+
+def check_targets(call: Any, targets: Targets) -> None:
+    """Buffers that can be written: what an operator asks of `out`, and no part in a graph of their own.
+
+    Everything is looked at once for each layout, later what changes most: alignment, and overlaps with x.
+
+    Raises:
+        ValueError, TypeError: one does not fit.
+    """
+    out, grad_input = targets.out, targets.grad_input
+    if out is None and grad_input is None:
+        return
+    known = _checked.find(key := (key_of(call, out, grad_input), torch.is_grad_enabled())) is not None
+    inputs = [("x", call.x)] if known else call.tensors()
+    if not known:
+        _check_layouts(call, targets)
+    for name, buffer, others in (("out", out, inputs), ("grad_input", grad_input, [*inputs, ("out", out)])):
+        if buffer is None:
+            continue
+        if runs_kernels(buffer):
+            check_alignment(call.op, name, buffer)
+        for label, tensor in others:
+            if tensor is not None and tensor.device == buffer.device:
+                check_no_overlap(call.op, name, buffer, label, tensor)
+    if not known:
+        _checked.keep(key, True)
+
+
+def _check_layouts(call: Any, targets: Targets) -> None:
+    op, x, grad_input = call.op, call.x, targets.grad_input
+    for name in ("out", "grad_input"):
+        buffer = getattr(targets, name)
+        if isinstance(buffer, Tensor) and buffer.requires_grad:
+            raise ValueError(f"{op}: {name} requires a gradient; give a buffer that does not, as {name}.detach() is")
+    dataclasses.replace(call, out=targets.out).check()
+    if grad_input is None:
+        return
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        raise ValueError(
+            f"{op}: grad_input is given, but x's gradient will not be computed, since x requires none or grad mode is "
+            "off; leave grad_input out"
+        )
+    check_rows_like(op, "grad_input", grad_input, x, x.shape[1], "that is the shape of x")
+
+
+def as_result(buffer: Tensor) -> Tensor:
+    """A buffer that a kernel wrote, as a result that autograd can track: the same memory, the same version counter."""
+    torch.autograd.graph.increment_version(buffer)
+    return buffer.detach()
 
 
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
@@ -39,6 +145,14 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
         return {"splits": group_sizes.on_device(op, splits, x.shape[0], x.device)}
     group_sizes.ends(op, None, splits, x.shape[0])
     return {"splits": torch.as_tensor(splits, dtype=torch.int64)}
+
+
+def taken(ctx: Any) -> tuple[Any, ...]:
+    """What forward saved; unless the graph is kept, nothing else refers to it from now on, so it can be freed."""
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # another kind of context may have none
+        clear()
+    return saved
 
 
 def usable(dy: Tensor) -> Tensor:

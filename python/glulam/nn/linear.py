@@ -12,15 +12,22 @@ from torch._compile import _disable_dynamo
 from torch.nn import Parameter
 
 from .. import device as gpus
-from ..backward import differentiate
+from ..backward import Targets, differentiate
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
 from .conversion import TENSORS, convert_linear
-from .weight_gradients import Delayed, grad_writer, has_main_grads, main_grad_writer
+from .weight_gradients import (
+    Delayed,
+    DelaysWeightGradients,
+    Put,
+    grad_writer,
+    has_main_grads,
+    main_grad_writer,
+)
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(DelaysWeightGradients, nn.Module):
     """y = x w_e^T (+ b_e * bias_scale[row]) for rows sorted by expert; see `glulam.grouped_mm`.
 
     Args:
@@ -86,10 +93,9 @@ class GroupedLinear(nn.Module):
 
     def experts(self, name: str) -> Any:
         """What operators take as "weight" or "bias": a tensor, a list, or None."""
-        parameters = self.parameter_list(name)
-        if not parameters:
-            return None
-        return parameters[0] if self.packed else parameters
+        if self.packed:
+            return self._parameters[name]
+        return self.parameter_list(name) or None
 
     def forward(
         self,
@@ -99,43 +105,39 @@ class GroupedLinear(nn.Module):
         splits: Splits | None = None,
         bias_scale: Tensor | None = None,
         out: Tensor | None = None,
+        grad_input: Tensor | None = None,
     ) -> Tensor:
-        """[T, K] -> [T, N]; the arguments of `glulam.grouped_mm`."""
-        given: dict[str, Any] = {
-            "offs": offs,
-            "splits": splits,
-            "bias": self.experts("bias"),
-            "bias_scale": bias_scale,
-            "out": out,
-        }
-        writer = self.grad_writer("weight", x, self._delayed.new_pass() if self.delay_wgrad else None)
-        if writer is None:
-            return grouped_mm(x, self.experts("weight"), **given)
-        call = GroupedMmCall(x=x, w=self.experts("weight"), transpose_w=False, **given)
-        return outside_traces(call, grad_of_w=writer)  # type: ignore[no-any-return]
+        """[T, K] -> [T, N]; the arguments of `glulam.grouped_mm`, and buffers.
 
-    def grad_writer(
-        self, label: str, x: Tensor, put: Callable[[Callable[[], None]], None] | None
-    ) -> Callable[..., Any] | None:
+        Args:
+            out: [T, N], where the result is written, also where a gradient is recorded; then another tensor is returned
+                that lies there. Writing it before a backward that reads the result is torch's error.
+            grad_input: [T, K], where each backward writes x's gradient, zeros behind the last group.
+
+        Raises:
+            ValueError, TypeError: as of `glulam.grouped_mm`; a buffer that does not fit, overlaps an input or requires
+                a gradient; a grad_input although x requires no gradient or grad mode is off.
+        """
+        w, bias = self.experts("weight"), self.experts("bias")
+        given: dict[str, Any] = {"offs": offs, "splits": splits, "bias": bias, "bias_scale": bias_scale}
+        put = self._delayed.new_pass() if self.delay_wgrad else None
+        writer = self.grad_writer("weight", x, put)
+        writers = {} if writer is None else {"w": writer}
+        if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
+            return grouped_mm(x, w, out=out, **given)
+        call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
+        return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+
+    def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
+        if put is None and self.packed and getattr(self._parameters["weight"], "main_grad", None) is None:
+            return None  # as in most calls
         weights: list[Any] = self.parameter_list("weight")
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None
         if has_main_grads(label, weights, x):
             return main_grad_writer(weights, self.packed, put)
         return None if put is None else grad_writer(weights, self.packed, put)
-
-    def backward_dw(self) -> None:
-        """Compute the weights' gradient that the oldest backward pass left, into main_grad or grad.
-
-        Raises:
-            RuntimeError: nothing is pending, or the module was made without delay_wgrad.
-        """
-        if not self.delay_wgrad:
-            raise RuntimeError(
-                "backward_dw: made without delay_wgrad=True, so backward computes weight gradients itself"
-            )
-        self._delayed.run_oldest()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(convert_linear(state_dict, prefix, self, TENSORS), prefix, *args)
@@ -146,10 +148,17 @@ class GroupedLinear(nn.Module):
         return text + (", delay_wgrad=True" if self.delay_wgrad else "")
 
 
+def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: Any) -> bool:
+    """Whether a call is what the operator itself does: no gradient or result that goes to a place of the module's."""
+    if writers or grad_input is not None:
+        return False
+    return out is None or not (torch.is_grad_enabled() and any_requires_grad(*arguments))
+
+
 @_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
-def outside_traces(call: Any, **writers: Any) -> Any:
-    """A differentiable call whose weight gradients go elsewhere, which is a side effect that no trace has."""
-    return differentiate(call, **writers)
+def outside_traces(call: Any, targets: Targets) -> Any:
+    """A differentiable call whose result or gradients go elsewhere, which is a side effect that no trace has."""
+    return differentiate(call, targets=targets)
 
 
 def check_sizes(module: str, **sizes: Any) -> None:

@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from cute_kernels.specs import GATED
 
 from ..activations import ActivationParams
+from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..signature import check_activation, check_flag, check_params, check_recipe, intermediate_width
-from .linear import GroupedLinear, check_sizes, outside_traces
-from .weight_gradients import Delayed
+from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces
+from .weight_gradients import Delayed, DelaysWeightGradients
 
 NAME = "GroupedMLP"
 
 
-class GroupedMLP(nn.Module):
+class GroupedMLP(DelaysWeightGradients, nn.Module):
     """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
 
     `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters.
@@ -91,32 +92,21 @@ class GroupedMLP(nn.Module):
         splits: Splits | None = None,
         row_scale: Tensor | None = None,
         out: Tensor | None = None,
+        grad_input: Tensor | None = None,
     ) -> Tensor:
-        """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`."""
-        w1, w2 = self.fc1.experts("weight"), self.fc2.experts("weight")
-        given: dict[str, Any] = {"offs": offs, "splits": splits, "row_scale": row_scale, "out": out, **self.form}
-        given.update(b1=self.fc1.experts("bias"), b2=self.fc2.experts("bias"))
+        """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
+        fc1, fc2 = self.fc1, self.fc2
+        w1, w2, b1, b2 = fc1.experts("weight"), fc2.experts("weight"), fc1.experts("bias"), fc2.experts("bias")
+        given: dict[str, Any] = {
+            "offs": offs, "splits": splits, "row_scale": row_scale, "b1": b1, "b2": b2, **self.form
+        }  # fmt: skip
         put = self._delayed.new_pass() if self.delay_wgrad else None
-        found = {
-            "grad_of_w1": self.fc1.grad_writer("fc1.weight", x, put),
-            "grad_of_w2": self.fc2.grad_writer("fc2.weight", x, put),
-        }
+        found = {"w1": fc1.grad_writer("fc1.weight", x, put), "w2": fc2.grad_writer("fc2.weight", x, put)}
         writers = {name: writer for name, writer in found.items() if writer is not None}
-        if not writers:
-            return grouped_mlp(x, w1, w2, **given)
-        return outside_traces(GroupedMlpCall(x=x, w1=w1, w2=w2, **given), **writers)  # type: ignore[no-any-return]
-
-    def backward_dw(self) -> None:
-        """Compute the weights' gradients that the oldest backward pass left, into main_grad or grad.
-
-        Raises:
-            RuntimeError: nothing is pending, or the module was made without delay_wgrad.
-        """
-        if not self.delay_wgrad:
-            raise RuntimeError(
-                "backward_dw: made without delay_wgrad=True, so backward computes weight gradients itself"
-            )
-        self._delayed.run_oldest()
+        if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
+            return grouped_mlp(x, w1, w2, out=out, **given)
+        call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
+        return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         defaults = {**ActivationParams()._asdict(), "glu_layout": "concat", "recipe": "bf16", "recompute": False}

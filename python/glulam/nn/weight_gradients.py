@@ -20,6 +20,8 @@ from ..ops.grouped_wgrad import grouped_wgrad
 from ..signature import gradient_dtypes, shape_text
 
 Job = Callable[[], None]
+Put = Callable[[Job], None]
+"""Where a job goes that is left for later."""
 
 
 class Delayed:
@@ -31,7 +33,7 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._passes)
 
-    def new_pass(self) -> Callable[[Job], None]:
+    def new_pass(self) -> Put:
         """Where a forward's backward puts its work."""
         jobs: list[Job] = []
 
@@ -51,6 +53,25 @@ class Delayed:
         with torch.no_grad():
             for job in pending:
                 job()
+
+
+class DelaysWeightGradients:
+    """Part of a module that can leave weight gradients out of backward: made with delay_wgrad=True, or not."""
+
+    delay_wgrad: bool
+    _delayed: Delayed
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients that the oldest backward pass left, into main_grad or grad.
+
+        Raises:
+            RuntimeError: nothing is pending, or the module was made without delay_wgrad.
+        """
+        if not self.delay_wgrad:
+            raise RuntimeError(
+                "backward_dw: made without delay_wgrad=True, so backward computes weight gradients itself"
+            )
+        self._delayed.run_oldest()
 
 
 def has_main_grads(name: str, weights: list[Tensor], x: Tensor) -> bool:
@@ -77,7 +98,7 @@ def has_main_grads(name: str, weights: list[Tensor], x: Tensor) -> bool:
     return True
 
 
-def main_grad_writer(weights: list[Tensor], packed: bool, put: Callable[[Job], None] | None) -> Callable[..., Any]:
+def main_grad_writer(weights: list[Tensor], packed: bool, put: Put | None) -> Callable[..., Any]:
     """The gradient of weights, as the autograd functions ask for it, into main_grad."""
 
     def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
@@ -97,7 +118,7 @@ def main_grad_writer(weights: list[Tensor], packed: bool, put: Callable[[Job], N
     return make
 
 
-def grad_writer(weights: list[Tensor], packed: bool, put: Callable[[Job], None]) -> Callable[..., Any]:
+def grad_writer(weights: list[Tensor], packed: bool, put: Put) -> Callable[..., Any]:
     """The gradient of weights, later, into grad."""
 
     def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:

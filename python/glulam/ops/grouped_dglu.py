@@ -35,6 +35,9 @@ from ..signature import (
     runs_kernels,
 )
 
+DGLU_ALONE, WITH_DGRAD = 1, 2
+"""What its function launches."""
+
 PARTIAL_COLUMNS = 128
 """A row's sum has at most two partial sums in every 128 columns, however a kernel's tiles and clusters cut it."""
 COUNTED_ROWS, COUNTERS = 64, 4
@@ -127,6 +130,17 @@ def grouped_dglu(
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
 
+def row_sum_layouts(problem: Problem, launch: Launch) -> tuple[workspace.Layout, workspace.Layout]:
+    """What the kernel needs beside its results to make d_row_scale: partial sums, and counters that are zero."""
+    sums = 2 * -(-problem.intermediate // PARTIAL_COLUMNS)
+    count = COUNTERS * (problem.rows // COUNTED_ROWS + problem.experts + 1)
+    where = (launch.device, launch.index)
+    return (
+        workspace.Layout((sums, problem.rows), torch.float32, *where),
+        workspace.Layout((1, count), torch.int32, *where, zeroed=True),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluPlan(Launch):
     """The constants of a grouped_dglu call. `width`: I; `w2_listed`: w2 is an ExpertList, not packed.
@@ -152,18 +166,18 @@ class GroupedDgluPlan(Launch):
             w2_table, w2 = w2.address, w2.lowest
         if self.rows == 1:
             dy, preact = aligned_row(dy), aligned_row(preact)
-        d_scale = scale.new_zeros(self.rows) if self.wants_d_scale and scale is not None else None
+        d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
         d_scale_at = partials_at = counters_at = 0
         if d_scale is not None and self.partials is not None and self.counters is not None:
             partials, counters = workspace.take(self.partials), workspace.take(self.counters)
             d_scale_at, partials_at, counters_at = d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr()
         limit, alpha, offset = self.params
         self.function(
-            dy, w2, preact, dpreact, act,
+            dy, w2, preact, dpreact, act, w2, dy,  # the last two stand for w1 and dx, which are not touched
             groups.data_ptr(), self.group_form, self.experts,
-            w2_table, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
+            w2_table, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
             limit, alpha, offset,
-            self.sm_count, 1,
+            self.sm_count, DGLU_ALONE,
         )  # fmt: skip
         return GluGradients(dpreact, act, d_scale)
 
@@ -257,11 +271,7 @@ class GroupedDgluCall(Call):
     def plan(self, problem: Problem, launch: Launch) -> GroupedDgluPlan:
         partials = counters = None
         if self.wants_d_row_scale and problem.rows:
-            sums = 2 * -(-problem.intermediate // PARTIAL_COLUMNS)
-            count = COUNTERS * (problem.rows // COUNTED_ROWS + problem.experts + 1)
-            where = (launch.device, launch.index)
-            partials = workspace.Layout((sums, problem.rows), torch.float32, *where)
-            counters = workspace.Layout((1, count), torch.int32, *where, zeroed=True)
+            partials, counters = row_sum_layouts(problem, launch)
         return GroupedDgluPlan(
             **vars(launch),
             width=problem.intermediate,

@@ -37,6 +37,9 @@ from ..signature import (
     runs_kernels,
 )
 
+FC1_ALONE, WITH_FC2 = 1, 2
+"""What a function that keeps the preactivation launches."""
+
 
 def grouped_glu(
     x: Tensor,
@@ -159,10 +162,10 @@ class GroupedGluPlan(Launch):
             return out
         preact = x.new_empty(self.rows, self.preact_width)
         self.function(
-            x, w1, act, preact,
+            x, w1, act, preact, w1, x,  # the last two stand for w2 and y, which the first launch does not touch
             groups.data_ptr(), self.group_form, self.experts,
-            w1_table, bias_at, bias_table, scale_at, limit, alpha, offset,
-            self.sm_count, 1,
+            w1_table, bias_at, bias_table, 0, 0, 0, scale_at, limit, alpha, offset,
+            self.sm_count, FC1_ALONE,
         )  # fmt: skip
         return out, preact
 

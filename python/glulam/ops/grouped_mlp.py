@@ -20,7 +20,6 @@ from ..groups import Splits
 from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..signature import (
     Experts,
-    any_requires_grad,
     check_activation,
     check_bias,
     check_experts,
@@ -35,6 +34,7 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
+    requiring_grad,
     runs_kernels,
 )
 
@@ -90,22 +90,14 @@ def grouped_mlp(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled() and not is_dynamo_compiling() and any_requires_grad(x, w1, w2, row_scale, b1, b2):
-        from ..backward import differentiate
-
-        return differentiate(  # type: ignore[no-any-return]
-            GroupedMlpCall(
-                x=x, w1=w1, w2=w2, offs=offs, splits=splits, row_scale=row_scale, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
-                out=out,
-            )
-        )  # fmt: skip
     key = plan = failure = None
+    compiling = is_dynamo_compiling()
+    needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if not compiling and is_grad_enabled() else None
     w1_: Any = w1
     w2_: Any = w2
     b1_: Any = b1
     b2_: Any = b2
-    if not is_dynamo_compiling():
+    if not compiling:
         try:
             groups: Any = offs if splits is None else splits
             if w1.__class__ is list:
@@ -116,8 +108,8 @@ def grouped_mlp(
                 b1_ = find("bias", b1)
             if b2 is not None and b2.__class__ is list:
                 b2_ = find("bias", b2)
-            key = (  # x's device is left out: the kernel checks it against that of the workspace
-                x.__class__, x.shape, x.dtype, x.is_contiguous() or x.stride(),
+            key = (
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), needs,
                 w1_.shape, w2_.shape,  # the kernel checks that their rows are not padded
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
                 activation, glu_layout, limit, alpha, offset, recipe, recompute,
@@ -128,15 +120,19 @@ def grouped_mlp(
             )  # fmt: skip
             plan = PLANS.find(key)
             if plan is not None:
-                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)
+                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
+    if needs is not None:
+        w1_, w2_, b1_, b2_ = w1, w2, b1, b2  # autograd is given the experts themselves
     call = GroupedMlpCall(
         x=x, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
         out=out,
     )  # fmt: skip
     try:
+        if needs is not None:
+            return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
         return call.settle(key, plan, failure)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -188,7 +184,8 @@ class GroupedMlpPlan(Launch):
         return out
 
 
-PLANS: Plans[GroupedMlpPlan] = Plans()
+PLANS: Plans[Any] = Plans()
+"""GroupedMlpPlans, and `backward.planned_mlp.MlpTrainingPlan`s where an argument requires a gradient."""
 
 
 @dataclasses.dataclass

@@ -19,7 +19,6 @@ from ..groups import Splits
 from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..signature import (
     Experts,
-    any_requires_grad,
     check_bias,
     check_experts,
     check_flag,
@@ -30,6 +29,7 @@ from ..signature import (
     check_width,
     check_x,
     mismatch,
+    requiring_grad,
     runs_kernels,
 )
 
@@ -69,18 +69,12 @@ def grouped_mm(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled() and not is_dynamo_compiling() and any_requires_grad(x, w, bias, bias_scale):
-        from ..backward import differentiate
-
-        return differentiate(  # type: ignore[no-any-return]
-            GroupedMmCall(
-                x=x, w=w, offs=offs, splits=splits, bias=bias, bias_scale=bias_scale, transpose_w=transpose_w, out=out
-            )
-        )
     key = plan = failure = None
+    compiling = is_dynamo_compiling()
+    needs = requiring_grad(x, w, bias, bias_scale) if not compiling and is_grad_enabled() else None
     w_: Any = w
     bias_: Any = bias
-    if not is_dynamo_compiling():
+    if not compiling:
         try:
             groups: Any = offs if splits is None else splits
             if w.__class__ is list:
@@ -88,7 +82,7 @@ def grouped_mm(
             if bias is not None and bias.__class__ is list:
                 bias_ = find("bias", bias)
             key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), needs,
                 w_.shape, transpose_w,
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
                 None if bias is None else bare(bias_),
@@ -97,13 +91,17 @@ def grouped_mm(
             )  # fmt: skip
             plan = PLANS.find(key)
             if plan is not None:
-                return plan.run(x, w_, groups, bias_, bias_scale, out)
+                return plan.run(x, w_, groups, bias_, bias_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
+    if needs is not None:
+        w_, bias_ = w, bias  # autograd is given the experts themselves
     call = GroupedMmCall(
         x=x, w=w_, offs=offs, splits=splits, bias=bias_, bias_scale=bias_scale, transpose_w=transpose_w, out=out
     )
     try:
+        if needs is not None:
+            return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
         return call.settle(key, plan, failure)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -141,7 +139,8 @@ class GroupedMmPlan(Launch):
         return out
 
 
-PLANS: Plans[GroupedMmPlan] = Plans()
+PLANS: Plans[Any] = Plans()
+"""GroupedMmPlans, and `backward.planned_mm.MmTrainingPlan`s where an argument requires a gradient."""
 
 
 @dataclasses.dataclass

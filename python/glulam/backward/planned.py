@@ -1,0 +1,103 @@
+"""What plans for differentiable calls share: which calls they serve, where they are kept, what backward relies on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .. import device as gpus
+from .. import dispatch, kernels
+from ..call import Call
+from ..dispatch import Problem
+from ..plan import Launch, Plans, checking
+from ..signature import ALIGNMENT_BYTES
+from .parts import ORDINARY, Targets, key_of
+
+has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+PLANS: Plans[Any] = Plans()
+"""Of calls with targets, which come from modules and not through an operator."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingLaunch(Launch):
+    """What every plan of a differentiable call holds.
+
+    Attributes:
+        needs: for each input of its autograd function, whether it requires a gradient.
+        grouped_by: "offs" or "splits".
+    """
+
+    needs: tuple[bool, ...]
+    grouped_by: str
+
+
+def run(call: Call, key: Hashable, targets: Targets, make_plan: Callable[[Any], Any]) -> Any:
+    """The result of a call that has no plan yet, or that has targets; NotImplemented where it is not a common one.
+
+    Args:
+        key: where to keep the plan; None where the call did not come through its operator.
+    """
+    if key is None and targets is ORDINARY:
+        return NotImplemented
+    plans: Plans[Any] = call.plans
+    if targets is not ORDINARY:
+        plans, key = PLANS, key_of(call)
+    plan = plans.find(key)
+    if plan is None:
+        plan = make_plan(call)
+        if plan is None:
+            return NotImplemented
+        plans.keep(key, plan)
+    return plan.run_into(targets, *plan.inputs_of(call))
+
+
+def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
+    """Tensors in GPU memory, no list; and more than one row, whose stride torch leaves arbitrary."""
+    if has_functorch_transforms() or checking():
+        return False
+    lead = call.lead
+    given = [value for name in names if (value := getattr(call, name)) is not None]
+    in_memory = all(value.__class__ in gpus.PLAIN_TENSORS and value.device == lead.device for value in given)
+    return lead.device.type == gpus.KERNEL_DEVICE and in_memory and problem.rows > 1
+
+
+def requires(call: Call, name: str) -> bool:
+    return bool(getattr(getattr(call, name), "requires_grad", False))
+
+
+def function_of(problem: Problem, index: int) -> Callable[..., Any]:
+    """The function that serves a part of a backward on a device."""
+    return kernels.find(dispatch.choose(problem, gpus.gpu(index).arch).spec).function
+
+
+def is_usual(dy: Tensor) -> bool:
+    """Whether kernels take an incoming gradient as it is, in a backward of which nobody makes a graph."""
+    return (
+        dy.__class__ in gpus.PLAIN_TENSORS
+        and not is_grad_enabled()
+        and dy.is_contiguous()
+        and not dy.data_ptr() % ALIGNMENT_BYTES
+    )
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.layouts = None if hooks_of_saved_tensors(False) is None else _layouts(tensors)
+    ctx.save_for_backward(*tensors)
+
+
+def as_saved(ctx: Any, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether tensors lie as they did: hooks of saved tensors need not give back what they were given."""
+    return ctx.layouts is None or ctx.layouts == _layouts(tensors)
+
+
+def _layouts(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    return [
+        None if t is None else (t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride())
+        for t in tensors
+    ]

@@ -1,0 +1,226 @@
+"""The common differentiable grouped_mlp: packed weights and group sizes on a GPU, and gradients behind the activation.
+
+A plan settles once for a signature which kernels run, what is saved and what is computed. Forward is one call with two
+launches; backward is one call for its data path (the gradients of h, x and row_scale), and one for each weight. What is
+done here less often than a plan is kept for takes the general path, `mlp.GroupedMlp`, in either direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import device as gpus
+from .. import workspace
+from ..ops.grouped_bias_grad import grouped_bias_grad
+from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
+from ..ops.grouped_glu import WITH_FC2
+from ..ops.grouped_mlp import GroupedMlpCall
+from . import mlp
+from .layout import flatten
+from .parts import (
+    ORDINARY,
+    Targets,
+    as_result,
+    once_differentiable,
+    scale_of_bias_grad,
+    taken,
+    usable,
+    without_graph,
+)
+from .planned import (
+    TrainingLaunch,
+    as_saved,
+    function_of,
+    has_functorch_transforms,
+    is_common,
+    is_usual,
+    requires,
+    save,
+)
+
+NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
+"""The inputs of the function below that may be tensors, in order."""
+
+SMALL_BYTES = workspace.GRANULE
+"""Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpTrainingPlan(TrainingLaunch):
+    """The constants of a grouped_mlp's forward and backward; `function` is that of FC1 with its preactivation.
+
+    Attributes:
+        dglu, wgrad: the functions of backward.
+        options: as the general path takes them.
+        hidden, preact_width, inner, width: columns of x, h, the activation and the result.
+        act: where the activation of forward lies between its two launches; None allocates it.
+        partials, counters: memory for the row sums of d_row_scale; None where nothing asks for that.
+    """
+
+    dglu: Callable[..., Any]
+    wgrad: Callable[..., Any]
+    options: mlp.Options
+    hidden: int
+    preact_width: int
+    inner: int
+    width: int
+    act: workspace.Layout | None
+    partials: workspace.Layout | None
+    counters: workspace.Layout | None
+    limit: float
+    alpha: float
+    offset: float
+
+    def inputs_of(self, call: GroupedMlpCall) -> tuple[Any, ...]:
+        return call.x, call.w1, call.w2, call.groups, call.b1, call.b2, call.row_scale
+
+    def run(
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: None
+    ) -> Tensor:
+        return self.run_into(ORDINARY, x, w1, w2, groups, b1, b2, scale)
+
+    def run_into(
+        self, targets: Targets, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None
+    ) -> Tensor:
+        """As `run`, with the result and gradients where `targets` says."""
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run_into(targets, x, w1, w2, groups, b1, b2, scale)
+        if not has_functorch_transforms():
+            return apply_untransformed(self, targets, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return]
+        given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
+        layout, flat = flatten(given)
+        options = self.options._replace(targets=targets)
+        return mlp.GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class PlannedMlp(torch.autograd.Function):
+    """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: MlpTrainingPlan, targets: Targets, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor,
+        scale: Tensor | None, b1: Tensor | None, b2: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        rows, out = plan.rows, targets.out
+        y, preact = x.new_empty(rows, plan.width) if out is None else out, x.new_empty(rows, plan.preact_width)
+        act = x.new_empty(rows, plan.inner) if plan.act is None else workspace.take(plan.act)
+        plan.function(
+            x, w1, act, preact, w2, y,
+            groups.data_ptr(), plan.group_form, plan.experts,
+            0, 0 if b1 is None else b1.data_ptr(), 0, 0, 0 if b2 is None else b2.data_ptr(), 0,
+            0 if scale is None else scale.data_ptr(), plan.limit, plan.alpha, plan.offset,
+            plan.sm_count, WITH_FC2,
+        )  # fmt: skip
+        _, _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
+        ctx.plan, ctx.targets = plan, targets
+        save(ctx, x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None)
+        return y if out is None else as_result(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        plan: MlpTrainingPlan = ctx.plan
+        targets: Targets = ctx.targets
+        x, w1, w2, preact, groups, scale, b2 = saved = taken(ctx)
+        if not is_usual(dy) or not as_saved(ctx, saved):
+            return _unusual_backward(plan, targets, saved, dy)
+        del saved
+        _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
+        rows, groups_at = plan.rows, groups.data_ptr()
+        dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
+        dx = d_scale = dw1 = dw2 = db1 = db2 = None
+        d_scale_at = partials_at = counters_at = 0
+        if for_x:
+            dx = dy.new_empty(rows, plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
+        if for_scale:
+            d_scale = scale.new_empty(rows)
+            d_scale_at = d_scale.data_ptr()
+            partials_at = workspace.take(plan.partials).data_ptr()  # type: ignore[arg-type]
+            counters_at = workspace.take(plan.counters).data_ptr()  # type: ignore[arg-type]
+        plan.dglu(
+            dy, w2, preact, dpreact, act, w1 if for_x else w2, dx if for_x else dy,
+            groups_at, plan.group_form, plan.experts,
+            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
+            plan.limit, plan.alpha, plan.offset,
+            plan.sm_count, WITH_DGRAD if for_x else DGLU_ALONE,
+        )  # fmt: skip
+        if targets.grad_input is not None:
+            torch.autograd.graph.increment_version(targets.grad_input)
+        # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
+        del preact
+        by_groups = {plan.grouped_by: groups}
+        if for_w1 and "w1" in targets.weights:
+            dw1 = targets.weights["w1"](dpreact, x, by_groups)
+        elif for_w1:
+            dw1 = dy.new_empty(plan.experts, plan.preact_width, plan.hidden)
+            plan.wgrad(dpreact, x, dw1, groups_at, plan.group_form, plan.experts, 0, 0, 0, plan.sm_count, 1)
+        if for_b1:
+            db1 = grouped_bias_grad(dpreact, **by_groups)
+        del dpreact
+        if for_w2 and "w2" in targets.weights:
+            dw2 = targets.weights["w2"](dy, act, by_groups)
+        elif for_w2:
+            dw2 = dy.new_empty(plan.experts, plan.width, plan.inner)
+            plan.wgrad(dy, act, dw2, groups_at, plan.group_form, plan.experts, 0, 0, 0, plan.sm_count, 1)
+        if for_b2:
+            db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
+        if b2 is not None and d_scale is not None:
+            d_scale += scale_of_bias_grad(dy, b2, by_groups)
+        return None, None, dx, dw1, dw2, None, d_scale, db1, db2
+
+
+apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, PlannedMlp).apply
+"""PlannedMlp.apply without its look at every argument for what functorch left behind, which takes 2 us."""
+
+
+def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any, ...], dy: Tensor) -> Any:
+    """By the public operators, which look at everything anew: with a graph of the backward, from a dy that is traced, a
+    view or misaligned, or after hooks gave back tensors that lie otherwise."""
+    x, w1, w2, preact, groups, scale, b2 = saved
+    named = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
+    wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
+    options = plan.options._replace(targets=targets)
+    with without_graph():
+        gradients = mlp.make_gradients(named, options, usable(dy), wanted)
+    return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
+
+
+def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
+    """The plan for calls like this one; None where they take the general path.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    problem = call.check()
+    behind = any(requires(call, name) for name in mlp.BEHIND_THE_ACTIVATION)
+    if not behind or call.recompute or not is_common(call, problem, NAMES):
+        return None
+    call.check_addresses()
+    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    dglu = dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features)
+    wgrad = dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype)
+    act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
+    partials, counters = row_sum_layouts(problem, launch) if requires(call, "row_scale") else (None, None)
+    return MlpTrainingPlan(
+        **{**vars(launch), "op": call.op},
+        needs=(False, False, *(requires(call, name) for name in NAMES)),
+        grouped_by="offs" if call.splits is None else "splits",
+        dglu=function_of(dglu, launch.index),
+        wgrad=function_of(wgrad, launch.index),
+        options=mlp.options(call, ORDINARY),
+        hidden=problem.in_features,
+        preact_width=problem.w1_rows,
+        inner=problem.intermediate,
+        width=problem.out_features,
+        act=act if act.num_bytes <= SMALL_BYTES else None,
+        partials=partials,
+        counters=counters,
+        limit=float(call.limit),
+        alpha=float(call.alpha),
+        offset=float(call.offset),
+    )

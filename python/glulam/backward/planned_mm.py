@@ -1,0 +1,162 @@
+"""The common differentiable grouped_mm: a packed weight and group sizes on a GPU, no scale that wants a gradient.
+
+As `planned_mlp`: forward is one call, backward one for x's gradient and one for the weight's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import device as gpus
+from ..ops.grouped_bias_grad import grouped_bias_grad
+from ..ops.grouped_mm import GroupedMmCall
+from . import mm
+from .layout import flatten
+from .parts import ORDINARY, Targets, as_result, once_differentiable, taken, usable, without_graph
+from .planned import (
+    TrainingLaunch,
+    as_saved,
+    function_of,
+    has_functorch_transforms,
+    is_common,
+    is_usual,
+    requires,
+    save,
+)
+
+NAMES = ("x", "w", "groups", "bias", "bias_scale")
+"""The inputs of the function below that may be tensors, in order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MmTrainingPlan(TrainingLaunch):
+    """The constants of a grouped_mm's forward and backward.
+
+    Attributes:
+        dgrad, wgrad: the functions of backward.
+        transpose_w: the operator's.
+        contracted, width: columns of x and of the result.
+        w_shape: [E, N, K].
+    """
+
+    dgrad: Callable[..., Any]
+    wgrad: Callable[..., Any]
+    transpose_w: bool
+    contracted: int
+    width: int
+    w_shape: tuple[int, int, int]
+
+    def inputs_of(self, call: GroupedMmCall) -> tuple[Any, ...]:
+        return call.x, call.w, call.groups, call.bias, call.bias_scale
+
+    def run(self, x: Tensor, w: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: None) -> Tensor:
+        return self.run_into(ORDINARY, x, w, groups, bias, scale)
+
+    def run_into(
+        self, targets: Targets, x: Tensor, w: Any, groups: Tensor, bias: Any, scale: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """As `run`, with the result and gradients where `targets` says."""
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run_into(targets, x, w, groups, bias, scale)
+        if not has_functorch_transforms():
+            return apply_untransformed(self, targets, x, w, groups, bias, scale)  # type: ignore[no-any-return]
+        layout, flat = flatten({"x": x, "w": w, "bias": bias, "bias_scale": scale, self.grouped_by: groups})
+        return mm.GroupedMm.apply(layout, self.transpose_w, targets, *flat)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class PlannedMm(torch.autograd.Function):
+    """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: MmTrainingPlan, targets: Targets, x: Tensor, w: Tensor, groups: Tensor, bias: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        out = targets.out
+        y = x.new_empty(plan.rows, plan.width) if out is None else out
+        plan.function(
+            x, w, y,
+            groups.data_ptr(), plan.group_form, plan.experts,
+            0, 0 if bias is None else bias.data_ptr(), 0, 0 if scale is None else scale.data_ptr(),
+            plan.sm_count, 1,
+        )  # fmt: skip
+        _, _, for_x, for_w, _, for_bias, _ = plan.needs
+        ctx.plan, ctx.targets = plan, targets
+        save(ctx, x if for_w else None, w if for_x else None, groups, scale if for_bias else None)
+        return y if out is None else as_result(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        plan: MmTrainingPlan = ctx.plan
+        targets: Targets = ctx.targets
+        x, w, groups, scale = saved = taken(ctx)
+        if not is_usual(dy) or not as_saved(ctx, saved):
+            return _unusual_backward(plan, targets, saved, dy)
+        _, _, for_x, for_w, _, for_bias, _ = plan.needs
+        by_groups, where = {plan.grouped_by: groups}, (groups.data_ptr(), plan.group_form, plan.experts)
+        dx = dw = db = None
+        if for_x:
+            dx = targets.new_grad_input(dy, plan.contracted)
+            plan.dgrad(dy, w, dx, *where, 0, 0, 0, 0, plan.sm_count, 1)
+        if for_w:
+            left, right = (x, dy) if plan.transpose_w else (dy, x)
+            if "w" in targets.weights:
+                dw = targets.weights["w"](left, right, by_groups)
+            else:
+                dw = dy.new_empty(plan.w_shape)
+                plan.wgrad(left, right, dw, *where, 0, 0, 0, plan.sm_count, 1)
+        if for_bias:
+            db = grouped_bias_grad(dy, row_scale=scale, **by_groups)
+        return None, None, dx, dw, None, db, None
+
+
+apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, PlannedMm).apply
+"""As in planned_mlp."""
+
+
+def _unusual_backward(plan: MmTrainingPlan, targets: Targets, saved: tuple[Any, ...], dy: Tensor) -> Any:
+    """As in planned_mlp."""
+    x, w, groups, scale = saved
+    named = {"x": x, "w": w, "bias": None, "bias_scale": scale, plan.grouped_by: groups}
+    wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
+    with without_graph():
+        gradients = mm.make_gradients(named, plan.transpose_w, targets, usable(dy), wanted)
+    return None, None, *once_differentiable(mm.OP, [gradients.get(name) for name in NAMES])
+
+
+def make_plan(call: GroupedMmCall) -> MmTrainingPlan | None:
+    """The plan for calls like this one; None where they take the general path.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    problem = call.check()
+    if requires(call, "bias_scale") or not is_common(call, problem, NAMES):
+        return None
+    call.check_addresses()
+    launch = call.launch(problem)
+    x_columns, y_columns = problem.in_features, problem.out_features
+    n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
+    dgrad = dataclasses.replace(
+        problem, in_features=y_columns, out_features=x_columns, transpose_w=not call.transpose_w
+    )
+    wgrad = dataclasses.replace(
+        problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
+    )
+    return MmTrainingPlan(
+        **vars(launch),
+        needs=(False, False, *(requires(call, name) for name in NAMES)),
+        grouped_by="offs" if call.splits is None else "splits",
+        dgrad=function_of(dgrad, launch.index),
+        wgrad=function_of(wgrad, launch.index),
+        transpose_w=call.transpose_w,
+        contracted=x_columns,
+        width=y_columns,
+        w_shape=(problem.experts, n, k),
+    )
