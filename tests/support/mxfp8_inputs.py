@@ -30,7 +30,7 @@ def random_float32(rows: int = 4096) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31, (rows, 32), generator=generator, dtype=torch.int64)
     x = bits.to(torch.int32).view(F32)
-    small = torch.exp2(-torch.arange(rows).float() % 160)[:, None]
+    small = torch.exp2(-(torch.arange(rows) % 160).float())[:, None]
     x = torch.where(torch.arange(rows)[:, None] % 2 == 0, x, torch.randn(rows, 32, generator=generator) * small)
     return torch.where(x.isfinite(), x, 1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..signature import (
 )
 from . import reference
 from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, scale_shape
-from .tensor import MXFP8Copies, MXFP8Tensor, check_form
+from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
 
 OP = "quantize_mxfp8"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,16 +80,19 @@ def quantize_mxfp8(
     tensors = _quantize(x, axis, offs, block, scale_layout, buffers)
     if out is not None:
         return out
+    make = MXFP8Tensor if is_dynamo_compiling() else unchecked
     if axis != "both":
-        return MXFP8Tensor(tensors[0], tensors[1], axis, block, scale_layout)
+        return make(tensors[0], tensors[1], axis, block, scale_layout)
     return MXFP8Copies(
-        MXFP8Tensor(tensors[0], tensors[1], "row", block, scale_layout),
-        MXFP8Tensor(tensors[2], tensors[3], "col", block, scale_layout),
+        make(tensors[0], tensors[1], "row", block, scale_layout),
+        make(tensors[2], tensors[3], "col", block, scale_layout),
     )
 
 
 def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]:
     """The tensors of `out`: data and scales of each copy."""
+    if out.__class__ is MXFP8Tensor and (out.axis, out.block, out.scale_layout) == (axis, block, scale_layout):
+        return [out.data, out.scale]
     check_form(OP, QUANTIZE_AXES, axis, block, scale_layout)
     copies = tuple(out) if axis == "both" and isinstance(out, (tuple, list)) else (out,)
     axes = ("row", "col") if axis == "both" else (axis,)
@@ -129,12 +133,20 @@ def _quantize(
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
 
+def new_results(x: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp8Plan(Launch):
-    """The constants of a quantize_mxfp8 call. `places`: of each result among the four that a kernel knows."""
+    """The constants of a quantize_mxfp8 call.
+
+    `places`: of each result among the four that a kernel knows; `sizes`: their bytes.
+    """
 
     shapes: Shapes
     places: tuple[int, ...]
+    sizes: tuple[int, ...]
     wide: int
     swizzled: int
 
@@ -142,17 +154,14 @@ class QuantizeMxfp8Plan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, offs, out)
-        if out is None:
-            results = tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes)
-        else:
-            results = tuple(out)
-            for tensor in results:
-                check_no_overlap(self.op, "out", tensor, "x", x)
+        results = new_results(x, self.shapes) if out is None else tuple(out)
         if self.rows == 1:
             x = aligned_row(x)
-        addresses = [0, 0, 0, 0]
-        for place, tensor in zip(self.places, results, strict=True):
-            addresses[place] = tensor.data_ptr()
+        addresses, x_at = [0, 0, 0, 0], x.data_ptr()
+        for place, size, tensor in zip(self.places, self.sizes, results, strict=True):
+            at = addresses[place] = tensor.data_ptr()
+            if -size < at - x_at < self.x_extent:
+                check_no_overlap(self.op, "out", tensor, "x", x)
         self.function(x, *addresses, 0 if offs is None else offs.data_ptr(), self.experts, self.wide, self.swizzled, 1)
         return results
 
@@ -232,10 +241,7 @@ class QuantizeMxfp8Call(Call):
                 raise ValueError(f"{self.op}: out has strides {tensor.stride()}; data and scales must be contiguous")
 
     def results(self, problem: Problem) -> tuple[Tensor, ...]:
-        return tuple(self.x.new_empty(shape, dtype=dtype) for shape, dtype in self._shapes())
-
-    def _places(self) -> tuple[int, ...]:
-        return {"row": (0, 1), "col": (2, 3), "both": (0, 1, 2, 3)}[self.axis]
+        return new_results(self.x, self._shapes())
 
     def without_rows(self, problem: Problem) -> tuple[Tensor, ...]:
         """Nothing to write, and no blocks to write it in."""
@@ -258,7 +264,8 @@ class QuantizeMxfp8Call(Call):
         return QuantizeMxfp8Plan(
             **vars(launch),
             shapes=self._shapes(),
-            places=self._places(),
+            places={"row": (0, 1), "col": (2, 3), "both": (0, 1, 2, 3)}[self.axis],
+            sizes=tuple(math.prod(shape) for shape, _ in self._shapes()),
             wide=int(self.block == "1x128"),
             swizzled=int(self.scale_layout == "swizzled"),
         )

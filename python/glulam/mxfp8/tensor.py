@@ -257,19 +257,18 @@ def check_form(op: str, axes: Sequence[str], axis: Any, block: Any, scale_layout
             raise ValueError(f"{op}: {name} is {got!r}; choose one of {', '.join(valid)}")
 
 
+def unchecked(data: Any, scale: Any, axis: str, block: str, scale_layout: str) -> MXFP8Tensor:
+    """Of parts that fit, as a kernel's results do, or that pytree functions have replaced by anything."""
+    result = object.__new__(MXFP8Tensor)
+    result.__dict__.update(data=data, scale=scale, axis=axis, block=block, scale_layout=scale_layout)
+    return result
+
+
 # So that containers of them pass through torch.compile and friends, and torch.load reads them.
 pytree.register_pytree_node(
     MXFP8Tensor,
     lambda t: ([t.data, t.scale], tuple(getattr(t, name) for name in FORM)),
-    lambda parts, form: _unchecked(parts, form),
+    lambda parts, form: unchecked(*parts, *form),
     serialized_type_name="glulam.MXFP8Tensor",
 )
 torch.serialization.add_safe_globals([MXFP8Tensor])
-
-
-def _unchecked(parts: Any, form: tuple[str, ...]) -> MXFP8Tensor:
-    """Of parts that pytree functions may have replaced by anything."""
-    result = object.__new__(MXFP8Tensor)
-    for name, value in zip(("data", "scale", *FORM), (*parts, *form), strict=True):
-        object.__setattr__(result, name, value)
-    return result
