@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import GradientNotSupported, MXFP8Tensor, quantize_mxfp8
-from glulam.mxfp8 import FoldError, MXFP8Copies, WeightCache, layout, prepare_mxfp8_weight
+from glulam.mxfp8 import FoldError, MXFP8Copies, WeightCache, layout, prepare_mxfp8_weight, rebase_mxfp8
 from glulam.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
 from glulam.mxfp8.tensor import FORM
 
@@ -205,6 +205,11 @@ REFUSALS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "falling offs": (
         ValueError, "never fall", lambda: quantize_mxfp8(x96(), offs=torch.tensor([9, 3], dtype=torch.int32)),
+    ),
+    "offs inside padding": (
+        ValueError,
+        "offs\\[1\\] is 40, but by columns that group begins at row 128",
+        lambda: quantize_mxfp8(x96(), axis="both", offs=torch.tensor([30, 40], dtype=torch.int32)),
     ),
     "out's type": (TypeError, "out is Tensor", lambda: quantize_mxfp8(x96(), out=x96())),
     "one out for both": (
@@ -446,7 +451,7 @@ class TestLibrary:
 
     @pytest.mark.parametrize("axis", ["row", "both"])
     def test_opcheck(self, axis: str) -> None:
-        x, offs = torch.randn(70, 96), torch.tensor([30, 70], dtype=torch.int32)
+        x, offs = torch.randn(70, 96), torch.tensor([70], dtype=torch.int32)
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(
             torch.ops.glulam.quantize_mxfp8.default, (x, axis, offs, "1x32", "plain"), test_utils=tests
@@ -661,6 +666,39 @@ class TestFold:
         ):
             with pytest.raises(error, match=words):
                 call()
+
+
+class TestRebase:
+    @pytest.mark.parametrize("columns", [32, 128, 736])
+    def test_values_stay_and_scales_are_equal_over_128(self, columns: int) -> None:
+        x = torch.randn(50, columns, generator=torch.Generator().manual_seed(1))
+        x[7], x[:, 40:45] = 0, x[:, 40:45] * 64
+        q = quantize_mxfp8(x)
+        wide = rebase_mxfp8(q)
+        assert (wide.block, wide.axis, wide.shape) == ("1x128", "row", q.shape) and rebase_mxfp8(wide) is wide
+        scales = bytes_of(wide.scale)
+        for start in range(0, scales.shape[1], 4):
+            assert bool((scales[:, start : start + 4] == scales[:, start : start + 1]).all())
+        before, after = q.dequantize(), wide.dequantize()
+        padded = torch.nn.functional.pad(before, (0, -columns % 128)).unflatten(1, (-1, 128))
+        limit = padded.abs().amax(dim=2).repeat_interleave(128, dim=1)[:, :columns] * 2.0**-17.8
+        assert bool(((after - before).abs() <= limit).all())
+
+    def test_what_is_not_finite(self) -> None:
+        x = torch.ones(3, 256)
+        x[0, 3], x[1, 200] = torch.nan, torch.inf
+        values = rebase_mxfp8(quantize_mxfp8(x)).dequantize()
+        assert bool(values[0, :128].isnan().all()) and bool((values[0, 128:] == 1).all())
+        assert values[1, 200] == torch.inf and bool((values[1, :128] == 1).all()) and bool((values[2] == 1).all())
+
+    def test_batches(self) -> None:
+        q = batch_of(2)
+        assert torch.equal(rebase_mxfp8(q)[1].dequantize(), rebase_mxfp8(q[1]).dequantize())
+
+    def test_refuses_other_scales(self) -> None:
+        for other in (sample("col"), sample(scale_layout="swizzled")):
+            with pytest.raises(ValueError, match="quantised by rows, with plain scales"):
+                rebase_mxfp8(other)
 
 
 class TestWeightCache:

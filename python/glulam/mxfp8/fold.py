@@ -21,15 +21,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..signature import shape_text
-from .layout import AXES, BLOCK, DATA_DTYPE, SCALE_DTYPE
+from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
 from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 MAX_ERROR = 1e-2
 """Of a block's norm; quantising it to MXFP8 costs 2.6e-2."""
+WIDE = BLOCK_SIZES["1x128"]
+WIDE_BLOCKS = WIDE // BLOCK
 MAX_BINADES = 32
 NEGLIGIBLE_BINADES = 24
 """A block so far under its row's maximum is under what float32 accumulation of the row keeps."""
@@ -146,6 +149,32 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
     experts = _experts(w, axis)
     with torch.no_grad():
         return _fold_experts(experts, axis, max_error)
+
+
+def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
+    """The same values with one scale for 128 elements, as the FP8 GEMMs want activations: "1x32" to "1x128".
+
+    Folding as for weights, within 128 elements: exact but for what lies under 2^-17.8 of their maximum. A NaN in one of
+    the four scales makes all four NaN.
+
+    Args:
+        q: plain scales, by rows; itself where it is "1x128" already.
+
+    Raises:
+        ValueError: other scales.
+    """
+    if q.block == "1x128":
+        return q
+    if q.axis != "row" or q.scale_layout != "plain":
+        raise ValueError(f"rebase_mxfp8: q is {q!r}; give one quantised by rows, with plain scales")
+    rows, blocks = q.shape.numel() // q.shape[-1], q.scale.shape[-1]
+    padded = pad(q.data.view(torch.uint8).view(rows, -1), (0, -q.shape[-1] % WIDE)).view(DATA_DTYPE)
+    exponents = pad(q.scale.view(torch.uint8).view(rows, -1), (0, -blocks % WIDE_BLOCKS)).view(-1, WIDE_BLOCKS)
+    folded, target, _ = _rebased(padded.float().view(-1, WIDE_BLOCKS, BLOCK), exponents)
+    target = target.masked_fill((exponents == E8M0_NAN).any(dim=1), E8M0_NAN)
+    data = to_e4m3(folded).view(rows, -1)[:, : q.shape[-1]].reshape(q.shape)
+    scale = target.view(rows, -1).repeat_interleave(WIDE_BLOCKS, dim=1)[:, :blocks].reshape(q.scale.shape)
+    return MXFP8Tensor(data, scale.view(SCALE_DTYPE), "row", "1x128")
 
 
 class _Expert(NamedTuple):

@@ -25,7 +25,7 @@ from ..signature import (
     refuse_gradients,
 )
 from . import reference
-from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, scale_shape
+from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, round_up, scale_shape
 from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
 
 OP = "quantize_mxfp8"
@@ -239,6 +239,19 @@ class QuantizeMxfp8Call(Call):
                 raise ValueError(f"{self.op}: out is on {tensor.device} but x is on {self.x.device}; move it there")
             if not tensor.is_contiguous():
                 raise ValueError(f"{self.op}: out has strides {tensor.stride()}; data and scales must be contiguous")
+
+    def host_ends(self) -> list[int]:
+        """As for any operator; by columns, an end may also not lie where the group before it is padded."""
+        ends = super().host_ends()
+        for expert, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            begin = round_up(before, GROUP_ALIGNMENT)
+            if self.axis != "row" and before < end < begin:
+                raise ValueError(
+                    f"{self.op}: offs[{expert}] is {end}, but by columns that group begins at row {begin}, the next "
+                    f"multiple of {GROUP_ALIGNMENT} after the end of the one before, {before}; move the rows of each "
+                    "group to such a place first"
+                )
+        return ends
 
     def results(self, problem: Problem) -> tuple[Tensor, ...]:
         return new_results(self.x, self._shapes())
