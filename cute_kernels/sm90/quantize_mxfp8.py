@@ -182,10 +182,10 @@ class QuantizeMxfp8(Invariant):
         """(vector, 16 rows) of x, zeros outside of it. Whole tiles are read without a branch, all loads at once."""
         values = cute.make_rmem_tensor((self.vector, ROWS_PER_THREAD), self.dtype)
         values.fill(0.0)
-        op = CopyG2ROp()
         atom = cute.make_copy_atom(
-            op, self.dtype, num_bits_per_copy=8 * VECTOR_BYTES, l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE
-        )
+            CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
+            l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
+        )  # fmt: skip
         first = x.iterator.toint() + (Int64(place.row) * x.stride[0] + place.column) * (self.dtype.width // 8)
         row_bytes = x.stride[0] * (self.dtype.width // 8)
         if place.column < x.shape[1]:
@@ -213,7 +213,6 @@ class QuantizeMxfp8(Invariant):
         if offs != 0:
             ends = vector_at(Int32, offs)
             if const_expr(self.by_col):
-                end = rows
                 stop = Int32(0)
                 lane = cute.arch.lane_idx()
                 for base in cutlass.range(0, num_groups, 32):
