@@ -19,9 +19,18 @@ from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
+from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
 from .sm90.tail import TailZeros
 from .sm90.tile_scheduler import Groups
-from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from .specs import (
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    QuantizeMxfp8Spec,
+    Spec,
+)
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 OUT_DTYPES = {**DTYPES, "float32": Float32}
@@ -195,6 +204,25 @@ class GroupedWgradEntry:
             self.wgrad.launch(dy, x, dw, sizes, dw_table, mask, accumulate, num_sms, stream)
 
 
+class QuantizeMxfp8Entry:
+    """MXFP8 copies of x: addresses of E4M3 data [T,K] and E8M0 scales by rows and by columns, 0 where not asked for.
+
+    `offs`: int32 [E] or 0. `wide`: blocks of 128 instead of 32. `swizzled`: scales in 128 x 4 atoms.
+    """
+
+    def __init__(self, spec: QuantizeMxfp8Spec):
+        self.quantize = QuantizeMxfp8(spec.name, OUT_DTYPES[spec.dtype], spec.axis)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, row_data: Int64, row_scale: Int64, col_data: Int64, col_scale: Int64, offs: Int64,
+        num_groups: Int32, wide: Int32, swizzled: Int32, do_launch: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            outputs = Outputs(row_data, row_scale, col_data, col_scale)
+            self.quantize.launch(x, outputs, offs, num_groups, Form(wide, swizzled), stream)
+
+
 class _Fakes:
     """Fake tensors whose equal dimensions TVM-FFI checks at each call. Rows and columns are in elements."""
 
@@ -281,6 +309,15 @@ def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
     return GroupedWgradEntry(spec), (*tensors, *_groups_fakes(), *rest)
 
 
+def _trace_quantize(spec: QuantizeMxfp8Spec) -> tuple[Any, tuple]:
+    fakes = _Fakes(OUT_DTYPES[spec.dtype])
+    x = fakes.matrix(cute.sym_int32(divisibility=32))
+    addresses = tuple(Int64(0) for _ in range(5))
+    numbers = tuple(Int32(0) for _ in range(4))
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return QuantizeMxfp8Entry(spec), (x, *addresses, *numbers, stream)
+
+
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
     if isinstance(spec, GroupedMmSpec):
@@ -291,4 +328,6 @@ def trace(spec: Spec) -> tuple[Any, tuple]:
         return _trace_dglu(spec)
     if isinstance(spec, GroupedWgradSpec):
         return _trace_wgrad(spec)
+    if isinstance(spec, QuantizeMxfp8Spec):
+        return _trace_quantize(spec)
     return _trace_mlp(spec)

@@ -11,6 +11,8 @@ import dataclasses
 from typing import Any, ClassVar
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
+QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
+QUANTIZE_AXES = ("row", "col", "both")
 GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
@@ -243,8 +245,27 @@ class GroupedWgradSpec:
         return f"grouped_wgrad_{DTYPES[self.dtype]}_{out}_{self.tile.name}_{self.arch}"
 
 
-Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec
-_SPECS = (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedDgluSpec, GroupedWgradSpec)
+@dataclasses.dataclass(frozen=True)
+class QuantizeMxfp8Spec:
+    """x[T,K] to MXFP8 along rows, along columns, or both in one read. Blocks and scale layout are run-time values."""
+
+    op: ClassVar[str] = "quantize_mxfp8"
+    dtype: str = "bfloat16"
+    axis: str = "row"
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("dtype", self.dtype, QUANTIZED_DTYPES)
+        _require("axis", self.axis, QUANTIZE_AXES)
+        _require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        return f"quantize_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
+
+
+Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec | QuantizeMxfp8Spec
+_SPECS = (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedDgluSpec, GroupedWgradSpec, QuantizeMxfp8Spec)
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 

@@ -25,6 +25,7 @@ SUITE_HELP = {
     "skew": "the same from even to one-sided routing",
     "backward": "the backward's kernels",
     "train": "a layer's forward and backward: time, memory, host",
+    "quantize": "quantising to MXFP8",
     "host": "host time of a call",
     "graph": "CUDA graphs",
 }

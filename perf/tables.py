@@ -258,6 +258,22 @@ def compare_tables(result: Result) -> list[Table]:
     return tables
 
 
+def _quantize_row(record: dict[str, Any], limits: dict[str, float]) -> tuple[str, ...]:
+    ours = _summary(record["times"][OURS])
+    tbps = record["bytes"] / ours.median_us * 1e-6
+    form = (record["dtype"], record["axis"], record["block"], record["scale_layout"])
+    own = f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
+    reached = f"{tbps:.2f} TB/s ({100 * tbps / limits['copy_tbps']:.0f} %)"
+    return (record["label"], *form, own, reached, _peer_cell(record, "copy"))
+
+
+def quantize_tables(result: Result) -> list[Table]:
+    """Every form of the quantiser against the copy limit, and against a copy of as many bytes."""
+    header = ("matrix", "dtype", "axis", "block", "scales", "glulam us", "rate (of copy limit)", "equal copy us")
+    rows = [_quantize_row(record, result["limits"]) for record in result["records"]]
+    return [Table("Quantising to MXFP8 (`quantize_mxfp8`)", header, rows)]
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "forward": forward_tables,
     "decode": forward_tables,
@@ -268,6 +284,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "host": host_tables,
     "graph": graph_tables,
     "training-curves": curves_tables,
+    "quantize": quantize_tables,
     "compare": compare_tables,
 }
 

@@ -37,7 +37,7 @@ from perf.cases import (
 from perf.options import Options, command_line
 from perf.problem import MAX_COPIES, ROTATION_BYTES, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
-from perf.suites import SUITES
+from perf.suites import SUITES, quantize
 from perf.suites.compare import make_sets
 from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, WITH_OUT, WITHOUT_OUT, derived
 from perf.suites.train import HOST_ITEMS, needed_bytes, saved_bytes
@@ -557,6 +557,13 @@ def compare_result():
     return results.make_result("compare", STAMP, LIMITS, [record])
 
 
+def quantize_result():
+    medians = times(glulam=60.0, copy=55.0)
+    summaries = {name: Summary(**summary) for name, summary in medians.items()}
+    records = [quantize.make_record(form, summaries) for form in quantize.forms_of(MIXTRAL)]
+    return results.make_result("quantize", STAMP, LIMITS, records)
+
+
 ALL_RESULTS = {
     "forward": forward_result,
     "decode": lambda: sweep_result("decode", decode_cases()),
@@ -567,12 +574,35 @@ ALL_RESULTS = {
     "graph": graph_result,
     "train": train_result,
     CURVES: curves_result,
+    "quantize": quantize_result,
     "compare": compare_result,
 }
 
 
 def test_every_suite_has_tables_and_a_command():
     assert set(ALL_RESULTS) == {*SUITES, CURVES} == set(tables.TABLES) == {*cli.SUITE_NAMES, CURVES}
+
+
+def test_quantising_counts_every_byte_once():
+    row, both = (quantize.Form("x", 64, 96, axis=axis) for axis in ("row", "both"))
+    assert row.bytes == 64 * 96 * 3 + 64 * 3 and both.bytes == row.bytes + 64 * 96 + 64 * 3
+    assert dataclasses.replace(row, dtype="float32").bytes == row.bytes + 2 * 64 * 96
+
+
+def test_quantising_is_measured_in_every_form():
+    forms = quantize.forms_of(MIXTRAL)
+    assert len(set(forms)) == len(forms) == 18
+
+
+@pytest.mark.parametrize("axis", ["row", "both"])
+def test_a_wrong_quantiser_is_not_measured(axis, monkeypatch):
+    x, form = torch.randn(40, 64), quantize.Form("x", 40, 64, "float32", axis)
+    quantize.check(form, x)
+    right = quantize.glulam.quantize_mxfp8
+    answers = iter((right(x * 2, **form.options), right(x, **form.options)))
+    monkeypatch.setattr(quantize.glulam, "quantize_mxfp8", lambda *_, **__: next(answers))
+    with pytest.raises(RuntimeError, match="quantize_mxfp8 is wrong"):
+        quantize.check(form, x)
 
 
 def test_a_ratio_above_one_means_that_we_are_faster():

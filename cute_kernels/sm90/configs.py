@@ -8,12 +8,15 @@ from ..specs import (
     DTYPES,
     GATED,
     GLU_LAYOUTS,
+    QUANTIZE_AXES,
+    QUANTIZED_DTYPES,
     UNGATED,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    QuantizeMxfp8Spec,
     Spec,
     TileConfig,
 )
@@ -45,4 +48,5 @@ def shipped_specs() -> list[Spec]:
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, dtype, LARGE), GroupedWgradSpec(dtype, "float32", LARGE)]
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
+    specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     return specs

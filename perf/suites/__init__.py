@@ -11,6 +11,7 @@ from .compare import run_compare
 from .forward import run_decode, run_forward, run_rows, run_skew
 from .graph import run_graph
 from .host import run_host
+from .quantize import run_quantize
 from .train import run_train
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
@@ -22,5 +23,6 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "train": run_train,
     "host": run_host,
     "graph": run_graph,
+    "quantize": run_quantize,
     "compare": run_compare,
 }

@@ -53,7 +53,9 @@ def open_bundles(folders: tuple[str, ...]) -> dict[str, loader.Bundle]:
 
 def tiles(spec: Spec) -> str:
     """What tells kernels of one form apart."""
-    return f"{spec.fc1.tile.name} + {spec.fc2.tile.name}" if isinstance(spec, GroupedMlpSpec) else spec.tile.name
+    if isinstance(spec, GroupedMlpSpec):
+        return f"{spec.fc1.tile.name} + {spec.fc2.tile.name}"
+    return getattr(spec, "tile", TileConfig()).name
 
 
 def form_name(spec: Spec) -> str:

@@ -7,6 +7,7 @@ from . import nn as nn
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .kernels import compile, preload
+from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
 from .ops import (
     GluGradients,
     grouped_bias_grad,
@@ -20,8 +21,10 @@ from .ops import (
 __all__ = [
     "CaptureError",
     "Explanation",
+    "FoldError",
     "GluGradients",
     "GradientNotSupported",
+    "MXFP8Tensor",
     "UnsupportedDevice",
     "__version__",
     "compile",
@@ -34,4 +37,6 @@ __all__ = [
     "grouped_wgrad",
     "nn",
     "preload",
+    "prepare_mxfp8_weight",
+    "quantize_mxfp8",
 ]

@@ -17,6 +17,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    QuantizeMxfp8Spec,
     Spec,
     TileConfig,
 )
@@ -35,7 +36,8 @@ class Problem:
 
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
     grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; grouped_dglu: dy [T, in_features] ->
-    [T, intermediate]; grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features].
+    [T, intermediate]; grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features];
+    quantize_mxfp8: x [T, in_features] along `axis`.
     """
 
     op: str
@@ -50,6 +52,7 @@ class Problem:
     save_preact: bool = False
     transpose_w: bool = False
     out_dtype: str = ""
+    axis: str = ""
 
     @property
     def w1_rows(self) -> int:
@@ -87,24 +90,31 @@ def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:
     return GroupedWgradSpec(problem.dtype, problem.out_dtype, tile, arch)
 
 
+def _quantize(problem: Problem, tile: TileConfig, arch: str) -> QuantizeMxfp8Spec:
+    return QuantizeMxfp8Spec(problem.dtype, problem.axis, arch)
+
+
 SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
     "grouped_mm": _mm,
     "grouped_glu": _glu,
     "grouped_mlp": _mlp,
     "grouped_dglu": _dglu,
     "grouped_wgrad": _wgrad,
+    "quantize_mxfp8": _quantize,
 }
 
 
-ONE_TILE = frozenset({"grouped_dglu", "grouped_wgrad"})
-"""Operators with one tile for all numbers of rows: a weight gradient's tiles cut weights, not rows, and grouped_dglu
-serves training, where experts have many."""
+ONE_TILE = frozenset({"grouped_dglu", "grouped_wgrad", "quantize_mxfp8"})
+"""Operators with one tile for all numbers of rows: a weight gradient's tiles cut weights, not rows; grouped_dglu serves
+training, where experts have many; a quantiser's spec has no tile, and ignores it."""
 
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
     if isinstance(spec, GroupedMlpSpec):
         return GroupedMlpSpec(replace(spec.fc1, tile=TileConfig()), replace(spec.fc2, tile=TileConfig()))
+    if isinstance(spec, QuantizeMxfp8Spec):
+        return spec
     if isinstance(spec, GroupedDgluSpec):
         return replace(spec, tile=TileConfig(), dgrad=TileConfig())
     return replace(spec, tile=TileConfig())
@@ -131,7 +141,8 @@ def choose(problem: Problem, arch: str) -> Choice:
     if chosen := _preferred.get(form(spec)):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", (mxfp8,))
     if only:
-        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", (mxfp8,))
+        why = f"every {problem.op} of this form has one kernel, whatever the number of rows"
+        return Choice(spec, why, () if isinstance(spec, QuantizeMxfp8Spec) else (mxfp8,))
     if small:
         why = f"{rows}, at most {SMALL_ROWS_PER_EXPERT}: one {configs.SMALL.m}-row tile holds the average expert"
         other = f"{configs.LARGE.name}: its {configs.LARGE.m}-row tiles would be half padding or more"

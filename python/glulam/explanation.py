@@ -17,6 +17,7 @@ from ffi_bridge import BundleError
 from . import device as gpus
 from . import dispatch, kernels
 from .call import Call
+from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
@@ -25,7 +26,8 @@ from .ops.grouped_wgrad import GroupedWgradCall
 from .signature import check_width, leading, runs_kernels
 
 CALLS: dict[str, type[Call]] = {
-    c.op: c for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall, GroupedDgluCall, GroupedWgradCall)
+    c.op: c
+    for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call)
 }
 
 

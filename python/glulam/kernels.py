@@ -14,6 +14,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    QuantizeMxfp8Spec,
     Spec,
     TileConfig,
     from_dict,
@@ -74,10 +75,12 @@ def _tile(fields: dict[str, Any]) -> TileConfig:
 
 def _spec_from(fields: dict[str, Any]) -> Spec:
     """The spec that keywords describe; a grouped_mlp uses one tile for both of its GEMMs."""
-    tile = _tile(fields)
-    fields = {**fields, "tile": tile}
     for name in fields.keys() & {"dtype", "out_dtype"}:
         fields[name] = str(fields[name]).removeprefix("torch.")
+    if fields.get("op") == QuantizeMxfp8Spec.op:
+        return from_dict(fields)
+    tile = _tile(fields)
+    fields = {**fields, "tile": tile}
     if fields.get("op") != "grouped_mlp":
         return from_dict(fields)
     fc2 = {name: value for name, value in fields.items() if name in ("dtype", "arch", "tile")}
@@ -99,11 +102,11 @@ def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
 
     Args:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:
-        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu" or "grouped_wgrad";
+        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad" or "quantize_mxfp8";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
         tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1); schedule:
-            "cooperative";
-        activation, glu_layout, save_preact, transpose_w, out_dtype, arch: as the spec's fields;
+            "cooperative" or "pingpong";
+        activation, glu_layout, save_preact, transpose_w, out_dtype, axis, arch: as the spec's fields;
         dgrad: of a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
 
     Returns:
@@ -136,6 +139,8 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     matrix = torch.empty(DUMMY_SIZE, DUMMY_SIZE, dtype=dtype, device=device)
     weight = matrix[None]
     groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
+    if isinstance(spec, QuantizeMxfp8Spec):
+        return [matrix, *[0] * 5, *[0] * 4]
     if isinstance(spec, GroupedMmSpec):
         return [matrix, weight, matrix, *groups, *addresses, 0, *launch]
     if isinstance(spec, GroupedWgradSpec):

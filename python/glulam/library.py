@@ -16,6 +16,7 @@ from torch import Tensor
 from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
+from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
@@ -32,6 +33,7 @@ _MLP = (
 )
 _DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}"
 _WGRAD = f"Tensor dy, Tensor x, {_GROUPS}"
+_QUANTIZE = "Tensor x, str axis, Tensor? offs, str block, str scale_layout"
 _OUT = "Tensor(a!) out"
 
 
@@ -80,6 +82,8 @@ FORMS: dict[str, Form] = {
         "()",
         {"out_dtype": None},
     ),
+    "quantize_mxfp8": Form(QuantizeMxfp8Call, _QUANTIZE, "Tensor[]", {"out": None}),
+    "quantize_mxfp8_out": Form(QuantizeMxfp8Call, f"{_QUANTIZE}, Tensor(a!)[] out", "()", {}),
 }
 _library = torch.library.Library("glulam", "DEF")
 
@@ -91,7 +95,7 @@ def call(pending: Call) -> Any:
     for listed in (*pending.weights, *pending.biases, *pending.gradients):
         if isinstance(arguments.get(listed), Tensor):
             arguments[listed] = [arguments[listed]]
-    splits = arguments["splits"]
+    splits = arguments.get("splits")
     if splits is not None and not isinstance(splits, Tensor):
         arguments["splits"] = torch.tensor(splits, dtype=torch.int64)
     return pending.assembled(getattr(torch.ops.glulam, pending.form)(**arguments))
@@ -104,9 +108,11 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
 
 
 def _returned(pending: Call, results: Any) -> Any:
-    """The results that are not in a given buffer."""
+    """The results that are not in given buffers."""
     out = getattr(pending, "out", None)
-    fresh = [r for r in (results if isinstance(results, tuple) else (results,)) if r is not None and r is not out]
+    given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
+    results = results if isinstance(results, tuple) else (results,)
+    fresh = [r for r in results if r is not None and all(r is not g for g in given)]
     return tuple(fresh) if len(fresh) > 1 else next(iter(fresh), None)
 
 

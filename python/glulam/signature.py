@@ -123,12 +123,12 @@ def runs_kernels(x: Tensor) -> bool:
     return x.device.type == gpus.KERNEL_DEVICE
 
 
-def check_x(op: str, x: Any) -> tuple[int, int]:
-    """x [T, K], or what leads in its place: its rows and columns."""
+def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, int]:
+    """x [T, K], or what leads in its place: its rows and columns. `dtypes`: where an operator takes its own."""
     name = leading(op)
     x = _tensor(op, name, x, "a tensor [T, K]")
     on_gpu = runs_kernels(x)
-    valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
+    valid = dtypes or (KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES)
     if x.dtype not in valid:
         who = "kernels take" if on_gpu else "the CPU reference takes"
         raise TypeError(f"{op}: {name} is {x.dtype}; {who} {', '.join(map(str, valid))}, so cast it")

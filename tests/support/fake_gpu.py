@@ -23,13 +23,14 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    QuantizeMxfp8Spec,
     Spec,
 )
 from glulam import device, experts, groups, kernels
 from glulam.kernels import Kernel
 from glulam.plan import forget_plans
 
-from . import oracle
+from . import mxfp8, oracle
 
 SM_COUNT = 132
 GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
@@ -237,12 +238,32 @@ def _wgrad(spec: GroupedWgradSpec) -> Callable[..., None]:
     return run
 
 
+def _quantize(spec: QuantizeMxfp8Spec) -> Callable[..., None]:
+    def run(x: Tensor, row_data: int, row_scale: int, col_data: int, col_scale: int, offs: int, count: int, wide: int,
+            swizzled: int, do_launch: int) -> None:  # fmt: skip
+        _check_tensors(spec.dtype, [x])
+        if x.shape[1] % 32:
+            raise ValueError("dimension is not divisible by 32")
+        if not do_launch or not x.shape[0]:
+            return
+        assert (bool(row_data), bool(col_data)) == (spec.axis != "col", spec.axis != "row")
+        ends = _ends(offs, groups.OFFS_INT32, count, x.shape[0]) if offs else None
+        for axis, data, scale in (("row", row_data, row_scale), ("col", col_data, col_scale)):
+            if data:
+                wanted = mxfp8.quantized(x, axis, 128 if wide else 32, ends, padded=spec.axis != "row")
+                mxfp8.store(wanted, _memory(data, x.numel(), torch.uint8), bool(swizzled),
+                            lambda size, at=scale: _memory(at, size, torch.uint8))  # fmt: skip
+
+    return run
+
+
 MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {
     "grouped_mm": _mm,
     "grouped_glu": _glu,
     "grouped_mlp": _mlp,
     "grouped_dglu": _dglu,
     "grouped_wgrad": _wgrad,
+    "quantize_mxfp8": _quantize,
 }
 
 

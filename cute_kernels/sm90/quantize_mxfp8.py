@@ -1,0 +1,406 @@
+"""MXFP8 quantisation: x[T,K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
+
+A CTA takes a tile of 128 x 128: what one atom of swizzled scales describes, along either axis. It reads the tile once,
+16 bytes a load, into registers, where the numbers stay; magnitudes alone meet other threads, by shuffles along a row
+and through 2 or 4 KB of shared memory along a column. A thread holds 16 rows of 16 bytes, so the tiles of the CTAs on
+an SM are 128 KB of loads under way at most, where 4.3 TB/s and 1 us of latency ask for 33.
+
+Bytes of a call, none of them moved twice: T K (width + copies (1 + 1/32)), width 2 or 4, copies 1 or 2: 3.03 an element
+for the rows of 16-bit numbers, 4.06 for both axes. Instructions are no bound: 9 and 13 an element, of the 21 and 28
+that an SM issues while those bytes pass at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
+
+from ..gmem import vector_at
+from ..invariant import Invariant
+
+TILE = 128
+BLOCK = 32
+BLOCKS = TILE // BLOCK
+ROWS_PER_THREAD = 16
+SLOTS = TILE // ROWS_PER_THREAD
+VECTOR_BYTES = 16
+WORDS = VECTOR_BYTES // 4
+THREADS_PER_SM = 512  # at 128 registers a thread, 64 of which hold the tile
+SMEM_PERCENT = 14  # 32 of 228 KB: four CTAs of 5 KB each; loads under way want the rest as cache
+
+E8M0_INF, E8M0_NAN = 0xFE, 0xFF
+F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
+F32_TWO_TO_MINUS_127 = 0x00400000
+
+
+class Outputs(NamedTuple):
+    """Addresses of E4M3 [T,K] and its E8M0 scales, by rows and by columns; of an axis not asked for, anything."""
+
+    row_data: Int64
+    row_scale: Int64
+    col_data: Int64
+    col_scale: Int64
+
+
+class Form(NamedTuple):
+    """How scales are made: one for 128 elements (`wide`) instead of 32; laid out in 128 x 4 atoms (`swizzled`)."""
+
+    wide: Int32
+    swizzled: Int32
+
+
+class Reach(NamedTuple):
+    """Rows of a tile: those before `end` hold numbers, the others count as zeros; those before `stop` are stored.
+
+    By rows alone, both are where the last group ends. By columns, groups begin at multiples of 128 rows: `end` is the
+    end of the tile's group, and `stop` is T, or 0 behind the last group.
+    """
+
+    end: Int32
+    stop: Int32
+
+
+class Place(NamedTuple):
+    """A thread's part of a tile: 16 bytes at `column` of rows `row` .. `row` + 15, in units of x."""
+
+    row: Int32
+    column: Int32
+
+
+def _select(condition: Boolean, if_true: Int32, if_false: Int32) -> Int32:
+    return Int32(cutlass.select_(condition, if_true, if_false))
+
+
+def exponent_of(amax: Float32) -> Int32:
+    """The biased exponent of the least power of two that is not below amax / 448; 0xFE for Inf, 0xFF for NaN.
+
+    A float32 quotient of mantissa 0 is that power; else the exponent is one up. 2^-127, exponent 0, is the subnormal
+    of mantissa 0x400000.
+    """
+    quotient = (amax * Float32(1 / 448)).bitcast(Int32)
+    carry = _select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
+    exponent = cutlass.min((quotient + carry) >> 23, Int32(E8M0_INF))
+    return _select(quotient > F32_INF, Int32(E8M0_NAN), exponent)
+
+
+def multiplier_of(exponent: Int32) -> Float32:
+    """2^(127 - exponent): every one of them is a float32, the last (0xFE) a subnormal. NaN for 0xFF."""
+    bits = (Int32(E8M0_INF) - exponent) << 23
+    bits = _select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
+    return _select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
+
+
+class Magnitudes:
+    """|x| as unsigned integers, two in a word where x is 16-bit: their order is that of the numbers, and NaN is above
+    Inf, so that a NaN reaches the scale."""
+
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype = dtype
+        self.packed = dtype.width == 16
+        self.mask = 0x7FFF7FFF if self.packed else 0x7FFFFFFF
+
+    def of(self, word: Int32) -> Int32:
+        return word & Int32(self.mask)
+
+    def max(self, a: Int32, b: Int32) -> Int32:
+        kind = "u16x2" if self.packed else "u32"
+        ptx = f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};"
+        return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
+
+    def greatest(self, word: Int32) -> Float32:
+        """The greater magnitude of a word."""
+        pair = cute.make_rmem_tensor(32 // self.dtype.width, self.dtype)
+        words = cute.recast_tensor(pair, Int32)
+        words[0] = self.max(word, word >> 16) if self.packed else word
+        return pair[0].to(Float32)
+
+
+class ScaleGrid(NamedTuple):
+    """Where the scales of a copy lie, [outer, blocks], the tile's first at (outer0, block0): a plain one by strides."""
+
+    address: Int64
+    outer0: Int32
+    outer_count: Int32
+    outer_stride: Int64
+    block0: Int32
+    block_count: Int32
+    block_stride: Int64
+
+
+class QuantizeMxfp8(Invariant):
+    """Kernel of x, bfloat16, float16 or float32, whose rows start at multiples of 16 bytes and hold a multiple of 32.
+
+    `axis`: "row", "col" or "both".
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str):
+        self.name = name
+        self.dtype = dtype
+        self.by_row = axis != "col"
+        self.by_col = axis != "row"
+        self.magnitudes = Magnitudes(dtype)
+        self.vector = VECTOR_BYTES * 8 // dtype.width
+        self.lanes = TILE // self.vector  # threads along a row
+        self.threads = self.lanes * SLOTS
+        self.min_blocks = THREADS_PER_SM // self.threads
+
+    @cute.jit
+    def launch(
+        self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form, stream: cuda.CUstream
+    ):
+        """One CTA a tile, those of a band of rows side by side, since they read the same pages of memory."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        tiles = cute.ceil_div(x.shape[0], TILE) * cute.ceil_div(x.shape[1], TILE)
+        self.kernel(x, outputs, offs, num_groups, form).launch(
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=self.min_blocks,
+            preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form):
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        tiles_along_k = cute.ceil_div(x.shape[1], TILE)
+        row0 = tile // tiles_along_k * TILE
+        col0 = tile % tiles_along_k * TILE
+        slot = thread // self.lanes
+        place = Place(row0 + slot * ROWS_PER_THREAD, col0 + thread % self.lanes * self.vector)
+
+        values = self._load(x, place, row0)
+        reach = self._reach(x, row0, offs, num_groups)
+        if row0 < reach.stop:
+            self._quantize(x, outputs, form, values, reach, place, row0, col0)
+
+    @cute.jit
+    def _load(self, x: cute.Tensor, place: Place, row0: Int32) -> cute.Tensor:
+        """(vector, 16 rows) of x, zeros outside of it. Whole tiles are read without a branch, all loads at once."""
+        values = cute.make_rmem_tensor((self.vector, ROWS_PER_THREAD), self.dtype)
+        values.fill(0.0)
+        atom = cute.make_copy_atom(
+            CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
+            l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
+        )  # fmt: skip
+        first = x.iterator.toint() + (Int64(place.row) * x.stride[0] + place.column) * (self.dtype.width // 8)
+        row_bytes = x.stride[0] * (self.dtype.width // 8)
+        if place.column < x.shape[1]:
+            if row0 + TILE <= x.shape[0]:
+                for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    cute.copy(atom, self._vector_at(self.dtype, first + i * row_bytes), values[None, i])
+            else:
+                for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    if place.row + i < x.shape[0]:
+                        cute.copy(atom, self._vector_at(self.dtype, first + i * row_bytes), values[None, i])
+        return values
+
+    def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
+        """A thread's elements, of x or of a result, aligned to their size."""
+        align = self.vector * dtype.width // 8
+        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+        return cute.make_tensor(pointer, cute.make_layout(self.vector))
+
+    @cute.jit
+    def _reach(self, x: cute.Tensor, row0: Int32, offs: Int64, num_groups: Int32) -> Reach:
+        """Where the tile's rows end, from group ends that are sorted; each clamped to the buffer."""
+        rows = Int32(x.shape[0])
+        end = rows
+        stop = rows
+        if offs != 0:
+            ends = vector_at(Int32, offs)
+            if const_expr(self.by_col):
+                stop = Int32(0)
+                lane = cute.arch.lane_idx()
+                for base in cutlass.range(0, num_groups, 32):
+                    nearest = rows + 1
+                    if base + lane < num_groups:
+                        candidate = ends[base + lane]
+                        if candidate > row0:
+                            nearest = cutlass.min(candidate, rows)
+                    nearest = Int32(cute.arch.warp_redux_sync(nearest, "min"))
+                    if nearest <= rows:
+                        stop = rows
+                        end = cutlass.min(end, nearest)
+            else:
+                end = cutlass.max(Int32(0), cutlass.min(ends[num_groups - 1], rows))
+                stop = end
+        return Reach(end, stop)
+
+    @cute.jit
+    def _quantize(
+        self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place,
+        row0: Int32, col0: Int32,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        slot = thread // self.lanes
+        words = cute.recast_tensor(values, Int32)
+        if reach.end < row0 + TILE:
+            for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+                for j in cutlass.range_constexpr(WORDS):
+                    words[j, i] = _select(place.row + i < reach.end, words[j, i], Int32(0))
+
+        smem = cutlass.utils.SmemAllocator()
+        row_scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, TILE)), 16)
+        col_scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, TILE)), 16)
+        col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, SLOTS)), 16)
+
+        row_exponents = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
+        col_exponents = cute.make_rmem_tensor(self.vector, Int32)
+        if const_expr(self.by_col):
+            self._put_column_maxima(words, col_maxima, slot)
+        if const_expr(self.by_row):
+            self._row_exponents(words, form, row_exponents)
+            self._put_row_scales(x, row_exponents, row_scales, place, row0)
+        cute.arch.sync_threads()
+        if const_expr(self.by_col):
+            self._column_exponents(col_maxima, slot, form, col_exponents)
+            self._put_column_scales(x, col_exponents, col_scales, place, slot)
+            cute.arch.sync_threads()
+
+        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, place, row0)
+        width, rows = Int32(x.shape[1]), Int32(x.shape[0])
+        if const_expr(self.by_row):
+            blocks = width // BLOCK
+            grid = ScaleGrid(outputs.row_scale, row0, rows, Int64(blocks), col0 // BLOCK, blocks, Int64(1))
+            self._store_scales(row_scales, grid, reach.stop, form)
+        if const_expr(self.by_col):
+            blocks = cute.ceil_div(rows, BLOCK)
+            grid = ScaleGrid(outputs.col_scale, col0, width, Int64(1), row0 // BLOCK, blocks, Int64(width))
+            self._store_scales(col_scales, grid, width, form)
+
+    @cute.jit
+    def _row_exponents(self, words: cute.Tensor, form: Form, exponents: cute.Tensor):
+        """Of the block that this thread's 16 bytes of each row lie in."""
+        kind = self.magnitudes
+        maxima = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
+        for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+            maxima[i] = kind.of(words[0, i])
+            for j in cutlass.range_constexpr(1, WORDS):
+                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+        self._max_over_lanes(maxima, 1, BLOCK // self.vector)
+        if form.wide != 0:
+            self._max_over_lanes(maxima, BLOCK // self.vector, self.lanes)
+        for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+            exponents[i] = exponent_of(kind.greatest(maxima[i]))
+
+    def _max_over_lanes(self, maxima: cute.Tensor, first: int, beyond: int) -> None:
+        distance = first
+        while distance < beyond:
+            for i in range(ROWS_PER_THREAD):
+                maxima[i] = self.magnitudes.max(maxima[i], cute.arch.shuffle_sync_bfly(maxima[i], distance))
+            distance *= 2
+
+    def _put_column_maxima(self, words: cute.Tensor, col_maxima: cute.Tensor, slot: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        kind = self.magnitudes
+        maxima = cute.make_rmem_tensor(WORDS, Int32)
+        for j in range(WORDS):
+            maxima[j] = kind.of(words[j, 0])
+            for i in range(1, ROWS_PER_THREAD):
+                maxima[j] = kind.max(maxima[j], kind.of(words[j, i]))
+        cute.autovec_copy(maxima, col_maxima[None, thread % self.lanes, slot])
+
+    @cute.jit
+    def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, form: Form, exponents: cute.Tensor):
+        """Of this thread's columns, from the maxima of the slots that make up its block."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % self.lanes
+        columns = cute.make_rmem_tensor(self.vector, self.dtype)
+        maxima = cute.recast_tensor(columns, Int32)
+        maxima.fill(0)
+        if form.wide != 0:
+            for other in cutlass.range_constexpr(SLOTS):
+                self._max_with(maxima, col_maxima[None, lane, other])
+        else:
+            for other in cutlass.range_constexpr(SLOTS // BLOCKS):
+                self._max_with(maxima, col_maxima[None, lane, slot // (SLOTS // BLOCKS) * (SLOTS // BLOCKS) + other])
+        for c in cutlass.range_constexpr(self.vector):
+            exponents[c] = exponent_of(columns[c].to(Float32))
+
+    def _max_with(self, maxima: cute.Tensor, others: cute.Tensor) -> None:
+        fragment = cute.make_rmem_tensor(WORDS, Int32)
+        cute.autovec_copy(others, fragment)
+        for j in range(WORDS):
+            maxima[j] = self.magnitudes.max(maxima[j], fragment[j])
+
+    @cute.jit
+    def _put_row_scales(
+        self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, place: Place, row0: Int32
+    ):
+        """Zero for a block that lies past the last column, where an atom has one all the same."""
+        thread, _, _ = cute.arch.thread_idx()
+        lanes_per_block = self.lanes // BLOCKS
+        if thread % lanes_per_block == 0:
+            block = thread % self.lanes // lanes_per_block
+            for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+                inside = place.column < x.shape[1]
+                row_scales[block, place.row - row0 + i] = Uint8(_select(inside, exponents[i], Int32(0)))
+
+    @cute.jit
+    def _put_column_scales(
+        self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, place: Place, slot: Int32
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        slots_per_block = SLOTS // BLOCKS
+        if slot % slots_per_block == 0:
+            for c in cutlass.range_constexpr(self.vector):
+                inside = place.row < x.shape[0]
+                column = thread % self.lanes * self.vector + c
+                col_scales[slot // slots_per_block, column] = Uint8(_select(inside, exponents[c], Int32(0)))
+
+    @cute.jit
+    def _store_data(
+        self, x: cute.Tensor, outputs: Outputs, values: cute.Tensor, row_exponents: cute.Tensor,
+        col_exponents: cute.Tensor, reach: Reach, place: Place, row0: Int32,
+    ):  # fmt: skip
+        by_column = cute.make_rmem_tensor(self.vector, Float32)
+        if const_expr(self.by_col):
+            for c in cutlass.range_constexpr(self.vector):
+                by_column[c] = multiplier_of(col_exponents[c])
+        width = Int64(x.shape[1])
+        first = Int64(place.row) * width + place.column
+        if place.column < x.shape[1]:
+            for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if place.row + i < reach.stop:
+                    numbers = values[None, i].load().to(Float32)
+                    at = first + i * width
+                    if const_expr(self.by_row):
+                        by_row = multiplier_of(row_exponents[i])
+                        self._store(numbers * by_row, outputs.row_data + at)
+                    if const_expr(self.by_col):
+                        self._store(numbers * by_column.load(), outputs.col_data + at)
+
+    def _store(self, scaled: cute.TensorSSA, address: Int64) -> None:
+        """Rounded to nearest even, saturating; what is not a number becomes E4M3's NaN."""
+        result = cute.make_rmem_tensor(self.vector, Float8E4M3FN)
+        result.store(scaled.to(Float8E4M3FN))
+        cute.autovec_copy(result, self._vector_at(Float8E4M3FN, address))
+
+    @cute.jit
+    def _store_scales(self, scales: cute.Tensor, grid: ScaleGrid, stop: Int32, form: Form):
+        """The tile's 128 x 4 scales, four bytes a thread; those of rows from `stop` on are not this call's."""
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < TILE:
+            outer = grid.outer0 + thread
+            if form.swizzled != 0:
+                atoms = cute.ceil_div(grid.block_count, BLOCKS)
+                atom = Int64(grid.outer0 // TILE) * atoms + grid.block0 // BLOCKS
+                inside = (outer < stop) | (outer >= grid.outer_count)
+                if inside:
+                    at = grid.address + atom * (TILE * BLOCKS) + (thread % 32 * 16 + thread // 32 * BLOCKS)
+                    self._word_at(at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
+            elif outer < stop:
+                at = grid.address + outer * grid.outer_stride + grid.block0 * grid.block_stride
+                if (grid.block_stride == 1) & (grid.block_count % BLOCKS == 0):
+                    self._word_at(at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
+                else:
+                    for block in cutlass.range_constexpr(BLOCKS):
+                        if grid.block0 + block < grid.block_count:
+                            vector_at(Uint8, at + block * grid.block_stride)[0] = scales[block, thread]
+
+    def _word_at(self, address: Int64) -> cute.Tensor:
+        return vector_at(Int32, address)

@@ -1,0 +1,59 @@
+"""The format's constants, and where scales lie: plain, or swizzled in atoms of 128 x 4.
+
+Scales are bytes here: few of torch's operators take float8_e8m0fnu. `outer` counts what each scale's block does not run
+along (rows of a row copy, columns of a column copy), `blocks` the blocks along the other axis.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+DATA_DTYPE = torch.float8_e4m3fn
+SCALE_DTYPE = torch.float8_e8m0fnu
+AXES = ("row", "col")
+BLOCK = 32
+"""Elements that share a scale in the format."""
+BLOCK_SIZES = {"1x32": BLOCK, "1x128": 128}
+"""Elements over which a scale is made: "1x128" writes four equal ones."""
+SCALE_LAYOUTS = ("plain", "swizzled")
+ATOM_OUTER, ATOM_BLOCKS = 128, 4
+ATOM = ATOM_OUTER * ATOM_BLOCKS
+GROUP_ALIGNMENT = 128
+"""Groups quantised along columns begin at multiples of so many rows."""
+
+
+def num_blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def scale_shape(rows: int, columns: int, axis: str, scale_layout: str) -> tuple[int, ...]:
+    """The shape of the scales of a matrix [rows, columns]. Swizzled ones are a vector of whole atoms."""
+    outer, blocks = (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
+    if scale_layout == "swizzled":
+        return (-(-outer // ATOM_OUTER) * -(-blocks // ATOM_BLOCKS) * ATOM,)
+    return (outer, blocks) if axis == "row" else (blocks, outer)
+
+
+def swizzled(scales: Tensor) -> Tensor:
+    """[..., outer, blocks] bytes to [..., whole atoms]; what an atom has too many of is 0.
+
+    The scale of (i, j) goes to ((i/128) tiles + j/4) 512 + (i%32) 16 + ((i%128)/32) 4 + j%4, tiles = ceil(blocks/4).
+    """
+    *batch, outer, blocks = scales.shape
+    whole = pad(scales, (0, -blocks % ATOM_BLOCKS, 0, -outer % ATOM_OUTER))
+    parts: Tensor = whole.unflatten(-1, (-1, ATOM_BLOCKS)).unflatten(-3, (-1, ATOM_OUTER // 32, 32))
+    return parts.movedim((-5, -2, -3, -4), (-5, -4, -3, -2)).reshape(*batch, -1)
+
+
+def unswizzled(atoms: Tensor, outer: int, blocks: int) -> Tensor:
+    """The inverse: [..., outer, blocks]."""
+    grid = -(-outer // ATOM_OUTER), -(-blocks // ATOM_BLOCKS)
+    parts: Tensor = atoms.unflatten(-1, (*grid, 32, ATOM_OUTER // 32, ATOM_BLOCKS))
+    whole: Tensor = parts.movedim((-5, -4, -3, -2), (-5, -2, -3, -4)).flatten(-5, -3).flatten(-2, -1)
+    return whole[..., :outer, :blocks]

@@ -1,0 +1,287 @@
+"""quantize_mxfp8: a matrix to MXFP8 along its rows, its columns, or both in one read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from cute_kernels.specs import QUANTIZE_AXES
+
+from .. import device as gpus
+from ..call import Call
+from ..dispatch import Problem
+from ..plan import Launch, Plans, aligned_row, bare
+from ..signature import (
+    check_groups,
+    check_no_overlap,
+    check_x,
+    mismatch,
+    refuse_gradients,
+)
+from . import reference
+from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, round_up, scale_shape
+from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
+
+OP = "quantize_mxfp8"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Of data and scales of each copy, rows before columns."""
+
+
+def quantize_mxfp8(
+    x: Tensor,
+    *,
+    axis: str = "row",
+    offs: Tensor | None = None,
+    block: str = "1x32",
+    scale_layout: str = "plain",
+    out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
+) -> Any:
+    """x in MXFP8: E4M3 elements and a power of two for each 32 of them along an axis. One kernel that reads x once.
+
+    A block's scale is the least power of two not below amax / 448; elements are rounded to nearest even. A NaN makes
+    its block's scale and elements NaN; an Inf makes the scale 2^127, so that it stays infinite.
+
+    With `offs` and a column copy, x is a buffer whose groups begin at multiples of 128 rows: group e is the rows from
+    offs[e-1], rounded up to a multiple of 128, to offs[e]. From there to the next multiple of 128 rows x may hold
+    anything: these rows count as zeros, and are written so, in both copies. Rows of one expert directly behind those
+    of another, as the grouped GEMMs take them, must be moved to such a buffer first.
+
+    With `offs` and rows alone, where groups lie does not matter; offs[-1] says where they end.
+
+    Args:
+        x: [T, K], bfloat16, float16 or float32; K a multiple of 32. Rows may be padded.
+        axis: along which a block lies: "row" (along K), "col" (along T) or "both" (a copy of each).
+        offs: int32 [E] on x's device, each group's end; rows behind the last one are not read into a result, and what
+            the result has there is left as it is: anything, in a new one. By default all rows of x are one group.
+        block: "1x32", or "1x128": one scale for 128 elements, written four times.
+        scale_layout: "plain", or "swizzled" in atoms of 128 x 4; see MXFP8Tensor. What an atom has beyond the matrix
+            is 0.
+        out: the result's buffers, contiguous: an MXFP8Tensor of this form, for "both" a pair (row, col) of them; by
+            default new ones.
+
+    Returns:
+        MXFP8Tensor, or MXFP8Copies (row, col) for "both"; `out` where given. Data is [T, K] for either axis. The last
+        block along an axis may be shorter than the others.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on and x requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+    """
+    buffers = None if out is None else _buffers(axis, block, scale_layout, out)
+    tensors = _quantize(x, axis, offs, block, scale_layout, buffers)
+    if out is not None:
+        return out
+    make = MXFP8Tensor if is_dynamo_compiling() else unchecked
+    if axis != "both":
+        return make(tensors[0], tensors[1], axis, block, scale_layout)
+    return MXFP8Copies(
+        make(tensors[0], tensors[1], "row", block, scale_layout),
+        make(tensors[2], tensors[3], "col", block, scale_layout),
+    )
+
+
+def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]:
+    """The tensors of `out`: data and scales of each copy."""
+    if out.__class__ is MXFP8Tensor and (out.axis, out.block, out.scale_layout) == (axis, block, scale_layout):
+        return [out.data, out.scale]
+    check_form(OP, QUANTIZE_AXES, axis, block, scale_layout)
+    copies = tuple(out) if axis == "both" and isinstance(out, (tuple, list)) else (out,)
+    axes = ("row", "col") if axis == "both" else (axis,)
+    if len(copies) != len(axes) or not all(isinstance(copy, MXFP8Tensor) for copy in copies):
+        wanted = "a pair (row, col) of MXFP8Tensors" if axis == "both" else "an MXFP8Tensor"
+        got = [type(copy).__name__ for copy in copies]
+        raise TypeError(f"{OP}: out is {', '.join(got)}; with axis {axis!r} give {wanted}")
+    for copy, its_axis in zip(copies, axes, strict=True):
+        if (copy.axis, copy.block, copy.scale_layout) != (its_axis, block, scale_layout):
+            raise ValueError(
+                f"{OP}: out is {copy!r}; it must have axis {its_axis!r}, block {block!r}, {scale_layout!r}"
+            )
+    return [tensor for copy in copies for tensor in (copy.data, copy.scale)]
+
+
+def _quantize(
+    x: Tensor, axis: str, offs: Tensor | None, block: str, scale_layout: str, out: list[Tensor] | None
+) -> tuple[Tensor, ...]:
+    """Data and scales of each copy."""
+    if is_grad_enabled():
+        refuse_gradients(OP, x)
+    key = plan = failure = None
+    if not is_dynamo_compiling():
+        try:
+            key = (
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), axis, block,
+                scale_layout, None if offs is None else bare(offs), None if out is None else tuple(map(bare, out)),
+            )  # fmt: skip
+            plan = PLANS.find(key)
+            if plan is not None:
+                return plan.run(x, offs, out)
+        except Exception as error:
+            failure = error
+    call = QuantizeMxfp8Call(x=x, axis=axis, offs=offs, block=block, scale_layout=scale_layout, out=out)
+    try:
+        return tuple(call.settle(key, plan, failure))
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+def new_results(x: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeMxfp8Plan(Launch):
+    """The constants of a quantize_mxfp8 call.
+
+    `places`: of each result among the four that a kernel knows; `sizes`: their bytes.
+    """
+
+    shapes: Shapes
+    places: tuple[int, ...]
+    sizes: tuple[int, ...]
+    wide: int
+    swizzled: int
+
+    def run(self, x: Tensor, offs: Tensor | None, out: list[Tensor] | None) -> tuple[Tensor, ...]:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(x, offs, out)
+        results = new_results(x, self.shapes) if out is None else tuple(out)
+        if self.rows == 1:
+            x = aligned_row(x)
+        addresses, x_at = [0, 0, 0, 0], x.data_ptr()
+        for place, size, tensor in zip(self.places, self.sizes, results, strict=True):
+            at = addresses[place] = tensor.data_ptr()
+            if -size < at - x_at < self.x_extent:
+                check_no_overlap(self.op, "out", tensor, "x", x)
+        self.function(x, *addresses, 0 if offs is None else offs.data_ptr(), self.experts, self.wide, self.swizzled, 1)
+        return results
+
+
+PLANS: Plans[QuantizeMxfp8Plan] = Plans()
+
+
+@dataclasses.dataclass(kw_only=True)
+class QuantizeMxfp8Call(Call):
+    """The arguments of one call of quantize_mxfp8. `out`: data and scales of each copy."""
+
+    op = OP
+    operator = staticmethod(quantize_mxfp8)
+    plans = PLANS
+    weights = ()
+    biases = ()
+    scales = ()
+
+    x: Tensor
+    axis: str
+    block: str
+    scale_layout: str
+    out: list[Tensor] | None
+    splits: Any = None
+
+    def again(self) -> tuple[Tensor, ...]:
+        return _quantize(self.x, self.axis, self.offs, self.block, self.scale_layout, self.out)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("row", "col") if self.axis == "both" else (self.axis,)
+
+    def check(self) -> Problem:
+        rows, columns = check_x(self.op, self.x, DTYPES)
+        check_form(self.op, QUANTIZE_AXES, self.axis, self.block, self.scale_layout)
+        if columns % BLOCK:
+            raise ValueError(
+                f"{self.op}: x has {columns} columns; they must be a multiple of {BLOCK}, so pad them with zeros"
+            )
+        groups = 1
+        if self.offs is not None:
+            groups = int(self.offs.shape[0]) if isinstance(self.offs, Tensor) and self.offs.dim() else 0
+            check_groups(self.op, self.offs, None, self.x, groups)
+            if not groups:
+                raise ValueError(f"{self.op}: there are 0 groups (E = 0); give at least one")
+        if self.out is not None:
+            self._check_out()
+        return Problem(
+            op=self.op,
+            dtype=str(self.x.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=groups,
+            in_features=columns,
+            axis=self.axis,
+        )
+
+    def _shapes(self) -> Shapes:
+        rows, columns = self.x.shape
+        return tuple(
+            pair
+            for axis in self.axes
+            for pair in (
+                ((rows, columns), DATA_DTYPE),
+                (scale_shape(rows, columns, axis, self.scale_layout), SCALE_DTYPE),
+            )
+        )
+
+    def _check_out(self) -> None:
+        """Of MXFP8Tensors, whose parts fit each other already."""
+        assert self.out is not None
+        for tensor, (shape, _) in zip(self.out, self._shapes(), strict=True):
+            if tuple(tensor.shape) != shape:
+                mismatch(self.op, "out", tensor.shape, shape, "that is the result's shape")
+            if tensor.device != self.x.device:
+                raise ValueError(f"{self.op}: out is on {tensor.device} but x is on {self.x.device}; move it there")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{self.op}: out has strides {tensor.stride()}; data and scales must be contiguous")
+
+    def host_ends(self) -> list[int]:
+        """As for any operator; by columns, an end may also not lie where the group before it is padded."""
+        ends = super().host_ends()
+        for expert, (before, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            begin = round_up(before, GROUP_ALIGNMENT)
+            if self.axis != "row" and before < end < begin:
+                raise ValueError(
+                    f"{self.op}: offs[{expert}] is {end}, but by columns that group begins at row {begin}, the next "
+                    f"multiple of {GROUP_ALIGNMENT} after the end of the one before, {before}; move the rows of each "
+                    "group to such a place first"
+                )
+        return ends
+
+    def results(self, problem: Problem) -> tuple[Tensor, ...]:
+        return new_results(self.x, self._shapes())
+
+    def without_rows(self, problem: Problem) -> tuple[Tensor, ...]:
+        """Nothing to write, and no blocks to write it in."""
+        return self.results(problem) if self.out is None else tuple(self.out)
+
+    def reference(self, problem: Problem) -> tuple[Tensor, ...]:
+        results = self.results(problem) if self.out is None else tuple(self.out)
+        if not problem.rows:
+            return results
+        ends = None if self.offs is None else self.host_ends()
+        x = self.x
+        if ends is not None and self.axis != "row":
+            x, ends = reference.padded_groups(x, ends), None
+        size, is_swizzled = BLOCK_SIZES[self.block], self.scale_layout == "swizzled"
+        for axis, data, scale in zip(self.axes, results[::2], results[1::2], strict=True):
+            reference.quantize(x, axis, size, is_swizzled, ends, data, scale)
+        return results
+
+    def plan(self, problem: Problem, launch: Launch) -> QuantizeMxfp8Plan:
+        return QuantizeMxfp8Plan(
+            **vars(launch),
+            shapes=self._shapes(),
+            places={"row": (0, 1), "col": (2, 3), "both": (0, 1, 2, 3)}[self.axis],
+            sizes=tuple(math.prod(shape) for shape, _ in self._shapes()),
+            wide=int(self.block == "1x128"),
+            swizzled=int(self.scale_layout == "swizzled"),
+        )
+
+    def run(self, plan: QuantizeMxfp8Plan) -> tuple[Tensor, ...]:
+        return plan.run(self.x, self.offs, self.out)

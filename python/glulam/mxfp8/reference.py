@@ -1,0 +1,122 @@
+"""The quantiser in plain torch operators, the format's rules to the bit; the kernels are compared with it.
+
+A block's scale is the least power of two that is not below amax / 448, so that no element saturates:
+
+    quotient   fl32(amax * fl32(1/448))
+    exponent   its exponent byte, one up where its mantissa is not 0; but 0xFE stays 0xFE, and a subnormal of mantissa
+               at most 0x400000 gets 0, which is 2^-127
+    NaN, Inf   0xFF, 0xFE. torch's amax knows a NaN anywhere in the block; so do the kernels.
+
+An element is x * 2^(127 - exponent), rounded to nearest even, saturating: exact up to the rounding, since all of those
+powers are float32 numbers. Every NaN is 0x7F.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .layout import BLOCK, DATA_DTYPE, GROUP_ALIGNMENT, num_blocks, round_up, swizzled, unswizzled
+
+E4M3_MAX = 448.0
+E8M0_INF, E8M0_NAN = 0xFE, 0xFF
+F32_MANTISSA_BITS = 23
+F32_MANTISSA = 0x7FFFFF
+F32_TWO_TO_MINUS_127 = 0x00400000
+F32_NAN = 0x7FC00000
+E4M3_NAN = 0x7F
+
+
+def scale_exponents(amax: Tensor) -> Tensor:
+    """The E8M0 bytes, uint8, of blocks whose greatest magnitudes are `amax`, float32."""
+    quotient = amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32)
+    bits = quotient.view(torch.int32)
+    exponent, mantissa = bits >> F32_MANTISSA_BITS, bits & F32_MANTISSA
+    tiny = (exponent == 0) & (mantissa <= F32_TWO_TO_MINUS_127)
+    exponent = exponent + ((mantissa > 0) & (exponent != E8M0_INF) & ~tiny)
+    exponent = exponent.masked_fill(quotient.isinf(), E8M0_INF).masked_fill(quotient.isnan(), E8M0_NAN)
+    return exponent.to(torch.uint8)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^(exponent - 127), float32, of int32 exponents from 0 to 0xFE; NaN for 0xFF."""
+    bits = (exponent << F32_MANTISSA_BITS).masked_fill(exponent == 0, F32_TWO_TO_MINUS_127)
+    return bits.masked_fill(exponent == E8M0_NAN, F32_NAN).view(torch.float32)
+
+
+def scales_of(exponents: Tensor) -> Tensor:
+    """2^(e - 127) of E8M0 bytes, float32; NaN for 0xFF."""
+    return _power(exponents.to(torch.int32))
+
+
+def multipliers_of(exponents: Tensor) -> Tensor:
+    """2^(127 - e) of E8M0 bytes, float32; NaN for 0xFF."""
+    wide = exponents.to(torch.int32)
+    return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
+
+
+def to_e4m3(values: Tensor) -> Tensor:
+    """float32 to E4M3: nearest even, saturating; 0x7F for every NaN."""
+    rounded = values.clamp(-E4M3_MAX, E4M3_MAX).to(DATA_DTYPE)
+    return rounded.view(torch.uint8).masked_fill(values.isnan(), E4M3_NAN).view(DATA_DTYPE)
+
+
+def quantize_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks of `size` along the rows of x [R, C]: E4M3 [R, C] and E8M0 bytes [R, ceil(C/32)], one for 32 elements."""
+    rows, columns = x.shape
+    blocks = pad(x.float(), (0, -columns % size)).unflatten(1, (-1, size))
+    exponents = scale_exponents(blocks.abs().amax(dim=2))
+    data = to_e4m3(blocks * multipliers_of(exponents)[:, :, None]).flatten(1)
+    return data[:, :columns], exponents.repeat_interleave(size // BLOCK, dim=1)[:, : num_blocks(columns)]
+
+
+def dequantized(data: Tensor, exponents: Tensor) -> Tensor:
+    """float32 values of E4M3 [..., C] with E8M0 bytes [..., ceil(C/32)]."""
+    scales = scales_of(exponents).repeat_interleave(BLOCK, dim=-1)[..., : data.shape[-1]]
+    return data.float() * scales
+
+
+def padded_groups(x: Tensor, ends: list[int]) -> Tensor:
+    """x [T, K] up to the last tile of 128 rows that a group reaches into; a group's tail rows are zeros in it.
+
+    A group begins at a multiple of 128 rows, so a tile belongs to the first group that ends behind the tile's start.
+    """
+    last = max(ends, default=0)
+    rows = min(x.shape[0], round_up(last, GROUP_ALIGNMENT))
+    row = torch.arange(rows, device=x.device)
+    sorted_ends = torch.tensor(ends, device=x.device)
+    group = torch.searchsorted(sorted_ends, row // GROUP_ALIGNMENT * GROUP_ALIGNMENT, right=True)
+    is_tail = row >= sorted_ends[group] if rows else row > 0
+    return x[:rows].masked_fill(is_tail[:, None], 0)
+
+
+def _write_scales(out: Tensor, scales: Tensor, outer: int, blocks: int, is_swizzled: bool) -> None:
+    """Scales [some outer, some blocks] into the first places of `out`, which holds [outer, blocks] as laid out."""
+    if is_swizzled:
+        whole = unswizzled(out, outer, blocks).clone()
+        whole[: scales.shape[0], : scales.shape[1]] = scales
+        out.copy_(swizzled(whole))
+    else:
+        out[: scales.shape[0], : scales.shape[1]] = scales
+
+
+def quantize(
+    x: Tensor, axis: str, size: int, is_swizzled: bool, ends: list[int] | None, data: Tensor, scale: Tensor
+) -> None:
+    """Writes data [T, K] and the scales of one copy. `ends`: of the groups; rows behind the last are not written.
+
+    Along columns, or where a column copy is made too, x is `padded_groups` already.
+    """
+    rows, columns = x.shape
+    out = scale.view(torch.uint8)
+    if axis == "row":
+        written = rows if ends is None else ends[-1]
+        values, scales = quantize_rows(x[:written], size)
+        data[:written] = values
+        _write_scales(out, scales, data.shape[0], num_blocks(columns), is_swizzled)
+    else:
+        values, scales = quantize_rows(x.mT, size)
+        data[:rows] = values.mT
+        blocks = num_blocks(data.shape[0])
+        _write_scales(out if is_swizzled else out.mT, scales, columns, blocks, is_swizzled)

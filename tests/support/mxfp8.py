@@ -1,0 +1,118 @@
+"""MXFP8 by its definition, in float64: what the reference and the kernels are compared with, bit for bit.
+
+A scale is the least power of two not below fl32(amax * fl32(1/448)); an element is the nearest E4M3 number, the one
+with an even mantissa of two. Nothing here is shared with the code under test.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK, TILE = 32, 128
+NAN, INF_SCALE, NAN_SCALE = 0x7F, 0xFE, 0xFF
+
+
+class Quantized(NamedTuple):
+    """One copy as bytes: data [T, K]; scales [outer, blocks]; the rows of data, and of plain scales, that it writes."""
+
+    data: Tensor
+    scales: Tensor
+    axis: str
+    rows: int
+
+
+def _magnitudes() -> Tensor:
+    """The E4M3 number of each byte from 0 to 0x7E."""
+    byte = torch.arange(NAN, dtype=torch.float64)
+    exponent, mantissa = byte // 8, byte % 8
+    return torch.where(exponent > 0, (1 + mantissa / 8) * torch.exp2(exponent - 7), mantissa / 8 * 2.0**-6)
+
+
+MAGNITUDES = _magnitudes()
+MIDPOINTS = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+
+
+def exponents(amax: Tensor) -> Tensor:
+    """Scale bytes (int64) of float32 maxima."""
+    quotient = (amax * torch.tensor(1 / 448, dtype=torch.float32)).double()
+    mantissa, power = torch.frexp(torch.where(quotient.isfinite(), quotient, 1.0))
+    least = power - (mantissa == 0.5).long()
+    byte = torch.where(quotient == 0, 0, (least + 127).clamp(0, INF_SCALE))
+    return torch.where(quotient.isnan(), NAN_SCALE, torch.where(quotient.isinf(), INF_SCALE, byte))
+
+
+def elements(values: Tensor) -> Tensor:
+    """E4M3 bytes of float64 values."""
+    magnitude = values.abs().nan_to_num(0, posinf=1e300).contiguous()
+    below, above = torch.searchsorted(MIDPOINTS, magnitude), torch.searchsorted(MIDPOINTS, magnitude, right=True)
+    byte = torch.where(below % 2 == 0, below, above)  # they differ at a midpoint alone: one of them is even
+    signed = byte + 128 * values.signbit().long()
+    return torch.where(values.isnan(), NAN, signed).to(torch.uint8)
+
+
+def quantized_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Blocks of `size` along rows: data [R, C] and scale bytes [R, ceil(C/32)]."""
+    columns = x.shape[1]
+    data = torch.zeros(x.shape, dtype=torch.uint8)
+    scales = torch.zeros(x.shape[0], -(-columns // BLOCK), dtype=torch.uint8)
+    for start in range(0, columns, size):
+        part = x[:, start : start + size]
+        byte = exponents(part.float().abs().amax(dim=1))
+        factor = torch.where(byte == NAN_SCALE, torch.nan, torch.exp2((127 - byte).double()))
+        data[:, start : start + size] = elements(part.double() * factor[:, None])
+        scales[:, start // BLOCK : -(-(start + part.shape[1]) // BLOCK)] = byte[:, None].to(torch.uint8)
+    return data, scales
+
+
+def grouped(x: Tensor, ends: list[int]) -> Tensor:
+    """Rows up to the end of the last tile that a group reaches, the tails of groups as zeros."""
+    result = torch.zeros_like(x)
+    begin = last = 0
+    for end in ends:
+        if end > begin:
+            result[begin:end] = x[begin:end]
+            last = end
+        begin = max(begin, -(-end // TILE) * TILE)
+    return result[: -(-last // TILE) * TILE]
+
+
+def quantized(x: Tensor, axis: str, size: int, ends: list[int] | None = None, padded: bool = True) -> Quantized:
+    """One copy. `ends`: of groups that begin at multiples of 128 rows, if `padded`; else only the last counts."""
+    if ends is not None:
+        x = grouped(x, ends) if padded else x[: ends[-1]]
+    if axis == "row":
+        return Quantized(*quantized_rows(x, size), axis, x.shape[0])
+    data, scales = quantized_rows(x.mT, size)
+    return Quantized(data.mT, scales, axis, x.shape[0])
+
+
+def swizzled_index(i: int, j: int, blocks: int) -> int:
+    tiles = -(-blocks // 4)
+    return ((i // 128) * tiles + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
+
+
+def store(wanted: Quantized, data: Tensor, swizzled: bool, scale_memory: Callable[[int], Tensor]) -> None:
+    """Into flat memory of a whole result, as a kernel would."""
+    columns = wanted.data.shape[1]
+    rows = data.numel() // columns
+    data.view(rows, columns)[: wanted.rows] = wanted.data
+    outer, blocks = (rows, columns // BLOCK) if wanted.axis == "row" else (columns, -(-rows // BLOCK))
+    scales = wanted.scales
+    if not swizzled:
+        plain = scale_memory(outer * blocks)
+        if wanted.axis == "row":
+            plain.view(outer, blocks)[: scales.shape[0]] = scales
+        else:
+            plain.view(blocks, outer)[: scales.shape[1]] = scales.mT
+        return
+    atoms = scale_memory(-(-outer // 128) * -(-blocks // 4) * 512)
+    for i, j in itertools.product(range(-(-outer // 128) * 128), range(-(-blocks // 4) * 4)):
+        if i < scales.shape[0] and j < scales.shape[1]:
+            atoms[swizzled_index(i, j, blocks)] = scales[i, j]
+        elif i >= outer or j >= blocks:
+            atoms[swizzled_index(i, j, blocks)] = 0

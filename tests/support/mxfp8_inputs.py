@@ -1,0 +1,59 @@
+"""Matrices on which a quantiser's mistakes show."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def spread(rows: int, columns: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    """Normal numbers, neighbouring blocks of 16 x 16 up to 2^20 apart."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-10, 11, (-(-rows // 16), -(-columns // 16)), generator=generator)
+    by_element = powers.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :columns]
+    return torch.ldexp(torch.randn(rows, columns, generator=generator), by_element.int()).to(dtype)
+
+
+def every_bfloat16() -> Tensor:
+    """[65536, 32]: each row has another bfloat16 somewhere, and no greater magnitude besides it."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(BF16)
+    share = torch.rand(2**16, 32, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    x = (patterns.float()[:, None] * share).to(BF16)
+    x[torch.arange(2**16), torch.arange(2**16) % 32] = patterns
+    return torch.where(x.isnan() & ~patterns.isnan()[:, None], 0, x)
+
+
+def random_float32(rows: int = 4096) -> Tensor:
+    """[rows, 32] of random bits, NaN and Inf left out, down to subnormal blocks."""
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(2**31), 2**31, (rows, 32), generator=generator, dtype=torch.int64)
+    x = bits.to(torch.int32).view(F32)
+    small = torch.exp2(-(torch.arange(rows) % 160).float())[:, None]
+    x = torch.where(torch.arange(rows)[:, None] % 2 == 0, x, torch.randn(rows, 32, generator=generator) * small)
+    return torch.where(x.isfinite(), x, 1.0)
+
+
+def special_blocks(dtype: torch.dtype) -> Tensor:
+    """[rows, 128] with zeros, NaN, Inf, both, negative zeros, the smallest and the largest numbers."""
+    inf, nan, big = torch.inf, torch.nan, torch.finfo(dtype).max
+    least, normal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    rows = [
+        [0.0] * 4, [-0.0] * 4, [nan] * 4, [inf] * 4, [-inf] * 4, [1.0, nan, 2.0, -3.0], [1.0, inf, -2.0, big],
+        [nan, inf, -inf, 1.0], [least, -least, 0.0, 2 * least], [normal, least, -normal, 3 * least],
+        [big, -big, 1.0, -1e-3], [-nan, 0.0, 0.0, 0.0],
+    ]  # fmt: skip
+    x = torch.tensor(rows, dtype=torch.float64).to(dtype).repeat(1, 8)
+    return torch.cat([x, torch.zeros_like(x), spread(len(rows), 32, dtype), x.flip(1)], dim=1)
+
+
+def padded_buffer(sizes: list[int], tail: int, columns: int = 96) -> tuple[Tensor, list[int]]:
+    """A buffer whose groups begin at multiples of 128 rows, NaN between and behind them, and the groups' ends."""
+    ends: list[int] = []
+    for size in sizes:
+        ends.append((-(-ends[-1] // 128) * 128 if ends else 0) + size)
+    x = torch.full((ends[-1] + tail, columns), torch.nan, dtype=BF16)
+    for end, size in zip(ends, sizes, strict=True):
+        x[end - size : end] = spread(size, columns, seed=end)
+    return x, ends
