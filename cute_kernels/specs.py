@@ -64,6 +64,7 @@ class TileConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     schedule: str = "cooperative"
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         _require("tile m", self.m, TILE_M)
@@ -71,6 +72,8 @@ class TileConfig:
         _require("tile k", self.k, TILE_K)
         _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS)
         _require("schedule", self.schedule, SCHEDULES)
+        if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
+            raise SpecError("an adaptive cluster is one of (2, 1)")
         if self.slabs * self.n // 2 > MAX_ACCUMULATORS:
             raise SpecError(
                 f"a {self.schedule} tile of {self.m} x {self.n} has {self.slabs * self.n // 2} accumulators a thread, "
@@ -97,8 +100,17 @@ class TileConfig:
         return self.m // 64 // self.warpgroups_per_tile
 
     @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def row_sharers(self) -> int:
+        """CTAs that share a row tile, always or, in an adaptive cluster, at times."""
+        return self.cluster_size if self.adaptive else self.cluster_n
+
+    @property
     def name(self) -> str:
-        return f"t{self.m}x{self.n}x{self.k}_c{self.cluster_m}x{self.cluster_n}_{SCHEDULES[self.schedule]}"
+        return f"t{self.m}x{self.n}x{self.k}_c{self.cluster_m}x{self.cluster_n}{'a' * self.adaptive}_{SCHEDULES[self.schedule]}"
 
 
 @dataclasses.dataclass(frozen=True)

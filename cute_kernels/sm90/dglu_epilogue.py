@@ -183,19 +183,26 @@ class DgluEpilogue(Epilogue):
                 cute.arch.fence_acq_rel_gpu()
                 arrived = cute.arch.atomic_add(counters.iterator + index, Int32(1), sem="acq_rel", scope="gpu")
             arrived = cute.arch.shuffle_sync(arrived, 0)
-            if arrived == state.num_n_tiles - 1:
+            num_n_tiles = self._num_arrivals(state, work)
+            if arrived == num_n_tiles - 1:
                 cute.arch.fence_acq_rel_gpu()
                 lane_row = state.lane // WARP_ROWS * ROWS + warp * WARP_ROWS + state.lane % WARP_ROWS
                 if (state.lane < self.slabs * WARP_ROWS) & (row + lane_row < work.group_end):
-                    self._complete(state, row + lane_row)
+                    self._complete(state, row + lane_row, num_n_tiles)
                 if state.lane == 0:
                     counters[index] = Int32(0)
 
+    def _num_arrivals(self, state: DgluState, work: WorkTile) -> Int32:
+        """Tiles that sum a row of this tile. Where an adaptive cluster pairs columns, their number is even."""
+        if not self.tile.adaptive:
+            return state.num_n_tiles
+        return state.num_n_tiles + state.num_n_tiles % 2 * work.pairs_columns
+
     @cute.jit
-    def _complete(self, state: DgluState, row: Int32):
+    def _complete(self, state: DgluState, row: Int32, num_n_tiles: Int32):
         """Add a row's partial sums in the order of the tiles, a lane a row; 16 loads under way hide most of latency."""
         partials = vector_at(Float32, state.d_scale.partials)
         total = Float32(0.0)
-        for tile in cutlass.range(state.num_n_tiles, unroll=16):
+        for tile in cutlass.range(num_n_tiles, unroll=16):
             total += partials[tile * state.num_rows + row]
         vector_at(Float32, state.d_scale.result)[row] = total

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..invariant import Invariant
@@ -33,6 +33,26 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     extra: tuple
+
+
+class _Source(Invariant):
+    """A TMA load that `sharers` CTAs of a cluster share: each loads its slice of a tile, for all of `mask`."""
+
+    def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, rank: Int32, sharers: int, mask: Int16):
+        self.atom = atom
+        self.tensor = tensor
+        self.sharers = sharers
+        self.rank = rank if sharers > 1 else Int32(0)
+        self.mask = mask if sharers > 1 else 0
+
+    def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """Shared and global memory of tiles whose first two modes are (rows, k)."""
+        return cpasync.tma_partition(
+            self.atom, self.rank, cute.make_layout(self.sharers), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        )
+
+    def copy(self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer) -> None:
+        cute.copy(self.atom, source, target, tma_bar_ptr=barrier, mcast_mask=self.mask)
 
 
 class Mainloop(Invariant):
@@ -189,9 +209,12 @@ class GemmMainloop(Mainloop):
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress) -> Operands:
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
-        atom_a, a = self._tma(x, self.a_major, self.tile.m, self.tile.cluster_n)
-        atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
-        return Operands(atom_a, a, atom_b, b, (address,))
+        tile = self.tile
+        shared = self._tma(x, self.a_major, tile.m, tile.row_sharers), self._tma(w, self.b_major, self.part_n, tile.cluster_m)
+        alone = ()
+        if tile.adaptive:
+            alone = self._tma(x, self.a_major, tile.m, 1), self._tma(w, self.b_major, self.part_n, 1)
+        return Operands(*shared[0], *shared[1], (address, *alone))
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
@@ -201,25 +224,39 @@ class GemmMainloop(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        tile = self.tile
-        rank_m, rank_n, a_mask, b_mask = self._multicast()
-        gA = cute.local_tile(cute.domain_offset((work.row, 0), operands.a), (tile.m, tile.k), (0, None))
-        tAsA, tAgA = self._partition(operands.atom_a, rank_n, tile.cluster_n, sA, gA)
-        gB = cute.local_tile(operands.b, (self.part_n, tile.k), (None, None, None, None))
-        sB_parts = cute.flat_divide(sB, (self.part_n, tile.k))
-        tBsB, tBgB = self._partition(operands.atom_b, rank_m, tile.cluster_m, sB_parts, gB)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        both = Int16(2**self.tile.cluster_size - 1)
+        address, *alone = operands.extra
+        a_shared = _Source(operands.atom_a, operands.a, rank, self.tile.row_sharers, both)
+        b_shared = _Source(operands.atom_b, operands.b, rank, self.tile.cluster_m, both)
+        if const_expr(self.tile.adaptive):
+            a_alone, b_alone = (_Source(atom, tensor, rank, 1, both) for atom, tensor in alone)
+            if work.pairs_columns > 0:
+                state = self._load(a_shared, b_alone, address, sA, sB, stages, state, work)
+            else:
+                state = self._load(a_alone, b_shared, address, sA, sB, stages, state, work)
+        else:
+            state = self._load(a_shared, b_shared, address, sA, sB, stages, state, work)
+        return state
 
-        address = operands.extra[0]
+    @cute.jit
+    def _load(
+        self, a: _Source, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        tile = self.tile
+        gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), (tile.m, tile.k), (0, None))
+        tAsA, tAgA = a.partition(sA, gA)
+        gB = cute.local_tile(b.tensor, (self.part_n, tile.k), (None, None, None, None))
+        tBsB, tBgB = b.partition(cute.flat_divide(sB, (self.part_n, tile.k)), gB)
         first = expert_offset(address, work.expert)
-        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
+        for k_tile in cutlass.range(cute.ceil_div(cute.size(a.tensor, mode=[1]), tile.k), unroll=1):
             stages.producer_acquire(state)
             barrier = stages.producer_get_barrier(state)
-            a_from, a_to = tAgA[None, k_tile], tAsA[None, state.index]
-            cute.copy(operands.atom_a, a_from, a_to, tma_bar_ptr=barrier, mcast_mask=a_mask)
+            a.copy(tAgA[None, k_tile], tAsA[None, state.index], barrier)
             for part in cutlass.range_constexpr(self.parts):
                 lo, hi = lo_hi(first + part * address.part_units)
-                b_from, b_to = tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index]
-                cute.copy(operands.atom_b, b_from, b_to, tma_bar_ptr=barrier, mcast_mask=b_mask)
+                b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier)
             state.advance()
         return state
 

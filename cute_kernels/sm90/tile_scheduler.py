@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from ..gmem import vector_at
 from ..invariant import Invariant
@@ -25,7 +25,7 @@ from ..specs import TileConfig
 RASTER_BAND = 8
 # Two tiles in work, by pingpong warpgroups, one being loaded, one to come.
 STAGES = 4
-SLOT_WORDS = 5
+SLOT_WORDS = 6
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 
@@ -43,7 +43,8 @@ class WorkTile(NamedTuple):
     """One CTA's output tile: tile coordinates, its first ragged row and the row where its group ends.
 
     Rows ragged (GEMM): `row` is the tile's first row and m_tile its index in the group. Contraction ragged (wgrad):
-    `row` is the group's first row. expert < 0 ends the work.
+    `row` is the group's first row. expert < 0 ends the work. pairs_columns: the CTAs of an adaptive cluster have the same
+    rows, and neighbouring columns, where it is not 0; else the same columns, and neighbouring rows.
     """
 
     expert: Int32
@@ -51,9 +52,10 @@ class WorkTile(NamedTuple):
     group_end: Int32
     m_tile: Int32
     n_tile: Int32
+    pairs_columns: Int32
 
 
-NO_WORK = (-1, 0, 0, 0, 0)
+NO_WORK = (-1, 0, 0, 0, 0, 0)
 
 
 class TileGrid(NamedTuple):
@@ -168,6 +170,7 @@ class GroupTileScheduler(Invariant):
         self.tile_m = tile.m
         self.cluster_m = tile.cluster_m
         self.cluster_n = tile.cluster_n
+        self.adaptive = tile.adaptive
         self.groups = groups
         self.grid = grid
 
@@ -175,6 +178,13 @@ class GroupTileScheduler(Invariant):
         """Cluster tiles along m that a group of `rows` has."""
         rows_per_cluster = self.tile_m * self.cluster_m
         return (rows + rows_per_cluster - 1) // rows_per_cluster
+
+    def _num_clusters(self, rows: Int32) -> Int32:
+        """Cluster tiles that a group of `rows` has. An adaptive cluster takes the columns of an odd row tile in pairs."""
+        if not self.adaptive:
+            return self._num_m_clusters(rows) * self.grid.num_n
+        row_tiles = (rows + self.tile_m - 1) // self.tile_m
+        return row_tiles // 2 * self.grid.num_n + row_tiles % 2 * ((self.grid.num_n + 1) // 2)
 
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
         return begin + m_tile * self.tile_m
@@ -201,7 +211,7 @@ class GroupTileScheduler(Invariant):
             begin = cutlass.max(end - size, Int32(0))
         tiles = Int32(0)
         if present:
-            tiles = self._num_m_clusters(end - begin) * self.grid.num_n
+            tiles = self._num_clusters(end - begin)
         return _GroupWindow(base, begin, end, tiles_before + _inclusive_scan(tiles, lane))
 
     @cute.jit
@@ -216,10 +226,15 @@ class GroupTileScheduler(Invariant):
             first_tile = before
 
         index = tile - first_tile
+        num_m_clusters = self._num_m_clusters(end - begin)
+        pairs_columns = Int32(0)
+        if const_expr(self.adaptive):
+            num_m_clusters = (end - begin + self.tile_m - 1) // self.tile_m // 2
+            pairs_columns = Int32(index >= num_m_clusters * self.grid.num_n)
         band_tiles = RASTER_BAND * self.grid.num_n
         band = index // band_tiles
         in_band = index - band * band_tiles
-        band_height = cutlass.min(self._num_m_clusters(end - begin) - band * RASTER_BAND, Int32(RASTER_BAND))
+        band_height = cutlass.max(cutlass.min(num_m_clusters - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
         n_cluster = in_band // band_height
         m_cluster = band * RASTER_BAND + in_band - n_cluster * band_height
 
@@ -228,7 +243,11 @@ class GroupTileScheduler(Invariant):
         rank_n = rank // self.cluster_m
         m_tile = m_cluster * self.cluster_m + rank_m
         n_tile = n_cluster * self.cluster_n + rank_n
-        return WorkTile(window.base + lane, self._first_row(begin, m_tile), end, m_tile, n_tile)
+        if const_expr(self.adaptive):
+            if pairs_columns > 0:
+                m_tile = num_m_clusters * 2
+                n_tile = (index - num_m_clusters * self.grid.num_n) * 2 + rank
+        return WorkTile(window.base + lane, self._first_row(begin, m_tile), end, m_tile, n_tile, pairs_columns)
 
     @cute.jit
     def run(self, ring: WorkRing):
