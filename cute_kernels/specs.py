@@ -56,6 +56,8 @@ class TileConfig:
     of 16-bit elements. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
     that the epilogue of one hides behind the MMAs of the other.
+    adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
+    odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
 
     m: int = 128
@@ -73,7 +75,7 @@ class TileConfig:
         _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS)
         _require("schedule", self.schedule, SCHEDULES)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
-            raise SpecError("an adaptive cluster is one of (2, 1)")
+            raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
         if self.slabs * self.n // 2 > MAX_ACCUMULATORS:
             raise SpecError(
                 f"a {self.schedule} tile of {self.m} x {self.n} has {self.slabs * self.n // 2} accumulators a thread, "
@@ -110,7 +112,8 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        return f"t{self.m}x{self.n}x{self.k}_c{self.cluster_m}x{self.cluster_n}{'a' * self.adaptive}_{SCHEDULES[self.schedule]}"
+        cluster = f"c{self.cluster_m}x{self.cluster_n}{'a' if self.adaptive else ''}"
+        return f"t{self.m}x{self.n}x{self.k}_{cluster}_{SCHEDULES[self.schedule]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +252,8 @@ class GroupedWgradSpec:
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
         _require("out_dtype", self.out_dtype, (self.dtype, "float32"))
+        if self.tile.adaptive:
+            raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
         _require("arch", self.arch, ARCHS)
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels.sm90.configs import LARGE, SMALL
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
 
@@ -21,7 +21,7 @@ AUTOGRAD = "part: autograd alone, with the same tensors saved and allocated, and
 ARCH = "sm_90a"
 FORWARD = GroupedGluSpec(save_preact=True, tile=SMALL)
 BACKWARD = GroupedDgluSpec(tile=LARGE, dgrad=LARGE)
-WEIGHTS = GroupedWgradSpec(tile=LARGE)
+WEIGHTS = GroupedWgradSpec(tile=WGRAD)
 INT32_OFFSETS = 0  # group_form of the exported functions
 BOTH = 2  # do_launch: with the second GEMM
 NO_PARAMS = (0.0, 0.0, 0.0)  # swiglu reads none

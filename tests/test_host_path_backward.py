@@ -12,7 +12,7 @@ from support.fake_gpu import FakeGpu
 from support.inputs import Case, gradient, make_case, preactivation
 
 import glulam
-from cute_kernels.sm90.configs import LARGE, activation_forms
+from cute_kernels.sm90.configs import LARGE, WGRAD, activation_forms
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedWgradSpec
 from glulam import workspace
 
@@ -84,7 +84,7 @@ def test_grouped_wgrad_into_buffers(fake_gpu: FakeGpu, adds: str, listed: bool, 
         assert glulam.grouped_wgrad(dy, c.x, offs=c.offs, out=out, **options) is out
         check_wgrad(c, dy, c.x, out, before)
     (spec,) = fake_gpu.specs
-    assert spec == GroupedWgradSpec("bfloat16", str(dtype).removeprefix("torch."), LARGE)
+    assert spec == GroupedWgradSpec("bfloat16", str(dtype).removeprefix("torch."), WGRAD)
 
 
 @pytest.mark.parametrize("groups", ["offs", "splits"])
@@ -195,4 +195,4 @@ def test_explain(fake_gpu: FakeGpu) -> None:
     for rows in (8, 100_000):
         told = glulam.explain(glulam.grouped_wgrad, (rows, 64), (rows, 128), offs=offs, out_dtype=F32)
         assert isinstance(told.spec, GroupedWgradSpec)
-        assert told.spec.tile == LARGE and told.spec.out_dtype == "float32"
+        assert told.spec.tile == WGRAD and told.spec.out_dtype == "float32"

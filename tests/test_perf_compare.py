@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import fake_gpu
 
-from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
 from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, to_dict
 from perf import tables
 from perf.cases import DECODE, DEEPSEEK, PREFILL, Case, compare_cases
@@ -129,7 +129,7 @@ def test_only_kernels_of_one_form_compete():
         ("float16", "float16"),
         ("float16", "float32"),
     }
-    assert compare.form_name(GroupedWgradSpec(tile=LARGE)) == "grouped_wgrad_bf16_bf16_sm_90a"
+    assert compare.form_name(GroupedWgradSpec(tile=WGRAD)) == "grouped_wgrad_bf16_bf16_sm_90a"
     with pytest.raises(ValueError, match="none of the chosen functions computes any of: fc1"):
         compare.contests(found("grouped_wgrad_*"), ("fc1",))
     with pytest.raises(ValueError, match="--op 'fc9' is not known here; choose among: fc1"):

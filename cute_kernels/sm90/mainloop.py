@@ -36,19 +36,20 @@ class Operands(NamedTuple):
 
 
 class _Source(Invariant):
-    """A TMA load that `sharers` CTAs of a cluster share: each loads its slice of a tile, for all of `mask`."""
+    """A TMA load. Where the two CTAs of a cluster share it, each loads its half of a tile, for both."""
 
-    def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, rank: Int32, sharers: int, mask: Int16):
+    def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, sharers: int):
         self.atom = atom
         self.tensor = tensor
         self.sharers = sharers
-        self.rank = rank if sharers > 1 else Int32(0)
-        self.mask = mask if sharers > 1 else 0
+        self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if sharers > 1 else Int32(0)
+        self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
 
     def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
         """Shared and global memory of tiles whose first two modes are (rows, k)."""
+        sharers = cute.make_layout(self.sharers)
         return cpasync.tma_partition(
-            self.atom, self.rank, cute.make_layout(self.sharers), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+            self.atom, self.rank, sharers, cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
         )
 
     def copy(self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer) -> None:
@@ -74,7 +75,6 @@ class Mainloop(Invariant):
         self.stages = stages
         self.a_major = a_major
         self.b_major = b_major
-        self.cluster = cute.make_layout((tile.cluster_m, tile.cluster_n))
         self.a_layout = self._smem_layout(self.a_major, tile.m, stages)
         self.b_layout = self._smem_layout(self.b_major, tile.n, stages)
 
@@ -137,20 +137,6 @@ class Mainloop(Invariant):
         """Fill stages with all of K for one output tile; called by the TMA warp. Returns the advanced state."""
         raise NotImplementedError
 
-    def _multicast(self) -> tuple[Int32, Int32, Int32, Int32]:
-        """This CTA's coordinates in its cluster, and the masks of the CTAs that share its A and its B."""
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        coord = (rank % self.tile.cluster_m, rank // self.tile.cluster_m)
-        a_mask = cute.make_layout_image_mask(self.cluster, coord, mode=1) if self.tile.cluster_n > 1 else 0
-        b_mask = cute.make_layout_image_mask(self.cluster, coord, mode=0) if self.tile.cluster_m > 1 else 0
-        return *coord, a_mask, b_mask
-
-    def _partition(self, atom: cute.CopyAtom, rank: Int32, sharers: int, smem: cute.Tensor, gmem: cute.Tensor):
-        """TMA partitions (shared memory, global memory) of tiles whose first two modes are (rows, k)."""
-        return cpasync.tma_partition(
-            atom, rank, cute.make_layout(sharers), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
-        )
-
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
         """A and B as wgmma's descriptors, for a warpgroup whose share of the tile begins at a slab."""
         mma = self.tiled_mma()
@@ -209,12 +195,12 @@ class GemmMainloop(Mainloop):
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress) -> Operands:
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
-        tile = self.tile
-        shared = self._tma(x, self.a_major, tile.m, tile.row_sharers), self._tma(w, self.b_major, self.part_n, tile.cluster_m)
-        alone = ()
-        if tile.adaptive:
-            alone = self._tma(x, self.a_major, tile.m, 1), self._tma(w, self.b_major, self.part_n, 1)
-        return Operands(*shared[0], *shared[1], (address, *alone))
+        atom_a, a = self._tma(x, self.a_major, self.tile.m, self.tile.row_sharers)
+        atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
+        extra: tuple = (address,)
+        if self.tile.adaptive:
+            extra += self._tma(x, self.a_major, self.tile.m, 1), self._tma(w, self.b_major, self.part_n, 1)
+        return Operands(atom_a, a, atom_b, b, extra)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
@@ -224,13 +210,12 @@ class GemmMainloop(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        both = Int16(2**self.tile.cluster_size - 1)
         address, *alone = operands.extra
-        a_shared = _Source(operands.atom_a, operands.a, rank, self.tile.row_sharers, both)
-        b_shared = _Source(operands.atom_b, operands.b, rank, self.tile.cluster_m, both)
+        a_shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
+        b_shared = _Source(operands.atom_b, operands.b, self.tile.cluster_m)
         if const_expr(self.tile.adaptive):
-            a_alone, b_alone = (_Source(atom, tensor, rank, 1, both) for atom, tensor in alone)
+            # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
+            a_alone, b_alone = (_Source(atom, tensor, 1) for atom, tensor in alone)
             if work.pairs_columns > 0:
                 state = self._load(a_shared, b_alone, address, sA, sB, stages, state, work)
             else:
@@ -288,20 +273,15 @@ class WgradMainloop(Mainloop):
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
         tile = self.tile
-        rank_m, rank_n, a_mask, b_mask = self._multicast()
-        a = clipped(operands.a, work.row, work.group_end, row_mode=1)
-        b = clipped(operands.b, work.row, work.group_end, row_mode=1)
-        gA = cute.local_tile(a, (tile.m, tile.k), (None, None))
-        gB = cute.local_tile(b, (tile.n, tile.k), (None, None))
-        tAsA, tAgA = self._partition(operands.atom_a, rank_n, tile.cluster_n, sA, gA)
-        tBsB, tBgB = self._partition(operands.atom_b, rank_m, tile.cluster_m, sB, gB)
+        a = _Source(operands.atom_a, clipped(operands.a, work.row, work.group_end, row_mode=1), tile.cluster_n)
+        b = _Source(operands.atom_b, clipped(operands.b, work.row, work.group_end, row_mode=1), tile.cluster_m)
+        tAsA, tAgA = a.partition(sA, cute.local_tile(a.tensor, (tile.m, tile.k), (None, None)))
+        tBsB, tBgB = b.partition(sB, cute.local_tile(b.tensor, (tile.n, tile.k), (None, None)))
         for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
             stages.producer_acquire(state)
             barrier = stages.producer_get_barrier(state)
-            a_from, a_to = tAgA[None, work.m_tile, k_tile], tAsA[None, state.index]
-            cute.copy(operands.atom_a, a_from, a_to, tma_bar_ptr=barrier, mcast_mask=a_mask)
-            b_from, b_to = tBgB[None, work.n_tile, k_tile], tBsB[None, state.index]
-            cute.copy(operands.atom_b, b_from, b_to, tma_bar_ptr=barrier, mcast_mask=b_mask)
+            a.copy(tAgA[None, work.m_tile, k_tile], tAsA[None, state.index], barrier)
+            b.copy(tBgB[None, work.n_tile, k_tile], tBsB[None, state.index], barrier)
             state.advance()
         return state
 

@@ -43,8 +43,8 @@ class WorkTile(NamedTuple):
     """One CTA's output tile: tile coordinates, its first ragged row and the row where its group ends.
 
     Rows ragged (GEMM): `row` is the tile's first row and m_tile its index in the group. Contraction ragged (wgrad):
-    `row` is the group's first row. expert < 0 ends the work. pairs_columns: the CTAs of an adaptive cluster have the same
-    rows, and neighbouring columns, where it is not 0; else the same columns, and neighbouring rows.
+    `row` is the group's first row. expert < 0 ends the work. pairs_columns, of an adaptive cluster: its CTAs have the
+    same rows and neighbouring columns where it is not 0, else the same columns and neighbouring rows.
     """
 
     expert: Int32
@@ -180,7 +180,7 @@ class GroupTileScheduler(Invariant):
         return (rows + rows_per_cluster - 1) // rows_per_cluster
 
     def _num_clusters(self, rows: Int32) -> Int32:
-        """Cluster tiles that a group of `rows` has. An adaptive cluster takes the columns of an odd row tile in pairs."""
+        """Cluster tiles of a group of `rows`. An adaptive cluster takes the columns of an odd row tile in pairs."""
         if not self.adaptive:
             return self._num_m_clusters(rows) * self.grid.num_n
         row_tiles = (rows + self.tile_m - 1) // self.tile_m

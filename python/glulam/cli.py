@@ -71,7 +71,9 @@ def _stages(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _tile(stage: dict[str, Any]) -> str:
     tile = stage["tile"]
-    return f"{tile['m']}x{tile['n']}x{tile['k']} c{tile['cluster_m']}x{tile['cluster_n']} {tile['schedule'][:4]}"
+    adaptive = " adaptive" if tile["adaptive"] else ""
+    cluster = f"c{tile['cluster_m']}x{tile['cluster_n']}{adaptive}"
+    return f"{tile['m']}x{tile['n']}x{tile['k']} {cluster} {tile['schedule'][:4]}"
 
 
 def _distinct(values: list[str]) -> str:

@@ -104,9 +104,9 @@ SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
 }
 
 
-ONE_TILE = frozenset({"grouped_dglu", "grouped_wgrad", "quantize_mxfp8"})
-"""Operators with one tile for all numbers of rows: a weight gradient's tiles cut weights, not rows; grouped_dglu serves
-training, where experts have many; a quantiser's spec has no tile, and ignores it."""
+ONE_TILE = {"grouped_dglu": "LARGE", "grouped_wgrad": "WGRAD", "quantize_mxfp8": "LARGE"}
+"""Operators with one tile for all numbers of rows, by its name among the shipped tiles: a weight gradient's tiles cut
+weights, not rows; grouped_dglu serves training, where experts have many; a quantiser's spec has no tile."""
 
 
 def form(spec: Spec) -> Spec:
@@ -133,8 +133,8 @@ def choose(problem: Problem, arch: str) -> Choice:
     configs = CONFIGS[arch]
     average = problem.rows / problem.experts
     small = average <= SMALL_ROWS_PER_EXPERT
-    only = problem.op in ONE_TILE
-    tile = configs.SMALL if small and not only else configs.LARGE
+    only = ONE_TILE.get(problem.op)
+    tile = getattr(configs, only) if only else configs.SMALL if small else configs.LARGE
     spec = SPEC_OF[problem.op](problem, tile, arch)
     rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
     mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"

@@ -62,6 +62,9 @@ def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
     return tuple(value)
 
 
+ADAPTIVE = "adaptive"
+
+
 def _tile(fields: dict[str, Any]) -> TileConfig:
     """Takes tile, cluster and schedule out of `fields`."""
     tile, cluster = fields.pop("tile", (128, 256, 64)), fields.pop("cluster", (1, 1))
@@ -69,8 +72,9 @@ def _tile(fields: dict[str, Any]) -> TileConfig:
     if isinstance(tile, TileConfig):
         return tile
     m, n, k = _integers("tile", tile, 3)
-    cluster_m, cluster_n = _integers("cluster", cluster, 2)
-    return TileConfig(m, n, k, cluster_m, cluster_n, schedule)
+    adaptive = cluster == ADAPTIVE
+    cluster_m, cluster_n = (2, 1) if adaptive else _integers("cluster", cluster, 2)
+    return TileConfig(m, n, k, cluster_m, cluster_n, schedule, adaptive)
 
 
 def _spec_from(fields: dict[str, Any]) -> Spec:
@@ -104,8 +108,8 @@ def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:
         op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad" or "quantize_mxfp8";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
-        tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1); schedule:
-            "cooperative" or "pingpong";
+        tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1), or
+            "adaptive"; schedule: "cooperative" or "pingpong";
         activation, glu_layout, save_preact, transpose_w, out_dtype, axis, arch: as the spec's fields;
         dgrad: of a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
 
