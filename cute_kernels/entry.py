@@ -19,9 +19,20 @@ from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
-from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from .sm90.mhc.aggregate import Aggregate, AggregateBackward
+from .sm90.mhc.post_mix import PostMix, PostMixBackward
+from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
+from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, MhcSpec, Spec
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+MHC = {
+    "sinkhorn": Sinkhorn,
+    "sinkhorn_backward": SinkhornBackward,
+    "aggregate": Aggregate,
+    "aggregate_backward": AggregateBackward,
+    "post_mix": PostMix,
+    "post_mix_backward": PostMixBackward,
+}
 OUT_DTYPES = {**DTYPES, "float32": Float32}
 NO_PARAMS = (0.0, 0.0, 0.0)
 
@@ -252,8 +263,18 @@ def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
     return GroupedWgradEntry(spec), (*tensors, *_groups_fakes(), *rest)
 
 
+def _trace_mhc(spec: MhcSpec) -> tuple[Any, tuple]:
+    """Nothing but numbers: the stream is the last of them, since no tensor tells it."""
+    wanted = spec.arguments
+    kinds = (wanted.addresses, Int64), (wanted.integers, Int32), (wanted.floats, Float32)
+    fakes = tuple(kind(0) for names, kind in kinds for _ in names)
+    return MHC[spec.kernel](spec.name, OUT_DTYPES[spec.dtype], spec.n), (*fakes, Int32(0), make_fake_stream())
+
+
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
+    if isinstance(spec, MhcSpec):
+        return _trace_mhc(spec)
     if isinstance(spec, GroupedMmSpec):
         return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):

@@ -8,12 +8,16 @@ from ..specs import (
     DTYPES,
     GATED,
     GLU_LAYOUTS,
+    MHC_KERNELS,
+    STREAM_COUNTS,
+    STREAM_DTYPES,
     UNGATED,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     Spec,
     TileConfig,
 )
@@ -48,4 +52,10 @@ def shipped_specs() -> list[Spec]:
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
         specs += [GroupedDgluSpec(dtype, activation, layout, DGLU) for activation, layout in activation_forms()]
-    return specs
+    return specs + mhc_specs()
+
+
+def mhc_specs() -> list[Spec]:
+    """Every hyper-connection kernel: for each number of streams and, but for Sinkhorn's, each dtype of theirs."""
+    kernels = product(MHC_KERNELS, STREAM_DTYPES, STREAM_COUNTS)
+    return [MhcSpec(*choice) for choice in kernels if "sinkhorn" not in choice[0] or choice[1] == "float32"]

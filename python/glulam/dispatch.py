@@ -17,6 +17,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     Spec,
     TileConfig,
 )
@@ -102,6 +103,8 @@ weights, not rows; the epilogue of grouped_dglu holds so much that one tile alon
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
+    if isinstance(spec, MhcSpec):
+        return spec
     if isinstance(spec, GroupedMlpSpec):
         return GroupedMlpSpec(replace(spec.fc1, tile=TileConfig()), replace(spec.fc2, tile=TileConfig()))
     return replace(spec, tile=TileConfig())

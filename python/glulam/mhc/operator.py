@@ -1,0 +1,253 @@
+"""How a hyper-connection operator runs: a plan found by its arguments' metadata, a launch, or the CPU reference.
+
+Kernels take nothing but addresses and numbers, so every tensor's metadata is in the key, and alignment is asked for at
+each call. Each operator, forward or backward, is one exported function and one operator of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from cute_kernels.specs import PARAM_FORMS, MhcSpec
+
+from .. import device as gpus
+from .. import kernels, workspace
+from ..plan import Plans, bare, launch_nothing
+from ..signature import ALIGNMENT_BYTES, check_no_overlap, extent, refuse_out, runs_kernels
+
+Tensors = Sequence[Tensor | None]
+
+
+class Layout(NamedTuple):
+    """What a launch takes besides addresses: the spec's fields, and the numbers behind the addresses.
+
+    Attributes:
+        lead: the input that gives dtype and device.
+        kernel, n: of the spec; its dtype is the lead's, or float32 for Sinkhorn's.
+        integers, floats: as `MHC_KERNELS` lists them, num_sms left out.
+        work: whether there is any; without, nothing is launched.
+        workspace: float32 elements of it; 0 where the kernel takes none.
+    """
+
+    lead: Tensor
+    kernel: str
+    n: int
+    integers: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+    work: bool = True
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The constants of a call. `tail`: its numbers; `aligned`: which addresses are; `extents`: of each, in bytes."""
+
+    function: Callable[..., Any]
+    index: int
+    only: bool
+    tail: tuple[float, ...]
+    aligned: tuple[int, ...]
+    extents: tuple[int, ...]
+    scratch: workspace.Layout | None
+
+
+class Operator:
+    """One kernel and its reference. A subclass says what its tensors and options mean.
+
+    `op`: what errors call it. `kernel`: of the spec. `inputs`, `outputs`: names in the order of the kernel's addresses.
+    `loose`: inputs that need no alignment. `schema`: of the operator of torch's.
+    """
+
+    op: str
+    kernel: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loose: tuple[str, ...] = ()
+    schema: str
+
+    def __init__(self) -> None:
+        self.plans: Plans[Plan] = Plans()
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
+        """Raises ValueError or TypeError. Backward operators have none: their callers are the autograd functions."""
+
+    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
+        """New tensors for the outputs, uninitialised; None for what is not wanted."""
+        raise NotImplementedError
+
+    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError
+
+    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
+        raise NotImplementedError
+
+    def spec(self, layout: Layout, arch: str) -> MhcSpec:
+        dtype = "float32" if "sinkhorn" in layout.kernel else str(layout.lead.dtype).removeprefix("torch.")
+        return MhcSpec(layout.kernel, dtype, layout.n, arch)
+
+    def __call__(
+        self, tensors: Tensors, options: tuple[Any, ...] = (), out: tuple[Tensor, ...] | None = None
+    ) -> tuple[Any, ...]:
+        """The outputs; `out` itself where it is given."""
+        key = None
+        if not is_dynamo_compiling():
+            try:
+                key = (options, *[t if t is None else bare(t) for t in tensors], tensors[0].__class__)
+                if out is not None:
+                    key += tuple([bare(t) for t in out])
+                plan = self.plans.find(key)
+            except Exception:  # an argument that has no such attributes; the checks say which
+                plan = None
+            if plan is not None:
+                return self.launch(plan, tensors, options, out)
+        return self.settle(key, tensors, options, out)
+
+    def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        """A call that no plan serves yet."""
+        if is_dynamo_compiling() or any(gpus.is_traced(t) for t in tensors):
+            return self.dispatch(tensors, options, out)
+        self.check(tensors, options)
+        if out is not None:
+            self.check_out(tensors, options, out)
+        lead = next(t for t in tensors if t is not None)
+        if not runs_kernels(lead):
+            with torch.autocast(lead.device.type, enabled=False):
+                return self.compute(tensors, options, out)
+        plan = self.plan(tensors, options, out)
+        self.plans.keep(key, plan)
+        return self.launch(plan, tensors, options, out)
+
+    def check_out(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> None:
+        """Buffers of the results' shapes and dtypes that share no memory with an input."""
+        with torch.device("meta"):
+            wanted = self.results([None if t is None else t.to("meta") for t in tensors], options)
+        wanted = tuple(t for t in wanted if t is not None)[: len(out)]
+        lead = next(t for t in tensors if t is not None)
+        for name, given, like in zip(self.out_names(out), out, wanted, strict=True):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{self.op}: {name} is a {type(given).__name__}; give a tensor {list(like.shape)}")
+            if given.shape != like.shape or given.dtype != like.dtype:
+                raise ValueError(
+                    f"{self.op}: {name} is {given.dtype} {list(given.shape)}; it must be {like.dtype} "
+                    f"{list(like.shape)}, as the result is"
+                )
+            if given.device != lead.device or not given.is_contiguous():
+                raise ValueError(f"{self.op}: {name} must be contiguous and on {lead.device}; give a fresh buffer")
+            for other_name, other in zip(self.inputs, tensors, strict=True):
+                if other is not None and given.numel() and other.numel():
+                    check_no_overlap(self.op, name, given.view(-1), other_name, other.view(-1))
+
+    def out_names(self, out: Any) -> list[str]:
+        return ["out"] if len(out) == 1 else [f"out[{i}]" for i in range(len(out))]
+
+    def compute(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        results = self.reference(tensors, options)
+        return results if out is None else self.copied(results, out)
+
+    @staticmethod
+    def copied(results: Any, out: Any) -> tuple[Any, ...]:
+        """`out`, holding the first results, and those that it has no buffer for."""
+        for target, result in zip(out, results, strict=False):
+            target.copy_(result)
+        return (*out, *results[len(out) :])
+
+    def plan(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> Plan:
+        lead = next(t for t in tensors if t is not None)
+        index = lead.get_device()
+        gpu = gpus.gpu(index)
+        layout = self.layout(tensors, options, gpu.sm_count)
+        spec = self.spec(layout, gpu.arch)
+        names = (*self.inputs, *self.outputs)
+        more = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
+        size = layout.workspace
+        return Plan(
+            function=kernels.find(spec).function if layout.work else launch_nothing,
+            index=index,
+            only=gpus.is_only_one(),
+            tail=(*layout.integers, *more, *layout.floats),
+            aligned=tuple(i for i, name in enumerate(names) if name not in self.loose),
+            extents=tuple(0 if t is None else extent(t) for t in (*tensors, *(out or ()))),
+            scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
+        )
+
+    def launch(self, plan: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        if not plan.only and gpus.current() != plan.index:
+            with torch.cuda.device(plan.index):
+                return self.launch(plan, tensors, options, out)
+        if plan.function is launch_nothing:  # sums over no tokens are zero
+            return tuple(r if r is None else r.zero_() for r in out or self.results(tensors, options))
+        given = () if out is None else out
+        results = self.results(tensors, options) if out is None else self.completed(given, tensors, options)
+        addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
+        bits = 0
+        for i in plan.aligned:
+            bits |= addresses[i]
+        if bits % ALIGNMENT_BYTES:
+            self.refuse_alignment(plan, addresses)
+        if given:
+            self.check_distances(plan, addresses, tensors, given)
+        if plan.scratch is not None:
+            memory = workspace.take(plan.scratch)
+            addresses.append(memory.data_ptr())
+        plan.function(*addresses, *plan.tail, 1, gpus.raw_stream(plan.index))
+        return results
+
+    def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        """All outputs, where the first are given."""
+        return given if len(given) == len(self.outputs) else (*given, *self.results(tensors, options)[len(given) :])
+
+    def refuse_alignment(self, plan: Plan, addresses: list[int]) -> None:
+        names = (*self.inputs, *self.outputs)
+        for i in plan.aligned:
+            if over := addresses[i] % ALIGNMENT_BYTES:
+                raise ValueError(
+                    f"{self.op}: {names[i]} starts {over} bytes after a multiple of {ALIGNMENT_BYTES}; it must start "
+                    "at one, so clone() it, or cut the view elsewhere"
+                )
+
+    def check_distances(self, plan: Plan, addresses: list[int], tensors: Tensors, out: Any) -> None:
+        """A given buffer that overlaps an input, which the plan's key cannot tell."""
+        count = len(tensors)
+        for j, target in enumerate(out, start=count):
+            for i in range(count):
+                if -plan.extents[j] < addresses[j] - addresses[i] < plan.extents[i] and tensors[i] is not None:
+                    name, source = self.out_names(out)[j - count], tensors[i]
+                    check_no_overlap(self.op, name, target.view(-1), self.inputs[i], source.view(-1))  # type: ignore[union-attr]
+
+    def dispatch(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        """Through torch's dispatcher, as an operator that traces see as one."""
+        returned = iter(getattr(torch.ops.glulam, f"mhc_{self.kernel}")(*tensors, *options))
+        results = tuple(next(returned) if wanted else None for wanted in self.wanted(tensors, options))
+        return results if out is None else self.copied(results, out)
+
+    def wanted(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[bool, ...]:
+        """Which outputs there are."""
+        return (True,) * len(self.outputs)
+
+    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...] | None:
+        """The results with a backward; None of an operator that has none."""
+        return None
+
+
+def forms(*params: Tensor | None) -> int:
+    """The dtypes of parameters as kernels take them: two bits each, the first lowest."""
+    codes = (0 if p is None else PARAM_FORMS[str(p.dtype).removeprefix("torch.")] for p in params)
+    return sum(code << 2 * place for place, code in enumerate(codes))
+
+
+def recorded(op: str, out: Any, *tensors: Any) -> bool:
+    """Whether a gradient is to be recorded; then `out` must be absent. Traces decide in torch's dispatcher."""
+    if not torch.is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in tensors):
+        return False
+    refuse_out(op, out)
+    return not is_dynamo_compiling()
+
+
+def empty_like_param(tensor: Tensor, wanted: bool) -> Tensor | None:
+    return torch.empty_like(tensor) if wanted else None

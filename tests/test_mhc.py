@@ -1,0 +1,224 @@
+"""Hyper-connections on the CPU: the reference against formulas written anew, gradients, errors, traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import same_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import glulam
+from glulam import mhc
+from glulam.errors import GradientNotSupported
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+LEADS = [(2, 3), (), (5,), (1, 2, 3)]
+WIDTH = 8
+
+
+def randn(*shape: int, dtype: torch.dtype = F64, seed: int = 0, grad: bool = False) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+    return made.requires_grad_(grad)
+
+
+def inputs(name: str, lead: tuple[int, ...] = (2, 3), n: int = 4, c: int = WIDTH, **how: Any) -> list[Tensor]:
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "sinkhorn": [(*lead, n, n)],
+        "aggregate": [(*lead, n, c), (*lead, n)],
+        "post_mix": [(*lead, n, c), (*lead, n, n), (*lead, n), (*lead, c), (c,)],
+    }
+    return [randn(*shape, seed=seed, **how) for seed, shape in enumerate(shapes[name])]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "sinkhorn": mhc.sinkhorn,
+    "aggregate": mhc.aggregate,
+    "post_mix": mhc.post_mix,
+}
+
+
+def listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+class TestMath:
+    @pytest.mark.parametrize("n", [2, 3, 4, 8])
+    def test_sinkhorn_follows_its_definition(self, n: int) -> None:
+        (logits,) = inputs("sinkhorn", n=n)
+        m = torch.exp(logits - logits.max(dim=-1, keepdim=True).values)
+        for _ in range(20):
+            m = m / (m.sum(dim=-1, keepdim=True) + 1e-6)
+            m = m / (m.sum(dim=-2, keepdim=True) + 1e-6)
+        got = mhc.sinkhorn(logits)
+        torch.testing.assert_close(got, m)
+        for axis in (-1, -2):
+            torch.testing.assert_close(got.sum(axis), torch.ones_like(got.sum(axis)), atol=1e-3, rtol=0)
+
+    @pytest.mark.parametrize("lead", LEADS)
+    def test_aggregate_is_a_weighted_sum(self, lead: tuple[int, ...]) -> None:
+        x, h_pre = inputs("aggregate", lead)
+        torch.testing.assert_close(mhc.aggregate(x, h_pre), torch.einsum("...jc,...j->...c", x, h_pre))
+
+    @pytest.mark.parametrize("lead", LEADS)
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_post_mix_mixes_and_adds(self, lead: tuple[int, ...], transpose: bool) -> None:
+        residual, h_res, h_post, x, bias = inputs("post_mix", lead)
+        subscripts = "...ji,...jc->...ic" if transpose else "...ij,...jc->...ic"
+        mixed = torch.einsum(subscripts, h_res, residual)
+        for b in (None, bias):
+            wanted = mixed + h_post.unsqueeze(-1) * (x if b is None else x + b).unsqueeze(-2)
+            torch.testing.assert_close(mhc.post_mix(residual, h_res, h_post, x, b, transpose_res=transpose), wanted)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_16_bit_is_computed_in_float32_and_rounded_once(self, name: str) -> None:
+        given = inputs(name, dtype=BF16)
+        for got, wide in zip(
+            listed(CALLS[name](*given)), listed(CALLS[name](*(t.float() for t in given))), strict=True
+        ):
+            assert same_bits(got, wide.to(got.dtype))
+
+
+class TestGradients:
+    @pytest.mark.parametrize("n", [2, 4])
+    @pytest.mark.parametrize("name", CALLS)
+    def test_gradcheck(self, name: str, n: int) -> None:
+        assert torch.autograd.gradcheck(CALLS[name], inputs(name, n=n, grad=True))
+
+    @pytest.mark.parametrize(("iters", "eps"), [(0, 1e-6), (1, 1e-6), (3, 0.1)])
+    def test_gradcheck_of_sinkhorn_with_few_steps_and_a_large_eps(self, iters: int, eps: float) -> None:
+        (logits,) = inputs("sinkhorn", grad=True)
+        assert torch.autograd.gradcheck(lambda t: mhc.sinkhorn(t, iters, eps), [logits])
+
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_gradcheck_of_the_transposed_post_mix(self, bias: bool) -> None:
+        given = inputs("post_mix", grad=True)[: 5 if bias else 4]
+        assert torch.autograd.gradcheck(lambda *t: mhc.post_mix(*t, transpose_res=True), given)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_only_what_is_asked_for(self, name: str) -> None:
+        full = inputs(name, grad=True)
+        weights = [randn(*r.shape, seed=9) for r in listed(CALLS[name](*full))]
+
+        def gradients(given: list[Tensor], wanted: list[Tensor]) -> Any:
+            pairs = zip(listed(CALLS[name](*given)), weights, strict=True)
+            return torch.autograd.grad(sum((r * w).sum() for r, w in pairs), wanted)
+
+        for i, d in enumerate(gradients(full, full)):
+            given = [t.detach().requires_grad_(i == j) for j, t in enumerate(full)]
+            assert same_bits(gradients(given, [given[i]])[0], d)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_once(self, name: str) -> None:
+        given = inputs(name, grad=True)
+        result = listed(CALLS[name](*given))[0]
+        (d,) = torch.autograd.grad(result.square().sum(), given[0], create_graph=True)
+        with pytest.raises(GradientNotSupported, match="differentiable once"):
+            d.sum().backward()
+
+
+class TestBuffers:
+    @pytest.mark.parametrize("name", CALLS)
+    def test_out_is_written_and_returned(self, name: str) -> None:
+        given = inputs(name, dtype=F32)
+        wanted = listed(CALLS[name](*given))
+        out = [torch.full_like(w, torch.nan) for w in wanted]
+        got = listed(CALLS[name](*given, out=out[0] if len(out) == 1 else tuple(out)))
+        for a, b, w in zip(got, out, wanted, strict=True):
+            assert a is b and same_bits(a, w)
+
+    def test_what_does_not_fit(self) -> None:
+        x, h_pre = inputs("aggregate", dtype=F32)
+        for out, message in (
+            (torch.empty(2, 3, 9), "out is torch.float32"),
+            (torch.empty(2, 3, WIDTH, dtype=BF16), "out is torch.bfloat16"),
+            (x.view(-1)[: 6 * WIDTH].view(2, 3, WIDTH), "out overlaps x"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                mhc.aggregate(x, h_pre, out=out)
+        with pytest.raises(GradientNotSupported, match="out is given"):
+            mhc.aggregate(x.requires_grad_(), h_pre, out=torch.empty(2, 3, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: mhc.sinkhorn(randn(3, 4)), ValueError, "logits has shape .*square"),
+        (lambda: mhc.sinkhorn([1.0]), TypeError, "logits is a list"),
+        (lambda: mhc.sinkhorn(randn(2, 2), iters=-1), ValueError, "iters is -1"),
+        (lambda: mhc.sinkhorn(randn(2, 2), iters=2.0), TypeError, "iters is 2.0"),
+        (lambda: mhc.sinkhorn(randn(2, 2), eps=-1.0), ValueError, "eps is -1.0"),
+        (lambda: mhc.sinkhorn(randn(2, 2).int()), TypeError, "logits is torch.int32"),
+        (lambda: mhc.aggregate(randn(3), randn(3)), ValueError, r"x has shape \[3\]"),
+        (lambda: mhc.aggregate(randn(5, 4, 8), randn(5, 3)), ValueError, r"h_pre has shape \[5, 3\].*\[5, 4\]"),
+        (lambda: mhc.aggregate(randn(4, 5, 8).transpose(0, 1), randn(5, 4)), ValueError, "x is not contiguous"),
+        (lambda: mhc.aggregate(randn(5, 4, 0), randn(5, 4)), ValueError, "C = 0"),
+        (
+            lambda: mhc.post_mix(randn(4, 8), randn(4, 4), randn(4), randn(8, dtype=F32)),
+            TypeError,
+            "x is torch.float32; it must be torch.float64",
+        ),
+        (
+            lambda: mhc.post_mix(randn(4, 8), randn(4, 4), randn(4), randn(8), randn(4)),
+            ValueError,
+            r"bias has shape \[4\].*\[8\]",
+        ),
+        (
+            lambda: mhc.post_mix(randn(4, 8), randn(4, 4), randn(4), randn(8), transpose_res=1),
+            TypeError,
+            "transpose_res is 1",
+        ),
+    ],
+)
+def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_no_tokens() -> None:
+    for name in CALLS:
+        given = inputs(name, (0, 3), grad=True)
+        results = listed(CALLS[name](*given))
+        sum(r.sum() for r in results).backward()
+        assert all(t.grad is not None and not t.grad.any() for t in given)
+
+
+class TestTraces:
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self) -> None:
+        torch.compiler.reset()
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_compiled_equals_eager(self, name: str) -> None:
+        compiled = torch.compile(CALLS[name], backend="aot_eager", fullgraph=True)
+        eager, traced = ([t.detach().requires_grad_() for t in inputs(name, dtype=F32)] for _ in range(2))
+        for call, given in ((CALLS[name], eager), (compiled, traced)):
+            sum(r.square().sum() for r in listed(call(*given))).backward()
+        for a, b in zip(eager, traced, strict=True):
+            assert a.grad is not None and b.grad is not None and same_bits(a.grad, b.grad)
+        with torch.no_grad():
+            for a, b in zip(listed(CALLS[name](*eager)), listed(compiled(*eager)), strict=True):
+                assert same_bits(a, b)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_fake_tensors_know_the_results(self, name: str) -> None:
+        with FakeTensorMode() as mode:
+            given = [mode.from_tensor(t) for t in inputs(name, dtype=BF16)]
+            fake = listed(CALLS[name](*given))
+        real = listed(CALLS[name](*inputs(name, dtype=BF16)))
+        assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
+
+    def test_operators_pass_torchs_own_checks(self) -> None:
+        x, h_pre = (t.requires_grad_() for t in inputs("aggregate", dtype=F32))
+        torch.library.opcheck(torch.ops.glulam.mhc_aggregate.default, (x, h_pre))
+        d = randn(2, 3, WIDTH, dtype=F32)
+        torch.library.opcheck(
+            torch.ops.glulam.mhc_aggregate_backward.default, (d, x.detach(), h_pre.detach(), False, True)
+        )
+
+
+def test_is_public() -> None:
+    assert glulam.mhc is mhc
