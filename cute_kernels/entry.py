@@ -21,6 +21,8 @@ from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
 from .sm90.mhc.aggregate import Aggregate, AggregateBackward
 from .sm90.mhc.post_mix import PostMix, PostMixBackward
+from .sm90.mhc.project import Project
+from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
 from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, MhcSpec, Spec
 
@@ -32,6 +34,9 @@ MHC = {
     "aggregate_backward": AggregateBackward,
     "post_mix": PostMix,
     "post_mix_backward": PostMixBackward,
+    "project": Project,
+    "project_backward": ProjectBackward,
+    "pre_backward": PreBackward,
 }
 OUT_DTYPES = {**DTYPES, "float32": Float32}
 NO_PARAMS = (0.0, 0.0, 0.0)

@@ -223,6 +223,12 @@ def _arguments(addresses: str, integers: str, floats: str = "") -> MhcArguments:
     return MhcArguments(tuple(addresses.split()), tuple(integers.split()), tuple(floats.split()))
 
 
+_PROJECT_BACKWARD = _arguments(
+    "d_pre d_post d_res x weight alpha_pre alpha_post alpha_res bias stats d_aggregate h_pre d_residual "
+    "d_x d_weight d_sums workspace",
+    "forms tokens width ctas parts",
+    "eps",
+)
 PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """How a kernel reads parameters: their dtype is a run-time value, since they are few."""
 STREAM_DTYPES = {**DTYPES, "float32": "f32"}
@@ -237,6 +243,13 @@ MHC_KERNELS: dict[str, MhcArguments] = {
         "d_out residual h_res h_post x bias d_residual d_h_res d_h_post d_x d_bias workspace",
         "forms transpose tokens width num_sms",
     ),
+    "project": _arguments(
+        "x weight alpha_pre alpha_post alpha_res bias h_pre h_post h_res stats workspace",
+        "forms tokens width slices slice_columns groups num_sms",
+        "eps",
+    ),
+    "project_backward": _PROJECT_BACKWARD,
+    "pre_backward": _PROJECT_BACKWARD,
 }
 _ANY_STREAM = ("sinkhorn", "sinkhorn_backward")
 

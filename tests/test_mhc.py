@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 def randn(*shape: int, dtype: torch.dtype = F64, seed: int = 0, grad: bool = False) -> Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
     return made.requires_grad_(grad)
 
 
@@ -30,6 +30,7 @@ def inputs(name: str, lead: tuple[int, ...] = (2, 3), n: int = 4, c: int = WIDTH
         "sinkhorn": [(*lead, n, n)],
         "aggregate": [(*lead, n, c), (*lead, n)],
         "post_mix": [(*lead, n, c), (*lead, n, n), (*lead, n), (*lead, c), (c,)],
+        "project": [(*lead, n, c), (n * n + 2 * n, n * c), (), (1,), (), (n * n + 2 * n,)],
     }
     return [randn(*shape, seed=seed, **how) for seed, shape in enumerate(shapes[name])]
 
@@ -38,6 +39,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "sinkhorn": mhc.sinkhorn,
     "aggregate": mhc.aggregate,
     "post_mix": mhc.post_mix,
+    "project": mhc.project,
 }
 
 
@@ -72,6 +74,21 @@ class TestMath:
         for b in (None, bias):
             wanted = mixed + h_post.unsqueeze(-1) * (x if b is None else x + b).unsqueeze(-2)
             torch.testing.assert_close(mhc.post_mix(residual, h_res, h_post, x, b, transpose_res=transpose), wanted)
+
+    @pytest.mark.parametrize("lead", LEADS)
+    def test_project_norms_scales_and_gates(self, lead: tuple[int, ...]) -> None:
+        n = 4
+        x, weight, *alphas, bias = inputs("project", lead, n)
+        flat = x.flatten(-2)
+        r = 1 / (flat.norm(dim=-1, keepdim=True) / flat.shape[-1] ** 0.5 + 1e-6)
+        z = torch.einsum("...d,kd->...k", flat, weight) * r
+        parts = (z[..., :n], z[..., n : 2 * n], z[..., 2 * n :])
+        biases = (bias[:n], bias[n : 2 * n], bias[2 * n :])
+        pre, post, res = (part * a + b for part, a, b in zip(parts, alphas, biases, strict=True))
+        got = mhc.project(x, weight, *alphas, bias)
+        torch.testing.assert_close(got.h_pre, pre.sigmoid())
+        torch.testing.assert_close(got.h_post, 2 * post.sigmoid())
+        torch.testing.assert_close(got.h_res, res.unflatten(-1, (n, n)))
 
     @pytest.mark.parametrize("name", CALLS)
     def test_16_bit_is_computed_in_float32_and_rounded_once(self, name: str) -> None:
@@ -167,6 +184,26 @@ class TestBuffers:
             r"bias has shape \[4\].*\[8\]",
         ),
         (
+            lambda: mhc.project(randn(2, 8), randn(8, 15), *[randn()] * 3, randn(8)),
+            ValueError,
+            r"weight has shape \[8, 15\].*\[8, 16\]",
+        ),
+        (
+            lambda: mhc.project(randn(2, 8), randn(8, 16), randn(), 1.0, randn(), randn(8)),
+            TypeError,
+            "alpha_post is a float",
+        ),
+        (
+            lambda: mhc.project(randn(2, 8), randn(8, 16), randn(), randn(), randn(dtype=F32), randn(8)),
+            TypeError,
+            "alpha_res is torch.float32 and alpha_pre torch.float64",
+        ),
+        (
+            lambda: mhc.project(randn(2, 8), randn(8, 16), randn(), randn(), randn(3), randn(8)),
+            ValueError,
+            r"alpha_res has shape \[3\]",
+        ),
+        (
             lambda: mhc.post_mix(randn(4, 8), randn(4, 4), randn(4), randn(8), transpose_res=1),
             TypeError,
             "transpose_res is 1",
@@ -176,6 +213,13 @@ class TestBuffers:
 def test_errors_name_the_argument(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_token_of_zeros_has_finite_gradients() -> None:
+    x, *rest = inputs("project", grad=True)
+    x = (x * torch.tensor([0.0, 1.0], dtype=F64).view(2, 1, 1, 1)).detach().requires_grad_()
+    sum(r.sum() for r in mhc.project(x, *rest)).backward()
+    assert all(t.grad is not None and bool(t.grad.isfinite().all()) for t in (x, *rest))
 
 
 def test_no_tokens() -> None:

@@ -3,8 +3,11 @@
 from .aggregate import AGGREGATE, AGGREGATE_BACKWARD, aggregate
 from .library import register
 from .post_mix import POST_MIX, POST_MIX_BACKWARD, post_mix
+from .project import PROJECT, PROJECT_BACKWARD, Coefficients, project
 from .sinkhorn import SINKHORN, SINKHORN_BACKWARD, sinkhorn
 
-register(SINKHORN, SINKHORN_BACKWARD, AGGREGATE, AGGREGATE_BACKWARD, POST_MIX, POST_MIX_BACKWARD)
+register(
+    SINKHORN, SINKHORN_BACKWARD, AGGREGATE, AGGREGATE_BACKWARD, POST_MIX, POST_MIX_BACKWARD, PROJECT, PROJECT_BACKWARD
+)
 
-__all__ = ["aggregate", "post_mix", "sinkhorn"]
+__all__ = ["Coefficients", "aggregate", "post_mix", "project", "sinkhorn"]

@@ -103,7 +103,7 @@ class PostMixBackward(Operator):
         return tuple(map(empty_like_param, tensors[1:], options[1:]))
 
     def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        everything = reference.post_mix_backward(*tensors, transpose_res=options[0])
+        everything = reference.post_mix_backward(*tensors, *options[:1])
         return tuple(d if wanted else None for d, wanted in zip(everything, options[1:], strict=True))
 
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:

@@ -126,6 +126,12 @@ def project_backward(
     return d_flat.view(x.shape).to(x.dtype), d_weight.to(weight.dtype), sums
 
 
+def add_uses(d_x: Tensor, d_aggregate: Tensor, h_pre: Tensor, d_residual: Tensor | None) -> Tensor:
+    """The streams' gradient with those of `aggregate` and of the residual."""
+    total = wide(d_x) + wide(h_pre).unsqueeze(-1) * wide(d_aggregate).unsqueeze(-2)
+    return (total if d_residual is None else total + wide(d_residual)).to(d_x.dtype)
+
+
 def _through_gates(d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, z: Tensor, n: int) -> Tensor:
     """The gradient of z, the arguments of the sigmoids and the logits."""
     dz = torch.zeros_like(z)
