@@ -21,6 +21,7 @@ from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
 from .sm90.mhc.aggregate import Aggregate, AggregateBackward
 from .sm90.mhc.post_mix import PostMix, PostMixBackward
+from .sm90.mhc.pre import Pre
 from .sm90.mhc.project import Project
 from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
@@ -36,6 +37,7 @@ MHC = {
     "post_mix_backward": PostMixBackward,
     "project": Project,
     "project_backward": ProjectBackward,
+    "pre": Pre,
     "pre_backward": PreBackward,
 }
 OUT_DTYPES = {**DTYPES, "float32": Float32}

@@ -249,6 +249,11 @@ MHC_KERNELS: dict[str, MhcArguments] = {
         "eps",
     ),
     "project_backward": _PROJECT_BACKWARD,
+    "pre": _arguments(
+        "x weight alpha_pre alpha_post alpha_res bias out h_post h_res h_pre logits stats workspace",
+        "forms tokens width slices slice_columns groups iters num_sms",
+        "eps sinkhorn_eps",
+    ),
     "pre_backward": _PROJECT_BACKWARD,
 }
 _ANY_STREAM = ("sinkhorn", "sinkhorn_backward")

@@ -266,3 +266,92 @@ class TestTraces:
 
 def test_is_public() -> None:
     assert glulam.mhc is mhc
+
+
+def parameters(n: int, c: int, dtype: torch.dtype = F64) -> list[Tensor]:
+    return inputs("project", (), n, c, dtype=dtype)[1:]
+
+
+class TestPre:
+    def test_is_its_operators_and_so_are_its_gradients(self) -> None:
+        """Every output used; the residual's gradient is added inside."""
+        x, *rest = inputs("project", grad=True)
+
+        def composed(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            h_pre, h_post, logits = mhc.project(x, *rest)
+            return mhc.aggregate(x, h_pre), x * 1, h_post, mhc.sinkhorn(logits)
+
+        results = [tuple(call(x, *rest)) for call in (mhc.pre, composed)]
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        weights = [randn(*r.shape, seed=i + 20) for i, r in enumerate(results[0])]
+        for used in ([0, 1, 2, 3], [0], [1], [2], [3], [1, 3]):
+            pairs = [torch.autograd.grad([r[i] for i in used], [x, *rest], [weights[i] for i in used],
+                                         retain_graph=True, allow_unused=True) for r in results]  # fmt: skip
+            for a, b in zip(*pairs, strict=True):
+                torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+
+    def test_gradcheck(self) -> None:
+        given = inputs("project", grad=True)
+        assert torch.autograd.gradcheck(lambda *t: tuple(mhc.pre(*t, 1e-3, 3, 0.1)), given)
+
+
+class TestHyperConnection:
+    def layer(self, **how: Any) -> glulam.nn.HyperConnection:
+        torch.manual_seed(0)
+        return glulam.nn.HyperConnection(4, WIDTH, torch.nn.Linear(WIDTH, WIDTH, dtype=F64), dtype=F64, **how)
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_composes_the_operators(self, transpose: bool) -> None:
+        layer, x = self.layer(transpose_res=transpose), randn(2, 3, 4, WIDTH)
+        h_pre, h_post, logits = mhc.project(
+            x, layer.weight, layer.alpha_pre, layer.alpha_post, layer.alpha_res, layer.bias
+        )
+        y = layer.sublayer(mhc.aggregate(x, h_pre))
+        wanted = mhc.post_mix(x, mhc.sinkhorn(logits), h_post, y, transpose_res=transpose)
+        torch.testing.assert_close(layer(x), wanted)
+
+    def test_trains(self) -> None:
+        layer, x = self.layer(), randn(2, 3, 4, WIDTH, grad=True)
+        layer(x).square().sum().backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in (x, *layer.parameters()))
+
+    def test_a_bias_returned_by_the_sublayer_is_added_by_post_mix(self) -> None:
+        layer, x, b = self.layer(), randn(2, 4, WIDTH), randn(WIDTH, seed=3)
+        wanted = layer(x)
+        inner = layer.sublayer
+        layer.sublayer = torch.nn.Identity()
+        layer.sublayer.forward = lambda y: (inner(y) - b, b)
+        torch.testing.assert_close(layer(x), wanted)
+
+    def test_begins_as_residual_streams(self) -> None:
+        layer, x = self.layer(), randn(5, 4, WIDTH)
+        made = layer.pre(x)
+        torch.testing.assert_close(made.out, x.mean(-2), atol=0.1, rtol=0.1)
+        torch.testing.assert_close(made.h_res, torch.eye(4, dtype=F64).expand(5, 4, 4), atol=0.02, rtol=0)
+        torch.testing.assert_close(made.h_post, torch.ones(5, 4, dtype=F64), atol=0.1, rtol=0)
+
+    def test_compiles(self) -> None:
+        torch.compiler.reset()
+        layer, x = self.layer(), randn(2, 3, 4, WIDTH)
+        torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+
+    @pytest.mark.parametrize(
+        ("call", "error", "message"),
+        [
+            (lambda: glulam.nn.HyperConnection(0, 8), ValueError, "num_streams is 0"),
+            (lambda: glulam.nn.HyperConnection(4, 8.0), TypeError, "width is 8.0"),
+            (lambda: glulam.nn.HyperConnection(4, 8, 3), TypeError, "sublayer is a int"),
+            (lambda: glulam.nn.HyperConnection(4, 8, iters=500), ValueError, "iters is 500"),
+            (lambda: glulam.nn.HyperConnection(4, 8, dtype=torch.int8), TypeError, "dtype is torch.int8"),
+            (lambda: glulam.nn.HyperConnection(4, 8)(torch.zeros(4, 8)), RuntimeError, "made without a sublayer"),
+        ],
+    )
+    def test_errors(self, call: Callable[[], Any], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            call()
+
+    def test_meta_and_state_dict(self) -> None:
+        meta = glulam.nn.HyperConnection(4, WIDTH, device="meta")
+        assert meta.weight.is_meta and "num_streams=4, width=8" in repr(meta)
+        assert set(meta.state_dict()) == {"weight", "alpha_pre", "alpha_post", "alpha_res", "bias"}

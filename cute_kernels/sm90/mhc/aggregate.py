@@ -34,13 +34,19 @@ class Aggregate(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if do_launch > 0:
-            vectors = width // elements(self.dtype)
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
-                grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
-                block=(FORWARD_THREADS, 1, 1),
-                stream=stream,
-            )
+            self.launch(x, h_pre, out, forms, tokens, width, stream)
+
+    @cute.jit
+    def launch(
+        self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, tokens: Int32, width: Int32, stream: cuda.CUstream
+    ):
+        vectors = width // elements(self.dtype)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
+            grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
+            block=(FORWARD_THREADS, 1, 1),
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, total: Int64, vectors: Int32):

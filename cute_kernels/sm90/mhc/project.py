@@ -18,11 +18,10 @@ from cutlass import Float32, Int32, Int64
 from ...gmem import vector_at
 from ...invariant import Invariant
 from .gates import Gates, ProjectFinish
-from .shapes import ROW_PADDING, STEP_BYTES, TOKEN_TILE, WEIGHT_BYTES, outputs, slice_capacity
+from .shapes import ROW_PADDING, STEP_BYTES, TOKEN_TILE, WEIGHT_BYTES, outputs, project_warps, slice_capacity
 from .vectors import VECTOR_BYTES, elements, floats, form_of, load_params, run_at
 from .warp_mma import WarpMma, as_operands
 
-MAX_WARPS = 16
 LANES = 32
 # Four lanes share a row of a token tile, and each lane has two rows. A step is so many 16-byte reads of each.
 LANES_PER_ROW = 4
@@ -57,8 +56,7 @@ class Project(Invariant):
         self.n = n
         self.outputs = outputs(n)
         capacity = slice_capacity(n, dtype.width // 8) * dtype.width // 8
-        # 8 streams hold 40 sums, for which 128 registers are too few.
-        self.warps = MAX_WARPS if n < 8 else MAX_WARPS // 2
+        self.warps = project_warps(n)
         self.row_words = (capacity + ROW_PADDING) // 4
         self.finish = ProjectFinish(f"{name}_finish", n)
 

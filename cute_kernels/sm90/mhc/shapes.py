@@ -45,15 +45,22 @@ class Slices(NamedTuple):
     groups: int
 
 
-def project_slices(n: int, itemsize: int, columns: int, num_sms: int) -> Slices:
-    """As few slices as leave hardly an SM without a CTA: each slice writes sums for every token."""
+def project_warps(n: int) -> int:
+    """Of a CTA. 8 streams hold 40 sums, for which the 128 registers that 16 warps leave are too few."""
+    return 16 if n < 8 else 8
+
+
+def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: int) -> Slices:
+    """As few slices as keep nearly all warps of all SMs busy to the end: each slice writes sums for every token."""
     step = STEP_BYTES // itemsize
     least = -(-columns // slice_capacity(n, itemsize))
     choices = [
         Slices(s, -(-columns // (s * step)) * step, max(num_sms // s, 1))
         for s in range(least, least + MAX_EXTRA_SLICES)
     ]
-    used = [choice.slices * choice.groups / num_sms for choice in choices]
+    tiles = -(-tokens // TOKEN_TILE)
+    rounds = [-(-tiles // (choice.groups * project_warps(n))) for choice in choices]
+    used = [c.slices * tiles / (turns * project_warps(n) * num_sms) for c, turns in zip(choices, rounds, strict=True)]
     chosen = next((c for c, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])
     return chosen._replace(slices=-(-columns // chosen.columns))
 

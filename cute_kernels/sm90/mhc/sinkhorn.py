@@ -107,10 +107,17 @@ class Sinkhorn(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if do_launch > 0:
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(logits, out, forms, matrices, iters, eps).launch(
-                grid=(cute.ceil_div(matrices, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
-            )
+            self.launch(logits, out, forms, matrices, iters, eps, stream)
+
+    @cute.jit
+    def launch(
+        self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(logits, out, forms, matrices, iters, eps).launch(
+            grid=(cute.ceil_div(matrices, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
     def kernel(self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32):

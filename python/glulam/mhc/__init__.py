@@ -3,6 +3,7 @@
 from .aggregate import AGGREGATE, AGGREGATE_BACKWARD, aggregate
 from .library import register
 from .post_mix import POST_MIX, POST_MIX_BACKWARD, post_mix
+from .pre import PreResults, pre
 from .project import PROJECT, PROJECT_BACKWARD, Coefficients, project
 from .sinkhorn import SINKHORN, SINKHORN_BACKWARD, sinkhorn
 
@@ -10,4 +11,4 @@ register(
     SINKHORN, SINKHORN_BACKWARD, AGGREGATE, AGGREGATE_BACKWARD, POST_MIX, POST_MIX_BACKWARD, PROJECT, PROJECT_BACKWARD
 )
 
-__all__ = ["Coefficients", "aggregate", "post_mix", "project", "sinkhorn"]
+__all__ = ["Coefficients", "PreResults", "aggregate", "post_mix", "pre", "project", "sinkhorn"]

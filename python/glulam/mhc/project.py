@@ -128,7 +128,7 @@ class ProjectForward(Operator):
         x, weight, alpha, _, _, bias = tensors
         n, width = x.shape[-2:]
         tokens = x.numel() // (n * width)
-        cut = shapes.project_slices(n, x.element_size(), n * width, sm_count)
+        cut = shapes.project_slices(n, x.element_size(), n * width, max(tokens, 1), sm_count)
         return Layout(
             x, self.kernel, n, (forms(weight, alpha, bias), tokens, width, *cut), (float(options[0]),), tokens > 0,
             shapes.project_workspace(n, cut.slices, tokens),
