@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from support.criterion import same_bits
 from torch import Tensor
 
+import glulam
 from glulam import mhc
 from glulam.mhc import reference
 
@@ -45,9 +47,14 @@ def inputs(
         ],
     }  # fmt: skip
     rows = n * n + 2 * n
-    shapes["project"] = [((*lead, n, c), dtype), ((rows, n * c), params), *[((1,), params)] * 3, ((rows,), params)]
+    shapes["project"] = shapes["pre"] = [
+        ((*lead, n, c), dtype),
+        ((rows, n * c), params),
+        *[((1,), params)] * 3,
+        ((rows,), params),
+    ]
     made = [randn(*shape, dtype=d, seed=s, spread=True) for s, (shape, d) in enumerate(shapes[name])]
-    if name == "project":
+    if name in ("project", "pre"):
         made[1] = (made[1].float() / (n * c) ** 0.5).to(params)  # or every gate would be shut
     return made
 
@@ -57,12 +64,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "aggregate": mhc.aggregate,
     "post_mix": mhc.post_mix,
     "project": mhc.project,
+    "pre": mhc.pre,
 }
 
 
 def forward_error(name: str, dtype: torch.dtype) -> float:
     """`dtype`: of the streams; the projection's products are of TF32 at best."""
-    return 5e-3 if name == "project" and dtype is F32 else FORWARD_ERROR[dtype]
+    return 5e-3 if name in ("project", "pre") and dtype is F32 else FORWARD_ERROR[dtype]
 
 
 def listed(value: Any) -> list[Tensor]:
@@ -114,7 +122,7 @@ def check(name: str, given: list[Tensor], **how: Any) -> None:
     for i, (got, want) in enumerate(zip(results, exact, strict=True)):
         assert_near(got, want, forward_error(name, given[0].dtype), 0.9999, f"result {i}")
     for i, (got, want) in enumerate(zip(gradients, exact_gradients, strict=True)):
-        tolerance = 1e-2 if name == "project" and given[0].dtype is F32 else GRADIENT_ERROR[given[0].dtype]
+        tolerance = 1e-2 if name in ("project", "pre") and given[0].dtype is F32 else GRADIENT_ERROR[given[0].dtype]
         assert_near(got, want, tolerance, 0.999, f"gradient {i}")
 
 
@@ -240,3 +248,28 @@ class TestContract:
                     mhc.aggregate(*bad)
         with pytest.raises(ValueError, match="iters is 500"):
             mhc.sinkhorn(torch.zeros(4, 4, device="cuda"), 500)
+
+
+class TestHyperConnection:
+    @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+    def test_against_float64(self, dtype: torch.dtype) -> None:
+        """A whole layer, every gradient, and the same bits when it is done again."""
+        torch.manual_seed(0)
+        layer = glulam.nn.HyperConnection(4, 264, torch.nn.Linear(264, 264), device="cuda")
+        layer.sublayer.to(device="cuda", dtype=dtype)  # type: ignore[union-attr]
+        with torch.no_grad():
+            layer.weight.normal_(0, 0.03)
+            layer.bias.normal_()
+        exact = copy.deepcopy(layer).double().cpu()
+        x = randn(5, 13, 4, 264, dtype=dtype, seed=0)
+        runs = []
+        with torch.enable_grad():
+            for model, streams in ((layer, x), (layer, x), (exact, x.double().cpu())):
+                leaf = streams.detach().requires_grad_()
+                model.zero_grad()
+                result = model(leaf)
+                result.backward(cotangents([result])[0])
+                runs.append([result.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        assert all(map(same_bits, runs[0], runs[1]))
+        for i, (got, want) in enumerate(zip(runs[0], runs[2], strict=True)):
+            assert_near(got, want, 5e-2, 0.999, f"tensor {i}")

@@ -54,6 +54,7 @@ class Plan:
     tail: tuple[float, ...]
     aligned: tuple[int, ...]
     extents: tuple[int, ...]
+    takes_scratch: bool
     scratch: workspace.Layout | None
 
 
@@ -173,6 +174,7 @@ class Operator:
             tail=(*layout.integers, *more, *layout.floats),
             aligned=tuple(i for i, name in enumerate(names) if name not in self.loose),
             extents=tuple(0 if t is None else extent(t) for t in (*tensors, *(out or ()))),
+            takes_scratch="workspace" in spec.arguments.addresses,
             scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
         )
 
@@ -192,9 +194,9 @@ class Operator:
             self.refuse_alignment(plan, addresses)
         if given:
             self.check_distances(plan, addresses, tensors, given)
-        if plan.scratch is not None:
-            memory = workspace.take(plan.scratch)
-            addresses.append(memory.data_ptr())
+        if plan.takes_scratch:
+            scratch = None if plan.scratch is None else workspace.take(plan.scratch)
+            addresses.append(0 if scratch is None else scratch.data_ptr())
         plan.function(*addresses, *plan.tail, 1, gpus.raw_stream(plan.index))
         return results
 

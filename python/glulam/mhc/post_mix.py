@@ -110,8 +110,8 @@ class PostMixBackward(Operator):
         _, residual, h_res, h_post, _, bias = tensors
         tokens, n, width = h_post.numel() // h_post.shape[-1], residual.shape[-2], residual.shape[-1]
         numbers = (forms(h_res, h_post, bias), int(options[0]), tokens, width)
-        partials = min(tokens, CTAS_PER_SM * sm_count) * width
-        return Layout(residual, self.kernel, n, numbers, work=tokens > 0, workspace=max(partials, 1))
+        partials = min(tokens, CTAS_PER_SM * sm_count) * width if options[-1] else 0
+        return Layout(residual, self.kernel, n, numbers, work=tokens > 0, workspace=partials)
 
 
 POST_MIX, POST_MIX_BACKWARD = PostMixForward(), PostMixBackward()
