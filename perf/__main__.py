@@ -1,4 +1,4 @@
-"""python -m perf forward|host|graph|train [--out FILE]; python -m perf report."""
+"""python -m perf forward|host|graph|train|mhc [--out FILE]; python -m perf report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .options import QUACK_MODES, Options
 from .results import Result, default_path, make_result, write
 from .tables import Table, tables_of
 
-SUITE_NAMES = ("forward", "host", "graph", "train")
+SUITE_NAMES = ("forward", "host", "graph", "train", "mhc")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 
 

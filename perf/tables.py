@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cases import Case
+from .mhc_tables import mhc_tables
 from .results import Result
 from .timing import Summary
 
@@ -151,6 +152,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "host": host_tables,
     "graph": graph_tables,
     "train": train_tables,
+    "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
 }
 
 

@@ -59,10 +59,8 @@ def weight(result: Tensor, seed: int) -> Tensor:
 def both_ways(name: str, given: list[Tensor]) -> list[Tensor]:
     """Results and gradients."""
     results = CALLS[name](*given)
-    results = [r for r in (results if isinstance(results, tuple) else (results,))]
-    weights = [
-        torch.randn(r.shape, generator=torch.Generator().manual_seed(i)).to(r.dtype) for i, r in enumerate(results)
-    ]
+    results = list(results) if isinstance(results, tuple) else [results]
+    weights = [weight(r, i) for i, r in enumerate(results)]
     return [*results, *torch.autograd.grad(results, given, weights)]
 
 

@@ -9,6 +9,7 @@ from ..options import Options
 from .forward import run_forward
 from .graph import run_graph
 from .host import run_host
+from .mhc import run_mhc
 from .train import run_train
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
@@ -16,4 +17,5 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "host": run_host,
     "graph": run_graph,
     "train": run_train,
+    "mhc": run_mhc,
 }

@@ -104,10 +104,12 @@ def cotangents(results: list[Tensor]) -> list[Tensor]:
     return made
 
 
-def assert_near(got: Tensor, exact: Tensor, tolerance: float, cosine: float, what: str) -> None:
+def assert_near(
+    got: Tensor, exact: Tensor, tolerance: float, cosine: float, what: str, least_scale: float = 0.0
+) -> None:
     exact = exact.to("cuda")
     assert got.shape == exact.shape
-    scale = float(exact.abs().max())
+    scale = max(float(exact.abs().max()), least_scale)
     assert scale > 0, f"{what}: zeros would pass"
     error = float((got.double() - exact).abs().max()) / scale
     assert error <= tolerance, f"{what}: error {error:.3g} above {tolerance:.3g}"
@@ -123,7 +125,9 @@ def check(name: str, given: list[Tensor], **how: Any) -> None:
         assert_near(got, want, forward_error(name, given[0].dtype), 0.9999, f"result {i}")
     for i, (got, want) in enumerate(zip(gradients, exact_gradients, strict=True)):
         tolerance = 1e-2 if name in ("project", "pre") and given[0].dtype is F32 else GRADIENT_ERROR[given[0].dtype]
-        assert_near(got, want, tolerance, 0.999, f"gradient {i}")
+        # One number, a sum over tokens of both signs, may be near zero; its error is not.
+        least_scale = 0.3 * (given[0].numel() / given[0].shape[-1]) ** 0.5 if want.numel() == 1 else 0.0
+        assert_near(got, want, tolerance, 0.999, f"gradient {i}", least_scale)
 
 
 class TestNumerics:
@@ -177,6 +181,8 @@ class TestContract:
         for _ in range(10):
             more, more_gradients = on_gpu(name, given)
             assert all(map(same_bits, (*more, *more_gradients), (*results, *gradients)))
+        if name == "pre":
+            return  # takes no buffers
         out = [torch.full_like(r, torch.nan) for r in results]
         got = listed(CALLS[name](*given, out=out[0] if len(out) == 1 else tuple(out)))
         assert all(a is b and same_bits(a, r) for a, b, r in zip(got, out, results, strict=True))
@@ -272,4 +278,5 @@ class TestHyperConnection:
                 runs.append([result.detach(), leaf.grad, *(p.grad for p in model.parameters())])
         assert all(map(same_bits, runs[0], runs[1]))
         for i, (got, want) in enumerate(zip(runs[0], runs[2], strict=True)):
-            assert_near(got, want, 5e-2, 0.999, f"tensor {i}")
+            least_scale = (x.numel() / x.shape[-1]) ** 0.5 * 0.3 if want.numel() == 1 else 0.0
+            assert_near(got, want, 5e-2, 0.999, f"tensor {i}", least_scale)
