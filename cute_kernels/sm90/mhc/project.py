@@ -27,6 +27,8 @@ LANES = 32
 LANES_PER_ROW = 4
 READS = STEP_BYTES // (LANES_PER_ROW * VECTOR_BYTES)
 WORDS = VECTOR_BYTES // 4
+# Vectors of the weight that a thread reads at a time.
+FILL_READS = 4
 
 
 class Problem(NamedTuple):
@@ -109,18 +111,24 @@ class Project(Invariant):
         """This CTA's slice of the weight in the streams' dtype; zeros behind the last column."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
-        count = elements(self.dtype)
+        count, threads = elements(self.dtype), self.warps * LANES
         per_row = problem.slice_columns // count
-        for i in cutlass.range(thread, self.outputs * per_row, self.warps * LANES, unroll=2):
-            row, vector = i // per_row, i % per_row
-            column = part * problem.slice_columns + vector * count
-            values = cute.make_rmem_tensor(count, self.dtype)
-            values.fill(0.0)
-            if column < problem.columns:
-                raw = load_params(weight, form, Int64(row) * problem.columns + column, count)
-                values.store(raw.load().to(self.dtype))
-            words = cute.recast_tensor(values, Int32)
-            self._words(smem, row, vector).store(as_operands(words, self.dtype).load())
+        total = self.outputs * per_row
+        for first in cutlass.range(thread, total, threads * FILL_READS):
+            # Behind the end the last vector stands in, so that the reads of a turn are under way together.
+            at = [cutlass.min(first + i * threads, total - 1) for i in range(FILL_READS)]
+            columns = [part * problem.slice_columns + place % per_row * count for place in at]
+            raw = []
+            for i in cutlass.range_constexpr(FILL_READS):
+                column = cutlass.min(columns[i], problem.columns - count)
+                raw.append(load_params(weight, form, Int64(at[i] // per_row) * problem.columns + column, count))
+            for i in cutlass.range_constexpr(FILL_READS):
+                values = cute.make_rmem_tensor(count, self.dtype)
+                values.store(raw[i].load().to(self.dtype))
+                if columns[i] >= problem.columns:
+                    values.fill(0.0)
+                words = as_operands(cute.recast_tensor(values, Int32), self.dtype)
+                self._words(smem, at[i] // per_row, at[i] % per_row).store(words.load())
 
     def _words(self, smem: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
         """A vector of a row of the slice, as 32-bit words."""

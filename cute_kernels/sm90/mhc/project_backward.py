@@ -16,6 +16,7 @@ Tokens are cut into parts, each with sums of d_weight of its own, which a last k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -77,6 +78,10 @@ class ProjectBackward(Invariant):
         self.outputs = outputs(n)
         self.columns = thread_columns(n, self.itemsize)
         self.words = self.columns * self.itemsize // 4
+        # Where registers are left for it.
+        self.reads_pairs_early = n < 8
+        self.reads_rows_early = self.itemsize == 2 and n < 8
+        self.reads_addends_early = self.addends and n < 8
         self.gates = GatesBackward(f"{name}_gates", dtype, n)
         self.column_sums = ColumnSums(f"{name}_sums")
         self.part_sums = PartSums(f"{name}_weight")
@@ -174,32 +179,72 @@ class ProjectBackward(Invariant):
         self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
         tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
-        """One tile: d_x stored, d_weight's sums grown."""
+        """One tile: d_weight's sums grown, d_x stored. All reads come first: behind a store none could begin early."""
         columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
+        chunks = range(self.outputs // 8)
+        pairs = [self._pairs(products, tile, chunk) for chunk in chunks if self.reads_pairs_early]
+        rows = [self._rows(products, tile, half) for half in range(2) if self.reads_rows_early]
+        norms = [vector_at(Float32, products.norms)[self._token(tile, j)] for j in range(len(OFFSETS))]
+        addends = [self._addends(streams, tile, at, stream, j) for j in range(4) if self.reads_addends_early]
         if products.weights != 0:
-            self._grow(products, columns, tile, sums)
+            self._grow(products, tile, columns, pairs, sums)
         if streams.d_x != 0:
             for half in cutlass.range_constexpr(2):
-                made = self._product(products, fixed, tile, half)
+                made = self._product(fixed, _at(rows, half, self._rows, products, tile, half))
                 for one in cutlass.range_constexpr(2):
                     j = 2 * half + one
+                    values = cute.make_rmem_tensor(self.columns, Float32)
+                    for i in cutlass.range_constexpr(self.columns):
+                        values[i] = made[2 * (i % 2) + one, i // 2]
+                    values.store(values.load() + floats(columns[j]).load() * norms[j])
+                    if const_expr(self.addends):
+                        scale, of_sum, of_residual = _at(addends, j, self._addends, streams, tile, at, stream, j)
+                        values.store(values.load() + floats(of_sum).load() * scale + floats(of_residual).load())
                     token = self._token(tile, j)
                     if (token < streams.tokens) & is_inside:
-                        values = cute.make_rmem_tensor(self.columns, Float32)
-                        for i in cutlass.range_constexpr(self.columns):
-                            values[i] = made[2 * (i % 2) + one, i // 2]
-                        norm = vector_at(Float32, products.norms)[token]
-                        values.store(values.load() + floats(columns[j]).load() * norm)
-                        self._store(streams, values, Int64(token), at, stream)
+                        first = Int64(token) * (streams.width * self.n) + at
+                        run_at(self.dtype, streams.d_x, first, self.columns).store(values.load().to(self.dtype))
 
-    def _grow(self, products: Products, columns: list, tile: Int32, sums: cute.Tensor) -> None:
+    def _pairs(self, products: Products, tile: Int32, chunk: int) -> list:
+        """dp as the right operand of d_weight's product, for 8 outputs: words of the pairs at 2t and 2t + 8."""
+        lane = cute.arch.lane_idx()
+        rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
+        return [self._words(products.pairs, (row * self.outputs + chunk * 8 + lane // 4) * 2, 2) for row in rows]
+
+    def _rows(self, products: Products, tile: Int32, half: int) -> list:
+        """dp as the right operand of d_x's product, for one half of the tile's tokens: words for each 8 outputs."""
+        lane = cute.arch.lane_idx()
+        row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
+        made = []
+        for step in range(self.outputs // 8):
+            if self.itemsize == 2:
+                made.append([self._words(products.products, row + 8 * step + lane % 4 * 2, 2)[0]])
+            else:
+                places = (8 * step + lane % 4, 8 * step + lane % 4 + 4)
+                made.append([self._words(products.products, row + place, 1)[0] for place in places])
+        return made
+
+    @cute.jit
+    def _addends(
+        self, streams: Streams, tile: Int32, at: Int32, stream: Int32, j: cutlass.Constexpr[int]
+    ) -> tuple:  # fmt: skip
+        """Of the j-th token: h_pre, and the vectors of d_aggregate and d_residual, as they are stored."""
+        token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
+        first = token * (streams.width * self.n) + at
+        of_token = token * streams.width + at - stream * streams.width
+        of_sum = cute.make_rmem_tensor(self.columns, self.dtype)
+        of_sum.store(run_at(self.dtype, streams.d_aggregate, of_token, self.columns).load())
+        of_residual = cute.make_rmem_tensor(self.columns, self.dtype)
+        of_residual.fill(0.0)
+        if streams.d_residual != 0:
+            of_residual.store(run_at(self.dtype, streams.d_residual, first, self.columns).load())
+        return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
+
+    def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
         """sums += x^T dp over the tile's tokens: one step of 16 for 16-bit elements, two of 8 for TF32."""
-        mma, lane = WarpMma(self.dtype), cute.arch.lane_idx()
+        mma = WarpMma(self.dtype)
         for chunk in range(self.outputs // 8):
-            right = []
-            for pair in (lane % 4, lane % 4 + 4):
-                at = ((Int64(tile) * (TOKEN_TILE // 2) + pair) * self.outputs + chunk * 8 + lane // 4) * 2
-                right.append(self._words(products.pairs, at, 2))
+            near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
             for i in range(self.columns // 2):
                 target = sums[None, chunk, i]
                 if self.itemsize == 2:
@@ -208,30 +253,21 @@ class ProjectBackward(Invariant):
                         for j in (0, 2)
                         for e in range(2)
                     ]
-                    mma.add(target, left, [right[0][0], right[1][0]])
+                    mma.add(target, left, [near[0], far[0]])
                 else:
-                    for half in range(2):
-                        self._grow_tf32(mma, target, columns, half, i, right[half])
+                    for half, right in enumerate((near, far)):
+                        values = [columns[2 * half + one][2 * i + e] for one in range(2) for e in range(2)]
+                        left = [Int32(cute.arch.cvt_f32_tf32(value)) for value in values]
+                        mma.add(target, left, [right[0], right[1]])
 
-    def _grow_tf32(self, mma: WarpMma, target: cute.Tensor, columns: list, half: int, i: int, right) -> None:
-        values = [columns[2 * half + one][2 * i + e] for one in range(2) for e in range(2)]
-        mma.add(target, [Int32(cute.arch.cvt_f32_tf32(value)) for value in values], [right[0], right[1]])
-
-    def _product(self, products: Products, fixed: list, tile: Int32, half: int) -> cute.Tensor:
+    def _product(self, fixed: list, rows: list) -> cute.Tensor:
         """(4, columns / 2): dp weight at a lane's columns of 8 tokens, transposed."""
-        lane = cute.arch.lane_idx()
         mma = WarpMma(self.dtype, half=True)
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
-        row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
-        for step in range(self.outputs // 8):
-            if self.itemsize == 2:
-                right = [self._words(products.products, row + 8 * step + lane % 4 * 2, 2)[0]]
-            else:
-                places = (8 * step + lane % 4, 8 * step + lane % 4 + 4)
-                right = [self._words(products.products, row + place, 1)[0] for place in places]
+        for left, right in zip(fixed, rows, strict=True):
             for i in range(self.columns // 2):
-                mma.add(made[None, i], fixed[step][i], right)
+                mma.add(made[None, i], left[i], right)
         return made
 
     def _words(self, address: Int64, first: Int64, count: int) -> cute.Tensor:
@@ -239,23 +275,6 @@ class ProjectBackward(Invariant):
         raw = cute.make_rmem_tensor(count, self.dtype)
         raw.store(run_at(self.dtype, address, first, count).load())
         return as_operands(cute.recast_tensor(raw, Int32), self.dtype)
-
-    @cute.jit
-    def _store(self, streams: Streams, values: cute.Tensor, token: Int64, at: Int32, stream: Int32):
-        first = token * (streams.width * self.n) + at
-        if const_expr(self.addends):
-            column = at - stream * streams.width
-            scale = vector_at(Float32, streams.h_pre)[token * self.n + stream]
-            of_sum = self._load(streams.d_aggregate, token * streams.width + column)
-            values.store(values.load() + of_sum.load() * scale)
-            if streams.d_residual != 0:
-                values.store(values.load() + self._load(streams.d_residual, first).load())
-        run_at(self.dtype, streams.d_x, first, self.columns).store(values.load().to(self.dtype))
-
-    def _load(self, address: Int64, first: Int64) -> cute.Tensor:
-        raw = cute.make_rmem_tensor(self.columns, self.dtype)
-        raw.store(run_at(self.dtype, address, first, self.columns).load())
-        return floats(raw)
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
@@ -267,6 +286,11 @@ class ProjectBackward(Invariant):
                 for i in cutlass.range_constexpr(self.columns):
                     values[i] = sums[2 * (i % 2) + one, chunk, i // 2]
                 run_at(Float32, weights, row * row_length + at, self.columns).store(values.load())
+
+
+def _at(early: list, index: int, read: Callable, *arguments):
+    """What was read early, or else is read now."""
+    return early[index] if early else read(*arguments)
 
 
 def _pack(low: cutlass.Numeric, high: cutlass.Numeric, dtype: type[cutlass.Numeric]) -> Int32:
