@@ -26,7 +26,7 @@ def test_holds_the_shipped_specs(bundle: Bundle) -> None:
 
 def test_every_kernel_is_within_bounds(bundle: Bundle) -> None:
     def fits(kernel: KernelResources) -> bool:
-        return 0 < kernel.registers <= MAX_REGISTERS and 0 < kernel.static_smem + kernel.dynamic_smem <= MAX_SMEM
+        return 0 < kernel.registers <= MAX_REGISTERS and kernel.static_smem + kernel.dynamic_smem <= MAX_SMEM
 
     kernels = [(name, k) for name, function in bundle.manifest.functions.items() for k in function.kernels]
     assert len(kernels) >= len(bundle.names())

@@ -42,7 +42,7 @@ class ColumnSums(Invariant):
         total = Float32(0.0)
         if column < columns:
             values = vector_at(Float32, partials + Int64(column) * 4)
-            for row in cutlass.range(warp, rows, WARPS, unroll=4):
+            for row in cutlass.range(warp, rows, WARPS, unroll=8):
                 total += values[Int64(row) * columns]
         sums = TokenSums(COLUMNS, WARPS * COLUMNS)
         sums.smem[lane, warp, 0] = total
