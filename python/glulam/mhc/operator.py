@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
-from ..plan import Plans, bare, launch_nothing
+from ..plan import Plans, launch_nothing
 from ..signature import ALIGNMENT_BYTES, check_no_overlap, extent, refuse_out, runs_kernels
 
 Tensors = Sequence[Tensor | None]
@@ -46,14 +48,13 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of a call. `tail`: its numbers; `aligned`: which addresses are; `extents`: of each, in bytes."""
+    """The constants of a call. `tail`: its numbers. `reach`: tensors that begin more bytes apart do not overlap."""
 
     function: Callable[..., Any]
     index: int
     only: bool
     tail: tuple[float, ...]
-    aligned: tuple[int, ...]
-    extents: tuple[int, ...]
+    reach: int
     takes_scratch: bool
     scratch: workspace.Layout | None
 
@@ -74,6 +75,9 @@ class Operator:
 
     def __init__(self) -> None:
         self.plans: Plans[Plan] = Plans()
+        self.find = self.plans.find
+        aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
+        self.only_aligned = itemgetter(*aligned) if self.loose else None
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
         """Raises ValueError or TypeError. Backward operators have none: their callers are the autograd functions."""
@@ -99,12 +103,13 @@ class Operator:
         key = None
         if not is_dynamo_compiling():
             try:
-                key = (options, *[t if t is None else bare(t) for t in tensors], tensors[0].__class__)
-                if out is not None:
-                    key += tuple([bare(t) for t in out])
-                plan = self.plans.find(key)
+                given = tensors if out is None else (*tensors, *out)
+                # Unpacked, not by a function a tensor: that would cost a third of the call.
+                metadata = [None if t is None else (t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in given]
+                key = (options, tensors[0].__class__, *metadata)
+                plan = self.find(key)
             except Exception:  # an argument that has no such attributes; the checks say which
-                plan = None
+                key = plan = None
             if plan is not None:
                 return self.launch(plan, tensors, options, out)
         return self.settle(key, tensors, options, out)
@@ -121,7 +126,8 @@ class Operator:
             with torch.autocast(lead.device.type, enabled=False):
                 return self.compute(tensors, options, out)
         plan = self.plan(tensors, options, out)
-        self.plans.keep(key, plan)
+        if key is not None:
+            self.plans.keep(key, plan)
         return self.launch(plan, tensors, options, out)
 
     def check_out(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> None:
@@ -164,16 +170,14 @@ class Operator:
         gpu = gpus.gpu(index)
         layout = self.layout(tensors, options, gpu.sm_count)
         spec = self.spec(layout, gpu.arch)
-        names = (*self.inputs, *self.outputs)
         more = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
         size = layout.workspace
         return Plan(
             function=kernels.find(spec).function if layout.work else launch_nothing,
             index=index,
             only=gpus.is_only_one(),
-            tail=(*layout.integers, *more, *layout.floats),
-            aligned=tuple(i for i, name in enumerate(names) if name not in self.loose),
-            extents=tuple(0 if t is None else extent(t) for t in (*tensors, *(out or ()))),
+            tail=(*layout.integers, *more, *layout.floats, 1),
+            reach=max((extent(t) for t in (tensors[0], *(out or ())) if t is not None), default=0),
             takes_scratch="workspace" in spec.arguments.addresses,
             scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
         )
@@ -184,43 +188,34 @@ class Operator:
                 return self.launch(plan, tensors, options, out)
         if plan.function is launch_nothing:  # sums over no tokens are zero
             return tuple(r if r is None else r.zero_() for r in out or self.results(tensors, options))
-        given = () if out is None else out
-        results = self.results(tensors, options) if out is None else self.completed(given, tensors, options)
+        results = self.results(tensors, options) if out is None else self.completed(out, tensors, options)
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
-        bits = 0
-        for i in plan.aligned:
-            bits |= addresses[i]
-        if bits % ALIGNMENT_BYTES:
-            self.refuse_alignment(plan, addresses)
-        if given:
-            self.check_distances(plan, addresses, tensors, given)
+        if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses)) % ALIGNMENT_BYTES:
+            self.refuse_alignment(addresses)
+        if out is not None and -plan.reach < addresses[len(tensors)] - addresses[0] < plan.reach:
+            self.check_distance(tensors[0], out[0])
         if plan.takes_scratch:
             scratch = None if plan.scratch is None else workspace.take(plan.scratch)
             addresses.append(0 if scratch is None else scratch.data_ptr())
-        plan.function(*addresses, *plan.tail, 1, gpus.raw_stream(plan.index))
+        plan.function(*addresses, *plan.tail, gpus.raw_stream(plan.index))
         return results
 
     def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
         """All outputs, where the first are given."""
         return given if len(given) == len(self.outputs) else (*given, *self.results(tensors, options)[len(given) :])
 
-    def refuse_alignment(self, plan: Plan, addresses: list[int]) -> None:
-        names = (*self.inputs, *self.outputs)
-        for i in plan.aligned:
-            if over := addresses[i] % ALIGNMENT_BYTES:
+    def refuse_alignment(self, addresses: list[int]) -> None:
+        for name, address in zip((*self.inputs, *self.outputs), addresses, strict=False):
+            over = address % ALIGNMENT_BYTES
+            if over and name not in self.loose:
                 raise ValueError(
-                    f"{self.op}: {names[i]} starts {over} bytes after a multiple of {ALIGNMENT_BYTES}; it must start "
-                    "at one, so clone() it, or cut the view elsewhere"
+                    f"{self.op}: {name} starts {over} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at "
+                    "one, so clone() it, or cut the view elsewhere"
                 )
 
-    def check_distances(self, plan: Plan, addresses: list[int], tensors: Tensors, out: Any) -> None:
-        """A given buffer that overlaps an input, which the plan's key cannot tell."""
-        count = len(tensors)
-        for j, target in enumerate(out, start=count):
-            for i in range(count):
-                if -plan.extents[j] < addresses[j] - addresses[i] < plan.extents[i] and tensors[i] is not None:
-                    name, source = self.out_names(out)[j - count], tensors[i]
-                    check_no_overlap(self.op, name, target.view(-1), self.inputs[i], source.view(-1))  # type: ignore[union-attr]
+    def check_distance(self, source: Any, target: Tensor) -> None:
+        """The first buffer that is given shares no memory with the first input: no plan's key can tell."""
+        check_no_overlap(self.op, "out", target.view(-1), self.inputs[0], source.view(-1))
 
     def dispatch(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Through torch's dispatcher, as an operator that traces see as one."""
@@ -245,10 +240,12 @@ def forms(*params: Tensor | None) -> int:
 
 def recorded(op: str, out: Any, *tensors: Any) -> bool:
     """Whether a gradient is to be recorded; then `out` must be absent. Traces decide in torch's dispatcher."""
-    if not torch.is_grad_enabled() or not any(getattr(t, "requires_grad", False) for t in tensors):
-        return False
-    refuse_out(op, out)
-    return not is_dynamo_compiling()
+    if is_grad_enabled():
+        for tensor in tensors:
+            if getattr(tensor, "requires_grad", False):
+                refuse_out(op, out)
+                return not is_dynamo_compiling()
+    return False
 
 
 def empty_like_param(tensor: Tensor, wanted: bool) -> Tensor | None:
