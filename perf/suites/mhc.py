@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.progress import track
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 import glulam
 from glulam import mhc
@@ -245,7 +246,7 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
 
 def run_mhc(options: Options) -> list[dict[str, Any]]:
     """One record for each (operator, direction), then one for each item of the host's time."""
-    torch._functorch.config.donated_buffer = False  # or backward could run only once
+    functorch_config.donated_buffer = False  # or backward could run only once
     cases = [case for case in CASES if not options.case or options.case in case.op]
     share = options.budget_s / (2 * len(cases) + 1)
     records = []
