@@ -19,6 +19,12 @@ from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
+from .sm90.mhc.aggregate import Aggregate, AggregateBackward
+from .sm90.mhc.post_mix import PostMix, PostMixBackward
+from .sm90.mhc.pre import Pre
+from .sm90.mhc.project import Project
+from .sm90.mhc.project_backward import PreBackward, ProjectBackward
+from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
 from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
 from .sm90.tail import TailZeros
 from .sm90.tile_scheduler import Groups
@@ -28,11 +34,24 @@ from .specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
 )
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+MHC = {
+    "sinkhorn": Sinkhorn,
+    "sinkhorn_backward": SinkhornBackward,
+    "aggregate": Aggregate,
+    "aggregate_backward": AggregateBackward,
+    "post_mix": PostMix,
+    "post_mix_backward": PostMixBackward,
+    "project": Project,
+    "project_backward": ProjectBackward,
+    "pre": Pre,
+    "pre_backward": PreBackward,
+}
 OUT_DTYPES = {**DTYPES, "float32": Float32}
 NO_PARAMS = (0.0, 0.0, 0.0)
 
@@ -318,8 +337,18 @@ def _trace_quantize(spec: QuantizeMxfp8Spec) -> tuple[Any, tuple]:
     return QuantizeMxfp8Entry(spec), (x, *addresses, *numbers, stream)
 
 
+def _trace_mhc(spec: MhcSpec) -> tuple[Any, tuple]:
+    """Nothing but numbers: the stream is the last of them, since no tensor tells it."""
+    wanted = spec.arguments
+    kinds = (wanted.addresses, Int64), (wanted.integers, Int32), (wanted.floats, Float32)
+    fakes = tuple(kind(0) for names, kind in kinds for _ in names)
+    return MHC[spec.kernel](spec.name, OUT_DTYPES[spec.dtype], spec.n), (*fakes, Int32(0), make_fake_stream())
+
+
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
+    if isinstance(spec, MhcSpec):
+        return _trace_mhc(spec)
     if isinstance(spec, GroupedMmSpec):
         return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):

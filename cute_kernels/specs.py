@@ -8,7 +8,7 @@ or a device: those are run-time values of every kernel.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
@@ -281,8 +281,96 @@ class QuantizeMxfp8Spec:
         return f"quantize_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
 
 
-Spec = GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec | QuantizeMxfp8Spec
-_SPECS = (GroupedMmSpec, GroupedGluSpec, GroupedMlpSpec, GroupedDgluSpec, GroupedWgradSpec, QuantizeMxfp8Spec)
+class MhcArguments(NamedTuple):
+    """What a hyper-connection function takes, in this order; then do_launch (0 only loads the kernels) and the stream.
+
+    Addresses are 0 where absent. `forms` is of the parameters' dtypes, two bits each (PARAM_FORMS), in the order of the
+    addresses that it lists in front of them.
+    """
+
+    addresses: tuple[str, ...]
+    integers: tuple[str, ...]
+    floats: tuple[str, ...] = ()
+
+
+def _arguments(addresses: str, integers: str, floats: str = "") -> MhcArguments:
+    return MhcArguments(tuple(addresses.split()), tuple(integers.split()), tuple(floats.split()))
+
+
+_PROJECT_BACKWARD = _arguments(
+    "d_pre d_post d_res x weight alpha_pre alpha_post alpha_res bias stats d_aggregate h_pre d_residual "
+    "d_x d_weight d_sums workspace",
+    "forms tokens width ctas parts",
+    "eps",
+)
+PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""How a kernel reads parameters: their dtype is a run-time value, since they are few."""
+STREAM_DTYPES = {**DTYPES, "float32": "f32"}
+STREAM_COUNTS = (2, 4, 8)
+MHC_KERNELS: dict[str, MhcArguments] = {
+    "sinkhorn": _arguments("logits out", "forms matrices iters", "eps"),
+    "sinkhorn_backward": _arguments("d_out logits d_logits", "forms matrices iters", "eps"),
+    "aggregate": _arguments("x h_pre out", "forms tokens width"),
+    "aggregate_backward": _arguments("d_out x h_pre d_x d_h_pre", "forms tokens width num_sms"),
+    "post_mix": _arguments("residual h_res h_post x bias out", "forms transpose tokens width"),
+    "post_mix_backward": _arguments(
+        "d_out residual h_res h_post x bias d_residual d_h_res d_h_post d_x d_bias workspace",
+        "forms transpose tokens width num_sms",
+    ),
+    "project": _arguments(
+        "x weight alpha_pre alpha_post alpha_res bias h_pre h_post h_res stats workspace",
+        "forms tokens width slices slice_columns groups num_sms",
+        "eps",
+    ),
+    "project_backward": _PROJECT_BACKWARD,
+    "pre": _arguments(
+        "x weight alpha_pre alpha_post alpha_res bias out h_post h_res h_pre logits stats workspace",
+        "forms tokens width slices slice_columns groups iters num_sms",
+        "eps sinkhorn_eps",
+    ),
+    "pre_backward": _PROJECT_BACKWARD,
+}
+_ANY_STREAM = ("sinkhorn", "sinkhorn_backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class MhcSpec:
+    """A hyper-connection kernel for n streams of a dtype. Sinkhorn's take any dtype; theirs is "float32" by name."""
+
+    op: ClassVar[str] = "mhc"
+    kernel: str = "aggregate"
+    dtype: str = "bfloat16"
+    n: int = 4
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("kernel", self.kernel, MHC_KERNELS)
+        _require("dtype", self.dtype, ("float32",) if self.kernel in _ANY_STREAM else STREAM_DTYPES)
+        _require("n", self.n, STREAM_COUNTS)
+        _require("arch", self.arch, ARCHS)
+
+    @property
+    def arguments(self) -> MhcArguments:
+        return MHC_KERNELS[self.kernel]
+
+    @property
+    def name(self) -> str:
+        dtype = "" if self.kernel in _ANY_STREAM else f"_{STREAM_DTYPES[self.dtype]}"
+        return f"mhc_{self.kernel}{dtype}_n{self.n}_{self.arch}"
+
+
+_SPECS = (
+    GroupedMmSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedDgluSpec,
+    GroupedWgradSpec,
+    QuantizeMxfp8Spec,
+    MhcSpec,
+)
+Spec = (
+    GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec | QuantizeMxfp8Spec | MhcSpec
+)
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 

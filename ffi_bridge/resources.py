@@ -28,6 +28,9 @@ _SMEM_FIELD = re.compile(
     r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : .*struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 )
 _STORE = re.compile(r"llvm\.store (%\w+), (%\w+) : i64")
+# Shared memory that the host function computes from its arguments, and what stands for it.
+_COMPUTED = re.compile(r"(%\w+) = llvm\.(?:sext|zext|add|mul) ")
+SIZED_AT_LAUNCH = 0
 _KERNEL_SYMBOL = re.compile(r"(%\w+) = llvm\.mlir\.addressof @kernels_(\w+)")
 _LOAD = re.compile(r"(%\w+) = llvm\.load (%\w+) : !llvm\.ptr -> !llvm\.ptr")
 _LAUNCH = re.compile(r"llvm\.call @_cudaLaunchKernelEx\(%\w+, (%\w+),")
@@ -86,18 +89,21 @@ def dynamic_smem(host_ir: str) -> dict[str, int]:
     """Bytes of dynamic shared memory by kernel, the largest of its launches, from the lowered host module's text."""
     result: dict[str, int] = {}
     values: dict[str, int] = {}
+    computed: set[str] = set()
     kernels: dict[str, str] = {}
     fields: set[str] = set()
     latest: int | None = None
     for line in host_ir.splitlines():
         if line.lstrip().startswith("llvm.func"):  # SSA names start anew
-            values, kernels, fields, latest = {}, {}, set(), None
+            values, computed, kernels, fields, latest = {}, set(), {}, set(), None
         elif m := _CONSTANT.search(line):
             values[m.group(1)] = int(m.group(2))
+        elif m := _COMPUTED.search(line):
+            computed.add(m.group(1))
         elif m := _SMEM_FIELD.search(line):
             fields.add(m.group(1))
         elif (m := _STORE.search(line)) and m.group(2) in fields:
-            latest = values.get(m.group(1))
+            latest = values.get(m.group(1), SIZED_AT_LAUNCH if m.group(1) in computed else None)
         elif m := _KERNEL_SYMBOL.search(line):
             kernels[m.group(1)] = m.group(2)
         elif (m := _LOAD.search(line)) and m.group(2) in kernels:

@@ -26,6 +26,7 @@ SUITE_HELP = {
     "backward": "the backward's kernels",
     "train": "a layer's forward and backward: time, memory, host",
     "quantize": "quantising to MXFP8",
+    "mhc": "the hyper-connections' operators",
     "host": "host time of a call",
     "graph": "CUDA graphs",
 }

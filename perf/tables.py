@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cases import Case
+from .mhc_tables import mhc_tables
 from .results import Result
 from .targets import copy_target, target
 from .timing import Summary
@@ -285,6 +286,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "graph": graph_tables,
     "training-curves": curves_tables,
     "quantize": quantize_tables,
+    "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "compare": compare_tables,
 }
 

@@ -564,6 +564,25 @@ def quantize_result():
     return results.make_result("quantize", STAMP, LIMITS, records)
 
 
+def mhc_result():
+    record = {
+        "op": "aggregate",
+        "direction": "forward",
+        "size": {"s": 8192, "b": 4, "n": 4, "c": 7168},
+        "bytes": 2_349_000_000,
+        "difference": 0.01,
+        "times": times(**{"glulam": 600.0, "torch.compile": 900.0}),
+    }
+    backward = {**record, "op": "pre", "direction": "backward"}
+    host = {"item": "bare aggregate", **dataclasses.asdict(Summary(5.0, 4.9, 5.1, 3))}
+    return results.make_result("mhc", STAMP, LIMITS, [record, backward, host])
+
+
+def test_mhc_table_shows_the_share_of_the_copy_bandwidth():
+    (row, _), _ = (table.rows for table in tables.tables_of(mhc_result())[:2])
+    assert row[3:] == ("600.0", "2.349", "0.92", "900 (1.50)", "582", "0.01")
+
+
 ALL_RESULTS = {
     "forward": forward_result,
     "decode": lambda: sweep_result("decode", decode_cases()),
@@ -575,6 +594,7 @@ ALL_RESULTS = {
     "train": train_result,
     CURVES: curves_result,
     "quantize": quantize_result,
+    "mhc": mhc_result,
     "compare": compare_result,
 }
 

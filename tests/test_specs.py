@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +15,12 @@ from cute_kernels.specs import (
     ACTIVATIONS,
     GATED,
     GLU_LAYOUTS,
+    MHC_KERNELS,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
+    MhcSpec,
     SpecError,
     TileConfig,
     from_dict,
@@ -98,3 +101,33 @@ def test_impossible_specs_are_refused(build, message) -> None:
 def test_naming_kernels_imports_no_compiler() -> None:
     code = "import sys, cute_kernels.sm90.configs as c; c.shipped_specs(); assert 'cutlass' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hyper_connections_ship_for_every_count_and_dtype_of_streams() -> None:
+    specs = [spec for spec in shipped_specs() if isinstance(spec, MhcSpec)]
+    forms = {(spec.kernel, spec.dtype, spec.n) for spec in specs}
+    assert len(specs) == len(forms) == (len(MHC_KERNELS) - 2) * 9 + 2 * 3
+    assert ("post_mix_backward", "float32", 8) in forms and ("sinkhorn", "bfloat16", 4) not in forms
+
+
+def test_a_row_of_the_command_line_for_every_shipped_function() -> None:
+    from ffi_bridge.manifest import Function
+    from glulam.cli import _row
+
+    rows = [_row(Function(to_dict(spec), ())) for spec in shipped_specs()]
+    assert len({len(row) for row in rows}) == 1
+    assert ["mhc", "float16", "-", "-", "-", "aggregate, n=4"] in [row[:6] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: MhcSpec("project", "bfloat16", 3), "n=3 is not supported; choose one of: 2, 4, 8"),
+        (lambda: MhcSpec("mix"), "kernel='mix'"),
+        (lambda: MhcSpec("sinkhorn", "bfloat16"), "dtype='bfloat16'.*float32"),
+        (lambda: MhcSpec(arch="sm_80"), "arch='sm_80'"),
+    ],
+)
+def test_impossible_hyper_connection_specs(build: Callable[[], MhcSpec], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        build()

@@ -8,14 +8,18 @@ from ..specs import (
     DTYPES,
     GATED,
     GLU_LAYOUTS,
+    MHC_KERNELS,
     QUANTIZE_AXES,
     QUANTIZED_DTYPES,
+    STREAM_COUNTS,
+    STREAM_DTYPES,
     UNGATED,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
     TileConfig,
@@ -52,4 +56,10 @@ def shipped_specs() -> list[Spec]:
         specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
-    return specs
+    return specs + mhc_specs()
+
+
+def mhc_specs() -> list[Spec]:
+    """Every hyper-connection kernel: for each number of streams and, but for Sinkhorn's, each dtype of theirs."""
+    kernels = product(MHC_KERNELS, STREAM_DTYPES, STREAM_COUNTS)
+    return [MhcSpec(*choice) for choice in kernels if "sinkhorn" not in choice[0] or choice[1] == "float32"]

@@ -11,6 +11,7 @@ from .compare import run_compare
 from .forward import run_decode, run_forward, run_rows, run_skew
 from .graph import run_graph
 from .host import run_host
+from .mhc import run_mhc
 from .quantize import run_quantize
 from .train import run_train
 
@@ -24,5 +25,6 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "host": run_host,
     "graph": run_graph,
     "quantize": run_quantize,
+    "mhc": run_mhc,
     "compare": run_compare,
 }

@@ -3,6 +3,7 @@
 from ffi_bridge import __version__
 
 from . import library as library  # registers torch.ops.glulam
+from . import mhc as mhc
 from . import nn as nn
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
@@ -35,6 +36,7 @@ __all__ = [
     "grouped_mlp",
     "grouped_mm",
     "grouped_wgrad",
+    "mhc",
     "nn",
     "preload",
     "prepare_mxfp8_weight",

@@ -70,7 +70,9 @@ def _stages(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tile(stage: dict[str, Any]) -> str:
-    tile = stage["tile"]
+    tile = stage.get("tile")
+    if tile is None:
+        return "-"
     adaptive = " adaptive" if tile["adaptive"] else ""
     cluster = f"c{tile['cluster_m']}x{tile['cluster_n']}{adaptive}"
     return f"{tile['m']}x{tile['n']}x{tile['k']} {cluster} {tile['schedule'][:4]}"
@@ -84,6 +86,8 @@ def _row(function: Function) -> list[str]:
     stages = _stages(function.spec)
     first = stages[0]
     flags = [name for stage in stages for name, value in stage.items() if value is True]
+    if "kernel" in first:
+        flags += [first["kernel"], f"n={first['n']}"]
     return [
         function.spec["op"],
         first["dtype"],

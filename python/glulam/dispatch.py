@@ -17,6 +17,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
     TileConfig,
@@ -111,6 +112,8 @@ weights, not rows; grouped_dglu serves training, where experts have many; a quan
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
+    if isinstance(spec, MhcSpec):
+        return spec
     if isinstance(spec, GroupedMlpSpec):
         return GroupedMlpSpec(replace(spec.fc1, tile=TileConfig()), replace(spec.fc2, tile=TileConfig()))
     if isinstance(spec, QuantizeMxfp8Spec):

@@ -14,6 +14,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
     TileConfig,
@@ -139,6 +140,9 @@ DUMMY_SIZE = 64
 
 def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     """Arguments of the right types for a call that launches nothing."""
+    if isinstance(spec, MhcSpec):
+        wanted = spec.arguments
+        return [*[0] * len(wanted.addresses + wanted.integers), *[0.0] * len(wanted.floats), 0, 0]
     dtype = getattr(torch, spec.dtype)
     matrix = torch.empty(DUMMY_SIZE, DUMMY_SIZE, dtype=dtype, device=device)
     weight = matrix[None]

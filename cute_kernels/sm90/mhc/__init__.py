@@ -1,0 +1,1 @@
+"""Hyper-connection kernels, an operator a file. Importing this package imports no compiler."""

@@ -1,0 +1,114 @@
+"""Sizes that the host's workspaces and the kernels must agree on. Plain Python: imports no compiler."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+CTAS_PER_SM = 4
+"""Of post_mix's backward: of 128 threads with up to 128 registers each. Every CTA leaves a row of partial sums."""
+
+# The projection. Of shared memory, a slice of the weight gets what is left beside 1 KB.
+WEIGHT_BYTES = 226 * 1024
+# Rows of the weight in shared memory lie 64 bytes further apart than a multiple of 128: then the 16-byte reads of 8
+# lanes (2 rows, 4 vectors each) fall on all banks.
+ROW_PADDING = 64
+# A warp reads 256 bytes of a token at a time.
+STEP_BYTES = 256
+GOOD_USE = 0.95
+MAX_EXTRA_SLICES = 5
+
+# Its backward.
+TOKEN_TILE = 16
+GATE_WARPS = 8
+GATE_CTAS_PER_SM = 5
+SPREAD_WARPS = 4
+SPREAD_CTAS_PER_SM = 3
+MAX_SPLITS = 16
+
+
+def outputs(n: int) -> int:
+    """Rows of the projection's weight: h_pre, h_post and h_res."""
+    return n * n + 2 * n
+
+
+def slice_capacity(n: int, itemsize: int) -> int:
+    """Columns of a weight slice that fit shared memory, in whole steps."""
+    row = WEIGHT_BYTES // outputs(n) - ROW_PADDING
+    return row // STEP_BYTES * (STEP_BYTES // itemsize)
+
+
+class Slices(NamedTuple):
+    """How the projection cuts its columns: `slices` of `columns` each, for `groups` CTAs that share the tokens."""
+
+    slices: int
+    columns: int
+    groups: int
+
+
+def project_warps(n: int) -> int:
+    """Of a CTA. 8 streams hold 40 sums, for which the 128 registers that 16 warps leave are too few."""
+    return 16 if n < 8 else 8
+
+
+def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: int) -> Slices:
+    """As few slices as keep nearly all warps of all SMs busy to the end: each slice writes sums for every token."""
+    step = STEP_BYTES // itemsize
+    least = -(-columns // slice_capacity(n, itemsize))
+    choices = [
+        Slices(s, -(-columns // (s * step)) * step, max(num_sms // s, 1))
+        for s in range(least, least + MAX_EXTRA_SLICES)
+    ]
+    tiles = -(-tokens // TOKEN_TILE)
+    rounds = [-(-tiles // (choice.groups * project_warps(n))) for choice in choices]
+    used = [c.slices * tiles / (turns * project_warps(n) * num_sms) for c, turns in zip(choices, rounds, strict=True)]
+    chosen = next((c for c, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])
+    return chosen._replace(slices=-(-columns // chosen.columns))
+
+
+def project_workspace(n: int, slices: int, tokens: int) -> int:
+    """float32 elements: a token's sums of products and sum of squares for each slice."""
+    return slices * tokens * (outputs(n) + 1)
+
+
+def thread_columns(n: int, itemsize: int) -> int:
+    """Columns of a thread in the projection's backward: a vector, or half of one where sums would not fit registers."""
+    return 8 if itemsize == 2 and n < 8 else 4
+
+
+def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int) -> int:
+    """Parts that the tokens are cut into, so that the last wave of CTAs is nearly full."""
+    warps = n * -(-width // (8 * thread_columns(n, itemsize)))
+    blocks, slots = -(-warps // SPREAD_WARPS), SPREAD_CTAS_PER_SM * num_sms
+    most = max(1, min(MAX_SPLITS, -(-tokens // TOKEN_TILE)))
+    use = [blocks * s / (-(-blocks * s // slots) * slots) for s in range(1, most + 1)]
+    return next((s for s, u in enumerate(use, start=1) if u >= GOOD_USE), use.index(max(use)) + 1)
+
+
+def gate_ctas(tokens: int, num_sms: int) -> int:
+    return min(-(-tokens // TOKEN_TILE), GATE_CTAS_PER_SM * num_sms)
+
+
+class BackwardWorkspace(NamedTuple):
+    """Where the parts of the backward's workspace begin, in bytes, and its end. T is padded to whole token tiles.
+
+    products: the gradient of x weight^T, [T, K] in the streams' dtype. pairs: the same as [T / 2, K, 2], a column's two
+    tokens side by side. norms: float32 [T], the factor of x in its gradient. sums: float32 [gate CTAs, K + 3].
+    weights: float32 [splits, K, nC].
+    """
+
+    products: Any
+    pairs: Any
+    norms: Any
+    sums: Any
+    weights: Any
+    end: Any
+
+
+def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any, splits: Any) -> BackwardWorkspace:
+    """Of Python integers or of the compiler's; every part begins at a multiple of 16 bytes."""
+    rows = (tokens + TOKEN_TILE - 1) // TOKEN_TILE * TOKEN_TILE
+    pairs = rows * (outputs(n) * itemsize)
+    norms = 2 * pairs
+    sums = norms + rows * 4
+    weights = sums + (ctas * (4 * (outputs(n) + 3)) + 15) // 16 * 16
+    return BackwardWorkspace(rows * 0, pairs, norms, sums, weights, weights + splits * (width * (4 * n * outputs(n))))

@@ -1,0 +1,257 @@
+"""The hyper-connection operators, forward and backward: device time against the bytes that they must move, against
+torch.compile of the reference in the same run, and the host time of a call above its bare launch.
+
+Minimal bytes: every input that a direction needs is read once and every result written once. Of streams (n a token)
+and single vectors of C, forward reads and writes: aggregate n and 1; post_mix n + 1 and n; project n and none; sinkhorn
+the matrices. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; project n and n; sinkhorn two matrices and
+one. `pre`, all before a sub-layer: forward 2n and 1, since all columns of a token make the weights of its first;
+backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+import glulam
+from glulam import mhc
+from glulam.mhc import reference
+from glulam.mhc.aggregate import AGGREGATE
+from glulam.mhc.operator import Operator
+from glulam.mhc.post_mix import POST_MIX
+from glulam.mhc.sinkhorn import SINKHORN
+
+from ..options import Options
+from ..timing import Call, host_sampler, interleave, measure_device, no_garbage_collection
+
+OURS, COMPILED = "glulam", "torch.compile"
+ENQUEUE_US = 400.0
+HOST_TOKENS, HOST_WIDTH = 16, 64
+GRADIENT_SEED = 7
+
+
+class Size(NamedTuple):
+    """s, b, n and C of the streams."""
+
+    s: int
+    b: int
+    n: int
+    c: int
+
+    @property
+    def tokens(self) -> int:
+        return self.s * self.b
+
+
+TARGET = Size(8192, 4, 4, 7168)
+
+
+class Case(NamedTuple):
+    """An operator: our call, torch's, its inputs, and the bytes of forward and backward."""
+
+    op: str
+    ours: Callable[..., Any]
+    torchs: Callable[..., Any]
+    inputs: Callable[[Size], list[Tensor]]
+    forward_bytes: Callable[[Size], int]
+    backward_bytes: Callable[[Size], int]
+
+
+def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def _streams(z: Size) -> Tensor:
+    return _randn(z.s, z.b, z.n, z.c, dtype=torch.bfloat16)
+
+
+def _parameters(z: Size) -> list[Tensor]:
+    rows = z.n * z.n + 2 * z.n
+    weight = _randn(rows, z.n * z.c) / (z.n * z.c) ** 0.5
+    return [weight, *(torch.ones(1, device="cuda") for _ in range(3)), _randn(rows)]
+
+
+def _mixing(z: Size) -> list[Tensor]:
+    lead = (z.s, z.b)
+    one = _randn(*lead, z.c, dtype=torch.bfloat16)
+    return [_streams(z), _randn(*lead, z.n, z.n), _randn(*lead, z.n), one, _randn(z.c)]
+
+
+def _stream_bytes(z: Size, count: int) -> int:
+    """Of `count` tensors [s, b, C] in bfloat16."""
+    return 2 * count * z.tokens * z.c
+
+
+def _coefficient_bytes(z: Size, count: int) -> int:
+    """Of `count` float32 numbers a token."""
+    return 4 * count * z.tokens
+
+
+def _weight_bytes(z: Size) -> int:
+    return 4 * (z.n * z.n + 2 * z.n) * z.n * z.c
+
+
+def _project_reference(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Any:
+    return reference.project(x, weight, (a, b, c), bias, 1e-6)[:3]
+
+
+def _pre_reference(x: Tensor, *rest: Tensor) -> Any:
+    h_pre, h_post, logits = _project_reference(x, *rest)
+    return reference.aggregate(x, h_pre), x.view_as(x), h_post, reference.sinkhorn(logits, 20, 1e-6)
+
+
+CASES = (
+    Case(
+        "sinkhorn",
+        mhc.sinkhorn,
+        lambda logits: reference.sinkhorn(logits, 20, 1e-6),
+        lambda z: [_randn(z.s, z.b, z.n, z.n)],
+        lambda z: _coefficient_bytes(z, 2 * z.n * z.n),
+        lambda z: _coefficient_bytes(z, 3 * z.n * z.n),
+    ),
+    Case(
+        "aggregate",
+        mhc.aggregate,
+        reference.aggregate,
+        lambda z: [_streams(z), _randn(z.s, z.b, z.n)],
+        lambda z: _stream_bytes(z, z.n + 1) + _coefficient_bytes(z, z.n),
+        lambda z: _stream_bytes(z, 2 * z.n + 1) + _coefficient_bytes(z, 2 * z.n),
+    ),
+    Case(
+        "post_mix",
+        mhc.post_mix,
+        lambda r, m, p, x, b: reference.post_mix(r, m, p, x, b, False),
+        _mixing,
+        lambda z: _stream_bytes(z, 2 * z.n + 1) + _coefficient_bytes(z, z.n * z.n + z.n),
+        lambda z: _stream_bytes(z, 3 * z.n + 2) + 2 * _coefficient_bytes(z, z.n * z.n + z.n),
+    ),
+    Case(
+        "project",
+        mhc.project,
+        _project_reference,
+        lambda z: [_streams(z), *_parameters(z)],
+        lambda z: _stream_bytes(z, z.n) + _weight_bytes(z) + _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+        lambda z: _stream_bytes(z, 2 * z.n) + 2 * _weight_bytes(z) + 2 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+    ),
+    Case(
+        "pre",
+        mhc.pre,
+        _pre_reference,
+        lambda z: [_streams(z), *_parameters(z)],
+        lambda z: _stream_bytes(z, 2 * z.n + 1) + _weight_bytes(z),
+        lambda z: _stream_bytes(z, 4 * z.n + 2) + 2 * _weight_bytes(z),
+    ),
+)
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _cotangents(results: Sequence[Tensor]) -> list[Tensor]:
+    torch.manual_seed(GRADIENT_SEED)
+    return [torch.randn_like(r) for r in results]
+
+
+def _error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest difference from the reference in torch, relative to the largest value of each tensor."""
+    pairs = zip(got, wanted, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs)
+
+
+def _backward_call(call: Callable[..., Any], given: list[Tensor]) -> Call:
+    """Autograd's backward of one recorded forward, again and again."""
+    leaves = [t.detach().requires_grad_() for t in given]
+    results = _listed(call(*leaves))
+    gradients = _cotangents(results)
+    return lambda number: torch.autograd.grad(results, leaves, gradients, retain_graph=True)
+
+
+def _contestants(case: Case) -> dict[str, Callable[..., Any]]:
+    torch._dynamo.reset()
+    return {OURS: case.ours, COMPILED: torch.compile(case.torchs, fullgraph=True, dynamic=False)}
+
+
+def _measure(case: Case, size: Size, direction: str, budget_s: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    given = case.inputs(size)
+    calls: dict[str, Call] = {}
+    for name, call in _contestants(case).items():
+        if direction == "forward":
+            calls[name] = lambda number, call=call: call(*given)  # type: ignore[misc]
+        else:
+            calls[name] = _backward_call(call, given)
+    first = {name: [t.detach() for t in _listed(call(0))] for name, call in calls.items()}
+    error = _error(first[OURS], first[COMPILED])
+    del first
+    times = measure_device(calls, budget_s, ENQUEUE_US)
+    count = case.forward_bytes if direction == "forward" else case.backward_bytes
+    return {
+        "op": case.op,
+        "direction": direction,
+        "size": size._asdict(),
+        "bytes": count(size),
+        "difference": error,
+        "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
+    }
+
+
+def _host_pair(name: str, operator: Operator, call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+    """A call with given outputs, and the launch that it made, made again."""
+    launches: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    call()
+    plan = next(iter(operator.plans._plans.values()))
+
+    def note(*arguments: Any) -> None:
+        launches.append((plan.function, arguments))
+
+    noted = dataclasses.replace(plan, function=note)
+    plans = dict(operator.plans._plans)
+    try:
+        operator.plans._plans.update(dict.fromkeys(plans, noted))
+        call()
+    finally:
+        operator.plans._plans.update(plans)
+    function, arguments = launches[0]
+    return {f"bare {name}": lambda: function(*arguments), f"glulam.mhc.{name}, out given": call}
+
+
+def _measure_host(budget_s: float) -> list[dict[str, Any]]:
+    n, dtype = TARGET.n, torch.bfloat16
+    small = Size(HOST_TOKENS, 1, n, HOST_WIDTH)
+    x, h_pre = _streams(small), _randn(HOST_TOKENS, 1, n)
+    residual, h_res, h_post, one, bias = _mixing(small)
+    out, mixed, logits = torch.empty_like(one), torch.empty_like(residual), _randn(HOST_TOKENS, n, n)
+    normal = torch.empty_like(logits)
+    for operator in (AGGREGATE, POST_MIX, SINKHORN):
+        operator.plans.forget()
+    items = {
+        **_host_pair("sinkhorn", SINKHORN, lambda: mhc.sinkhorn(logits, out=normal)),
+        **_host_pair("aggregate", AGGREGATE, lambda: mhc.aggregate(x, h_pre, out=out)),
+        **_host_pair("post_mix", POST_MIX, lambda: mhc.post_mix(residual, h_res, h_post, one, bias, out=mixed)),
+    }
+    layer = glulam.nn.HyperConnection(n, HOST_WIDTH, torch.nn.Identity(), device="cuda")
+    streams = _streams(small).to(dtype)
+    items["glulam.nn.HyperConnection around nothing, forward"] = lambda: layer(streams)
+    with no_garbage_collection(), torch.no_grad():
+        times = interleave({name: host_sampler(item) for name, item in items.items()}, budget_s)
+    return [{"item": name, **dataclasses.asdict(summary)} for name, summary in times.items()]
+
+
+def run_mhc(options: Options) -> list[dict[str, Any]]:
+    """One record for each (operator, direction), then one for each item of the host's time."""
+    functorch_config.donated_buffer = False  # or backward could run only once
+    cases = [case for case in CASES if not options.case or options.case in case.op]
+    share = options.budget_s / (2 * len(cases) + 1)
+    records = []
+    for case in track(cases, "mhc"):
+        for direction in ("forward", "backward"):
+            records.append(_measure(case, TARGET, direction, share))
+            torch.cuda.empty_cache()
+    return [*records, *_measure_host(share)]

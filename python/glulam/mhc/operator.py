@@ -1,0 +1,252 @@
+"""How a hyper-connection operator runs: a plan found by its arguments' metadata, a launch, or the CPU reference.
+
+Kernels take nothing but addresses and numbers, so every tensor's metadata is in the key, and alignment is asked for at
+each call. Each operator, forward or backward, is one exported function and one operator of torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from cute_kernels.specs import PARAM_FORMS, MhcSpec
+
+from .. import device as gpus
+from .. import kernels, workspace
+from ..plan import Plans, launch_nothing
+from ..signature import ALIGNMENT_BYTES, check_no_overlap, extent, refuse_out, runs_kernels
+
+Tensors = Sequence[Tensor | None]
+
+
+class Layout(NamedTuple):
+    """What a launch takes besides addresses: the spec's fields, and the numbers behind the addresses.
+
+    Attributes:
+        lead: the input that gives dtype and device.
+        kernel, n: of the spec; its dtype is the lead's, or float32 for Sinkhorn's.
+        integers, floats: as `MHC_KERNELS` lists them, num_sms left out.
+        work: whether there is any; without, nothing is launched.
+        workspace: float32 elements of it; 0 where the kernel takes none.
+    """
+
+    lead: Tensor
+    kernel: str
+    n: int
+    integers: tuple[int, ...]
+    floats: tuple[float, ...] = ()
+    work: bool = True
+    workspace: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The constants of a call. `tail`: its numbers. `reach`: tensors that begin more bytes apart do not overlap."""
+
+    function: Callable[..., Any]
+    index: int
+    only: bool
+    tail: tuple[float, ...]
+    reach: int
+    takes_scratch: bool
+    scratch: workspace.Layout | None
+
+
+class Operator:
+    """One kernel and its reference. A subclass says what its tensors and options mean.
+
+    `op`: what errors call it. `kernel`: of the spec. `inputs`, `outputs`: names in the order of the kernel's addresses.
+    `loose`: inputs that need no alignment. `schema`: of the operator of torch's.
+    """
+
+    op: str
+    kernel: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loose: tuple[str, ...] = ()
+    schema: str
+
+    def __init__(self) -> None:
+        self.plans: Plans[Plan] = Plans()
+        self.find = self.plans.find
+        aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
+        self.only_aligned = itemgetter(*aligned) if self.loose else None
+
+    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
+        """Raises ValueError or TypeError. Backward operators have none: their callers are the autograd functions."""
+
+    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
+        """New tensors for the outputs, uninitialised; None for what is not wanted."""
+        raise NotImplementedError
+
+    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError
+
+    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
+        raise NotImplementedError
+
+    def spec(self, layout: Layout, arch: str) -> MhcSpec:
+        dtype = "float32" if "sinkhorn" in layout.kernel else str(layout.lead.dtype).removeprefix("torch.")
+        return MhcSpec(layout.kernel, dtype, layout.n, arch)
+
+    def __call__(
+        self, tensors: Tensors, options: tuple[Any, ...] = (), out: tuple[Tensor, ...] | None = None
+    ) -> tuple[Any, ...]:
+        """The outputs; `out` itself where it is given."""
+        key = None
+        if not is_dynamo_compiling():
+            try:
+                given = tensors if out is None else (*tensors, *out)
+                # Unpacked, not by a function a tensor: that would cost a third of the call.
+                metadata = [None if t is None else (t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in given]
+                key = (options, tensors[0].__class__, *metadata)
+                plan = self.find(key)
+            except Exception:  # an argument that has no such attributes; the checks say which
+                key = plan = None
+            if plan is not None:
+                return self.launch(plan, tensors, options, out)
+        return self.settle(key, tensors, options, out)
+
+    def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        """A call that no plan serves yet."""
+        if is_dynamo_compiling() or any(gpus.is_traced(t) for t in tensors):
+            return self.dispatch(tensors, options, out)
+        self.check(tensors, options)
+        if out is not None:
+            self.check_out(tensors, options, out)
+        lead = next(t for t in tensors if t is not None)
+        if not runs_kernels(lead):
+            with torch.autocast(lead.device.type, enabled=False):
+                return self.compute(tensors, options, out)
+        plan = self.plan(tensors, options, out)
+        if key is not None:
+            self.plans.keep(key, plan)
+        return self.launch(plan, tensors, options, out)
+
+    def check_out(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> None:
+        """Buffers of the results' shapes and dtypes that share no memory with an input."""
+        with torch.device("meta"):
+            wanted = self.results([None if t is None else t.to("meta") for t in tensors], options)
+        wanted = tuple(t for t in wanted if t is not None)[: len(out)]
+        lead = next(t for t in tensors if t is not None)
+        for name, given, like in zip(self.out_names(out), out, wanted, strict=True):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{self.op}: {name} is a {type(given).__name__}; give a tensor {list(like.shape)}")
+            if given.shape != like.shape or given.dtype != like.dtype:
+                raise ValueError(
+                    f"{self.op}: {name} is {given.dtype} {list(given.shape)}; it must be {like.dtype} "
+                    f"{list(like.shape)}, as the result is"
+                )
+            if given.device != lead.device or not given.is_contiguous():
+                raise ValueError(f"{self.op}: {name} must be contiguous and on {lead.device}; give a fresh buffer")
+            for other_name, other in zip(self.inputs, tensors, strict=True):
+                if other is not None and given.numel() and other.numel():
+                    check_no_overlap(self.op, name, given.view(-1), other_name, other.view(-1))
+
+    def out_names(self, out: Any) -> list[str]:
+        return ["out"] if len(out) == 1 else [f"out[{i}]" for i in range(len(out))]
+
+    def compute(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        results = self.reference(tensors, options)
+        return results if out is None else self.copied(results, out)
+
+    @staticmethod
+    def copied(results: Any, out: Any) -> tuple[Any, ...]:
+        """`out`, holding the first results, and those that it has no buffer for."""
+        for target, result in zip(out, results, strict=False):
+            target.copy_(result)
+        return (*out, *results[len(out) :])
+
+    def plan(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> Plan:
+        lead = next(t for t in tensors if t is not None)
+        index = lead.get_device()
+        gpu = gpus.gpu(index)
+        layout = self.layout(tensors, options, gpu.sm_count)
+        spec = self.spec(layout, gpu.arch)
+        more = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
+        size = layout.workspace
+        return Plan(
+            function=kernels.find(spec).function if layout.work else launch_nothing,
+            index=index,
+            only=gpus.is_only_one(),
+            tail=(*layout.integers, *more, *layout.floats, 1),
+            reach=max((extent(t) for t in (tensors[0], *(out or ())) if t is not None), default=0),
+            takes_scratch="workspace" in spec.arguments.addresses,
+            scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
+        )
+
+    def launch(self, plan: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        if not plan.only and gpus.current() != plan.index:
+            with torch.cuda.device(plan.index):
+                return self.launch(plan, tensors, options, out)
+        if plan.function is launch_nothing:  # sums over no tokens are zero
+            return tuple(r if r is None else r.zero_() for r in out or self.results(tensors, options))
+        results = self.results(tensors, options) if out is None else self.completed(out, tensors, options)
+        addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
+        if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses)) % ALIGNMENT_BYTES:
+            self.refuse_alignment(addresses)
+        if out is not None and -plan.reach < addresses[len(tensors)] - addresses[0] < plan.reach:
+            self.check_distance(tensors[0], out[0])
+        if plan.takes_scratch:
+            scratch = None if plan.scratch is None else workspace.take(plan.scratch)
+            addresses.append(0 if scratch is None else scratch.data_ptr())
+        plan.function(*addresses, *plan.tail, gpus.raw_stream(plan.index))
+        return results
+
+    def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        """All outputs, where the first are given."""
+        return given if len(given) == len(self.outputs) else (*given, *self.results(tensors, options)[len(given) :])
+
+    def refuse_alignment(self, addresses: list[int]) -> None:
+        for name, address in zip((*self.inputs, *self.outputs), addresses, strict=False):
+            over = address % ALIGNMENT_BYTES
+            if over and name not in self.loose:
+                raise ValueError(
+                    f"{self.op}: {name} starts {over} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at "
+                    "one, so clone() it, or cut the view elsewhere"
+                )
+
+    def check_distance(self, source: Any, target: Tensor) -> None:
+        """The first buffer that is given shares no memory with the first input: no plan's key can tell."""
+        check_no_overlap(self.op, "out", target.view(-1), self.inputs[0], source.view(-1))
+
+    def dispatch(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        """Through torch's dispatcher, as an operator that traces see as one."""
+        returned = iter(getattr(torch.ops.glulam, f"mhc_{self.kernel}")(*tensors, *options))
+        results = tuple(next(returned) if wanted else None for wanted in self.wanted(tensors, options))
+        return results if out is None else self.copied(results, out)
+
+    def wanted(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[bool, ...]:
+        """Which outputs there are."""
+        return (True,) * len(self.outputs)
+
+    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...] | None:
+        """The results with a backward; None of an operator that has none."""
+        return None
+
+
+def forms(*params: Tensor | None) -> int:
+    """The dtypes of parameters as kernels take them: two bits each, the first lowest."""
+    codes = (0 if p is None else PARAM_FORMS[str(p.dtype).removeprefix("torch.")] for p in params)
+    return sum(code << 2 * place for place, code in enumerate(codes))
+
+
+def recorded(op: str, out: Any, *tensors: Any) -> bool:
+    """Whether a gradient is to be recorded; then `out` must be absent. Traces decide in torch's dispatcher."""
+    if is_grad_enabled():
+        for tensor in tensors:
+            if getattr(tensor, "requires_grad", False):
+                refuse_out(op, out)
+                return not is_dynamo_compiling()
+    return False
+
+
+def empty_like_param(tensor: Tensor, wanted: bool) -> Tensor | None:
+    return torch.empty_like(tensor) if wanted else None

@@ -1,0 +1,147 @@
+"""The hyper-connection operators and their gradients in torch: what runs on the CPU, and what kernels are held to.
+
+16-bit inputs compute in float32. Each function takes and returns tensors as the operator of its name does; results are
+rounded to the dtypes of `operator.py`'s callers, gradients to those of what they are gradients of.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the dtype that the reference computes in."""
+    return tensor.float() if tensor.dtype.itemsize == 2 else tensor
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    return _normalised(logits, iters, eps)[-1].to(logits.dtype)
+
+
+def _normalised(logits: Tensor, iters: int, eps: float) -> list[Tensor]:
+    """The matrix after each step: the exponentials, then rows and columns in turns."""
+    values = wide(logits)
+    steps = [(values - values.amax(-1, keepdim=True)).exp()]
+    for step in range(2 * iters):
+        axis = -1 - step % 2
+        steps.append(steps[-1] / (steps[-1].sum(axis, keepdim=True) + eps))
+    return steps
+
+
+def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
+    """With H = gradient * M, elementwise, a step M' = M / (sum M + eps) takes H' to H = H' - M' sum H'."""
+    steps = _normalised(logits, iters, eps)
+    h = wide(d_out) * steps[-1]
+    for step in reversed(range(2 * iters)):
+        h = h - steps[step + 1] * h.sum(-1 - step % 2, keepdim=True)
+    largest = steps[0] == 1
+    shares = largest / largest.sum(-1, keepdim=True)
+    return (h - shares * h.sum(-1, keepdim=True)).to(logits.dtype)
+
+
+def aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
+    return (wide(x) * wide(h_pre).unsqueeze(-1)).sum(-2).to(x.dtype)
+
+
+def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and h_pre."""
+    d = wide(d_out).unsqueeze(-2)
+    return (d * wide(h_pre).unsqueeze(-1)).to(x.dtype), (d * wide(x)).sum(-1).to(h_pre.dtype)
+
+
+def _matrix(h_res: Tensor, transpose_res: bool) -> Tensor:
+    return wide(h_res).transpose(-1, -2) if transpose_res else wide(h_res)
+
+
+def post_mix(
+    residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None, transpose_res: bool
+) -> Tensor:
+    added = wide(x) if bias is None else wide(x) + wide(bias)
+    mixed = _matrix(h_res, transpose_res).to(wide(residual).dtype) @ wide(residual)
+    return (mixed + wide(h_post).unsqueeze(-1) * added.unsqueeze(-2)).to(residual.dtype)
+
+
+def post_mix_backward(
+    d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None, transpose_res: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of residual, h_res, h_post, x and bias."""
+    d, streams = wide(d_out), wide(residual)
+    added = wide(x) if bias is None else wide(x) + wide(bias)
+    d_residual = _matrix(h_res, not transpose_res).to(d.dtype) @ d
+    d_res = d @ streams.transpose(-1, -2)
+    d_post = (d * added.unsqueeze(-2)).sum(-1)
+    d_x = (d * wide(h_post).unsqueeze(-1)).sum(-2)
+    d_bias = None if bias is None else d_x.flatten(0, -2).sum(0).to(bias.dtype)
+    return (
+        d_residual.to(residual.dtype),
+        (d_res.transpose(-1, -2) if transpose_res else d_res).to(h_res.dtype),
+        d_post.to(h_post.dtype),
+        d_x.to(x.dtype),
+        d_bias,
+    )
+
+
+def segments(n: int) -> tuple[slice, slice, slice]:
+    """The rows of `weight` that make h_pre, h_post and h_res."""
+    return slice(0, n), slice(n, 2 * n), slice(2 * n, 2 * n + n * n)
+
+
+def spread(alphas: tuple[Tensor, Tensor, Tensor], n: int) -> Tensor:
+    """The factor of each row of `weight`."""
+    return torch.cat([wide(a).reshape(1).expand(size) for a, size in zip(alphas, (n, n, n * n), strict=True)])
+
+
+def project(
+    x: Tensor, weight: Tensor, alphas: tuple[Tensor, Tensor, Tensor], bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h_pre, h_post and h_res; and what backward needs: p and the streams' root mean square, side by side."""
+    n = x.shape[-2]
+    flat = wide(x).flatten(-2)
+    p = flat @ wide(weight).to(flat.dtype).t()
+    rms = torch.linalg.vector_norm(flat, dim=-1, keepdim=True) / math.sqrt(flat.shape[-1])
+    z = p / (rms + eps) * spread(alphas, n).to(p.dtype) + wide(bias).to(p.dtype)
+    pre, post, res = (z[..., rows] for rows in segments(n))
+    h_res = res.unflatten(-1, (n, n)).contiguous()
+    return torch.sigmoid(pre), 2 * torch.sigmoid(post), h_res, torch.cat([p, rms], -1)
+
+
+def project_backward(
+    d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, x: Tensor, weight: Tensor,
+    alphas: tuple[Tensor, Tensor, Tensor], bias: Tensor, stats: Tensor, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and weight, and those of bias and the three alphas, side by side."""
+    n = x.shape[-2]
+    flat, p, rms = wide(x).flatten(-2), stats[..., :-1], stats[..., -1:]
+    r, alpha = 1 / (rms + eps), spread(alphas, n).to(stats.dtype)
+    dz = _through_gates(d_pre, d_post, d_res, p * r * alpha + wide(bias).to(stats.dtype), n)
+    dp = dz * r * alpha
+    d_norm = (dz * alpha * p).sum(-1, keepdim=True) * r.square() / (flat.shape[-1] * rms)
+    d_flat = dp @ wide(weight).to(dp.dtype) - torch.where(rms > 0, d_norm, 0) * flat
+    d_weight = dp.flatten(0, -2).t() @ flat.flatten(0, -2)
+    by_row = (dz * r * p).flatten(0, -2).sum(0)
+    sums = torch.cat([dz.flatten(0, -2).sum(0), torch.stack([by_row[rows].sum() for rows in segments(n)])])
+    return d_flat.view(x.shape).to(x.dtype), d_weight.to(weight.dtype), sums
+
+
+def add_uses(d_x: Tensor, d_aggregate: Tensor, h_pre: Tensor, d_residual: Tensor | None) -> Tensor:
+    """The streams' gradient with those of `aggregate` and of the residual."""
+    total = wide(d_x) + wide(h_pre).unsqueeze(-1) * wide(d_aggregate).unsqueeze(-2)
+    return (total if d_residual is None else total + wide(d_residual)).to(d_x.dtype)
+
+
+def _through_gates(d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, z: Tensor, n: int) -> Tensor:
+    """The gradient of z, the arguments of the sigmoids and the logits."""
+    dz = torch.zeros_like(z)
+    pre, post, res = segments(n)
+    gate = torch.sigmoid(z)
+    slope = gate * (1 - gate)
+    if d_pre is not None:
+        dz[..., pre] = wide(d_pre) * slope[..., pre]
+    if d_post is not None:
+        dz[..., post] = 2 * wide(d_post) * slope[..., post]
+    if d_res is not None:
+        dz[..., res] = wide(d_res).flatten(-2)
+    return dz

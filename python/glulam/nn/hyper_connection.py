@@ -1,0 +1,124 @@
+"""HyperConnection: residual streams around a sub-layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from .. import device as gpus
+from .. import mhc
+from ..mhc.checks import STREAM_DTYPES, WIDTH_MULTIPLE, check_eps, check_iters
+from ..mhc.sinkhorn import MAX_ITERS
+from ..signature import check_flag
+from .linear import check_sizes
+
+ALPHA = 0.01
+WEIGHT_STD = 0.02
+OFF_DIAGONAL = -8.0
+
+
+class HyperConnection(nn.Module):
+    """n residual streams around any sub-layer; see `glulam.mhc` for the operators.
+
+        h_pre, h_post, logits = project(x);  y = sublayer(aggregate(x, h_pre))
+        result = post_mix(x, sinkhorn(logits), h_post, y)
+
+    All before the sub-layer is one call of a compiled function, all behind it another; and in backward the three
+    gradients of x are added up where they are made.
+
+    Args:
+        num_streams, width: n and C. On a GPU n is 2, 4 or 8, and C a multiple of 8.
+        sublayer: called with [..., C] and what forward is given besides; returns [..., C] or (that, bias [C]), a bias
+            that post_mix is to add. None: call `pre` and `post` around your own code.
+        iters, eps, sinkhorn_eps: of `mhc.sinkhorn` and `mhc.project`.
+        transpose_res: of `mhc.post_mix`.
+        device, dtype: of the parameters; float32 by default, or 16-bit. Streams may be of another dtype.
+
+    Parameters: weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n]. As they are made, the
+    sub-layer sees about the mean of the streams, each stream gets its output, and they hardly mix.
+
+    Raises:
+        ValueError, TypeError: at construction, for options that cannot work.
+    """
+
+    def __init__(
+        self,
+        num_streams: int,
+        width: int,
+        sublayer: Callable[..., Any] | None = None,
+        *,
+        iters: int = 20,
+        eps: float = 1e-6,
+        sinkhorn_eps: float = 1e-6,
+        transpose_res: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_sizes(name, num_streams=num_streams, width=width)
+        check_iters(name, iters, MAX_ITERS.get(num_streams))
+        check_eps(name, eps)
+        check_eps(name, sinkhorn_eps)
+        check_flag(name, "transpose_res", transpose_res)
+        if sublayer is not None and not callable(sublayer):
+            raise TypeError(f"{name}: sublayer is a {type(sublayer).__name__}; give a module or a function")
+        self.num_streams, self.width, self.sublayer = num_streams, width, sublayer
+        self.iters, self.eps, self.sinkhorn_eps, self.transpose_res = iters, eps, sinkhorn_eps, transpose_res
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._check_placement(torch.empty(0, **where))
+        rows = num_streams * num_streams + 2 * num_streams
+        self.weight = Parameter(torch.empty(rows, num_streams * width, **where))
+        self.alpha_pre, self.alpha_post, self.alpha_res = (Parameter(torch.empty(1, **where)) for _ in range(3))
+        self.bias = Parameter(torch.empty(rows, **where))
+        self.reset_parameters()
+
+    def _check_placement(self, probe: Tensor) -> None:
+        name = type(self).__name__
+        on_gpu = probe.device.type == gpus.KERNEL_DEVICE
+        valid = STREAM_DTYPES if on_gpu else (*STREAM_DTYPES, torch.float64)
+        if probe.dtype not in valid:
+            raise TypeError(f"{name}: dtype is {probe.dtype}; on {probe.device} give {', '.join(map(str, valid))}")
+        if on_gpu and self.num_streams not in MAX_ITERS:
+            raise ValueError(f"{name}: num_streams is {self.num_streams}; kernels exist for 2, 4 and 8")
+        if on_gpu and self.width % WIDTH_MULTIPLE:
+            raise ValueError(f"{name}: width is {self.width}; it must be a multiple of {WIDTH_MULTIPLE}, so pad it")
+
+    def reset_parameters(self) -> None:
+        """Small weights, and biases that make the identity of residual streams: see the class."""
+        n = self.num_streams
+        with torch.no_grad():
+            self.weight.normal_(0.0, WEIGHT_STD)
+            for alpha in (self.alpha_pre, self.alpha_post, self.alpha_res):
+                alpha.fill_(ALPHA)
+            self.bias.zero_()
+            self.bias[:n] = -math.log(n - 1) if n > 1 else 8.0
+            self.bias[2 * n :] = OFF_DIAGONAL
+            self.bias[2 * n :: n + 1] = 0.0
+
+    def pre(self, x: Tensor) -> mhc.PreResults:
+        """Streams [..., n, C] to the sub-layer's input and what `post` takes."""
+        parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
+        return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps)
+
+    def post(self, made: mhc.PreResults, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The new streams, from what `pre` made and the sub-layer's output."""
+        return mhc.post_mix(made.residual, made.h_res, made.h_post, y, bias, transpose_res=self.transpose_res)
+
+    def forward(self, x: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """Streams [..., n, C] to streams; further arguments go to the sub-layer."""
+        if self.sublayer is None:
+            raise RuntimeError("HyperConnection: made without a sublayer; give it one, or call pre and post yourself")
+        made = self.pre(x)
+        y = self.sublayer(made.out, *arguments, **named)
+        y, bias = y if isinstance(y, tuple) else (y, None)
+        return self.post(made, y, bias)
+
+    def extra_repr(self) -> str:
+        text = f"num_streams={self.num_streams}, width={self.width}, iters={self.iters}"
+        return text + (", transpose_res=True" if self.transpose_res else "")

@@ -1,0 +1,282 @@
+"""The hyper-connection kernels against the float64 reference, through the public API."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import same_bits
+from torch import Tensor
+
+import glulam
+from glulam import mhc
+from glulam.mhc import reference
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = [BF16, F16, F32]
+COUNTS = [2, 4, 8]
+# (leading shape, C): one token; odd counts; one vector; no multiple of any tile; more vectors than a CTA has threads.
+SIZES = [((1, 1), 8), ((3, 5), 8), ((7,), 1504), ((2, 61), 736), ((4, 33), 2056), ((300,), 256), ((37, 1), 7168)]
+FORWARD_ERROR = {BF16: 2e-2, F16: 5e-3, F32: 1e-5}
+GRADIENT_ERROR = {BF16: 5e-2, F16: 1e-2, F32: 1e-4}
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int, spread: bool = False) -> Tensor:
+    """`spread`: tokens differ in scale, so that a wrong index shows."""
+    made = torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+    if spread and made.dim() > 1:
+        scale = torch.linspace(-1, 1, shape[0], device="cuda").exp2()
+        made = made * scale.view(-1, *[1] * (made.dim() - 1))
+    return made.to(dtype)
+
+
+def inputs(
+    name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype, params: torch.dtype | None = None
+) -> list[Tensor]:
+    params = params or F32
+    shapes: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
+        "sinkhorn": [((*lead, n, n), params)],
+        "aggregate": [((*lead, n, c), dtype), ((*lead, n), params)],
+        "post_mix": [
+            ((*lead, n, c), dtype), ((*lead, n, n), params), ((*lead, n), params), ((*lead, c), dtype), ((c,), params),
+        ],
+    }  # fmt: skip
+    rows = n * n + 2 * n
+    shapes["project"] = shapes["pre"] = [
+        ((*lead, n, c), dtype),
+        ((rows, n * c), params),
+        *[((1,), params)] * 3,
+        ((rows,), params),
+    ]
+    made = [randn(*shape, dtype=d, seed=s, spread=True) for s, (shape, d) in enumerate(shapes[name])]
+    if name in ("project", "pre"):
+        made[1] = (made[1].float() / (n * c) ** 0.5).to(params)  # or every gate would be shut
+    return made
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "sinkhorn": mhc.sinkhorn,
+    "aggregate": mhc.aggregate,
+    "post_mix": mhc.post_mix,
+    "project": mhc.project,
+    "pre": mhc.pre,
+}
+
+
+def forward_error(name: str, dtype: torch.dtype) -> float:
+    """`dtype`: of the streams; the projection's products are of TF32 at best."""
+    return 5e-3 if name in ("project", "pre") and dtype is F32 else FORWARD_ERROR[dtype]
+
+
+def listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def on_cpu(name: str, given: list[Tensor], **how: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and gradients in float64, on the same inputs."""
+    leaves = [t.detach().double().cpu().requires_grad_() for t in given]
+    with torch.enable_grad():
+        results = listed(CALLS[name](*leaves, **how))
+        upstream = [d.double().cpu() for d in cotangents(results)]
+        gradients = torch.autograd.grad(results, leaves, upstream)
+    return [r.detach() for r in results], list(gradients)
+
+
+def on_gpu(name: str, given: list[Tensor], **how: Any) -> tuple[list[Tensor], list[Tensor]]:
+    leaves = [t.detach().requires_grad_() for t in given]
+    with torch.enable_grad():
+        results = listed(CALLS[name](*leaves, **how))
+        gradients = torch.autograd.grad(results, leaves, cotangents(results))
+    return [r.detach() for r in results], list(gradients)
+
+
+def cotangents(results: list[Tensor]) -> list[Tensor]:
+    """The same for the GPU's results and the CPU's: drawn on the CPU, in 16 bits, so that every dtype holds them."""
+    made = []
+    for seed, result in enumerate(results):
+        drawn = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + seed)).to(BF16)
+        made.append(drawn.to(device=result.device, dtype=result.dtype))
+    return made
+
+
+def assert_near(
+    got: Tensor, exact: Tensor, tolerance: float, cosine: float, what: str, least_scale: float = 0.0
+) -> None:
+    exact = exact.to("cuda")
+    assert got.shape == exact.shape
+    scale = max(float(exact.abs().max()), least_scale)
+    assert scale > 0, f"{what}: zeros would pass"
+    error = float((got.double() - exact).abs().max()) / scale
+    assert error <= tolerance, f"{what}: error {error:.3g} above {tolerance:.3g}"
+    if got.numel() > 1:
+        similar = float(torch.nn.functional.cosine_similarity(got.double().flatten(), exact.flatten(), dim=0))
+        assert similar >= cosine, f"{what}: cosine {similar}"
+
+
+def check(name: str, given: list[Tensor], **how: Any) -> None:
+    results, gradients = on_gpu(name, given, **how)
+    exact, exact_gradients = on_cpu(name, given, **how)
+    for i, (got, want) in enumerate(zip(results, exact, strict=True)):
+        assert_near(got, want, forward_error(name, given[0].dtype), 0.9999, f"result {i}")
+    for i, (got, want) in enumerate(zip(gradients, exact_gradients, strict=True)):
+        tolerance = 1e-2 if name in ("project", "pre") and given[0].dtype is F32 else GRADIENT_ERROR[given[0].dtype]
+        # One number, a sum over tokens of both signs, may be near zero; its error is not.
+        least_scale = 0.3 * (given[0].numel() / given[0].shape[-1]) ** 0.5 if want.numel() == 1 else 0.0
+        assert_near(got, want, tolerance, 0.999, f"gradient {i}", least_scale)
+
+
+class TestNumerics:
+    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", CALLS)
+    def test_dtypes_and_streams(self, name: str, dtype: torch.dtype, n: int) -> None:
+        for params in (F32, dtype):
+            check(name, inputs(name, (5, 13), n, 264, dtype, params))
+
+    @pytest.mark.parametrize(("lead", "c"), SIZES)
+    @pytest.mark.parametrize("name", CALLS)
+    def test_sizes(self, name: str, lead: tuple[int, ...], c: int) -> None:
+        check(name, inputs(name, lead, 4, c, BF16))
+
+    @pytest.mark.parametrize("n", COUNTS)
+    def test_transposed_post_mix(self, n: int) -> None:
+        given = inputs("post_mix", (9, 3), n, 520, BF16)
+        check("post_mix", given, transpose_res=True)
+        check("post_mix", given[:4], transpose_res=True)
+        check("post_mix", given[:4])
+
+    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize("iters", [0, 1, 2, 20, 100])
+    def test_sinkhorn_steps(self, n: int, iters: int) -> None:
+        given = [4 * t for t in inputs("sinkhorn", (2111,), n, 0, F32)]
+        check("sinkhorn", given, iters=iters)
+        check("sinkhorn", given, iters=iters, eps=0.1)
+        if iters >= 20:
+            got = mhc.sinkhorn(0.1 * given[0], iters)  # wider logits converge more slowly, in float64 as well
+            for axis in (-1, -2):
+                assert float((got.sum(axis) - 1).abs().max()) < 1e-3
+
+    def test_ties_share_the_maximum(self) -> None:
+        logits = torch.zeros(64, 4, 4, device="cuda")
+        logits[1::2, :, 1:3] = 3.0
+        check("sinkhorn", [logits], iters=1, eps=0.5)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_large_token_counts(self, name: str) -> None:
+        """More tokens than CTAs of any grid."""
+        given = inputs(name, (4099,), 4, 64, BF16)
+        check(name, given)
+
+
+class TestContract:
+    @pytest.mark.parametrize("name", CALLS)
+    def test_given_outputs_and_the_same_bits_every_time(self, name: str) -> None:
+        given = inputs(name, (300, 7), 4, 264, BF16)
+        results, gradients = on_gpu(name, given)
+        for _ in range(10):
+            more, more_gradients = on_gpu(name, given)
+            assert all(map(same_bits, (*more, *more_gradients), (*results, *gradients)))
+        if name == "pre":
+            return  # takes no buffers
+        out = [torch.full_like(r, torch.nan) for r in results]
+        got = listed(CALLS[name](*given, out=out[0] if len(out) == 1 else tuple(out)))
+        assert all(a is b and same_bits(a, r) for a, b, r in zip(got, out, results, strict=True))
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_only_what_is_asked_for(self, name: str) -> None:
+        given = inputs(name, (3, 21), 4, 136, BF16)
+        _, full = on_gpu(name, given)
+        for i in range(len(given)):
+            leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate(given)]
+            with torch.enable_grad():
+                results = listed(CALLS[name](*leaves))
+                (got,) = torch.autograd.grad(results, leaves[i], cotangents(results))
+            assert same_bits(got, full[i])
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_no_tokens(self, name: str) -> None:
+        _, gradients = on_gpu(name, inputs(name, (0, 3), 4, 64, BF16))
+        assert not any(bool(g.any()) for g in gradients)
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_graph_capture(self, name: str) -> None:
+        """Captured once, forward and backward, and replayed with other inputs."""
+        first, second = (inputs(name, (40, 3), 4, 264, BF16) for _ in range(2))
+        second = [t.roll(1, 0) * 0.5 for t in second]
+        for given in (first, second):
+            on_gpu(name, given)
+        static = [t.clone() for t in first]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            leaves = [t.detach().requires_grad_() for t in static]
+            with torch.enable_grad():
+                results = listed(CALLS[name](*leaves))
+                captured = (*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results]))
+        for given in (second, first):
+            for place, value in zip(static, given, strict=True):
+                place.copy_(value)
+            graph.replay()
+            leaves = [t.detach().requires_grad_() for t in given]
+            with torch.enable_grad():
+                results = listed(CALLS[name](*leaves))
+                eager = (*results, *torch.autograd.grad(results, leaves, [torch.ones_like(r) for r in results]))
+            assert all(map(same_bits, [t.detach() for t in captured], [t.detach() for t in eager]))
+
+    def test_other_streams_and_expanded_gradients(self) -> None:
+        given = inputs("post_mix", (33,), 4, 264, BF16)
+        leaves = [t.detach().requires_grad_() for t in given]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.enable_grad():
+            mhc.post_mix(*leaves).sum().backward()  # an expanded gradient of ones
+        stream.synchronize()
+        exact = reference.post_mix_backward(torch.ones_like(given[0]), *given, False)
+        for got, want in zip(leaves, exact, strict=True):
+            assert got.grad is not None and want is not None
+            assert_near(got.grad, want.double(), 5e-2, 0.999, "gradient")
+
+    def test_errors(self) -> None:
+        x, h_pre = inputs("aggregate", (3,), 4, 64, BF16)
+        for bad, message in (
+            ((x[..., :60].contiguous(), h_pre), "C = 60.*multiple of 8"),
+            ((x[:, :3].contiguous(), h_pre[:, :3].contiguous()), "3 streams"),
+            ((x.view(-1)[1 : 1 + 2 * 4 * 64].view(2, 4, 64), h_pre[:2]), "x starts 2 bytes"),
+            ((x, h_pre.cpu()), "h_pre is on cpu"),
+        ):
+            for _ in range(2):
+                with pytest.raises(ValueError, match=message):
+                    mhc.aggregate(*bad)
+        with pytest.raises(ValueError, match="iters is 500"):
+            mhc.sinkhorn(torch.zeros(4, 4, device="cuda"), 500)
+
+
+class TestHyperConnection:
+    @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+    def test_against_float64(self, dtype: torch.dtype) -> None:
+        """A whole layer, every gradient, and the same bits when it is done again."""
+        torch.manual_seed(0)
+        layer = glulam.nn.HyperConnection(4, 264, torch.nn.Linear(264, 264), device="cuda")
+        layer.sublayer.to(device="cuda", dtype=dtype)  # type: ignore[union-attr]
+        with torch.no_grad():
+            layer.weight.normal_(0, 0.03)
+            layer.bias.normal_()
+        exact = copy.deepcopy(layer).double().cpu()
+        x = randn(5, 13, 4, 264, dtype=dtype, seed=0)
+        runs = []
+        with torch.enable_grad():
+            for model, streams in ((layer, x), (layer, x), (exact, x.double().cpu())):
+                leaf = streams.detach().requires_grad_()
+                model.zero_grad()
+                result = model(leaf)
+                result.backward(cotangents([result])[0])
+                runs.append([result.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        assert all(map(same_bits, runs[0], runs[1]))
+        for i, (got, want) in enumerate(zip(runs[0], runs[2], strict=True)):
+            least_scale = (x.numel() / x.shape[-1]) ** 0.5 * 0.3 if want.numel() == 1 else 0.0
+            assert_near(got, want, 5e-2, 0.999, f"tensor {i}", least_scale)

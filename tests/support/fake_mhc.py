@@ -1,0 +1,192 @@
+"""The hyper-connection functions of a GPU played by the CPU: see `support.fake_gpu`.
+
+Each takes addresses and numbers in the order of the spec's arguments, reads memory by address and computes with the
+reference. Workspaces are filled with NaN over the length that the kernel would use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.sm90.mhc import shapes
+from cute_kernels.specs import PARAM_FORMS, MhcSpec
+from glulam.mhc import reference
+
+FORMS = {code: getattr(torch, name) for name, code in PARAM_FORMS.items()}
+F32 = torch.float32
+
+
+def _memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    if not address:
+        return None
+    count = math.prod(shape)
+    assert address % dtype.itemsize == 0
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype).view(shape)
+
+
+def _form(forms: int, place: int) -> torch.dtype:
+    return FORMS[forms >> 2 * place & 3]
+
+
+def _fill(address: int, bytes_used: int) -> None:
+    work = _memory(address, (bytes_used // 4,), F32)
+    assert work is not None
+    work.fill_(math.nan)
+
+
+def _write(places: list[Tensor | None], values: Any) -> None:
+    for place, value in zip(places, values, strict=True):
+        if place is not None:
+            place.copy_(value)
+
+
+class _Call:
+    """One call's arguments by name, and its tensors."""
+
+    def __init__(self, spec: MhcSpec, values: tuple[Any, ...]) -> None:
+        names = (*spec.arguments.addresses, *spec.arguments.integers, *spec.arguments.floats)
+        *numbers, do_launch, stream = values
+        assert len(numbers) == len(names), f"{spec.kernel} takes {len(names)} arguments, got {len(numbers)}"
+        self.at = SimpleNamespace(**dict(zip(names, numbers, strict=True)))
+        assert all(type(v) is float for v in numbers[len(numbers) - len(spec.arguments.floats) :])
+        self.dtype, self.n = getattr(torch, spec.dtype), spec.n
+
+    def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
+        return _memory(getattr(self.at, name), shape, dtype or self.dtype)
+
+    def parameters(self) -> tuple[Any, ...]:
+        """weight, alphas and bias of a projection."""
+        rows, at = shapes.outputs(self.n), self.at
+        alphas = tuple(self.get(f"alpha_{a}", 1, dtype=_form(at.forms, 1)) for a in ("pre", "post", "res"))
+        weight = self.get("weight", rows, self.n * at.width, dtype=_form(at.forms, 0))
+        return weight, alphas, self.get("bias", rows, dtype=_form(at.forms, 2))
+
+
+def _sinkhorn(c: _Call) -> None:
+    shape, dtype = (c.at.matrices, c.n, c.n), _form(c.at.forms, 0)
+    logits, out = c.get("logits", *shape, dtype=dtype), c.get("out", *shape, dtype=dtype)
+    _write([out], [reference.sinkhorn(logits, c.at.iters, c.at.eps)])
+
+
+def _sinkhorn_backward(c: _Call) -> None:
+    shape, dtype = (c.at.matrices, c.n, c.n), _form(c.at.forms, 0)
+    d_out, logits, d_logits = (c.get(name, *shape, dtype=dtype) for name in ("d_out", "logits", "d_logits"))
+    _write([d_logits], [reference.sinkhorn_backward(d_out, logits, c.at.iters, c.at.eps)])
+
+
+def _aggregate(c: _Call) -> None:
+    t, w = c.at.tokens, c.at.width
+    x, h_pre = c.get("x", t, c.n, w), c.get("h_pre", t, c.n, dtype=_form(c.at.forms, 0))
+    _write([c.get("out", t, w)], [reference.aggregate(x, h_pre)])
+
+
+def _aggregate_backward(c: _Call) -> None:
+    t, w, dtype = c.at.tokens, c.at.width, _form(c.at.forms, 0)
+    made = reference.aggregate_backward(
+        c.get("d_out", t, w), c.get("x", t, c.n, w), c.get("h_pre", t, c.n, dtype=dtype)
+    )
+    _write([c.get("d_x", t, c.n, w), c.get("d_h_pre", t, c.n, dtype=dtype)], made)
+
+
+def _mix_shapes(c: _Call) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    t, n, w, forms = c.at.tokens, c.n, c.at.width, c.at.forms
+    return {
+        "residual": ((t, n, w), c.dtype),
+        "h_res": ((t, n, n), _form(forms, 0)),
+        "h_post": ((t, n), _form(forms, 1)),
+        "x": ((t, w), c.dtype),
+        "bias": ((w,), _form(forms, 2)),
+    }
+
+
+def _post_mix(c: _Call) -> None:
+    given = [c.get(name, *shape, dtype=dtype) for name, (shape, dtype) in _mix_shapes(c).items()]
+    _write([c.get("out", c.at.tokens, c.n, c.at.width)], [reference.post_mix(*given, bool(c.at.transpose))])
+
+
+def _post_mix_backward(c: _Call) -> None:
+    wanted = _mix_shapes(c)
+    given = [c.get(name, *shape, dtype=dtype) for name, (shape, dtype) in wanted.items()]
+    places = [c.get(f"d_{name}", *shape, dtype=dtype) for name, (shape, dtype) in wanted.items()]
+    d_out = c.get("d_out", c.at.tokens, c.n, c.at.width)
+    if places[-1] is not None:
+        _fill(c.at.workspace, 4 * min(c.at.tokens, c.at.num_sms * shapes.CTAS_PER_SM) * c.at.width)
+    _write(places, reference.post_mix_backward(d_out, *given, bool(c.at.transpose)))
+
+
+def _check_slices(c: _Call) -> None:
+    columns, at = c.n * c.at.width, c.at
+    assert at.slices * at.slice_columns >= columns > (at.slices - 1) * at.slice_columns
+    assert at.slice_columns <= shapes.slice_capacity(c.n, c.dtype.itemsize)
+    assert at.slices * at.groups <= max(at.num_sms, at.slices)
+    _fill(at.workspace, 4 * shapes.project_workspace(c.n, at.slices, at.tokens))
+
+
+def _project(c: _Call) -> None:
+    t, n = c.at.tokens, c.n
+    _check_slices(c)
+    made = reference.project(c.get("x", t, n, c.at.width), *c.parameters(), c.at.eps)
+    places = [("h_pre", (n,)), ("h_post", (n,)), ("h_res", (n, n)), ("stats", (shapes.outputs(n) + 1,))]
+    _write([c.get(name, t, *shape, dtype=F32) for name, shape in places], made)
+
+
+def _pre(c: _Call) -> None:
+    t, n, w = c.at.tokens, c.n, c.at.width
+    _check_slices(c)
+    x = c.get("x", t, n, w)
+    h_pre, h_post, logits, stats = reference.project(x, *c.parameters(), c.at.eps)
+    h_res = reference.sinkhorn(logits, c.at.iters, c.at.sinkhorn_eps)
+    shapes_of = {"h_post": (n,), "h_res": (n, n), "h_pre": (n,), "logits": (n, n), "stats": (shapes.outputs(n) + 1,)}
+    places = [c.get("out", t, w), *(c.get(name, t, *shape, dtype=F32) for name, shape in shapes_of.items())]
+    _write(places, [reference.aggregate(x, h_pre), h_post, h_res, h_pre, logits, stats])
+
+
+def _project_backward(c: _Call) -> None:
+    t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
+    rows = shapes.outputs(n)
+    assert at.ctas >= 1 and 1 <= at.parts <= shapes.MAX_SPLITS
+    _fill(at.workspace, shapes.backward_workspace(n, c.dtype.itemsize, w, t, at.ctas, at.parts).end)
+    gradients = [
+        c.get(name, t, *shape, dtype=F32) for name, shape in (("d_pre", (n,)), ("d_post", (n,)), ("d_res", (n, n)))
+    ]
+    x, stats = c.get("x", t, n, w), c.get("stats", t, rows + 1, dtype=F32)
+    d_x, d_weight, sums = reference.project_backward(*gradients, x, *c.parameters(), stats, at.eps)
+    d_aggregate, h_pre = c.get("d_aggregate", t, w), c.get("h_pre", t, n, dtype=F32)
+    if d_aggregate is not None:
+        d_x = reference.add_uses(d_x, d_aggregate, h_pre, c.get("d_residual", t, n, w))
+    places = [
+        c.get("d_x", t, n, w), c.get("d_weight", rows, n * w, dtype=_form(at.forms, 0)),
+        c.get("d_sums", rows + 3, dtype=F32),
+    ]  # fmt: skip
+    _write(places, [d_x, d_weight, sums])
+
+
+KERNELS: dict[str, Callable[[_Call], None]] = {
+    "sinkhorn": _sinkhorn,
+    "sinkhorn_backward": _sinkhorn_backward,
+    "aggregate": _aggregate,
+    "aggregate_backward": _aggregate_backward,
+    "post_mix": _post_mix,
+    "post_mix_backward": _post_mix_backward,
+    "project": _project,
+    "project_backward": _project_backward,
+    "pre": _pre,
+    "pre_backward": _project_backward,
+}
+
+
+def make(spec: MhcSpec) -> Callable[..., None]:
+    """The function of a spec."""
+
+    def run(*values: Any) -> None:
+        if values[-2]:
+            KERNELS[spec.kernel](_Call(spec, values))
+
+    return run

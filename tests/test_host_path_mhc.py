@@ -1,0 +1,168 @@
+"""From a hyper-connection call to what its kernel is given, on a stand-in GPU that reads memory by address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import same_bits
+from support.fake_gpu import FakeGpu
+from torch import Tensor
+
+import glulam
+from glulam import mhc
+from glulam.mhc import reference
+from glulam.mhc.operator import Operator
+
+pytest_plugins = ["support.fixtures"]
+
+BF16, F32 = torch.bfloat16, torch.float32
+LEAD, WIDTH = (5, 3), 24
+
+
+def inputs(name: str, n: int, dtype: torch.dtype, params: torch.dtype) -> list[Tensor]:
+    rows = n * n + 2 * n
+    shapes: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
+        "sinkhorn": [((*LEAD, n, n), params)],
+        "aggregate": [((*LEAD, n, WIDTH), dtype), ((*LEAD, n), params)],
+        "post_mix": [
+            ((*LEAD, n, WIDTH), dtype), ((*LEAD, n, n), params), ((*LEAD, n), F32), ((*LEAD, WIDTH), dtype),
+            ((WIDTH,), params),
+        ],
+        "project": [
+            ((*LEAD, n, WIDTH), dtype), ((rows, n * WIDTH), params), *[((1,), F32)] * 3, ((rows,), params),
+        ],
+    }  # fmt: skip
+    shapes["pre"] = shapes["project"]
+    torch.manual_seed(n)
+    return [torch.randn(shape).to(d).requires_grad_() for shape, d in shapes[name]]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "sinkhorn": mhc.sinkhorn,
+    "aggregate": mhc.aggregate,
+    "post_mix": lambda *t: mhc.post_mix(*t, transpose_res=True),
+    "project": mhc.project,
+    "pre": mhc.pre,
+}
+LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3}
+"""Of a backward."""
+
+
+def weight(result: Tensor, seed: int) -> Tensor:
+    """What a result is differentiated against."""
+    return torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result.dtype)
+
+
+def both_ways(name: str, given: list[Tensor]) -> list[Tensor]:
+    """Results and gradients."""
+    results = CALLS[name](*given)
+    results = list(results) if isinstance(results, tuple) else [results]
+    weights = [weight(r, i) for i, r in enumerate(results)]
+    return [*results, *torch.autograd.grad(results, given, weights)]
+
+
+@pytest.mark.parametrize("params", [F32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32], ids=str)
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_get_what_the_reference_gets(
+    name: str, n: int, dtype: torch.dtype, params: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    given = inputs(name, n, dtype, params)
+    wanted = both_ways(name, given)
+    fake: FakeGpu = request.getfixturevalue("fake_gpu")
+    for _ in range(2):  # by plans made now, then by plans found
+        fake.launches.clear()
+        for got, want in zip(both_ways(name, given), wanted, strict=True):
+            assert same_bits(got.detach().contiguous(), want.detach().contiguous())
+        assert len(fake.launches) == 1 + LAUNCHES[name]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_only_what_is_asked_for(fake_gpu: FakeGpu, name: str) -> None:
+    given = inputs(name, 4, BF16, F32)
+    full = both_ways(name, given)[-len(given) :]
+    for i, wanted in enumerate(full):
+        alone = [t.detach().requires_grad_(i == j) for j, t in enumerate(given)]
+        results = CALLS[name](*alone)
+        results = list(results) if isinstance(results, tuple) else [results]
+        results = [(k, r) for k, r in enumerate(results) if r.requires_grad]
+        weights = [weight(r, k) for k, r in results]
+        (got,) = torch.autograd.grad([r for _, r in results], [alone[i]], weights)
+        assert same_bits(got.contiguous(), wanted.contiguous())
+
+
+def test_given_outputs_are_written_in_place(fake_gpu: FakeGpu) -> None:
+    x, *rest = (t.detach() for t in inputs("project", 4, BF16, F32))
+    out = (torch.empty(*LEAD, 4), torch.empty(*LEAD, 4), torch.empty(*LEAD, 4, 4))
+    for _ in range(2):
+        got = mhc.project(x, *rest, out=out)
+        assert all(a is b for a, b in zip(got, out, strict=True))
+    h_pre, h_post, h_res, _ = reference.project(x, rest[0], tuple(rest[1:4]), rest[4], 1e-6)
+    assert all(map(same_bits, out, (h_pre, h_post, h_res)))
+    assert fake_gpu.launches[-1][9] == 0, "nobody asked for what backward needs"
+
+
+def test_alignment_and_overlap_are_checked_at_each_call(fake_gpu: FakeGpu) -> None:
+    memory = torch.zeros(4096, dtype=BF16)
+    h_pre = torch.zeros(5, 4)
+    mhc.aggregate(memory[: 5 * 4 * 8].view(5, 4, 8), h_pre, out=memory[2048 : 2048 + 40].view(5, 8))
+    with pytest.raises(ValueError, match="x starts 2 bytes after a multiple of 16"):
+        mhc.aggregate(memory[1 : 1 + 5 * 4 * 8].view(5, 4, 8), h_pre, out=memory[2048 : 2048 + 40].view(5, 8))
+    with pytest.raises(ValueError, match="out overlaps x in memory"):
+        mhc.aggregate(memory[: 5 * 4 * 8].view(5, 4, 8), h_pre, out=memory[80:120].view(5, 8))
+
+
+def test_no_workspace_where_none_is_needed(fake_gpu: FakeGpu) -> None:
+    """The bias' gradient alone takes one."""
+    given = inputs("post_mix", 4, BF16, F32)
+    for bias in (given[4], given[4].detach(), None):
+        mhc.post_mix(*given[:4], bias).sum().backward()
+        assert bool(fake_gpu.launches[-1][11]) == (bias is given[4])
+
+
+def test_kernel_limits(fake_gpu: FakeGpu) -> None:
+    x, h_pre = torch.zeros(5, 4, 12), torch.zeros(5, 4)
+    with pytest.raises(ValueError, match="C = 12.*multiple of 8"):
+        mhc.aggregate(x, h_pre)
+    with pytest.raises(ValueError, match="3 streams; kernels exist for n = 2, 4, 8"):
+        mhc.aggregate(torch.zeros(5, 3, 16), torch.zeros(5, 3))
+    with pytest.raises(TypeError, match="x is torch.float64"):
+        mhc.aggregate(torch.zeros(5, 4, 16, dtype=torch.float64), h_pre)
+    with pytest.raises(ValueError, match="iters is 225; it must be 0 or more and at most 224"):
+        mhc.sinkhorn(torch.zeros(4, 4), 225)
+    assert not fake_gpu.launches
+
+
+def test_no_tokens_launch_nothing(fake_gpu: FakeGpu) -> None:
+    x, *rest = inputs("project", 4, BF16, F32)
+    results = mhc.project(x[:0], *rest)
+    gradients = torch.autograd.grad(sum(r.sum() for r in results), rest)
+    assert not any(bool(g.any()) for g in gradients) and not fake_gpu.launches
+
+
+def test_a_whole_layer_is_two_calls(fake_gpu: FakeGpu) -> None:
+    layer = glulam.nn.HyperConnection(4, WIDTH, torch.nn.Identity())
+    with torch.no_grad():
+        layer(torch.randn(*LEAD, 4, WIDTH, dtype=BF16))
+    assert [spec.kernel for spec in fake_gpu.specs] == ["pre", "post_mix"]  # type: ignore[union-attr]
+    assert len(fake_gpu.launches) == 2
+
+
+def test_every_operator_lists_the_addresses_of_its_kernel() -> None:
+    from cute_kernels.specs import MHC_KERNELS
+
+    def every(kind: type[Operator]) -> list[type[Operator]]:
+        return [kind, *(more for sub in kind.__subclasses__() for more in every(sub))]
+
+    checked = 0
+    for kind in every(Operator):
+        if hasattr(kind, "kernel") and hasattr(kind, "inputs"):
+            listed = (*kind.inputs, *kind.outputs)
+            addresses = tuple(a for a in MHC_KERNELS[kind.kernel].addresses if a != "workspace")
+            assert listed == addresses
+            checked += 1
+    assert checked == 9
