@@ -87,7 +87,11 @@ class Project(Invariant):
         problem = Problem(x, workspace, squares, tokens, width * self.n, slice_columns, groups)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(problem, weight, form_of(gates.forms, 0)).launch(
-            grid=(slices, groups, 1), block=(self.warps * LANES, 1, 1), smem=WEIGHT_BYTES, stream=stream
+            grid=(slices, groups, 1),
+            block=(self.warps * LANES, 1, 1),
+            smem=WEIGHT_BYTES,
+            min_blocks_per_mp=1,
+            stream=stream,
         )
         self.finish.launch((workspace, squares, slices), gates, results, tokens, width * self.n, num_sms, stream)
 
