@@ -12,6 +12,7 @@ from .forward import run_decode, run_forward, run_rows, run_skew
 from .graph import run_graph
 from .host import run_host
 from .quantize import run_quantize
+from .tiles import run_tiles
 from .train import run_train
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
@@ -25,4 +26,5 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "graph": run_graph,
     "quantize": run_quantize,
     "compare": run_compare,
+    "tiles": run_tiles,
 }
