@@ -17,7 +17,7 @@ from .options import QUACK_MODES, Options, command_line
 from .results import Result, default_path, make_result, write
 from .tables import Table, tables_of
 
-COMPARE = "compare"
+COMPARE, TILES = "compare", "tiles"
 SUITE_HELP = {
     "forward": "FC1, FC2 and the MLP at hundreds of rows an expert",
     "decode": "the same at a few rows an expert",
@@ -30,8 +30,8 @@ SUITE_HELP = {
     "host": "host time of a call",
     "graph": "CUDA graphs",
 }
-SUITE_NAMES = (*SUITE_HELP, COMPARE)
-WITH_OPS = ("forward", "decode", "rows", "skew", "backward", COMPARE)
+SUITE_NAMES = (*SUITE_HELP, COMPARE, TILES)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", COMPARE, TILES)
 WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 
@@ -58,12 +58,13 @@ def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
     return suite
 
 
-def _add_compare(commands: Any) -> None:
-    compare = _add_suite(commands, COMPARE, "named kernels against each other")
-    compare.add_argument("--specs", type=_words, required=True, help="exported functions: names or shell patterns")
-    compare.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
-    compare.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(Options.routings)})")
-    compare.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
+def _add_named(commands: Any, name: str, help: str, *, specs_required: bool) -> None:
+    """A suite on exported functions by name."""
+    suite = _add_suite(commands, name, help)
+    suite.add_argument("--specs", type=_words, required=specs_required, help="functions: names or shell patterns")
+    suite.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
+    suite.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(Options.routings)})")
+    suite.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True)
     for name, help in SUITE_HELP.items():
         _add_suite(commands, name, help)
-    _add_compare(commands)
+    _add_named(commands, COMPARE, "named kernels against each other", specs_required=True)
+    _add_named(commands, TILES, "every tile at 1 to 4096 rows an expert, for tables of choices", specs_required=False)
     commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's table")
     return root
 

@@ -132,6 +132,14 @@ def compare_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert
     return with_routings(tuple(chosen), routings)
 
 
+def tile_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: tuple[int, ...] = ()) -> list[Case]:
+    """What a table of choices covers: every model at 1 to 4096 rows an expert, in powers of two."""
+    chosen = select([*PREFILL, *OTHER_MODELS], wanted)
+    rows = rows_per_expert or tuple(1 << doubling for doubling in range(13))
+    sweep = (dataclasses.replace(case, rows=count * case.experts) for case in chosen for count in rows)
+    return with_routings(tuple(sweep), routings)
+
+
 def select(cases: list[Case], wanted: str | None) -> list[Case]:
     """The cases named `wanted`, else those whose label or routing contains it (upper or lower case); all for None.
 

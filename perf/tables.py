@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -275,6 +276,28 @@ def quantize_tables(result: Result) -> list[Table]:
     return [Table("Quantising to MXFP8 (`quantize_mxfp8`)", header, rows)]
 
 
+def _tile_row(tile: str, records: list[dict[str, Any]], sizes: list[int]) -> tuple[str, ...]:
+    """How much longer than the fastest a tile takes, geometric mean over the models and routings, by rows an expert."""
+    cells = []
+    for size in sizes:
+        here = [r["us"] for r in records if r["rows_per_expert"] == size and tile in r["us"]]
+        logs = [math.log(us[tile] / min(us.values())) for us in here]
+        cells.append(f"{math.exp(sum(logs) / len(logs)):.2f}" if logs else "-")
+    return (tile, *cells)
+
+
+def tiles_tables(result: Result) -> list[Table]:
+    """One table an operation: tiles by rows an expert, time over the fastest tile's."""
+    tables = []
+    for op in dict.fromkeys(record["op"] for record in result["records"]):
+        records = [record for record in result["records"] if record["op"] == op]
+        sizes = sorted({record["rows_per_expert"] for record in records})
+        tiles = dict.fromkeys(tile for record in records for tile in record["us"])
+        title = f"{op}: time over the fastest tile's, mean over models and routings, by rows an expert"
+        tables.append(Table(title, ("tile", *map(str, sizes)), [_tile_row(tile, records, sizes) for tile in tiles]))
+    return tables
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "forward": forward_tables,
     "decode": forward_tables,
@@ -288,6 +311,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "quantize": quantize_tables,
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "compare": compare_tables,
+    "tiles": tiles_tables,
 }
 
 

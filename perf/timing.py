@@ -84,7 +84,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
-def _device_us(call: Call, calls: int, enqueue_us: float) -> float:
+def device_us(call: Call, calls: int, enqueue_us: float) -> float:
     """Mean device time of `calls` calls, enqueued behind a sleep so that the host's pace does not show."""
     start, end = _event(), _event()
     sleep_cycles(int(calls * enqueue_us * SLEEP_CYCLES_PER_US))
@@ -103,8 +103,8 @@ def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
     """
     for number in range(WARM_UP_CALLS):
         call(number)
-    calls = min(max(math.ceil(SAMPLE_US / _device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
-    return lambda: _device_us(call, calls, enqueue_us)
+    calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
+    return lambda: device_us(call, calls, enqueue_us)
 
 
 def measure_device(

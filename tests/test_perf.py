@@ -583,6 +583,24 @@ def test_mhc_table_shows_the_share_of_the_copy_bandwidth():
     assert row[3:] == ("600.0", "2.349", "0.92", "900 (1.50)", "582", "0.01")
 
 
+def tiles_result():
+    records = [
+        {
+            "model": "m",
+            "op": op,
+            "routing": "uniform",
+            "experts": 8,
+            "n": 64,
+            "k": 64,
+            "rows_per_expert": rows,
+            "us": us,
+        }
+        for op in ("fc1", "dgrad")
+        for rows, us in ((1, {"a": 5.0, "b": 4.0}), (64, {"b": 6.0}))
+    ]
+    return results.make_result("tiles", STAMP, LIMITS, records)
+
+
 ALL_RESULTS = {
     "forward": forward_result,
     "decode": lambda: sweep_result("decode", decode_cases()),
@@ -596,6 +614,7 @@ ALL_RESULTS = {
     "quantize": quantize_result,
     "mhc": mhc_result,
     "compare": compare_result,
+    "tiles": tiles_result,
 }
 
 
@@ -711,6 +730,19 @@ def test_results_survive_the_disk(tmp_path):
     assert got["limits"]["copy_tbps"] == 4.2712
     assert got["stamp"] == result["stamp"] and got["suite"] == "forward"
     assert tables.tables_of(got)[:2] == tables.tables_of(result)[:2]
+
+
+def test_many_small_records_take_a_line_each(tmp_path):
+    result = tiles_result()
+    results.write(result, tmp_path / "tiles.json")
+    assert results.read(tmp_path / "tiles.json")["records"] == result["records"]
+    lines = (tmp_path / "tiles.json").read_text().splitlines()
+    assert sum(line.startswith('{"model"') for line in lines) == len(result["records"])
+
+
+def test_tiles_table_shows_the_time_over_the_fastest():
+    fc1, _ = tables.tiles_tables(tiles_result())
+    assert fc1.header[1:] == ("1", "64") and fc1.rows == [("a", "1.25", "-"), ("b", "1.00", "1.00")]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"schema": 0}'])

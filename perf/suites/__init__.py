@@ -13,6 +13,7 @@ from .graph import run_graph
 from .host import run_host
 from .mhc import run_mhc
 from .quantize import run_quantize
+from .tiles import run_tiles
 from .train import run_train
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
@@ -27,4 +28,5 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "quantize": run_quantize,
     "mhc": run_mhc,
     "compare": run_compare,
+    "tiles": run_tiles,
 }

@@ -137,6 +137,12 @@ def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Cal
     return lambda number: function(*arguments[number % len(arguments)])
 
 
+def calls_of(sets: list[Operation], competing: list[Candidate], sms: int) -> dict[str, Call]:
+    """Each kernel's launch by its name, in rotation over the sets."""
+    arguments = [(*operation.arguments(), sms, 1) for operation in sets]
+    return {candidate.name: _call(candidate.function, arguments) for candidate in competing}
+
+
 def _dense(sets: list[Operation], number: int) -> object:
     return sets[number % len(sets)].dense()
 
@@ -146,8 +152,7 @@ def _record(
 ) -> dict[str, Any] | None:
     sets = make_sets(case, op, spec)
     errors = checked(sets, competing, sms)
-    arguments = [(*operation.arguments(), sms, 1) for operation in sets]
-    calls = {c.name: _call(c.function, arguments) for c in competing if c.name in errors}
+    calls = calls_of(sets, [c for c in competing if c.name in errors], sms)
     if not calls:
         return None
     if not case.decode:  # where weights are all that counts, one matrix says nothing
