@@ -133,7 +133,7 @@ def check(library: Library, op: str, b: Buffers) -> float:
 def _quack_works() -> bool:
     """Whether QuACK, which pins its own versions, runs beside ours. Where it does not, a warning says why."""
     try:
-        check(Quack(tuned=False), "mlp", make_problem(TINY).sets[0])
+        check(Quack("default"), "mlp", make_problem(TINY).sets[0])
     except Exception as error:  # whatever a foreign package raises must not cost the run
         warnings.warn(f"QuACK is left out: {type(error).__name__}: {error}", stacklevel=3)
         return False
@@ -141,14 +141,14 @@ def _quack_works() -> bool:
 
 
 def find_quack(mode: str) -> Quack | None:
-    """QuACK, "default" or "tuned"; None where it is "off", absent or does not work."""
+    """QuACK in one of QUACK_MODES; None where it is "off", absent or does not work."""
     if mode == "off" or quack_version() is None or not _quack_works():
         return None
-    return Quack(tuned=mode == "tuned")
+    return Quack(mode)
 
 
 def libraries(quack: str) -> list[Library]:
-    """The contestants of a run. quack: "off", "default" or "tuned"; left out where it is absent or does not work."""
+    """The contestants of a run. quack: one of QUACK_MODES; left out where it is absent or does not work."""
     chosen: list[Library] = [Glulam(), Dense(), TorchGrouped()]
     peer = find_quack(quack)
     return [*chosen, peer] if peer else chosen

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-QUACK_MODES = ("off", "default", "tuned")
+QUACK_MODES = ("off", "default", "tuned", "retuned")
 
 
 def _choice(flag: str, default: Any) -> Any:

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 RATIO_SUITES = ("forward", "decode", "backward")
 ROOFLINE_SUITES = ("forward", "decode", "rows", "backward")
 SETTINGS = {"svg.hashsalt": "glulam", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True, "grid.alpha": 0.3}
-COLOURS = {OURS: "#1b6ca8", DENSE: "#7a7a7a", "torch": "#d1495b", "quack tuned": "#e6a700", "quack default": "#b8a45a"}
+COLOURS = {
+    OURS: "#1b6ca8",
+    DENSE: "#7a7a7a",
+    "torch": "#d1495b",
+    "quack tuned": "#e6a700",
+    "quack retuned": "#e6a700",
+    "quack default": "#b8a45a",
+}
 OP_MARKS = dict(zip((*OPS, *KERNELS), "os^vDP*", strict=True))
 BAR = 0.8  # of the distance between two cases, all bars of a case together
 

@@ -2,7 +2,8 @@
 
 Names, argument order and layouts are those of quack-kernels 0.6.5. Its own tuner times each configuration of a shape
 for a second or more, compiles in between, and keeps the winner for every routing of that shape. Ours takes the same
-configurations, a few calls of each in turns, for every case and routing anew: minutes less, and never worse for QuACK.
+configurations, a few calls of each in turns, which saves minutes, and keeps the winner likewise ("quack tuned"), or
+tunes for every routing anew ("quack retuned"), as nobody can whose routing changes from call to call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .problem import Buffers
     from .training import TrainingData
 
+TUNED_MODES = ("tuned", "retuned")
 COMPILE_S = 60.0  # at most this long for the configurations of one kernel; what is not ready by then does not compete
 POLL_S = 0.02
 TUNING_ROUNDS = 3
@@ -145,19 +147,21 @@ def fastest(
 
 
 class Quack:
-    """A contestant of the forward and of the backward. `tuned`: after `prepare`, with the configuration that is
-    fastest on those tensors; else, and before, with QuACK's default.
+    """A contestant of the forward and of the backward. `mode`, of QUACK_MODES: after `prepare`, with the configuration
+    that was fastest on the first tensors of that shape ("tuned") or on these tensors ("retuned"); else with QuACK's
+    default.
     """
 
     glu_layout = "interleaved"
 
-    def __init__(self, tuned: bool) -> None:
+    def __init__(self, mode: str) -> None:
         os.environ.setdefault("QUACK_COMPILE_WORKERS", str(min(os.cpu_count() or 8, 16)))
         self.kernels = Kernels()
-        self.tuned = tuned
-        self.name = "quack tuned" if tuned else "quack default"
+        self.mode = mode
+        self.name = f"quack {mode}"
         self.configs: dict[str, Config] = {}
-        self.spaces = self._spaces() if tuned else {}
+        self.kept: dict[tuple[Any, ...], tuple[Config, Tuning]] = {}
+        self.spaces = self._spaces() if mode in TUNED_MODES else {}
 
     @staticmethod
     def _spaces() -> dict[str, list[Config]]:
@@ -169,18 +173,21 @@ class Quack:
         rows = [c for c in plain if known.config_supports(c, varlen_m=True)]
         return {"fc1": gated, "fc2": rows, "dglu": gated, "dgrad": rows, "dw1": plain, "dw2": plain}
 
-    def prepare(self, op: str, run: Run) -> Tuning | None:
-        """Chooses the configuration of `op` for the tensors that `run` runs on."""
-        if not self.tuned:
+    def prepare(self, op: str, shape: tuple[Any, ...], run: Run) -> Tuning | None:
+        """Chooses the configuration of `op` for the tensors of a shape that `run` runs on."""
+        if self.mode not in TUNED_MODES:
             return None
-        cache = importlib.import_module("quack.cache")
-        self.configs[op], tuning = fastest(run, self.spaces[op], cache)
+        if self.mode == "retuned" or (op, shape) not in self.kept:
+            cache = importlib.import_module("quack.cache")
+            self.kept[op, shape] = fastest(run, self.spaces[op], cache)
+        self.configs[op], tuning = self.kept[op, shape]
         return tuning
 
     def prepare_forward(self, sets: list[Buffers], ops: Sequence[str]) -> dict[str, Any]:
         """Tunes what `ops` call; what was chosen, by operation."""
         needed = [op for op in ("fc1", "fc2") if op in ops or "mlp" in ops]
-        tunings = {op: self.prepare(op, partial(self._in_rotation, sets, op)) for op in needed}
+        shape = (*sets[0].x.shape, *sets[0].w1.shape)
+        tunings = {op: self.prepare(op, shape, partial(self._in_rotation, sets, op)) for op in needed}
         return {op: dataclasses.asdict(tuning) for op, tuning in tunings.items() if tuning}
 
     def _in_rotation(self, sets: list[Buffers], op: str, config: Config, number: int) -> Tensor:
@@ -206,7 +213,8 @@ class Quack:
         return b.y
 
     def prepare_backward(self, d: TrainingData, op: str) -> dict[str, Any]:
-        tuning = self.prepare(op, lambda config, number: self._backward(d, op, config))
+        shape = (*d.x.shape, *d.w1.shape)
+        tuning = self.prepare(op, shape, lambda config, number: self._backward(d, op, config))
         return {op: dataclasses.asdict(tuning)} if tuning else {}
 
     def _backward(self, d: TrainingData, op: str, config: Config) -> tuple[Tensor, ...]:

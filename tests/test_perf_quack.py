@@ -129,7 +129,7 @@ def api(monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 def test_quack_computes_the_forward(api, op):
     b = make_problem(CASE, device="cpu").sets[0]
-    assert contestants.check(quack.Quack(tuned=False), op, b) <= contestants.MAX_RELATIVE_ERROR
+    assert contestants.check(quack.Quack("default"), op, b) <= contestants.MAX_RELATIVE_ERROR
     assert {config for _, config in api.used} == {None}
 
 
@@ -137,7 +137,7 @@ def test_quack_computes_the_forward(api, op):
 @pytest.mark.parametrize("routing", ["dirichlet", "half-empty"])
 def test_quack_computes_the_backward(api, op, routing):
     d = training.make_data(dataclasses.replace(CASE, routing=routing), device="cpu")
-    peer = quack.Quack(tuned=True)
+    peer = quack.Quack("tuned")
     peer.prepare_backward(d, op)
     chosen = training.competing(d, op, peer)
     assert list(chosen)[-1] == "quack tuned" and len(chosen) == 4
@@ -146,7 +146,7 @@ def test_quack_computes_the_backward(api, op, routing):
 
 def test_the_fastest_configuration_is_used_from_then_on(api):
     sets = make_problem(CASE, device="cpu").sets[:2]
-    peer = quack.Quack(tuned=True)
+    peer = quack.Quack("tuned")
     tunings = peer.prepare_forward(sets, ("mlp",))
     assert set(tunings) == {"fc1", "fc2"} and tunings["fc1"]["timed"] == 3 and tunings["fc2"]["timed"] == 2
     assert "gated b" in tunings["fc1"]["config"]
@@ -156,8 +156,23 @@ def test_the_fastest_configuration_is_used_from_then_on(api):
     assert set(peer.prepare_forward(sets, ("fc2",))) == {"fc2"}
 
 
+def test_tuned_keeps_its_choice_for_a_shape_and_retuned_does_not(api, monkeypatch):
+    chosen = iter(["first", "second", "third", "fourth"])
+    monkeypatch.setattr(quack, "fastest", lambda *_: (next(chosen), quack.Tuning("c", 1, 0, 0.0)))
+    problems = [make_problem(dataclasses.replace(CASE, routing=r), device="cpu") for r in ("uniform", "dirichlet")]
+    for mode, wanted in (("tuned", ["first", "first"]), ("retuned", ["second", "third"])):
+        peer, seen = quack.Quack(mode), []
+        for problem in problems:
+            peer.prepare_forward(problem.sets, ("fc1",))
+            seen.append(peer.configs["fc1"])
+        assert seen == wanted
+    wider = make_problem(dataclasses.replace(CASE, rows=2 * CASE.rows), device="cpu")
+    peer.prepare_forward(wider.sets, ("fc1",))
+    assert peer.configs["fc1"] == "fourth"
+
+
 def test_only_weight_gradients_may_swap_operands(api):
-    spaces = quack.Quack(tuned=True).spaces
+    spaces = quack.Quack("tuned").spaces
     assert set(spaces) == {"fc1", "fc2", *training.KERNELS}
     swapping = {op for op, space in spaces.items() if any(config.swap_ab for config in space)}
     assert swapping - {"fc1", "dglu"} == {"dw1", "dw2"}
@@ -254,7 +269,7 @@ def test_a_quack_that_fails_in_a_case_leaves_it_with_a_warning(api, untimed, mon
     def breaks(*arguments, **options):
         raise OSError("no such kernel")
 
-    peer = quack.Quack(tuned=True)
+    peer = quack.Quack("tuned")
     monkeypatch.setattr(backward, "find_quack", lambda mode: peer)
     monkeypatch.setattr(api, "gemm_dgated", breaks)
     with pytest.warns(UserWarning, match="dglu: quack tuned is left out: none of QuACK's 3 .*: no such kernel"):
