@@ -1,4 +1,4 @@
-"""python -m perf SUITE [--out FILE]; python -m perf report."""
+"""python -m perf SUITE [--out FILE]; python -m perf report; python -m perf table."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
         _add_suite(commands, name, help)
     _add_named(commands, COMPARE, "named kernels against each other", specs_required=True)
     _add_named(commands, TILES, "every tile at 1 to 4096 rows an expert, for tables of choices", specs_required=False)
+    commands.add_parser("table", help="write the dispatcher's table of measured tiles from perf/results")
     commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's table")
     return root
 
@@ -143,6 +144,10 @@ def main() -> int:
 
             for path in write_report():
                 console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        elif arguments.command == "table":
+            from .choices import write_table
+
+            console.print(f"wrote {write_table()}", highlight=False, soft_wrap=True)
         else:
             _run_suite(arguments, console)
     except (RuntimeError, ValueError) as error:

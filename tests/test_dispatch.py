@@ -19,7 +19,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, SpecError, TileConfig, to_dict
 from ffi_bridge import BundleMissing, jit
 from glulam import dispatch, kernels
-from glulam.dispatch import SMALL_ROWS_PER_EXPERT, Problem, choose
+from glulam.dispatch import Problem, choose
 
 pytest_plugins = ["support.fixtures"]
 
@@ -80,14 +80,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch, bundle: FakeBundle) -> Iterator[li
     kernels.forget_plans()
 
 
-@pytest.mark.parametrize("experts", [1, 8, 512])
+@pytest.mark.parametrize("experts", [8, 512])
 def test_rows_per_expert_decide(experts: int) -> None:
-    at_most = experts * SMALL_ROWS_PER_EXPERT
-    for rows, tile in ((1, SMALL), (at_most, SMALL), (at_most + 1, LARGE), (2**25, LARGE)):
-        choice = choose(problem(rows=rows, experts=experts), ARCH)
+    layer = {"experts": experts, "in_features": 4096, "intermediate": 1408, "out_features": 4096}
+    for average, tile, other in ((8, SMALL, LARGE), (128, LARGE, SMALL), (5000, LARGE, SMALL)):
+        rows = average * experts
+        choice = choose(problem(rows=rows, **layer), ARCH)
         assert isinstance(choice.spec, GroupedMlpSpec)
         assert choice.spec.fc1.tile == choice.spec.fc2.tile == tile
-        assert f"{rows} rows" in choice.why and choice.why_not
+        assert f"{rows} rows" in choice.why and f"{tile.name} takes about" in choice.why
+        assert choice.why_not[0].startswith(f"{other.name}: about ") and "times as long" in choice.why_not[0]
 
 
 def test_every_choice_is_shipped() -> None:
@@ -116,11 +118,11 @@ class TestExplain:
         assert "CPU reference" in repr(told)
 
     def test_shapes(self, bundle: FakeBundle) -> None:
-        told = glulam.explain("grouped_mlp", (4096, 2048), (128, 1536, 2048), (128, 2048, 768), b1=(128, 1536))
+        told = glulam.explain("grouped_mlp", (1024, 2048), (128, 1536, 2048), (128, 2048, 768), b1=(128, 1536))
         assert told.source == "shipped" and told.spec is not None and told.spec.name in repr(told)
-        assert "32 an expert" in told.why and told.device.startswith("cuda")
+        assert "8 an expert" in told.why and "measured on NVIDIA H200" in told.why and told.device.startswith("cuda")
         assert any(LARGE.name in reason for reason in told.why_not)
-        half = glulam.explain("grouped_glu", (9999, 64), [2, 128, 64], dtype=torch.float16, glu_layout="interleaved")
+        half = glulam.explain("grouped_glu", (9999, 64), [2, 1280, 64], dtype=torch.float16, glu_layout="interleaved")
         assert isinstance(half.spec, GroupedGluSpec) and half.spec.dtype == "float16" and half.spec.tile == LARGE
 
     def test_tensors_on_a_gpu(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

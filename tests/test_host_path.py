@@ -169,9 +169,9 @@ def test_plans_differ_where_calls_differ(fake_gpu: FakeGpu) -> None:
 
 
 def test_average_rows_choose_the_tile(fake_gpu: FakeGpu) -> None:
-    w = torch.zeros(2, 16, 8, dtype=BF16)
-    for rows, tile in ((128, SMALL), (129, LARGE)):
-        x = torch.zeros(rows, 8, dtype=BF16)
+    w = torch.zeros(2, 20480, 512, dtype=BF16)
+    for rows, tile in ((2, SMALL), (1024, LARGE)):
+        x = torch.zeros(rows, 512, dtype=BF16)
         glulam.grouped_glu(x, w, splits=torch.tensor([1, 1]))
         spec = fake_gpu.specs[-1]
         assert isinstance(spec, GroupedGluSpec) and spec.tile == tile

@@ -23,12 +23,12 @@ from cute_kernels.specs import (
     TileConfig,
 )
 
+from . import choice
+from .choice import Part
+from .cost import Gemm
+
 CONFIGS: dict[str, ModuleType] = {sm90.ARCH: sm90}
 """The shipped tiles of each architecture."""
-
-SMALL_ROWS_PER_EXPERT = 64
-"""Up to here the average expert fits one row tile of SMALL, where the 128-row tiles of LARGE would leave half of every
-MMA, or more, to padding. The work is then bound by reading weights, not by MMAs."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,18 @@ class Problem:
     def w1_rows(self) -> int:
         """Rows of an expert's w1, and columns of the preactivation: 2I with a gate, else I."""
         return 2 * self.intermediate if self.activation in GATED else self.intermediate
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The GEMMs of grouped_mm, grouped_glu or grouped_mlp."""
+        depth = self.intermediate or self.in_features
+        mm = Part(
+            "nn" if self.transpose_w else "nt",
+            Gemm(self.rows, self.experts, self.out_features, depth, self.out_features),
+        )
+        stored = self.intermediate + (self.w1_rows if self.save_preact else 0)
+        glu = Part("glu", Gemm(self.rows, self.experts, self.w1_rows, self.in_features, stored))
+        return {"grouped_mm": (mm,), "grouped_glu": (glu,), "grouped_mlp": (glu, mm)}[self.op]
 
 
 @dataclass(frozen=True)
@@ -131,25 +143,25 @@ def prefer(spec: Spec) -> None:
     _preferred[form(spec)] = spec
 
 
+def _us(us: float) -> str:
+    """Three significant digits."""
+    return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
+
+
 def choose(problem: Problem, arch: str) -> Choice:
     """The spec that serves a problem on an architecture."""
     configs = CONFIGS[arch]
-    average = problem.rows / problem.experts
-    small = average <= SMALL_ROWS_PER_EXPERT
-    only = ONE_TILE.get(problem.op)
-    tile = getattr(configs, only) if only else configs.SMALL if small else configs.LARGE
+    tile = getattr(configs, ONE_TILE.get(problem.op, "LARGE"))
     spec = SPEC_OF[problem.op](problem, tile, arch)
-    rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
     mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"
-    if chosen := _preferred.get(form(spec)):
+    if _preferred and (chosen := _preferred.get(form(spec))):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", (mxfp8,))
-    if only:
+    if problem.op in ONE_TILE:
         why = f"every {problem.op} of this form has one kernel, whatever the number of rows"
         return Choice(spec, why, () if isinstance(spec, QuantizeMxfp8Spec) else (mxfp8,))
-    if small:
-        why = f"{rows}, at most {SMALL_ROWS_PER_EXPERT}: one {configs.SMALL.m}-row tile holds the average expert"
-        other = f"{configs.LARGE.name}: its {configs.LARGE.m}-row tiles would be half padding or more"
-    else:
-        why = f"{rows}, more than {SMALL_ROWS_PER_EXPERT}: large tiles read each operand less often"
-        other = f"{configs.SMALL.name}: it reads every weight tile about {average / configs.SMALL.m:.2g} times"
-    return Choice(spec, why, (other, mxfp8))
+    best, *others = choice.estimates(problem.parts, configs.TILES, arch)
+    average = problem.rows / problem.experts
+    rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
+    why = f"{rows}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
+    why_not = (f"{other.tile.name}: about {_us(other.us)}, {other.us / best.us:.2f} times as long" for other in others)
+    return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, mxfp8))

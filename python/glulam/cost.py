@@ -1,0 +1,149 @@
+"""About how long a grouped GEMM takes on a tile: what tiles are compared by where nothing was measured.
+
+A launch, then whichever takes longer: memory, or the rounds in which a persistent grid works off its tiles. Group sizes
+are on the device, so two routings stand for all: as many rows for every expert, and Dirichlet(0.5), where an expert's
+rows are those of a squared normal variable. The constants were fitted to half of the models of
+perf/results/tiles-h200.json, and tests/test_choice.py holds the choices against the other half.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from cute_kernels.specs import TileConfig
+
+BYTES = 2  # an element
+EVEN, SKEWED = "uniform", "dirichlet"
+RARE = 1e-4  # the probability of more rows at which a sum over row tiles ends
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """[rows, depth] times the transpose of [columns, depth] of a row's expert; `stored` columns are written."""
+
+    rows: int
+    experts: int
+    columns: int
+    depth: int
+    stored: int
+
+    @property
+    def average(self) -> float:
+        """Rows an expert; those of one row where there is none."""
+        return max(self.rows, 1) / self.experts
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the kernels reach on a GPU; microseconds, and bytes or FLOP a microsecond.
+
+    launch_us: from launch to the first tile, and from the last to the end. memory: of the whole GPU, reading. operands:
+    bytes that an SM receives of what it asks for. clipped: bytes of rows behind the last one, for which an SM waits
+    though nothing is read. flop: of an SM. turn_us: an epilogue of 128 x 128 elements. again: how much of the weights
+    is read twice where two clusters want them. sharpness: how little memory and tiles wait for each other.
+    """
+
+    sms: int = 132
+    launch_us: float = 7.0
+    memory: float = 4.45e6
+    operands: float = 62e3
+    clipped: float = 38e3
+    flop: float = 6.1e6  # 805 TF/s over 132 SMs, cuBLAS at 8192^3; not fitted
+    turn_us: float = 0.14
+    again: float = 0.5
+    sharpness: float = 6.0
+
+
+H200 = Machine()
+
+
+def _more_than(rows: float, average: float) -> float:
+    """The probability that a skewed expert has more than `rows`."""
+    return math.erfc(math.sqrt(rows / (2 * average)))
+
+
+def active_share(average: float, routing: str) -> float:
+    """The share of experts that get any row, where the average expert has `average`."""
+    return min(average, 1.0) if routing == EVEN else _more_than(0.5, average)
+
+
+@functools.lru_cache(maxsize=1024)  # a choice asks several times: for tiles, GEMMs and their terms
+def row_tiles(average: float, height: int, routing: str) -> float:
+    """Tiles of `height` rows that an expert has, on average.
+
+    Skewed: the sum over j of P(rows > j height). Where it is long, Euler and Maclaurin's formula gives it; erfc of a
+    square root has the term 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), which is the 0.2346.
+    """
+    active = active_share(average, routing)
+    if routing == EVEN:
+        return active * math.ceil(max(average, 1.0) / height)
+    if average >= height:
+        return active + average / height - 0.5 + 0.2346 * math.sqrt(height / (2 * average))
+    tiles, rows, more = active, height, 1.0
+    while more > RARE:
+        more = _more_than(rows, average)
+        tiles, rows = tiles + more, rows + height
+    return tiles
+
+
+def clipped_share(rows: int, height: int) -> float:
+    """The share of loaded rows that lie behind the last one of all, where tiles of `height` rows begin anywhere."""
+    return height / (2 * rows) if rows > height else 1 - rows / (2 * height)
+
+
+def _adapts(tile: TileConfig) -> bool:
+    """Whether two CTAs share weights where a group has two row tiles for them, else rows."""
+    return getattr(tile, "adaptive", False)
+
+
+def _pairs_rows(gemm: Gemm, tile: TileConfig) -> bool:
+    """Whether the CTAs of a cluster have different row tiles, and thus share weights."""
+    return tile.cluster_m > 1 and not (_adapts(tile) and gemm.average <= tile.m)
+
+
+def _memory_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
+    """Every row once, weights of experts that have rows once, and in part again where two clusters want them."""
+    active = active_share(gemm.average, routing)
+    height = tile.m * tile.cluster_m if _pairs_rows(gemm, tile) else tile.m
+    readers = row_tiles(gemm.average, height, routing) / active
+    weights = gemm.experts * active * gemm.columns * gemm.depth * (1 + machine.again * (min(readers, 2.0) - 1))
+    return BYTES * (weights + gemm.rows * (gemm.depth + gemm.stored)) / machine.memory
+
+
+def _tile_us(gemm: Gemm, tile: TileConfig, machine: Machine) -> float:
+    """One tile among many of a CTA. Cooperative warpgroups stop for an epilogue; of two that take turns one goes on."""
+    pairs_rows = _pairs_rows(gemm, tile)
+    share_weights = tile.cluster_m if pairs_rows else 1
+    share_rows = tile.cluster_m * tile.cluster_n // share_weights
+    clipped = tile.m * clipped_share(max(gemm.rows, 1), tile.m)
+    asked = (tile.m - clipped) / share_rows + tile.n / share_weights
+    load = BYTES * tile.k * (asked / machine.operands + clipped / machine.clipped)
+    mma = 2 * tile.m * tile.n * tile.k / machine.flop
+    body = math.ceil(gemm.depth / tile.k) * max(mma, load)
+    turn = machine.turn_us * tile.m * tile.n / 2**14
+    return max(body, (body + turn) / 2) if tile.takes_turns else body + turn
+
+
+def _tiles_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
+    """The rounds of all clusters. The last is a whole one where sizes are even, and half full on average elsewhere."""
+    high, wide = (1, 1) if _adapts(tile) else (tile.cluster_m, tile.cluster_n)
+    across = math.ceil(gemm.columns / (tile.n * wide))
+    tiles = gemm.experts * row_tiles(gemm.average, tile.m * high, routing) * across
+    share = tiles / (machine.sms // (high * wide))
+    rounds = math.ceil(share) if routing == EVEN else max(share + 0.5, 1.0)
+    return rounds * _tile_us(gemm, tile, machine)
+
+
+def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H200) -> float:
+    """Microseconds under one of the two routings."""
+    less, more = sorted((_memory_us(gemm, tile, routing, machine), _tiles_us(gemm, tile, routing, machine)))
+    return machine.launch_us + more * math.pow(1 + math.pow(less / more, machine.sharpness), 1 / machine.sharpness)
+
+
+def time_us(gemm: Gemm, tile: TileConfig, machine: Machine = H200) -> float:
+    """Microseconds, the geometric mean of both routings; a single expert has only one."""
+    if gemm.experts == 1:
+        return routed_us(gemm, tile, EVEN, machine)
+    return math.sqrt(routed_us(gemm, tile, EVEN, machine) * routed_us(gemm, tile, SKEWED, machine))
