@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.sm90.configs import SMALL
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
+from glulam.dispatch import Problem, choose
 
 from ..cases import TINY
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
@@ -29,8 +29,6 @@ from ..timing import Summary, host_sampler, interleave, no_garbage_collection
 Item = Callable[[], object]
 
 ARCH = "sm_90a"
-FC1 = GroupedGluSpec(tile=SMALL)
-FC2 = GroupedMmSpec(tile=SMALL)
 INT32_OFFSETS = 0  # group_form of the exported functions
 NO_PARAMS = (0.0, 0.0, 0.0)  # swiglu reads none
 
@@ -42,14 +40,23 @@ WITH_OUT = "glulam.grouped_mlp, out given"
 WITHOUT_OUT = "glulam.grouped_mlp, out allocated"
 
 
+def chosen() -> GroupedMlpSpec:
+    """The kernels that the dispatcher gives the measured layer."""
+    sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
+    spec = choose(Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu"), ARCH).spec
+    assert isinstance(spec, GroupedMlpSpec)
+    return spec
+
+
 def _bare_items(b: Buffers) -> dict[str, Item]:
     bundle = loader.load(ARCH)
     sms = torch.cuda.get_device_properties(b.x.device).multi_processor_count
     groups = (b.offs.data_ptr(), INT32_OFFSETS, b.offs.numel())
     absent = (0, 0, 0)  # table of experts, bias, table of biases
-    mlp = bundle.function(GroupedMlpSpec(FC1, FC2).name)
+    spec = chosen()
+    mlp = bundle.function(spec.name)
     mlp_args = (b.x, b.w1, b.w2, b.act, b.y, *groups, *absent, *absent, 0, *NO_PARAMS, sms)
-    mm = bundle.function(FC2.name)
+    mm = bundle.function(spec.fc2.name)
     mm_args = (b.mid, b.w2, b.y, *groups, *absent, 0, sms)
     return {
         BARE_NOTHING: lambda: mlp(*mlp_args, 0),

@@ -39,14 +39,16 @@ class Gemm:
 class Machine:
     """What the kernels reach on a GPU; microseconds, and bytes or FLOP a microsecond.
 
-    launch_us: from launch to the first tile, and from the last to the end. memory: of the whole GPU, reading. operands:
-    bytes that an SM receives of what it asks for. clipped: bytes of rows behind the last one, for which an SM waits
-    though nothing is read. flop: of an SM. turn_us: an epilogue of 128 x 128 elements. again: how much of the weights
-    is read twice where two clusters want them. sharpness: how little memory and tiles wait for each other.
+    launch_us: from launch to the first tile, and from the last to the end. cluster_us: more where CTAs form clusters.
+    memory: of the whole GPU, reading. operands: bytes that an SM receives while all ask. clipped: bytes of rows behind
+    the last one, for which an SM waits though nothing is read. flop: of an SM. turn_us: an epilogue of 128 x 128
+    elements. again: how much of the weights is read twice where two clusters want them. sharpness: how little memory
+    and tiles wait for each other.
     """
 
     sms: int = 132
     launch_us: float = 7.0
+    cluster_us: float = 0.4
     memory: float = 4.45e6
     operands: float = 62e3
     clipped: float = 38e3
@@ -112,14 +114,16 @@ def _memory_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> 
     return BYTES * (weights + gemm.rows * (gemm.depth + gemm.stored)) / machine.memory
 
 
-def _tile_us(gemm: Gemm, tile: TileConfig, machine: Machine) -> float:
-    """One tile among many of a CTA. Cooperative warpgroups stop for an epilogue; of two that take turns one goes on."""
+def _tile_us(gemm: Gemm, tile: TileConfig, busy: float, machine: Machine) -> float:
+    """One tile among many of a CTA, while the share `busy` of all CTAs has one. Cooperative warpgroups stop for an
+    epilogue; of two that take turns one goes on.
+    """
     pairs_rows = _pairs_rows(gemm, tile)
     share_weights = tile.cluster_m if pairs_rows else 1
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
     clipped = tile.m * clipped_share(max(gemm.rows, 1), tile.m)
     asked = (tile.m - clipped) / share_rows + tile.n / share_weights
-    load = BYTES * tile.k * (asked / machine.operands + clipped / machine.clipped)
+    load = busy * BYTES * tile.k * (asked / machine.operands + clipped / machine.clipped)
     mma = 2 * tile.m * tile.n * tile.k / machine.flop
     body = math.ceil(gemm.depth / tile.k) * max(mma, load)
     turn = machine.turn_us * tile.m * tile.n / 2**14
@@ -133,13 +137,14 @@ def _tiles_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> f
     tiles = gemm.experts * row_tiles(gemm.average, tile.m * high, routing) * across
     share = tiles / (machine.sms // (high * wide))
     rounds = math.ceil(share) if routing == EVEN else max(share + 0.5, 1.0)
-    return rounds * _tile_us(gemm, tile, machine)
+    return rounds * _tile_us(gemm, tile, min(share, 1.0), machine)
 
 
 def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H200) -> float:
     """Microseconds under one of the two routings."""
     less, more = sorted((_memory_us(gemm, tile, routing, machine), _tiles_us(gemm, tile, routing, machine)))
-    return machine.launch_us + more * math.pow(1 + math.pow(less / more, machine.sharpness), 1 / machine.sharpness)
+    launch = machine.launch_us + (machine.cluster_us if tile.cluster_m * tile.cluster_n > 1 else 0.0)
+    return launch + more * math.pow(1 + math.pow(less / more, machine.sharpness), 1 / machine.sharpness)
 
 
 def time_us(gemm: Gemm, tile: TileConfig, machine: Machine = H200) -> float:
