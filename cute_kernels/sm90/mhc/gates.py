@@ -101,7 +101,7 @@ class ProjectFinish(Invariant):
             square = Float32(0.0)
             p = cute.make_rmem_tensor(cute.size(params.alphas), Float32)
             p.fill(0.0)
-            for part in cutlass.range(slices, unroll=4):
+            for part in cutlass.range(slices, unroll=8):
                 row = Int64(part) * tokens + token
                 square += vector_at(Float32, squares)[row]
                 for i in cutlass.range_constexpr(cute.size(p)):
