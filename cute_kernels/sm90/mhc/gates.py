@@ -18,6 +18,8 @@ from .vectors import form_of, load_params, run_at
 
 LANES = 32
 FINISH_CTAS_PER_SM = 8
+# Partial sums that a thread reads at a time.
+FINISH_READS = 12
 
 
 class Gates(NamedTuple):
@@ -99,15 +101,14 @@ class ProjectFinish(Invariant):
         first = block * GATE_WARPS + cute.arch.make_warp_uniform(thread // LANES)
         for token in cutlass.range(first, tokens, grid * GATE_WARPS):
             square = Float32(0.0)
+            for first_part in cutlass.range(0, slices, LANES):
+                if first_part + lane < slices:
+                    square += vector_at(Float32, squares)[Int64(first_part + lane) * tokens + token]
             p = cute.make_rmem_tensor(cute.size(params.alphas), Float32)
             p.fill(0.0)
-            for part in cutlass.range(slices, unroll=4):
-                row = Int64(part) * tokens + token
-                square += vector_at(Float32, squares)[row]
-                for i in cutlass.range_constexpr(cute.size(p)):
-                    k = lane + LANES * i
-                    if k < self.outputs:
-                        p[i] += vector_at(Float32, products)[row * self.outputs + k]
+            for first_part in cutlass.range(0, slices, FINISH_READS):
+                self._add(products, slices, tokens, token, first_part, p)
+            square = cute.arch.warp_reduction_sum(square)
             rms = cute.math.sqrt(square / Float32(columns))
             r = 1.0 / (rms + gates.eps)
             at = Int64(token)
@@ -124,6 +125,22 @@ class ProjectFinish(Invariant):
                     vector_at(Float32, stats)[at * (self.outputs + 1) + k] = p[i]
             if (stats != 0) & (lane == 0):
                 vector_at(Float32, stats)[at * (self.outputs + 1) + self.outputs] = rms
+
+    @cute.jit
+    def _add(
+        self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
+    ):  # fmt: skip
+        """Add a lane's sums of some slices, in order. All are read first; past the last slice it is read, not added."""
+        raw = cute.make_rmem_tensor((cute.size(p), FINISH_READS), Float32)
+        for j in cutlass.range_constexpr(FINISH_READS):
+            row = (Int64(cutlass.min(first + j, slices - 1)) * tokens + token) * self.outputs
+            for i in cutlass.range_constexpr(cute.size(p)):
+                k = cutlass.min(cute.arch.lane_idx() + LANES * i, self.outputs - 1)
+                raw[i, j] = vector_at(Float32, products)[row + k]
+        for j in cutlass.range_constexpr(FINISH_READS):
+            if first + j < slices:
+                for i in cutlass.range_constexpr(cute.size(p)):
+                    p[i] += raw[i, j]
 
 
 class GateInputs(NamedTuple):

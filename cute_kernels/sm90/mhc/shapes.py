@@ -7,18 +7,20 @@ from typing import Any, NamedTuple
 CTAS_PER_SM = 4
 """Of post_mix's backward: of 128 threads with up to 128 registers each. Every CTA leaves a row of partial sums."""
 
-# The projection. Of shared memory, a slice of the weight gets what is left beside 1 KB.
-WEIGHT_BYTES = 226 * 1024
+# The projection. Shared memory of its CTA: a ring of stages of x for each warp, then a slice of the weight.
+PROJECT_BYTES = 226 * 1024
+PROJECT_WARPS = 8
+TOKEN_TILE = 16
+# A warp reads 256 bytes of each token of a tile at a time.
+STEP_BYTES = 256
+STAGE_BYTES = TOKEN_TILE * STEP_BYTES
 # Rows of the weight in shared memory lie 64 bytes further apart than a multiple of 128: then the 16-byte reads of 8
 # lanes (2 rows, 4 vectors each) fall on all banks.
 ROW_PADDING = 64
-# A warp reads 256 bytes of a token at a time.
-STEP_BYTES = 256
 GOOD_USE = 0.95
 MAX_EXTRA_SLICES = 5
 
 # Its backward.
-TOKEN_TILE = 16
 GATE_WARPS = 8
 GATE_CTAS_PER_SM = 5
 SPREAD_WARPS = 4
@@ -31,9 +33,15 @@ def outputs(n: int) -> int:
     return n * n + 2 * n
 
 
+def ring_stages(n: int) -> int:
+    """Of x, for a warp: 64 KB an SM are under way while the third is used. 8 streams' weight leaves room for two."""
+    return 3 if n < 8 else 2
+
+
 def slice_capacity(n: int, itemsize: int) -> int:
     """Columns of a weight slice that fit shared memory, in whole steps."""
-    row = WEIGHT_BYTES // outputs(n) - ROW_PADDING
+    ring = PROJECT_WARPS * ring_stages(n) * STAGE_BYTES
+    row = (PROJECT_BYTES - ring) // outputs(n) - ROW_PADDING
     return row // STEP_BYTES * (STEP_BYTES // itemsize)
 
 
@@ -45,11 +53,6 @@ class Slices(NamedTuple):
     groups: int
 
 
-def project_warps(n: int) -> int:
-    """Of a CTA. 8 streams hold 40 sums, for which the 128 registers that 16 warps leave are too few."""
-    return 16 if n < 8 else 8
-
-
 def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: int) -> Slices:
     """As few slices as keep nearly all warps of all SMs busy to the end: each slice writes sums for every token."""
     step = STEP_BYTES // itemsize
@@ -59,8 +62,8 @@ def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: in
         for s in range(least, least + MAX_EXTRA_SLICES)
     ]
     tiles = -(-tokens // TOKEN_TILE)
-    rounds = [-(-tiles // (choice.groups * project_warps(n))) for choice in choices]
-    used = [c.slices * tiles / (turns * project_warps(n) * num_sms) for c, turns in zip(choices, rounds, strict=True)]
+    rounds = [-(-tiles // (choice.groups * PROJECT_WARPS)) for choice in choices]
+    used = [c.slices * tiles / (turns * PROJECT_WARPS * num_sms) for c, turns in zip(choices, rounds, strict=True)]
     chosen = next((c for c, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])
     return chosen._replace(slices=-(-columns // chosen.columns))
 
