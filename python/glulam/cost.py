@@ -95,14 +95,9 @@ def clipped_share(rows: int, height: int) -> float:
     return height / (2 * rows) if rows > height else 1 - rows / (2 * height)
 
 
-def _adapts(tile: TileConfig) -> bool:
-    """Whether two CTAs share weights where a group has two row tiles for them, else rows."""
-    return getattr(tile, "adaptive", False)
-
-
 def _pairs_rows(gemm: Gemm, tile: TileConfig) -> bool:
     """Whether the CTAs of a cluster have different row tiles, and thus share weights."""
-    return tile.cluster_m > 1 and not (_adapts(tile) and gemm.average <= tile.m)
+    return tile.cluster_m > 1 and not (tile.adaptive and gemm.average <= tile.m)
 
 
 def _memory_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
@@ -132,7 +127,7 @@ def _tile_us(gemm: Gemm, tile: TileConfig, busy: float, machine: Machine) -> flo
 
 def _tiles_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
     """The rounds of all clusters. The last is a whole one where sizes are even, and half full on average elsewhere."""
-    high, wide = (1, 1) if _adapts(tile) else (tile.cluster_m, tile.cluster_n)
+    high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))
     tiles = gemm.experts * row_tiles(gemm.average, tile.m * high, routing) * across
     share = tiles / (machine.sms // (high * wide))
