@@ -4,8 +4,7 @@ A warp keeps the same columns for all of its tokens: 8 lanes of 8 columns each, 
 operands that never change and d_weight's sums stay in registers. Per tile of 16 tokens a lane reads its columns of the
 four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4). They are its share of the left operand of d_weight's product,
 whose contraction runs over tokens; and of d_x's product, made transposed, a lane gets exactly the elements that it
-read. So lanes exchange nothing; what each reads comes through stages of its own in shared memory, filled by
-asynchronous copies, so that several tiles are under way at a time.
+read. So nothing passes through shared memory.
 
     d_x^T        [16 columns, 8 tokens]   weight^T [columns, K]  times  dp^T [K, tokens]     left fixed, right read
     d_weight^T   [16 columns, 8 outputs]  x^T [columns, tokens]  times  dp [tokens, K]       summed over tokens
@@ -27,16 +26,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
-from .async_copy import AsyncCopy
 from .column_sums import ColumnSums
 from .gates import GateInputs, Gates, GatesBackward
-from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, spread_stages, thread_columns
+from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, thread_columns
 from .vectors import floats, form_of, load_params, run_at, store_params
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32
 LANES_IN_ROW = 8
-THREADS = SPREAD_WARPS * LANES
 # Of a tile, a lane has the tokens 2t + OFFSETS.
 OFFSETS = (0, 1, 8, 9)
 FLOAT_BYTES = 4
@@ -81,13 +78,10 @@ class ProjectBackward(Invariant):
         self.outputs = outputs(n)
         self.columns = thread_columns(n, self.itemsize)
         self.words = self.columns * self.itemsize // 4
-        # Of each a lane copies four tokens a stage: x, and the addends d_residual and d_aggregate.
-        self.sources = 3 if self.addends else 1
-        self.stages = spread_stages(self.addends)
-        self.stage_words = self.sources * len(OFFSETS) * self.words * THREADS
         # Where registers are left for it.
         self.reads_pairs_early = n < 8
         self.reads_rows_early = self.itemsize == 2 and n < 8
+        self.reads_addends_early = self.addends and n < 8
         self.gates = GatesBackward(f"{name}_gates", dtype, n)
         self.column_sums = ColumnSums(f"{name}_sums")
         self.part_sums = PartSums(f"{name}_weight")
@@ -113,10 +107,7 @@ class ProjectBackward(Invariant):
             warps = cute.ceil_div(width, LANES_IN_ROW * self.columns) * self.n
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form_of(forms, 0)).launch(
-                grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1),
-                block=(THREADS, 1, 1),
-                smem=self.stages * self.stage_words * 4,
-                stream=stream,
+                grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1), stream=stream
             )
             if d_weight != 0:
                 self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form_of(forms, 0), stream)
@@ -127,9 +118,10 @@ class ProjectBackward(Invariant):
         block, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
         warp, lane = cute.arch.make_warp_uniform(thread // LANES), cute.arch.lane_idx()
-        stream, run = self._place(block * SPREAD_WARPS + warp, streams.width)
-        column = run * (LANES_IN_ROW * self.columns)
-        if (stream < self.n) & (column < streams.width):
+        # The streams of a column are neighbouring warps', so that what they share comes from cache.
+        index = block * SPREAD_WARPS + warp
+        stream, column = index % self.n, index // self.n * (LANES_IN_ROW * self.columns)
+        if column < streams.width:
             mine = column + lane // 4 * self.columns
             # Lanes behind the last column work on it too, and store nothing.
             is_inside = mine < streams.width
@@ -140,66 +132,25 @@ class ProjectBackward(Invariant):
             sums = cute.make_rmem_tensor((4, self.outputs // 8, self.columns // 2), Float32)
             sums.fill(0.0)
             fixed = self._fixed_operand(weight, weight_form, streams.width * self.n, at)
-            copy, ring = AsyncCopy(self.words), self._ring(thread)
-            for stage in cutlass.range_constexpr(self.stages - 1):
-                if first + stage < last:
-                    self._copy(copy, streams, at, stream, first + stage, ring + stage * self.stage_words)
-                copy.commit()
-            stage = Int32(0)
+            raw = cute.make_rmem_tensor((self.words, 4), Int32)
+            raw.fill(0)
+            if first < last:
+                self._read(streams, streams.x, at, first, raw)
             for tile in cutlass.range(first, last):
-                # The oldest stage has come, and the one before it was used: that is filled again.
-                copy.wait(self.stages - 2)
-                free = stage - 1
-                if stage == 0:
-                    free = Int32(self.stages - 1)
-                if tile + (self.stages - 1) < last:
-                    self._copy(copy, streams, at, stream, tile + (self.stages - 1), ring + free * self.stage_words)
-                copy.commit()
-                self._tile(streams, products, fixed, ring + stage * self.stage_words, stream, at, tile, is_inside, sums)
-                stage += 1
-                if stage == self.stages:
-                    stage = Int32(0)
+                upcoming = cute.make_rmem_tensor((self.words, 4), Int32)
+                self._read(streams, streams.x, at, cutlass.min(tile + 1, last - 1), upcoming)
+                self._tile(streams, products, fixed, raw, at, stream, tile, is_inside, sums)
+                raw.store(upcoming.load())
             if (products.weights != 0) & is_inside:
                 self._leave(products.weights, streams.width * self.n, at, part, sums)
 
-    def _place(self, warp: Int32, width: Int32) -> tuple[Int32, Int32]:
-        """A warp's stream, and which run of its columns. What lies side by side belongs to neighbours, which read it at
-        about the same time; but what streams share, the addend d_aggregate, then comes from cache.
-        """
-        if self.addends:
-            return warp % self.n, warp // self.n
-        runs = cute.ceil_div(width, LANES_IN_ROW * self.columns)
-        return warp // runs, warp % runs
-
-    def _ring(self, thread: Int32) -> cute.Pointer:
-        """A thread's vectors of the first stage; those of neighbours lie side by side."""
-        return cute.arch.get_dyn_smem(Int32, alignment=128) + thread * self.words
-
-    def _vector(self, stage: cute.Pointer, source: int, j: int) -> cute.Pointer:
-        """Where a stage has the j-th token of a source."""
-        return (stage + (source * len(OFFSETS) + j) * (self.words * THREADS)).align(4 * self.words)
-
     @cute.jit
-    def _copy(self, copy: AsyncCopy, streams: Streams, at: Int32, stream: Int32, tile: Int32, stage: cute.Pointer):
+    def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
         """A lane's columns of its four tokens; past the last token that one stands in, and meets zeros."""
         for j in cutlass.range_constexpr(len(OFFSETS)):
-            token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
-            of_streams = (token * (streams.width * self.n) + at) * self.itemsize
-            copy.start(self._source(streams.x + of_streams), self._vector(stage, 0, j))
-            if const_expr(self.addends):
-                if streams.d_residual != 0:
-                    copy.start(self._source(streams.d_residual + of_streams), self._vector(stage, 1, j))
-                of_sum = (token * streams.width + at - stream * streams.width) * self.itemsize
-                copy.start(self._source(streams.d_aggregate + of_sum), self._vector(stage, 2, j))
-
-    def _source(self, address: Int64) -> cute.Tensor:
-        return run_at(Int32, address, Int64(0), self.words)
-
-    def _copied(self, stage: cute.Pointer, source: int, j: int) -> cute.Tensor:
-        """Registers with a vector of a stage."""
-        raw = cute.make_rmem_tensor(self.words, Int32)
-        raw.store(cute.make_tensor(self._vector(stage, source, j), cute.make_layout(self.words)).load())
-        return cute.recast_tensor(raw, self.dtype)
+            token = cutlass.min(self._token(tile, j), streams.tokens - 1)
+            row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize
+            words[None, j].store(run_at(Int32, row, Int64(0), self.words).load())
 
     def _token(self, tile: Int32, j: int) -> Int32:
         return tile * TOKEN_TILE + cute.arch.lane_idx() % 4 * 2 + OFFSETS[j]
@@ -225,16 +176,16 @@ class ProjectBackward(Invariant):
 
     @cute.jit
     def _tile(
-        self, streams: Streams, products: Products, fixed: list, stage: cute.Pointer, stream: Int32,
-        at: Int32, tile: Int32, is_inside, sums: cute.Tensor,
+        self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
+        tile: Int32, is_inside, sums: cute.Tensor,
     ):  # fmt: skip
         """One tile: d_weight's sums grown, d_x stored. All reads come first: behind a store none could begin early."""
-        columns = [self._copied(stage, 0, j) for j in range(len(OFFSETS))]
+        columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
         chunks = range(self.outputs // 8)
         pairs = [self._pairs(products, tile, chunk) for chunk in chunks if self.reads_pairs_early]
         rows = [self._rows(products, tile, half) for half in range(2) if self.reads_rows_early]
         norms = [vector_at(Float32, products.norms)[self._token(tile, j)] for j in range(len(OFFSETS))]
-        scales = [self._scale(streams, tile, stream, j) for j in range(len(OFFSETS)) if self.addends]
+        addends = [self._addends(streams, tile, at, stream, j) for j in range(4) if self.reads_addends_early]
         if products.weights != 0:
             self._grow(products, tile, columns, pairs, sums)
         if streams.d_x != 0:
@@ -247,10 +198,8 @@ class ProjectBackward(Invariant):
                         values[i] = made[2 * (i % 2) + one, i // 2]
                     values.store(values.load() + floats(columns[j]).load() * norms[j])
                     if const_expr(self.addends):
-                        of_sum = floats(self._copied(stage, 2, j)).load()
-                        values.store(values.load() + of_sum * scales[j])
-                        if streams.d_residual != 0:
-                            values.store(values.load() + floats(self._copied(stage, 1, j)).load())
+                        scale, of_sum, of_residual = _at(addends, j, self._addends, streams, tile, at, stream, j)
+                        values.store(values.load() + floats(of_sum).load() * scale + floats(of_residual).load())
                     token = self._token(tile, j)
                     if (token < streams.tokens) & is_inside:
                         first = Int64(token) * (streams.width * self.n) + at
@@ -275,10 +224,21 @@ class ProjectBackward(Invariant):
                 made.append([self._words(products.products, row + place, 1)[0] for place in places])
         return made
 
-    def _scale(self, streams: Streams, tile: Int32, stream: Int32, j: int) -> Float32:
-        """h_pre of the j-th token."""
+    @cute.jit
+    def _addends(
+        self, streams: Streams, tile: Int32, at: Int32, stream: Int32, j: cutlass.Constexpr[int]
+    ) -> tuple:  # fmt: skip
+        """Of the j-th token: h_pre, and the vectors of d_aggregate and d_residual, as they are stored."""
         token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
-        return vector_at(Float32, streams.h_pre)[token * self.n + stream]
+        first = token * (streams.width * self.n) + at
+        of_token = token * streams.width + at - stream * streams.width
+        of_sum = cute.make_rmem_tensor(self.columns, self.dtype)
+        of_sum.store(run_at(self.dtype, streams.d_aggregate, of_token, self.columns).load())
+        of_residual = cute.make_rmem_tensor(self.columns, self.dtype)
+        of_residual.fill(0.0)
+        if streams.d_residual != 0:
+            of_residual.store(run_at(self.dtype, streams.d_residual, first, self.columns).load())
+        return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
 
     def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
         """sums += x^T dp over the tile's tokens: one step of 16 for 16-bit elements, two of 8 for TF32."""

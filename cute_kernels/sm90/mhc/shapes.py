@@ -78,11 +78,6 @@ def thread_columns(n: int, itemsize: int) -> int:
     return 8 if itemsize == 2 and n < 8 else 4
 
 
-def spread_stages(addends: bool) -> int:
-    """Of a thread in the projection's backward: up to 96 KB an SM, or with the addends of d_x 216 KB."""
-    return 3 if addends else 4
-
-
 def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int) -> int:
     """Parts that the tokens are cut into, so that the last wave of CTAs is nearly full."""
     warps = n * -(-width // (8 * thread_columns(n, itemsize)))
