@@ -6,6 +6,7 @@ from typing import Any
 
 DENSE, TORCH, QUACK = "dense", "torch", "quack"
 SKEWED = ("dirichlet", "zipf")
+EVEN_ZIPF = "zipf:0.0"  # where a sweep of the exponent begins
 
 Targets = dict[str, dict[str, float]]  # by model, then by peer
 
@@ -36,20 +37,21 @@ def _of_forward(model: str, op: str, skewed: bool) -> dict[str, float]:
     return targets if op == "fc1" else {}
 
 
-def _of_backward(model: str, op: str, skewed: bool) -> dict[str, float]:
+def _of_backward(model: str, op: str, routing: str, skewed: bool) -> dict[str, float]:
     dense = WGRAD_DENSE.get(model)
-    wgrad = {DENSE: dense} if dense and op in ("dw1", "dw2") and not skewed else {}
+    wgrad = {DENSE: dense} if dense and op in ("dw1", "dw2") and routing == "uniform" else {}
     return {**(BACKWARD_SKEWED if skewed else BACKWARD), **wgrad}
 
 
 def targets_of(record: dict[str, Any]) -> dict[str, float]:
     """The targets of a record, by peer; of none that are not set."""
     model, op = record["case"]["name"], record["op"]
-    skewed = record["case"]["routing"] in SKEWED
+    routing = record["case"]["routing"]
+    skewed = routing.partition(":")[0] in SKEWED and routing != EVEN_ZIPF
     if op == "layer":
         return LAYER if model.startswith("SonicMoE") else {}
     if op in ("dglu", "dgrad", "dw1", "dw2"):
-        return _of_backward(model, op, skewed)
+        return _of_backward(model, op, routing, skewed)
     if model.endswith("decode"):
         return DECODE if op in ("fc1", "fc2") else {}
     return _of_forward(model, op, skewed)
