@@ -8,8 +8,7 @@ a band of 128, since 2 x 4 such rows share a sector of swizzled scales (32 bytes
     columns, both    128 rows of 128 columns, an atom of scales along either axis; a thread has 16 rows of 16 bytes
 
 Either way 128 KB of loads are under way on an SM at most, where 4.3 TB/s and 1 us of latency ask for 33. Plain scales
-of a row are whole sectors for 1024 columns alone: 4 bytes at a time cost a tenth of the kernel. So for both axes the
-CTAs of a cluster, side by side along a row, exchange theirs, and each stores the rows of its share.
+of a row are whole sectors where rows are quantised alone; for both axes they are stored four bytes at a time.
 
 Bytes of a call, none of them moved twice: T K (width + copies (1 + 1/32)), width 2 or 4, copies 1 or 2: 3.03 an element
 for the rows of 16-bit numbers, 4.06 for both axes. Instructions are no bound: 9 and 13 an element, of the 21 and 28
@@ -39,7 +38,6 @@ WIDE_TILE = SECTOR_BYTES * BLOCK  # columns whose scales are a sector
 VECTOR_BYTES = 16
 WORDS = VECTOR_BYTES // 4
 BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
-CLUSTER_THREADS = 1024
 SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take 20 at most; loads under way want the rest as cache
 
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
@@ -176,15 +174,13 @@ class QuantizeMxfp8(Invariant):
         self.slots = self.rows // self.rows_per_thread
         self.threads = self.lanes * self.slots
         self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)
-        self.cluster = CLUSTER_THREADS // self.threads if axis == "both" else 1
-        self.share = TILE // self.cluster  # rows whose scales a CTA stores for its cluster
 
     def _below(self, row: int | Int32) -> int | Int32:
         """The tile's rows from its first one."""
         return row // self.run * BLOCK + row % self.run
 
     def _tiles_along_k(self, x: cute.Tensor) -> Int32:
-        return cute.ceil_div(x.shape[1], self.columns * self.cluster) * self.cluster
+        return cute.ceil_div(x.shape[1], self.columns)
 
     @cute.jit
     def launch(
@@ -194,7 +190,7 @@ class QuantizeMxfp8(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
         self.kernel(x, outputs, offs, num_groups, form).launch(
-            grid=(tiles, 1, 1), block=(self.threads, 1, 1), cluster=(self.cluster, 1, 1),
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
         )  # fmt: skip
 
@@ -274,9 +270,6 @@ class QuantizeMxfp8(Invariant):
     @cute.jit
     def _quantize(self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place):
         plain = form.swizzled == 0
-        if const_expr(self.cluster > 1):
-            if plain:
-                cute.arch.cluster_arrive_relaxed()
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes
         words = cute.recast_tensor(values, Int32)
@@ -287,7 +280,6 @@ class QuantizeMxfp8(Invariant):
 
         smem = cutlass.utils.SmemAllocator()
         row_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.columns // BLOCK, self.rows)), 16)
-        row_strip = row_scales
         row_exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         col_exponents = cute.make_rmem_tensor(self.vector, Int32)
         if const_expr(self.by_row):
@@ -298,31 +290,15 @@ class QuantizeMxfp8(Invariant):
             col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, self.slots)), 16)
             self._put_column_maxima(words, col_maxima, slot)
             cute.arch.sync_threads()
-            if const_expr(self.by_row):
-                row_strip = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS * self.cluster, self.share)), 16)
-                if plain:
-                    self._share_row_scales(row_scales, row_strip)
             self._column_exponents(col_maxima, slot, form, col_exponents)
             self._put_column_scales(x, col_exponents, col_scales, place, slot)
 
         self._store_data(x, outputs, values, row_exponents, col_exponents, reach, place)
         cute.arch.sync_threads()
         if const_expr(self.by_row):
-            self._store_row_scales(x, outputs.row_scale, row_scales, row_strip, reach, place, plain)
+            self._store_row_scales(x, outputs.row_scale, row_scales, reach, place, plain)
         if const_expr(self.by_col):
             self._store_column_scales(x, outputs.col_scale, col_scales, place, plain)
-
-    @cute.jit
-    def _share_row_scales(self, scales: cute.Tensor, strip: cute.Tensor):
-        """To each CTA of the cluster the scales of its share of the band, [share, blocks of the cluster]."""
-        cute.arch.cluster_wait()  # its shared memory may be written once it has begun
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < TILE:
-            word = cute.recast_tensor(scales[None, thread], Int32)[0]
-            mine = cute.recast_tensor(strip[None, thread % self.share], Int32).iterator
-            there = cute.arch.map_dsmem_ptr(mine + cute.arch.block_idx_in_cluster(), thread // self.share)
-            cute.arch.inline_ptx("st.shared::cluster.b32 [{$r0}], {$r1};", read_only_args=[there.toint(), word])
-        cute.arch.cluster_arrive()
 
     @cute.jit
     def _row_exponents(self, words: cute.Tensor, form: Form, exponents: cute.Tensor):
@@ -436,18 +412,15 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _store_row_scales(
-        self, x: cute.Tensor, address: Int64, scales: cute.Tensor, strip: cute.Tensor, reach: Reach, place: Place,
-        plain: Boolean,
-    ):  # fmt: skip
+        self, x: cute.Tensor, address: Int64, scales: cute.Tensor, reach: Reach, place: Place, plain: Boolean
+    ):
         blocks = Int32(x.shape[1] // BLOCK)
         block0 = place.col0 // BLOCK
         if plain:
-            rank = Int32(0)
-            if const_expr(self.cluster > 1):
-                cute.arch.cluster_wait()
-                rank = cute.arch.block_idx_in_cluster()
-            row0 = place.row0 + rank * self.share
-            self._store_strip(strip, Strip(address, row0, reach.stop, block0 - rank * BLOCKS, blocks))
+            if const_expr(self.by_col):
+                self._store_words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
+            else:
+                self._store_strip(scales, Strip(address, place.row0, reach.stop, block0, blocks))
         elif place.col0 < x.shape[1]:
             rows = Int32(x.shape[0])
             self._store_atoms(scales, ScaleGrid(address, place.row0, rows, reach.stop, block0, blocks))
@@ -475,6 +448,20 @@ class QuantizeMxfp8(Invariant):
             if (inner < strip.inner_count) & (outer < strip.outer_count):
                 at = strip.address + Int64(outer) * strip.inner_count + inner
                 vector_at(Uint8, at)[0] = scales[index % width, index // width]
+
+    @cute.jit
+    def _store_words(self, scales: cute.Tensor, strip: Strip):
+        """(4, outer) scales, a row's four a thread: at once where the width of the matrix lets them be aligned."""
+        thread, _, _ = cute.arch.thread_idx()
+        outer = strip.outer0 + self._below(thread)
+        if (thread < self.rows) & (outer < strip.outer_count):
+            at = strip.address + Int64(outer) * strip.inner_count + strip.inner0
+            if strip.inner_count % BLOCKS == 0:
+                vector_at(Int32, at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
+            else:
+                for block in cutlass.range_constexpr(BLOCKS):
+                    if strip.inner0 + block < strip.inner_count:
+                        vector_at(Uint8, at + block)[0] = scales[block, thread]
 
     @cute.jit
     def _store_atoms(self, scales: cute.Tensor, grid: ScaleGrid):
