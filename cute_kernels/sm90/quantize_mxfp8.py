@@ -1,9 +1,14 @@
 """MXFP8 quantisation: x[T,K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
 
-A CTA takes a tile of 128 x 128: what one atom of swizzled scales describes, along either axis. It reads the tile once,
-16 bytes a load, into registers, where the numbers stay; magnitudes alone meet other threads, by shuffles along a row
-and through 2 or 4 KB of shared memory along a column. A thread holds 16 rows of 16 bytes, so the tiles of the CTAs on
-an SM are 128 KB of loads under way at most, where 4.3 TB/s and 1 us of latency ask for 33.
+A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay; magnitudes alone meet other threads,
+by shuffles along a row and through 2 or 4 KB of shared memory along a column. A tile is `run` rows of each quarter of
+a band of 128, since 2 x 4 such rows share a sector of swizzled scales (32 bytes), times some columns:
+
+    rows alone       2 x 4 rows of 1024 columns; a thread has 8 rows of 16 bytes
+    columns, both    128 rows of 128 columns, an atom of scales along either axis; a thread has 16 rows of 16 bytes
+
+Either way 128 KB of loads are under way on an SM at most, where 4.3 TB/s and 1 us of latency ask for 33. Plain scales
+of a row are whole sectors where rows are quantised alone; for both axes they are stored four bytes at a time.
 
 Bytes of a call, none of them moved twice: T K (width + copies (1 + 1/32)), width 2 or 4, copies 1 or 2: 3.03 an element
 for the rows of 16-bit numbers, 4.06 for both axes. Instructions are no bound: 9 and 13 an element, of the 21 and 28
@@ -27,12 +32,13 @@ from ..invariant import Invariant
 TILE = 128
 BLOCK = 32
 BLOCKS = TILE // BLOCK
-ROWS_PER_THREAD = 16
-SLOTS = TILE // ROWS_PER_THREAD
+QUARTERS = 4
+SECTOR_BYTES = 32
+WIDE_TILE = SECTOR_BYTES * BLOCK  # columns whose scales are a sector
 VECTOR_BYTES = 16
 WORDS = VECTOR_BYTES // 4
-THREADS_PER_SM = 512  # at 128 registers a thread, 64 of which hold the tile
-SMEM_PERCENT = 14  # 32 of 228 KB: four CTAs of 5 KB each; loads under way want the rest as cache
+BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
+SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take 20 at most; loads under way want the rest as cache
 
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
@@ -67,10 +73,14 @@ class Reach(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A thread's part of a tile: 16 bytes at `column` of rows `row` .. `row` + 15, in units of x."""
+    """A thread's part of a tile, 16 bytes at `column` of rows from `row` on, and the tile: its band of 128 rows begins
+    at `band`, its own rows at `row0`, its columns at `col0`."""
 
     row: Int32
     column: Int32
+    band: Int32
+    row0: Int32
+    col0: Int32
 
 
 def _select(condition: Boolean, if_true: Int32, if_false: Int32) -> Int32:
@@ -122,15 +132,25 @@ class Magnitudes:
 
 
 class ScaleGrid(NamedTuple):
-    """Where the scales of a copy lie, [outer, blocks], the tile's first at (outer0, block0): a plain one by strides."""
+    """Where the scales of a copy lie, [outer, blocks] of counts `outer_count` and `block_count`, the tile's first at
+    (outer0, block0). Those of outer indexes from `stop` on are not this call's, but zeros behind the last one are."""
 
     address: Int64
     outer0: Int32
     outer_count: Int32
-    outer_stride: Int64
+    stop: Int32
     block0: Int32
     block_count: Int32
-    block_stride: Int64
+
+
+class Strip(NamedTuple):
+    """Where plain scales lie as they do in memory, [outer, inner]: a tile's first at (outer0, inner0)."""
+
+    address: Int64
+    outer0: Int32
+    outer_count: Int32
+    inner0: Int32
+    inner_count: Int32
 
 
 class QuantizeMxfp8(Invariant):
@@ -146,41 +166,56 @@ class QuantizeMxfp8(Invariant):
         self.by_col = axis != "row"
         self.magnitudes = Magnitudes(dtype)
         self.vector = VECTOR_BYTES * 8 // dtype.width
-        self.lanes = TILE // self.vector  # threads along a row
-        self.threads = self.lanes * SLOTS
-        self.min_blocks = THREADS_PER_SM // self.threads
+        self.run = BLOCK if self.by_col else 2
+        self.rows = QUARTERS * self.run
+        self.columns = TILE if self.by_col else WIDE_TILE
+        self.rows_per_thread = 16 if self.by_col else self.rows
+        self.lanes = self.columns // self.vector  # threads along a row
+        self.slots = self.rows // self.rows_per_thread
+        self.threads = self.lanes * self.slots
+        self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)
+
+    def _below(self, row: int | Int32) -> int | Int32:
+        """The tile's rows from its first one."""
+        return row // self.run * BLOCK + row % self.run
+
+    def _tiles_along_k(self, x: cute.Tensor) -> Int32:
+        return cute.ceil_div(x.shape[1], self.columns)
 
     @cute.jit
     def launch(
         self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form, stream: cuda.CUstream
     ):
-        """One CTA a tile, those of a band of rows side by side, since they read the same pages of memory."""
+        """One CTA a tile, those of the same rows side by side, since they read the same pages of memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        tiles = cute.ceil_div(x.shape[0], TILE) * cute.ceil_div(x.shape[1], TILE)
+        tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
         self.kernel(x, outputs, offs, num_groups, form).launch(
-            grid=(tiles, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=self.min_blocks,
-            preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form):
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
-        tiles_along_k = cute.ceil_div(x.shape[1], TILE)
-        row0 = tile // tiles_along_k * TILE
-        col0 = tile % tiles_along_k * TILE
-        slot = thread // self.lanes
-        place = Place(row0 + slot * ROWS_PER_THREAD, col0 + thread % self.lanes * self.vector)
+        tiles_along_k = self._tiles_along_k(x)
+        line = tile // tiles_along_k
+        lines_per_band = TILE // self.rows
+        band = line // lines_per_band * TILE
+        row0 = band + line % lines_per_band * self.run
+        col0 = tile % tiles_along_k * self.columns
+        row = row0 + thread // self.lanes * self.rows_per_thread
+        place = Place(row, col0 + thread % self.lanes * self.vector, band, row0, col0)
 
-        values = self._load(x, place, row0)
-        reach = self._reach(x, row0, offs, num_groups)
-        if row0 < reach.stop:
-            self._quantize(x, outputs, form, values, reach, place, row0, col0)
+        values = self._load(x, place)
+        reach = self._reach(x, band, offs, num_groups)
+        if band < reach.stop:
+            self._quantize(x, outputs, form, values, reach, place)
 
     @cute.jit
-    def _load(self, x: cute.Tensor, place: Place, row0: Int32) -> cute.Tensor:
-        """(vector, 16 rows) of x, zeros outside of it. Whole tiles are read without a branch, all loads at once."""
-        values = cute.make_rmem_tensor((self.vector, ROWS_PER_THREAD), self.dtype)
+    def _load(self, x: cute.Tensor, place: Place) -> cute.Tensor:
+        """(vector, rows) of x, zeros outside of it. Whole bands are read without a branch, all loads at once."""
+        values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
         atom = cute.make_copy_atom(
             CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
@@ -189,13 +224,15 @@ class QuantizeMxfp8(Invariant):
         first = x.iterator.toint() + (Int64(place.row) * x.stride[0] + place.column) * (self.dtype.width // 8)
         row_bytes = x.stride[0] * (self.dtype.width // 8)
         if place.column < x.shape[1]:
-            if row0 + TILE <= x.shape[0]:
-                for i in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    cute.copy(atom, self._vector_at(self.dtype, first + i * row_bytes), values[None, i])
+            if place.band + TILE <= x.shape[0]:
+                for i in cutlass.range_constexpr(self.rows_per_thread):
+                    at = first + self._below(i) * row_bytes
+                    cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
             else:
-                for i in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    if place.row + i < x.shape[0]:
-                        cute.copy(atom, self._vector_at(self.dtype, first + i * row_bytes), values[None, i])
+                for i in cutlass.range_constexpr(self.rows_per_thread):
+                    if place.row + self._below(i) < x.shape[0]:
+                        at = first + self._below(i) * row_bytes
+                        cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
         return values
 
     def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
@@ -205,8 +242,8 @@ class QuantizeMxfp8(Invariant):
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     @cute.jit
-    def _reach(self, x: cute.Tensor, row0: Int32, offs: Int64, num_groups: Int32) -> Reach:
-        """Where the tile's rows end, from group ends that are sorted; each clamped to the buffer."""
+    def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
+        """Where the band's rows end, from group ends that are sorted; each clamped to the buffer."""
         rows = Int32(x.shape[0])
         end = rows
         stop = rows
@@ -219,7 +256,7 @@ class QuantizeMxfp8(Invariant):
                     nearest = rows + 1
                     if base + lane < num_groups:
                         candidate = ends[base + lane]
-                        if candidate > row0:
+                        if candidate > band:
                             nearest = cutlass.min(candidate, rows)
                     nearest = Int32(cute.arch.warp_redux_sync(nearest, "min"))
                     if nearest <= rows:
@@ -231,66 +268,57 @@ class QuantizeMxfp8(Invariant):
         return Reach(end, stop)
 
     @cute.jit
-    def _quantize(
-        self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place,
-        row0: Int32, col0: Int32,
-    ):  # fmt: skip
+    def _quantize(self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place):
+        plain = form.swizzled == 0
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes
         words = cute.recast_tensor(values, Int32)
-        if reach.end < row0 + TILE:
-            for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+        if reach.end < place.band + TILE:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
                 for j in cutlass.range_constexpr(WORDS):
-                    words[j, i] = _select(place.row + i < reach.end, words[j, i], Int32(0))
+                    words[j, i] = _select(place.row + self._below(i) < reach.end, words[j, i], Int32(0))
 
         smem = cutlass.utils.SmemAllocator()
-        row_scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, TILE)), 16)
-        col_scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, TILE)), 16)
-        col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, SLOTS)), 16)
-
-        row_exponents = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
+        row_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.columns // BLOCK, self.rows)), 16)
+        row_exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         col_exponents = cute.make_rmem_tensor(self.vector, Int32)
-        if const_expr(self.by_col):
-            self._put_column_maxima(words, col_maxima, slot)
         if const_expr(self.by_row):
             self._row_exponents(words, form, row_exponents)
-            self._put_row_scales(x, row_exponents, row_scales, place, row0)
-        cute.arch.sync_threads()
+            self._put_row_scales(x, row_exponents, row_scales, place, slot)
         if const_expr(self.by_col):
+            col_scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, TILE)), 16)
+            col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, self.slots)), 16)
+            self._put_column_maxima(words, col_maxima, slot)
+            cute.arch.sync_threads()
             self._column_exponents(col_maxima, slot, form, col_exponents)
             self._put_column_scales(x, col_exponents, col_scales, place, slot)
-            cute.arch.sync_threads()
 
-        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, place, row0)
-        width, rows = Int32(x.shape[1]), Int32(x.shape[0])
+        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, place)
+        cute.arch.sync_threads()
         if const_expr(self.by_row):
-            blocks = width // BLOCK
-            grid = ScaleGrid(outputs.row_scale, row0, rows, Int64(blocks), col0 // BLOCK, blocks, Int64(1))
-            self._store_scales(row_scales, grid, reach.stop, form)
+            self._store_row_scales(x, outputs.row_scale, row_scales, reach, place, plain)
         if const_expr(self.by_col):
-            blocks = cute.ceil_div(rows, BLOCK)
-            grid = ScaleGrid(outputs.col_scale, col0, width, Int64(1), row0 // BLOCK, blocks, Int64(width))
-            self._store_scales(col_scales, grid, width, form)
+            self._store_column_scales(x, outputs.col_scale, col_scales, place, plain)
 
     @cute.jit
     def _row_exponents(self, words: cute.Tensor, form: Form, exponents: cute.Tensor):
         """Of the block that this thread's 16 bytes of each row lie in."""
         kind = self.magnitudes
-        maxima = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
-        for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+        maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
+        for i in cutlass.range_constexpr(self.rows_per_thread):
             maxima[i] = kind.of(words[0, i])
             for j in cutlass.range_constexpr(1, WORDS):
                 maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
         self._max_over_lanes(maxima, 1, BLOCK // self.vector)
         if form.wide != 0:
-            self._max_over_lanes(maxima, BLOCK // self.vector, self.lanes)
-        for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self._max_over_lanes(maxima, BLOCK // self.vector, TILE // self.vector)
+        for i in cutlass.range_constexpr(self.rows_per_thread):
             exponents[i] = exponent_of(kind.greatest(maxima[i]))
 
     def _max_over_lanes(self, maxima: cute.Tensor, first: int, beyond: int) -> None:
         distance = first
         while distance < beyond:
-            for i in range(ROWS_PER_THREAD):
+            for i in range(self.rows_per_thread):
                 maxima[i] = self.magnitudes.max(maxima[i], cute.arch.shuffle_sync_bfly(maxima[i], distance))
             distance *= 2
 
@@ -300,7 +328,7 @@ class QuantizeMxfp8(Invariant):
         maxima = cute.make_rmem_tensor(WORDS, Int32)
         for j in range(WORDS):
             maxima[j] = kind.of(words[j, 0])
-            for i in range(1, ROWS_PER_THREAD):
+            for i in range(1, self.rows_per_thread):
                 maxima[j] = kind.max(maxima[j], kind.of(words[j, i]))
         cute.autovec_copy(maxima, col_maxima[None, thread % self.lanes, slot])
 
@@ -313,11 +341,12 @@ class QuantizeMxfp8(Invariant):
         maxima = cute.recast_tensor(columns, Int32)
         maxima.fill(0)
         if form.wide != 0:
-            for other in cutlass.range_constexpr(SLOTS):
+            for other in cutlass.range_constexpr(self.slots):
                 self._max_with(maxima, col_maxima[None, lane, other])
         else:
-            for other in cutlass.range_constexpr(SLOTS // BLOCKS):
-                self._max_with(maxima, col_maxima[None, lane, slot // (SLOTS // BLOCKS) * (SLOTS // BLOCKS) + other])
+            slots_per_block = self.slots // BLOCKS
+            for other in cutlass.range_constexpr(slots_per_block):
+                self._max_with(maxima, col_maxima[None, lane, slot // slots_per_block * slots_per_block + other])
         for c in cutlass.range_constexpr(self.vector):
             exponents[c] = exponent_of(columns[c].to(Float32))
 
@@ -329,23 +358,24 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _put_row_scales(
-        self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, place: Place, row0: Int32
+        self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, place: Place, slot: Int32
     ):
         """Zero for a block that lies past the last column, where an atom has one all the same."""
         thread, _, _ = cute.arch.thread_idx()
-        lanes_per_block = self.lanes // BLOCKS
+        lanes_per_block = BLOCK // self.vector
         if thread % lanes_per_block == 0:
             block = thread % self.lanes // lanes_per_block
-            for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+            for i in cutlass.range_constexpr(self.rows_per_thread):
                 inside = place.column < x.shape[1]
-                row_scales[block, place.row - row0 + i] = Uint8(_select(inside, exponents[i], Int32(0)))
+                scale = Uint8(_select(inside, exponents[i], Int32(0)))
+                row_scales[block, slot * self.rows_per_thread + i] = scale
 
     @cute.jit
     def _put_column_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, place: Place, slot: Int32
     ):
         thread, _, _ = cute.arch.thread_idx()
-        slots_per_block = SLOTS // BLOCKS
+        slots_per_block = self.slots // BLOCKS
         if slot % slots_per_block == 0:
             for c in cutlass.range_constexpr(self.vector):
                 inside = place.row < x.shape[0]
@@ -355,7 +385,7 @@ class QuantizeMxfp8(Invariant):
     @cute.jit
     def _store_data(
         self, x: cute.Tensor, outputs: Outputs, values: cute.Tensor, row_exponents: cute.Tensor,
-        col_exponents: cute.Tensor, reach: Reach, place: Place, row0: Int32,
+        col_exponents: cute.Tensor, reach: Reach, place: Place,
     ):  # fmt: skip
         by_column = cute.make_rmem_tensor(self.vector, Float32)
         if const_expr(self.by_col):
@@ -364,10 +394,10 @@ class QuantizeMxfp8(Invariant):
         width = Int64(x.shape[1])
         first = Int64(place.row) * width + place.column
         if place.column < x.shape[1]:
-            for i in cutlass.range_constexpr(ROWS_PER_THREAD):
-                if place.row + i < reach.stop:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                if place.row + self._below(i) < reach.stop:
                     numbers = values[None, i].load().to(Float32)
-                    at = first + i * width
+                    at = first + self._below(i) * width
                     if const_expr(self.by_row):
                         by_row = multiplier_of(row_exponents[i])
                         self._store(numbers * by_row, outputs.row_data + at)
@@ -381,26 +411,69 @@ class QuantizeMxfp8(Invariant):
         cute.autovec_copy(result, self._vector_at(Float8E4M3FN, address))
 
     @cute.jit
-    def _store_scales(self, scales: cute.Tensor, grid: ScaleGrid, stop: Int32, form: Form):
-        """The tile's 128 x 4 scales, four bytes a thread; those of rows from `stop` on are not this call's."""
-        thread, _, _ = cute.arch.thread_idx()
-        if thread < TILE:
-            outer = grid.outer0 + thread
-            if form.swizzled != 0:
-                atoms = cute.ceil_div(grid.block_count, BLOCKS)
-                atom = Int64(grid.outer0 // TILE) * atoms + grid.block0 // BLOCKS
-                inside = (outer < stop) | (outer >= grid.outer_count)
-                if inside:
-                    at = grid.address + atom * (TILE * BLOCKS) + (thread % 32 * 16 + thread // 32 * BLOCKS)
-                    self._word_at(at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
-            elif outer < stop:
-                at = grid.address + outer * grid.outer_stride + grid.block0 * grid.block_stride
-                if (grid.block_stride == 1) & (grid.block_count % BLOCKS == 0):
-                    self._word_at(at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
-                else:
-                    for block in cutlass.range_constexpr(BLOCKS):
-                        if grid.block0 + block < grid.block_count:
-                            vector_at(Uint8, at + block * grid.block_stride)[0] = scales[block, thread]
+    def _store_row_scales(
+        self, x: cute.Tensor, address: Int64, scales: cute.Tensor, reach: Reach, place: Place, plain: Boolean
+    ):
+        blocks = Int32(x.shape[1] // BLOCK)
+        block0 = place.col0 // BLOCK
+        if plain:
+            if const_expr(self.by_col):
+                self._store_words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
+            else:
+                self._store_strip(scales, Strip(address, place.row0, reach.stop, block0, blocks))
+        elif place.col0 < x.shape[1]:
+            rows = Int32(x.shape[0])
+            self._store_atoms(scales, ScaleGrid(address, place.row0, rows, reach.stop, block0, blocks))
 
-    def _word_at(self, address: Int64) -> cute.Tensor:
-        return vector_at(Int32, address)
+    @cute.jit
+    def _store_column_scales(self, x: cute.Tensor, address: Int64, scales: cute.Tensor, place: Place, plain: Boolean):
+        width = Int32(x.shape[1])
+        blocks = Int32(cute.ceil_div(x.shape[0], BLOCK))
+        block0 = place.row0 // BLOCK
+        if plain:
+            by_column = cute.make_tensor(scales.iterator, cute.make_layout((TILE, BLOCKS), stride=(BLOCKS, 1)))
+            self._store_strip(by_column, Strip(address, block0, blocks, place.col0, width))
+        elif place.col0 < width:
+            self._store_atoms(scales, ScaleGrid(address, place.col0, width, width, block0, blocks))
+
+    @cute.jit
+    def _store_strip(self, scales: cute.Tensor, strip: Strip):
+        """(inner, outer) scales, a byte a thread: a warp's are neighbours, whatever the width of the matrix."""
+        thread, _, _ = cute.arch.thread_idx()
+        width = cute.size(scales, mode=[0])
+        for n in cutlass.range_constexpr(cute.ceil_div(cute.size(scales), self.threads)):
+            index = thread + n * self.threads
+            outer = strip.outer0 + self._below(index // width)
+            inner = strip.inner0 + index % width
+            if (inner < strip.inner_count) & (outer < strip.outer_count):
+                at = strip.address + Int64(outer) * strip.inner_count + inner
+                vector_at(Uint8, at)[0] = scales[index % width, index // width]
+
+    @cute.jit
+    def _store_words(self, scales: cute.Tensor, strip: Strip):
+        """(4, outer) scales, a row's four a thread: at once where the width of the matrix lets them be aligned."""
+        thread, _, _ = cute.arch.thread_idx()
+        outer = strip.outer0 + self._below(thread)
+        if (thread < self.rows) & (outer < strip.outer_count):
+            at = strip.address + Int64(outer) * strip.inner_count + strip.inner0
+            if strip.inner_count % BLOCKS == 0:
+                vector_at(Int32, at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
+            else:
+                for block in cutlass.range_constexpr(BLOCKS):
+                    if strip.inner0 + block < strip.inner_count:
+                        vector_at(Uint8, at + block)[0] = scales[block, thread]
+
+    @cute.jit
+    def _store_atoms(self, scales: cute.Tensor, grid: ScaleGrid):
+        """(blocks, outer) scales, four of a row or column a thread, neighbours in the order of the atom."""
+        thread, _, _ = cute.arch.thread_idx()
+        atoms = cute.ceil_div(grid.block_count, BLOCKS)
+        atom = grid.block0 // BLOCKS + thread // self.rows
+        word = thread % self.rows
+        outer = grid.outer0 + word % QUARTERS * BLOCK + word // QUARTERS
+        inside = (outer < grid.stop) | (outer >= grid.outer_count)
+        if (thread < cute.size(scales) // BLOCKS) & (atom < atoms) & inside:
+            first = (Int64(grid.outer0 // TILE) * atoms + atom) * (TILE * BLOCKS)
+            at = grid.address + first + grid.outer0 % TILE * (QUARTERS * BLOCKS) + word * BLOCKS
+            mine = scales[None, word % QUARTERS * self.run + word // QUARTERS]
+            vector_at(Int32, at)[0] = cute.recast_tensor(mine, Int32)[thread // self.rows]
