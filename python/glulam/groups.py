@@ -53,8 +53,8 @@ def _checked_ends(op: str, name: str, values: list[int], rows: int) -> list[int]
     for expert, end in enumerate(values):
         if end < before:
             raise ValueError(
-                f"{op}: offs[{expert}] is {end}, after {before}; offs are cumulative ends and never fall, so sum row "
-                "counts up first: torch.cumsum(counts, 0, dtype=torch.int32)"
+                f"{op}: offs[{expert}] is {end}, after {before}; offs are cumulative ends and never fall, so sum "
+                "splits up first: torch.cumsum(splits, 0, dtype=torch.int32)"
             )
         before = end
     if before > rows:
