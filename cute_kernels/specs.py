@@ -23,7 +23,17 @@ MAX_ACCUMULATORS = 128
 PINGPONG_WARPGROUPS = 2
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
-TILE_K = (64,)
+# One 128-byte row of an operand's shared memory, by the width of an element.
+TILE_K = {16: 64, 8: 128}
+OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
+"""What a GEMM multiplies, and what its name says of it.
+
+    16bit              rows and weights of `dtype`
+    mxfp8              rows in MXFP8, one scale for 128 elements, and folded weights, one scale a row (docs/mxfp8.md):
+                       both E4M3. Results, biases and preactivations are of `dtype`, an activation is in MXFP8 again.
+    mxfp8_weight_only  rows of `dtype`; weights in MXFP8, one scale for 32 elements, decoded to `dtype` for the MMA
+    mxfp8_exact        the same, of rows that hold MXFP8 values; an activation is rounded to such values
+"""
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 ARCHS = ("sm_90a",)
 
@@ -36,6 +46,13 @@ def _require(field: str, value: Any, valid: Any) -> None:
     if value not in valid:
         choices = ", ".join(str(v) for v in valid)
         raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
+
+
+def _check_operands(operands: str, tile: TileConfig) -> None:
+    _require("operands", operands, OPERANDS)
+    depth = TILE_K[16 if operands == "16bit" else 8]
+    if tile.k != depth:
+        raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
 
 
 def _check_activation(activation: str, glu_layout: str) -> None:
@@ -53,7 +70,7 @@ class TileConfig:
     """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
 
     m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
-    of 16-bit elements. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
+    of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
     that the epilogue of one hides behind the MMAs of the other.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
@@ -71,7 +88,7 @@ class TileConfig:
     def __post_init__(self) -> None:
         _require("tile m", self.m, TILE_M)
         _require("tile n", self.n, TILE_N)
-        _require("tile k", self.k, TILE_K)
+        _require("tile k", self.k, TILE_K.values())
         _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS)
         _require("schedule", self.schedule, SCHEDULES)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
@@ -125,10 +142,14 @@ class GroupedMmSpec:
     transpose_w: bool = False
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
+    operands: str = "16bit"
 
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
+        _check_operands(self.operands, self.tile)
+        if self.transpose_w and self.operands != "16bit":
+            raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
 
     @property
     def stem(self) -> str:
@@ -137,7 +158,7 @@ class GroupedMmSpec:
 
     @property
     def name(self) -> str:
-        return f"grouped_mm_{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+        return f"grouped_mm_{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +175,12 @@ class GroupedGluSpec:
     save_preact: bool = False
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
+    operands: str = "16bit"
 
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
+        _check_operands(self.operands, self.tile)
         _check_activation(self.activation, self.glu_layout)
         if self.gated and self.tile.n % 128:
             valid = [n for n in TILE_N if n % 128 == 0]
@@ -178,7 +201,7 @@ class GroupedGluSpec:
 
     @property
     def name(self) -> str:
-        return f"grouped_glu_{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+        return f"grouped_glu_{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +218,13 @@ class GroupedDgluSpec:
     tile: TileConfig = TileConfig()
     dgrad: TileConfig = TileConfig(cluster_n=2)
     arch: str = "sm_90a"
+    operands: str = "16bit"
 
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
+        for tile in (self.tile, self.dgrad):
+            _check_operands(self.operands, tile)
         _check_activation(self.activation, self.glu_layout)
 
     @property
@@ -209,7 +235,8 @@ class GroupedDgluSpec:
     def name(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
         tiles = f"{self.tile.name}__nn_{self.dgrad.name}"
-        return f"grouped_dglu_{DTYPES[self.dtype]}_{self.activation}{layout}_{tiles}_{self.arch}"
+        kind = f"{OPERANDS[self.operands]}{DTYPES[self.dtype]}"
+        return f"grouped_dglu_{kind}_{self.activation}{layout}_{tiles}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +252,12 @@ class GroupedMlpSpec:
             raise SpecError("fc1 and fc2 of a grouped_mlp must agree in dtype and arch")
         if self.fc1.save_preact or self.fc2.transpose_w:
             raise SpecError("grouped_mlp takes fc1 without save_preact and fc2 without transpose_w")
+        reads = "mxfp8_weight_only" if self.fc1.operands == "mxfp8_exact" else self.fc1.operands
+        if self.fc2.operands != reads:
+            raise SpecError(
+                f"fc1 with operands={self.fc1.operands!r} makes what fc2 with operands={reads!r} reads, "
+                f"not {self.fc2.operands!r}"
+            )
 
     @property
     def dtype(self) -> str:
@@ -236,7 +269,8 @@ class GroupedMlpSpec:
 
     @property
     def name(self) -> str:
-        return f"grouped_mlp_{DTYPES[self.dtype]}_{self.fc1.stem}__{self.fc2.stem}_{self.arch}"
+        kind = f"{OPERANDS[self.fc1.operands]}{DTYPES[self.dtype]}"
+        return f"grouped_mlp_{kind}_{self.fc1.stem}__{self.fc2.stem}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
