@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, Epilogue, TileShare, WarpgroupState, chunk_of, registers
+from .epilogue import Addends, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
 from .mainloop import WARPS_PER_GROUP
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .store import COLS, ROWS, Slots
@@ -49,8 +49,8 @@ class DgluInputs(NamedTuple):
 
 
 class DgluState(WarpgroupState):
-    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor, ring: PreactRing):
-        super().__init__(inputs, slots, sBias)
+    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring: PreactRing):
+        super().__init__(inputs, slots, smem)
         self.preact = PreactPair(ring, slots)
         self.ring = ring
         self.num_n_tiles = inputs.num_n_tiles
@@ -86,9 +86,9 @@ class DgluEpilogue(Epilogue):
         return PreactRing(barriers, staging, self.preact_layout)
 
     def make_state(
-        self, inputs: DgluInputs, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: PreactRing
+        self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring: PreactRing
     ) -> DgluState:
-        return DgluState(inputs, groups, slots, row_smem, ring)
+        return DgluState(inputs, groups, slots, smem, ring)
 
     def _place(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
         """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
 
 from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec, TileConfig
+from .scales import power_of_two
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
@@ -56,22 +57,36 @@ def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
 
 
 class Inputs(NamedTuple):
-    """Run-time inputs of a GEMM's epilogue; `bias_size` is the number of elements of an expert's bias."""
+    """Run-time inputs of a GEMM's epilogue.
+
+    bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
+    for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
+    """
 
     addends: Addends
     params: act.ActivationParams
     bias_size: Int32
+    w_scale: Int64 = Int64(0)
+    out_scale: Int64 = Int64(0)
+
+
+class ColumnSmem(NamedTuple):
+    """A warpgroup's shared memory for its tile's columns: biases, and scale bytes where weights have them."""
+
+    bias: cute.Tensor
+    scales: cute.Tensor | None
 
 
 class WarpgroupState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
-    def __init__(self, inputs: Any, slots: Slots, sBias: cute.Tensor):
+    def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
+        self.inputs = inputs
         self.addends = inputs.addends
         self.params = inputs.params
         self.bias_size = inputs.bias_size
         self.slots = slots
-        self.sBias = sBias
+        self.smem = smem
         self.lane = slots.thread % 32
         self.row_in_slab = slots.thread // 32 * 16 + self.lane // 4
 
@@ -85,6 +100,7 @@ class Epilogue(Invariant):
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
+    scales_columns: weights are folded, with a scale for each of their rows.
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
     num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: of the ring, if any.
     chunks_per_slab: 64-column chunks that a slab of 64 rows stores, over all outputs.
@@ -94,9 +110,10 @@ class Epilogue(Invariant):
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
-        extra_chunks: int = 0,
+        extra_chunks: int = 0, scales_columns: bool = False,
     ):  # fmt: skip
         self.tile = tile
+        self.scales_columns = scales_columns
         self.tile_n = tile.n
         self.slabs = tile.slabs
         self.parts = parts
@@ -119,8 +136,8 @@ class Epilogue(Invariant):
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
         """Bring what `finish` reads of the CTA's tile number `turn`; called by a warp of its own if there is a ring."""
 
-    def make_state(self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: Any) -> WarpgroupState:
-        return WarpgroupState(inputs, slots, row_smem)
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: ColumnSmem, ring: Any) -> WarpgroupState:
+        return WarpgroupState(inputs, slots, smem)
 
     def store_views(self, outputs: tuple) -> tuple:
         """How the outputs look to TMA stores."""
@@ -148,7 +165,11 @@ class Epilogue(Invariant):
             first_slot = slab * self.chunks_per_slab % SLOTS
             count = cute.size(acc) // self.slabs
             values, two_scales = registers(acc, slab * count, count), registers(scales, 2 * slab, 2)
-            self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
+            # Of a cooperative tile a warpgroup may have no rows, and it holds back nobody by going on.
+            if const_expr(self.tile.takes_turns):
+                self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
+            elif row < work.group_end:
+                self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
 
     @cute.jit
     def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> cute.Tensor:
@@ -163,21 +184,47 @@ class Epilogue(Invariant):
                     scales[i] = scale[row]
         if state.has_bias():
             self._fetch_bias(state, work)
+        if const_expr(self.scales_columns):
+            self._fetch_column_scales(state, work)
         return scales
 
     @cute.jit
     def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
-        dtype = state.slots.dtype
-        address = state.addends.bias + Int64(work.expert) * state.bias_size * (dtype.width // 8)
+        address = state.addends.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
         if state.addends.bias_table != 0:
             address = vector_at(Int64, state.addends.bias_table)[work.expert]
-        bias = vector_at(dtype, address)
+        self._fetch(state, work, vector_at(self.dtype, address), state.smem.bias)
+
+    @cute.jit
+    def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile):
+        address = state.inputs.w_scale + Int64(work.expert) * state.bias_size
+        self._fetch(state, work, vector_at(Uint8, address), state.smem.scales)
+
+    @cute.jit
+    def _fetch(self, state: WarpgroupState, work: WorkTile, source: cute.Tensor, target: cute.Tensor):
+        """The tile's columns of a vector that has an element for each weight row of an expert; zeros past its end."""
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column = state.slots.thread + i * THREADS
             part, column_in_part = column // self.part_n, column % self.part_n
             element = self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
-            if (column < self.tile_n) & (element < state.bias_size):
-                state.sBias[column] = bias[element]
+            if column < self.tile_n:
+                if element < state.bias_size:
+                    target[column] = source[element]
+                else:
+                    target[column] = target.element_type(0)
+
+    @cute.jit
+    def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
+        """acc *= the scales of the weight rows behind its columns."""
+        if const_expr(self.scales_columns):
+            state.slots.sync()
+            values = registers(acc)
+            for i in cutlass.range_constexpr(self.tile_n // 8):
+                for pair in cutlass.range_constexpr(2):
+                    byte = Int32(state.smem.scales[8 * i + 2 * (state.lane % 4) + pair]) & 0xFF
+                    scale = power_of_two(byte)
+                    values[4 * i + pair] *= scale
+                    values[4 * i + 2 + pair] *= scale
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
@@ -187,7 +234,7 @@ class Epilogue(Invariant):
             values = registers(acc)
             for i in cutlass.range(self.tile_n // 8 * 2, unroll_full=True):
                 group, pair = i // 2, i % 2
-                bias = Float32(state.sBias[8 * group + 2 * (state.lane % 4) + pair])
+                bias = Float32(state.smem.bias[8 * group + 2 * (state.lane % 4) + pair])
                 values[4 * group + pair] += bias * scale_upper_row
                 values[4 * group + 2 + pair] += bias * scale_lower_row
 
@@ -200,6 +247,7 @@ class LinearEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
+        self._scale_columns(state, acc)
         self._add_bias(state, acc, scales[0], scales[1])
         for chunk in cutlass.range_constexpr(self.tile_n // COLS):
             tile = stores[0].tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
@@ -238,6 +286,7 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
+        self._scale_columns(state, acc)
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row, first_slot)
