@@ -17,7 +17,7 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
-SCHEDULES = {"cooperative": "coop", "pingpong": "pp"}
+SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "twin": "twin"}
 # Float32 accumulators a thread can hold beside what an epilogue needs.
 MAX_ACCUMULATORS = 128
 PINGPONG_WARPGROUPS = 2
@@ -72,7 +72,8 @@ class TileConfig:
     m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
     of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
-    that the epilogue of one hides behind the MMAs of the other.
+    that the epilogue of one hides behind the MMAs of the other. twin: one MMA warpgroup with a tile of its own, and two
+    CTAs on an SM, each with half of its shared memory and registers.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
     odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
@@ -106,12 +107,16 @@ class TileConfig:
     @property
     def warpgroups_per_tile(self) -> int:
         """MMA warpgroups that share a tile."""
-        return 1 if self.takes_turns else self.m // 64
+        return self.m // 64 if self.schedule == "cooperative" else 1
 
     @property
     def warpgroups(self) -> int:
         """MMA warpgroups of a CTA."""
         return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2 if self.schedule == "twin" else 1
 
     @property
     def slabs(self) -> int:

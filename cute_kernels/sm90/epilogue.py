@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 
 from .. import activation as act
 from ..gmem import vector_at
@@ -20,6 +20,8 @@ from .scales import power_of_two
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
+
+UPPER_HALF = -(1 << 16)
 
 
 class Addends(NamedTuple):
@@ -193,25 +195,29 @@ class Epilogue(Invariant):
         address = state.addends.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
         if state.addends.bias_table != 0:
             address = vector_at(Int64, state.addends.bias_table)[work.expert]
-        self._fetch(state, work, vector_at(self.dtype, address), state.smem.bias)
+        bias = vector_at(self.dtype, address)
+        for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
+            column, element = self._element(state, work, i)
+            if column < self.tile_n:
+                # Columns without a weight row count in the scale of a quantised result: zeros.
+                if element < state.bias_size:
+                    state.smem.bias[column] = bias[element]
+                else:
+                    state.smem.bias[column] = self.dtype(0)
 
     @cute.jit
     def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile):
-        address = state.inputs.w_scale + Int64(work.expert) * state.bias_size
-        self._fetch(state, work, vector_at(Uint8, address), state.smem.scales)
-
-    @cute.jit
-    def _fetch(self, state: WarpgroupState, work: WorkTile, source: cute.Tensor, target: cute.Tensor):
-        """The tile's columns of a vector that has an element for each weight row of an expert; zeros past its end."""
+        scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
-            column = state.slots.thread + i * THREADS
-            part, column_in_part = column // self.part_n, column % self.part_n
-            element = self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
-            if column < self.tile_n:
-                if element < state.bias_size:
-                    target[column] = source[element]
-                else:
-                    target[column] = target.element_type(0)
+            column, element = self._element(state, work, i)
+            if (column < self.tile_n) & (element < state.bias_size):
+                state.smem.scales[column] = power_of_two(Int32(scales[element]) & 0xFF).to(BFloat16)
+
+    def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
+        """The i-th column of the tile that this thread fetches for, and the weight row behind it."""
+        column = state.slots.thread + i * THREADS
+        part, column_in_part = column // self.part_n, column % self.part_n
+        return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
 
     @cute.jit
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
@@ -219,12 +225,14 @@ class Epilogue(Invariant):
         if const_expr(self.scales_columns):
             state.slots.sync()
             values = registers(acc)
+            pairs = cute.recast_tensor(state.smem.scales, Int32)
             for i in cutlass.range_constexpr(self.tile_n // 8):
+                two = pairs[4 * i + state.lane % 4]
                 for pair in cutlass.range_constexpr(2):
-                    byte = Int32(state.smem.scales[8 * i + 2 * (state.lane % 4) + pair]) & 0xFF
-                    scale = power_of_two(byte)
-                    values[4 * i + pair] *= scale
-                    values[4 * i + 2 + pair] *= scale
+                    # A bfloat16 is the upper half of a float32.
+                    bits = two << 16 if const_expr(pair == 0) else two & Int32(UPPER_HALF)
+                    values[4 * i + pair] *= bits.bitcast(Float32)
+                    values[4 * i + 2 + pair] *= bits.bitcast(Float32)
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):

@@ -98,7 +98,7 @@ class Fp8Mainloop(GemmMainloop):
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
-        """Pass over a tile's stages, each once it is full: released before, it could be counted for a round too early."""
+        """Pass over a tile's stages, each once it is full: released before, it could count for a round too early."""
         for _ in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             stages.consumer_release(state)
