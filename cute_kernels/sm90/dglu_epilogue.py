@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
+from .epilogue import Addends, Begun, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
 from .mainloop import WARPS_PER_GROUP
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .store import COLS, ROWS, Slots
@@ -105,8 +105,9 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def finish(
-        self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, share: TileShare
+        self, state: DgluState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile, share: TileShare
     ):
+        scales = begun.row_scales
         sums = cute.make_rmem_tensor(2, Float32)
         for chunk in cutlass.range_constexpr(self.chunks_per_share):
             slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab

@@ -79,6 +79,13 @@ class ColumnSmem(NamedTuple):
     scales: cute.Tensor | None
 
 
+class Begun(NamedTuple):
+    """A thread's row scales, two a slab, and scale bytes of columns, on their way while the mainloop runs."""
+
+    row_scales: cute.Tensor
+    column_scales: cute.Tensor | None
+
+
 class WarpgroupState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
@@ -158,10 +165,13 @@ class Epilogue(Invariant):
 
     @cute.jit
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile,
+        self, state: WarpgroupState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
         """Turn a warpgroup's accumulators into stores."""
+        scales = begun.row_scales
+        if const_expr(self.scales_columns):
+            self._put_column_scales(state, begun.column_scales)
         for slab in cutlass.range_constexpr(self.slabs):
             row = work.row + (share.first_slab + slab) * ROWS
             first_slot = slab * self.chunks_per_slab % SLOTS
@@ -174,7 +184,7 @@ class Epilogue(Invariant):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
 
     @cute.jit
-    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> cute.Tensor:
+    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Begun:
         """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
@@ -186,9 +196,7 @@ class Epilogue(Invariant):
                     scales[i] = scale[row]
         if state.has_bias():
             self._fetch_bias(state, work)
-        if const_expr(self.scales_columns):
-            self._fetch_column_scales(state, work)
-        return scales
+        return Begun(scales, self._fetch_column_scales(state, work) if const_expr(self.scales_columns) else None)
 
     @cute.jit
     def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
@@ -206,12 +214,25 @@ class Epilogue(Invariant):
                     state.smem.bias[column] = self.dtype(0)
 
     @cute.jit
-    def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile):
+    def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
+        """Scale bytes of the columns that this thread fetches for."""
         scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
-        for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
+        count = (self.tile_n + THREADS - 1) // THREADS
+        fetched = cute.make_rmem_tensor(count, Int32)
+        for i in cutlass.range_constexpr(count):
             column, element = self._element(state, work, i)
+            fetched[i] = Int32(0)
             if (column < self.tile_n) & (element < state.bias_size):
-                state.smem.scales[column] = power_of_two(Int32(scales[element]) & 0xFF).to(BFloat16)
+                fetched[i] = Int32(scales[element]) & 0xFF
+        return fetched
+
+    @cute.jit
+    def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
+        for i in cutlass.range_constexpr(cute.size(fetched)):
+            column = state.slots.thread + i * THREADS
+            if column < self.tile_n:
+                state.smem.scales[column] = power_of_two(fetched[i]).to(BFloat16)
+        state.slots.sync()
 
     def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
         """The i-th column of the tile that this thread fetches for, and the weight row behind it."""
@@ -223,7 +244,6 @@ class Epilogue(Invariant):
     def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
         """acc *= the scales of the weight rows behind its columns."""
         if const_expr(self.scales_columns):
-            state.slots.sync()
             values = registers(acc)
             pairs = cute.recast_tensor(state.smem.scales, Int32)
             for i in cutlass.range_constexpr(self.tile_n // 8):

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..gmem import vector_at
@@ -128,8 +128,8 @@ class Fp8Mainloop(GemmMainloop):
         partial = cute.make_rmem_tensor(PIECE_REGS, Float32)
         wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            row_scales = scales.take(k_tile)
             stages.consumer_wait(state)
+            row_scales = cute.make_rmem_tensor(2 * self.tile.slabs, Float32)
             for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
                 slab, columns = piece // self.pieces, piece % self.pieces
                 warpgroup.fence()
@@ -139,6 +139,8 @@ class Fp8Mainloop(GemmMainloop):
                     b = cute.append_ones(tCrB[None, columns, k_block, state.index], 2)
                     cute.gemm(tiled_mma, wgmma_acc, a, b, wgmma_acc)
                 warpgroup.commit_group()
+                if const_expr(piece == 0):
+                    row_scales.store(scales.take(k_tile).load())
                 warpgroup.wait_group(0)
                 self._promote(registers(acc, piece * PIECE_REGS, PIECE_REGS), partial, row_scales, slab)
             stages.consumer_release(state)
