@@ -14,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
+from . import entry_mxfp8
 from .activation import ActivationParams
-from .entry_mxfp8 import trace_mlp_mxfp8, trace_mm_mxfp8
 from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes, weight_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
@@ -39,6 +39,7 @@ from .specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
+    operands_of,
 )
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -313,14 +314,16 @@ def _trace_mhc(spec: MhcSpec) -> tuple[Any, tuple]:
 
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
+    if operands_of(spec) == "mxfp8":
+        return entry_mxfp8.trace(spec)
     if isinstance(spec, MhcSpec):
         return _trace_mhc(spec)
     if isinstance(spec, GroupedMmSpec):
-        return trace_mm_mxfp8(spec) if spec.operands == "mxfp8" else _trace_mm(spec)
+        return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):
         return _trace_glu(spec)
     if isinstance(spec, GroupedMlpSpec):
-        return trace_mlp_mxfp8(spec) if spec.fc1.operands == "mxfp8" else _trace_mlp(spec)
+        return _trace_mlp(spec)
     if isinstance(spec, GroupedDgluSpec):
         return _trace_dglu(spec)
     if isinstance(spec, GroupedWgradSpec):

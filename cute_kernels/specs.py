@@ -17,7 +17,7 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
-SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "twin": "twin"}
+SCHEDULES = {"cooperative": "coop", "pingpong": "pp"}
 # Float32 accumulators a thread can hold beside what an epilogue needs.
 MAX_ACCUMULATORS = 128
 PINGPONG_WARPGROUPS = 2
@@ -72,8 +72,7 @@ class TileConfig:
     m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
     of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
-    that the epilogue of one hides behind the MMAs of the other. twin: one MMA warpgroup with a tile of its own, and two
-    CTAs on an SM, each with half of its shared memory and registers.
+    that the epilogue of one hides behind the MMAs of the other.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
     odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
@@ -107,16 +106,12 @@ class TileConfig:
     @property
     def warpgroups_per_tile(self) -> int:
         """MMA warpgroups that share a tile."""
-        return self.m // 64 if self.schedule == "cooperative" else 1
+        return 1 if self.takes_turns else self.m // 64
 
     @property
     def warpgroups(self) -> int:
         """MMA warpgroups of a CTA."""
         return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
-
-    @property
-    def ctas_per_sm(self) -> int:
-        return 2 if self.schedule == "twin" else 1
 
     @property
     def slabs(self) -> int:
@@ -412,6 +407,12 @@ Spec = (
 )
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
+
+
+def operands_of(spec: Spec) -> str:
+    """What a spec's GEMMs multiply, a key of OPERANDS; "16bit" for kernels that are no GEMMs."""
+    first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
+    return str(getattr(first, "operands", "16bit"))
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

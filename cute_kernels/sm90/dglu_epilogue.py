@@ -46,6 +46,7 @@ class DgluInputs(NamedTuple):
     preact: cute.Tensor | PreactLoads
     num_n_tiles: Int32
     d_scale: RowScaleGradient
+    w_scale: Int64 = Int64(0)
 
 
 class DgluState(WarpgroupState):
@@ -68,7 +69,7 @@ class DgluEpilogue(Epilogue):
     shares_slots = True
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
-        super().__init__(dtype, spec.tile)
+        super().__init__(dtype, spec.tile, scales_columns=spec.operands == "mxfp8")
         self.spec = spec
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
         self.chunks_per_slab = spec.tile.n // COLS
@@ -104,10 +105,13 @@ class DgluEpilogue(Epilogue):
                 ring.load(inputs.preact, *self._place(work, turn, first_slab, chunk))
 
     @cute.jit
-    def finish(
-        self, state: DgluState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile, share: TileShare
-    ):
+    def finish(self, state: DgluState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile, share: TileShare):
         scales = begun.row_scales
+        if const_expr(self.scales_columns):
+            self._put_column_scales(state, begun.column_scales)
+            count = cute.size(acc) // self.slabs
+            for slab in cutlass.range_constexpr(self.slabs):
+                self._scale_columns(state, registers(acc, slab * count, count))
         sums = cute.make_rmem_tensor(2, Float32)
         for chunk in cutlass.range_constexpr(self.chunks_per_share):
             slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab

@@ -38,14 +38,12 @@ from .epilogue import ColumnSmem, share_of
 from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
-SMEM_BYTES = {1: 227 * 1024, 2: 113 * 1024}
+SMEM_BYTES = 227 * 1024
 # Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.
 SMALL_BYTES, SCALE_BYTES = 2048, 1024
-SMEM_CARVEOUT = 100  # percent
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
-# By CTAs on an SM. Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM; two CTAs:
-# 2 x 128 x (216 + 40) = 64 K. One MMA warpgroup alone needs no redistribution.
-LOAD_REGISTERS, MMA_REGISTERS = {1: 24, 2: 40}, {1: 240, 2: 216}
+# Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
+LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 
 
 class PersistentGemm(Invariant):
@@ -59,7 +57,6 @@ class PersistentGemm(Invariant):
         self.num_warpgroups = tile.warpgroups
         self.threads = (1 + self.num_warpgroups) * THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n
-        self.moves_registers = self.num_warpgroups > 1 or tile.ctas_per_sm > 1
 
     def make_mainloop(self) -> Mainloop:
         raise NotImplementedError
@@ -76,7 +73,7 @@ class PersistentGemm(Invariant):
         staging = self._slot_owners * self.epilogue.num_slots * store.SLOT_BYTES
         stage = (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
         small = SMALL_BYTES + (SCALE_BYTES if self.epilogue.scales_columns else 0)
-        return (SMEM_BYTES[self.tile.ctas_per_sm] - small - staging) // stage
+        return (SMEM_BYTES - small - staging) // stage
 
     @cute.jit
     def start(
@@ -86,11 +83,10 @@ class PersistentGemm(Invariant):
         """Launch on `stream`. `after_launch`: start early, behind a kernel of this package (programmatic launch)."""
         self._name_kernel()
         self.kernel(operands, stores, inputs, groups, grid).launch(
-            grid=(num_sms * self.tile.ctas_per_sm // self.cluster_size * self.cluster_size, 1, 1),
+            grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster_size, 1, 1),
-            min_blocks_per_mp=self.tile.ctas_per_sm,
-            preferred_smem_carveout=SMEM_CARVEOUT if self.tile.ctas_per_sm > 1 else None,
+            min_blocks_per_mp=1,
             stream=stream,
             use_pdl=after_launch,
         )
@@ -151,8 +147,8 @@ class PersistentGemm(Invariant):
         cute.arch.griddepcontrol_launch_dependents()
 
         if warpgroup == 0:
-            if const_expr(self.moves_registers):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS[self.tile.ctas_per_sm])
+            if const_expr(self.num_warpgroups > 1):
+                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD_WARP:
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
@@ -161,8 +157,8 @@ class PersistentGemm(Invariant):
                 if const_expr(has_loads):
                     self._epilogue_load_role(loads, inputs, ring)
         else:
-            if const_expr(self.moves_registers):
-                cute.arch.setmaxregister_increase(MMA_REGISTERS[self.tile.ctas_per_sm])
+            if const_expr(self.num_warpgroups > 1):
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
             columns = cute.make_layout((self.tile.n, self.num_warpgroups))
             index = warpgroup - 1
             bias = storage.bias.get_tensor(columns)[None, index]
