@@ -241,6 +241,10 @@ class GroupedMlpCall(Call):
     def params(self) -> ActivationParams:
         return ActivationParams(self.limit, self.alpha, self.offset)
 
+    def again(self) -> Any:
+        check_recipe(self.op, self.recipe)
+        return super().again()
+
     def check(self) -> Problem:
         for name in ("x", "w1", "w2"):
             if isinstance(getattr(self, name), (FoldedWeight, MXFP8Tensor)):

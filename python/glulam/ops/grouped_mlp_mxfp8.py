@@ -185,6 +185,11 @@ def _refuse_gradients(recipe: str, *arguments: Any) -> None:
         )
 
 
+Memory = tuple[Tensor, ...]
+Given = tuple[tuple[Any, ...], tuple[int, ...], int]
+"""The kernel's tensors, the addresses of scales behind the groups, and what to launch."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mxfp8MlpPlan(Launch):
     """The constants of a call. `dtype`: of the result; `width`: its columns; `memory`: what a call needs besides."""
@@ -194,9 +199,9 @@ class Mxfp8MlpPlan(Launch):
     params: ActivationParams
 
     def given(
-        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], int]:
-        """The kernel's tensors, the addresses behind the groups, and what to launch."""
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        """What of the kernel's arguments the recipes differ in."""
         raise NotImplementedError
 
     def run(
@@ -218,7 +223,8 @@ class Mxfp8MlpPlan(Launch):
             b1_at, b1_table = addresses(b1)
         if b2 is not None:
             b2_at, b2_table = addresses(b2)
-        tensors, scales, do_launch = self.given(x, x_scale, w1, w2, y, groups)
+        memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
+        tensors, scales, do_launch = self.given(memory, x, x_scale, w1, w2, y, groups)
         limit, alpha, offset = self.params
         self.function(
             *tensors,
@@ -234,9 +240,9 @@ class QuantisedPlan(Mxfp8MlpPlan):
     """FP8 GEMMs; x in 16 bits, which the same function quantises. `memory`: x and the activation, and their scales."""
 
     def given(
-        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], int]:
-        x8, mid8, x_scales, mid_scales = workspace.take_all(self.memory)
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        x8, mid8, x_scales, mid_scales = memory
         return (x, w1, w2, x8, mid8, y), (x_scales.data_ptr(), mid_scales.data_ptr()), QUANTISE
 
 
@@ -244,9 +250,9 @@ class ReadyPlan(Mxfp8MlpPlan):
     """FP8 GEMMs on an x in MXFP8. `memory`: the activation and its scales."""
 
     def given(
-        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], int]:
-        mid8, mid_scales = workspace.take_all(self.memory)
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        mid8, mid_scales = memory
         at: int = x_scale.data_ptr()  # type: ignore[union-attr]
         return (y, w1, w2, x, mid8, y), (at, mid_scales.data_ptr()), READY
 
@@ -255,9 +261,9 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
     """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
 
     def given(
-        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], int]:
-        (mid,) = workspace.take_all(self.memory)
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        (mid,) = memory
         return (x, w1, w2, mid, y), (), 1
 
 
@@ -268,9 +274,9 @@ class ExactPlan(Mxfp8MlpPlan):
     round: Callable[..., Any]
 
     def given(
-        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], int]:
-        mid, rows = workspace.take_all(self.memory)
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        mid, rows = memory
         has_offs = self.group_form == 0
         self.round(x, rows, groups.data_ptr() if has_offs else 0, self.experts if has_offs else 1, 1)
         return (rows, w1, w2, mid, y), (), 1
