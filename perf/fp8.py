@@ -1,8 +1,8 @@
 """The contestants of the MXFP8 MLP: this project's recipes, its BF16, and torch's FP8 grouped GEMM, unfused.
 
 torch._scaled_grouped_mm has one float32 scale for each row of both operands: coarser than MXFP8, and nothing to
-promote. To make the same result it is given an input that is quantised, an activation, and its quantisation. These are one
-compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch gets.
+promote. To make the same result it is given an input that is quantised, an activation, and its quantisation. These are
+one compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch gets.
 """
 
 from __future__ import annotations
