@@ -140,14 +140,11 @@ def find(op: str, recipe: Any) -> Recipe:
     Raises:
         ValueError: there is none, or the object is not what its name stands for.
     """
-    known = RECIPES.get(recipe.name if isinstance(recipe, Recipe) else recipe) if _is_key(recipe) else None
-    if known is None or (isinstance(recipe, Recipe) and recipe != known):
-        raise ValueError(f"{op}: recipe is {recipe!r}; choose one of {', '.join(RECIPES)}")
-    return known
-
-
-def _is_key(recipe: Any) -> bool:
-    return isinstance(recipe, (str, Recipe))
+    if recipe.__class__ is str and (known := RECIPES.get(recipe)):
+        return known
+    if isinstance(recipe, Recipe) and recipe == RECIPES.get(recipe.name):
+        return RECIPES[recipe.name]
+    raise ValueError(f"{op}: recipe is {recipe!r}; choose one of {', '.join(RECIPES)}")
 
 
 def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int) -> None:

@@ -108,8 +108,8 @@ def grouped_mlp(
     if recipe != "bf16":
         if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
             return grouped_mlp_mxfp8(
-                found, x, w1, w2, offs=offs, splits=splits, row_scale=row_scale, b1=b1, b2=b2, activation=activation,
-                glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recompute=recompute, out=out,
+                found, x, w1, w2, offs, splits, row_scale, b1, b2, activation, glu_layout, limit, alpha, offset,
+                recompute, out,
             )  # fmt: skip
         recipe = found.name
     key = plan = failure = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -28,7 +28,6 @@ from ..plan import Launch, Plans, addresses, aligned_row, bare, launch_nothing
 from ..recipes import Recipe
 from ..signature import (
     Experts,
-    any_requires_grad,
     check_activation,
     check_bias,
     check_experts,
@@ -41,6 +40,7 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
+    requiring_grad,
     runs_kernels,
 )
 
@@ -50,10 +50,19 @@ QUANTISE, READY = 1, 2
 
 
 def grouped_mlp_mxfp8(
-    recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool, out: Tensor | None, **rest: Any
-) -> Tensor:
-    """`grouped_mlp` with a recipe that quantises; `rest`: its other arguments."""
-    return _grouped_mlp(**flat_arguments(recipe, x, w1, w2, recompute=recompute, out=out, **rest))
+    recipe: Recipe, x: Any, w1: Any, w2: Any, offs: Any, splits: Any, row_scale: Tensor | None, b1: Any, b2: Any,
+    activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recompute: bool, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`grouped_mlp` with a recipe that quantises."""
+    x_, x_scale, dtype = _rows(x, recipe, out, b1, b2)
+    w1_, w1_scale = _weight("w1", w1, recipe)
+    w2_, w2_scale = _weight("w2", w2, recipe)
+    if recompute is not False:
+        _refuse_recompute(recipe, recompute)
+    return _grouped_mlp(
+        x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, row_scale, b1, b2, activation, glu_layout, limit,
+        alpha, offset, recipe.name, dtype, out,
+    )  # fmt: skip
 
 
 def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool, **rest: Any) -> dict[str, Any]:
@@ -63,11 +72,8 @@ def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool,
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes.
     """
     if recompute is not False:
-        raise ValueError(f"{OP}: recompute is {recompute!r}; recipe {recipe.name!r} has none, so leave it out")
-    dtype = None
-    if isinstance(x, MXFP8Tensor):
-        dtype = _result_dtype(rest)
-    x, x_scale = _rows(x, recipe, dtype)
+        _refuse_recompute(recipe, recompute)
+    x, x_scale, dtype = _rows(x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
     w1, w1_scale = _weight("w1", w1, recipe)
     w2, w2_scale = _weight("w2", w2, recipe)
     return {
@@ -76,20 +82,24 @@ def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool,
     }  # fmt: skip
 
 
-def _result_dtype(arguments: dict[str, Any]) -> torch.dtype:
+def _refuse_recompute(recipe: Recipe, recompute: Any) -> NoReturn:
+    raise ValueError(f"{OP}: recompute is {recompute!r}; recipe {recipe.name!r} has none, so leave it out")
+
+
+def _result_dtype(*others: Any) -> torch.dtype:
     """Of an x in MXFP8: the dtype of what else is 16-bit."""
-    for name in ("out", "b1", "b2"):
-        value = arguments[name]
+    for value in others:
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(first, Tensor):
             return first.dtype
     return torch.bfloat16
 
 
-def _rows(x: Any, recipe: Recipe, dtype: torch.dtype | None) -> tuple[Any, Tensor | None]:
-    """x, and its scales where kernels read it in MXFP8."""
+def _rows(x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
+    """x; its scales, where kernels read it in MXFP8; and the result's dtype, where x does not tell."""
     if not isinstance(x, MXFP8Tensor):
-        return x, None
+        return x, None, None
+    dtype = _result_dtype(*others)
     if recipe.x is None:
         raise TypeError(
             f"{OP}: x is an MXFP8Tensor, but recipe {recipe.name!r} takes 16-bit rows; give x.dequantize({dtype}), or "
@@ -98,10 +108,11 @@ def _rows(x: Any, recipe: Recipe, dtype: torch.dtype | None) -> tuple[Any, Tenso
     if x.axis != "row":
         raise ValueError(f"{OP}: x is quantised along its columns; a GEMM contracts its rows, so quantise along those")
     if recipe.x.block == "1x32":  # kernels read its values in 16 bits, which hold them exactly
-        return x.dequantize(dtype or torch.bfloat16), None
-    plain = x.plain()
-    wide = rebase_mxfp8(plain) if x.shape[0] else plain
-    return wide.data.contiguous(), wide.scale.contiguous()
+        return x.dequantize(dtype), None, None
+    if x.block == "1x128" and x.scale_layout == "plain":
+        return x.data, x.scale, dtype
+    wide = rebase_mxfp8(x.plain()) if x.shape[0] else x.plain()
+    return wide.data.contiguous(), wide.scale.contiguous(), dtype
 
 
 def _weight(name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | None]:
@@ -141,8 +152,8 @@ def _grouped_mlp(
 ) -> Tensor:  # fmt: skip
     key = plan = failure = None
     if not is_dynamo_compiling():
-        if is_grad_enabled():
-            _refuse_gradients(recipe, x, w1, w2, row_scale, b1, b2)
+        if is_grad_enabled() and requiring_grad(x, w1, w2, row_scale, b1, b2) is not None:
+            _refuse_gradients(recipe)
         try:
             groups: Any = offs if splits is None else splits
             fold = recipe == recipes.MXFP8.name
@@ -177,12 +188,11 @@ def _grouped_mlp(
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
 
-def _refuse_gradients(recipe: str, *arguments: Any) -> None:
-    if any_requires_grad(*arguments):
-        raise GradientNotSupported(
-            f"{OP}: recipe {recipe!r} has no gradient, and an argument requires one; call it under torch.no_grad() or "
-            "torch.inference_mode(), detach() its arguments, or choose recipe 'bf16'"
-        )
+def _refuse_gradients(recipe: str) -> NoReturn:
+    raise GradientNotSupported(
+        f"{OP}: recipe {recipe!r} has no gradient, and an argument requires one; call it under torch.no_grad() or "
+        "torch.inference_mode(), detach() its arguments, or choose recipe 'bf16'"
+    )
 
 
 Memory = tuple[Tensor, ...]
@@ -327,7 +337,8 @@ class Mxfp8MlpCall(Call):
         return self.x.dtype if self.dtype is None else self.dtype
 
     def refuse_gradients(self) -> None:
-        _refuse_gradients(self.recipe, self.x, self.w1, self.w2, self.row_scale, self.b1, self.b2)
+        if requiring_grad(self.x, self.w1, self.w2, self.row_scale, self.b1, self.b2) is not None:
+            _refuse_gradients(self.recipe)
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
