@@ -26,12 +26,13 @@ SUITE_HELP = {
     "backward": "the backward's kernels",
     "train": "a layer's forward and backward: time, memory, host",
     "quantize": "quantising to MXFP8",
+    "fp8": "the MLP in MXFP8, by every recipe",
     "mhc": "the hyper-connections' operators",
     "host": "host time of a call",
     "graph": "CUDA graphs",
 }
 SUITE_NAMES = (*SUITE_HELP, COMPARE, TILES)
-WITH_OPS = ("forward", "decode", "rows", "skew", "backward", COMPARE, TILES)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "fp8", COMPARE, TILES)
 WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 

@@ -109,6 +109,11 @@ def skew_cases(wanted: str | None = None) -> list[Case]:
     return with_routings(tuple(models(wanted, (QWEN3, DEEPSEEK))), routings)
 
 
+def fp8_cases(wanted: str | None = None) -> list[Case]:
+    """Prefill and decode, even."""
+    return select([*PREFILL, *DECODE], wanted)
+
+
 def backward_cases() -> list[Case]:
     """The kernels of the backward: even, skewed, and with half of the experts empty."""
     return with_routings(PREFILL, ("uniform", "dirichlet", "half-empty"))

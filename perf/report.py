@@ -88,6 +88,8 @@ def _summary_of(result: Result) -> list[str]:
     titles = SUMMARISED.get(result["suite"], ())
     if result["suite"] == "training-curves":
         tables = tables_of(result)
+    elif result["suite"] == "fp8":
+        tables = tables_of(result)[:1]
     else:
         tables = host_tables(result)[-1:] if result["suite"] == "host" else op_tables(result) if titles else []
     chosen = [table for table in tables if not titles or table.title in titles]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cases import Case
+from .fp8_tables import fp8_parts
 from .mhc_tables import mhc_tables
 from .results import Result
 from .targets import copy_target, target
@@ -309,6 +310,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "graph": graph_tables,
     "training-curves": curves_tables,
     "quantize": quantize_tables,
+    "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"])],
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "compare": compare_tables,
     "tiles": tiles_tables,

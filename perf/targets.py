@@ -29,6 +29,18 @@ WGRAD_DENSE = {"Mixtral-8x7B": 0.9, "DeepSeek-V3 EP8": 0.9}  # uniform
 LAYER = {TORCH: 1.25}
 DECODE_COPY = 0.92  # of a device copy's bytes a second
 
+BF16, TORCH_FP8 = "bf16", "torch fp8"
+FP8_RECIPES = ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")
+FP8_COMPUTE_BOUND = {("mxfp8", BF16): 1.45, ("mxfp8", TORCH_FP8): 1.05, ("mxfp8_exact", BF16): 0.80}
+FP8_DECODE = {("mxfp8", BF16): 1.75, ("mxfp8", TORCH_FP8): 1.25, ("mxfp8_weight_only", BF16): 1.7}
+FP8: dict[str, dict[tuple[str, str], float]] = {
+    "Mixtral-8x7B": FP8_COMPUTE_BOUND,
+    "DeepSeek-V3 EP8": FP8_COMPUTE_BOUND,
+    "Qwen3-30B-A3B": {("mxfp8", BF16): 1.3, ("mxfp8", TORCH_FP8): 1.25},
+    "gpt-oss-120b": {("mxfp8", TORCH_FP8): 1.25},
+}
+"""The whole MLP by a recipe, against a peer."""
+
 
 def _of_forward(model: str, op: str, skewed: bool) -> dict[str, float]:
     targets = (FC1_SKEWED if skewed else FC1).get(model, {})
@@ -65,3 +77,9 @@ def copy_target(record: dict[str, Any]) -> float | None:
 def target(record: dict[str, Any], contestant: str) -> float | None:
     """The target against a contestant, as "quack tuned"; None where there is none."""
     return targets_of(record).get(contestant.partition(" ")[0])
+
+
+def fp8_targets(model: str) -> list[tuple[str, str, float]]:
+    """(recipe, peer, target) of a case by its name."""
+    wanted = FP8_DECODE if model.endswith("decode") else FP8.get(model, {})
+    return [(recipe, peer, ratio) for (recipe, peer), ratio in wanted.items()]

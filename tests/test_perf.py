@@ -14,7 +14,7 @@ from support import fake_gpu
 
 from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
-from perf import contestants, operations, plots, report, results, stamp, tables, train_host, training
+from perf import contestants, fp8, operations, plots, report, results, stamp, tables, train_host, training
 from perf.cases import (
     DECODE,
     DEEPSEEK,
@@ -564,6 +564,35 @@ def quantize_result():
     return results.make_result("quantize", STAMP, LIMITS, records)
 
 
+def fp8_result():
+    medians = {"bf16": 3000.0, "mxfp8": 2000.0, "mxfp8_exact": 4000.0, "torch fp8": 2400.0}
+    record = forward_record(MIXTRAL, "mlp", **medians)
+    return results.make_result("fp8", STAMP, LIMITS, [record, forward_record(DECODE[0], "mlp", mxfp8=50.0)])
+
+
+def test_the_fp8_table_shows_both_ratios_and_what_is_missed():
+    table, missed, _ = tables.tables_of(fp8_result())
+    mixtral, decode = table.rows
+    tflops = f"{MIXTRAL.flop('mlp') / 2000 * 1e-6:.0f}"
+    assert mixtral[1:] == ("2000 (1.50x, 1.20x)", "4000 (0.75x, 0.60x)", "-", tflops, "3000", "2400")
+    assert decode[1:4] == ("50.0 (-, -)", "-", "-")
+    assert missed.rows == [("Mixtral-8x7B", "mxfp8_exact", "bf16", "0.750", "0.80")]
+
+
+def test_fp8_contestants_are_checked(monkeypatch):
+    case = Case("small", 4, 64, 32, 40)
+    problem = make_problem(case, device="cpu")
+    for name in fp8.CONTESTANTS[:-1]:
+        mlp = fp8.make(name, problem.sets)
+        assert fp8.check(name, mlp, problem.sets[0]) <= fp8.MAX_RELATIVE_ERROR[name]
+        assert fp8.calls(mlp, problem.sets)(3) is problem.sets[3 % len(problem.sets)].y
+        with pytest.raises(RuntimeError, match=f"{name}: relative error"):
+            fp8.check(name, lambda b: torch.zeros_like(b.y), problem.sets[0])
+    x = torch.randn(5, 64)
+    data, scale = fp8.quantise_rows(x)
+    assert float((data.float() * scale[:, None] - x).norm() / x.norm()) < 0.04
+
+
 def mhc_result():
     record = {
         "op": "aggregate",
@@ -612,6 +641,7 @@ ALL_RESULTS = {
     "train": train_result,
     CURVES: curves_result,
     "quantize": quantize_result,
+    "fp8": fp8_result,
     "mhc": mhc_result,
     "compare": compare_result,
     "tiles": tiles_result,

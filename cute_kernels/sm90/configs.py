@@ -36,6 +36,9 @@ WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
 # Few rows an expert: half the rows, and a deeper pipeline of weight tiles.
 SMALL = TileConfig(m=64, n=256, k=64)
 TILES = (LARGE, SMALL)
+# FP8 tiles: rows and weights in MXFP8, and weights alone.
+LARGE8, SMALL8 = TileConfig(m=128, n=256, k=128), TileConfig(m=64, n=256, k=128)
+LARGE_W8, SMALL_W8 = TileConfig(m=128, n=256, k=128), TileConfig(m=64, n=256, k=128)
 
 
 def activation_forms() -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from ..options import Options
 from .backward import run_backward
 from .compare import run_compare
 from .forward import run_decode, run_forward, run_rows, run_skew
+from .fp8 import run_fp8
 from .graph import run_graph
 from .host import run_host
 from .mhc import run_mhc
@@ -26,6 +27,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "host": run_host,
     "graph": run_graph,
     "quantize": run_quantize,
+    "fp8": run_fp8,
     "mhc": run_mhc,
     "compare": run_compare,
     "tiles": run_tiles,

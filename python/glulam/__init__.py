@@ -5,6 +5,7 @@ from ffi_bridge import __version__
 from . import library as library  # registers torch.ops.glulam
 from . import mhc as mhc
 from . import nn as nn
+from . import recipes as recipes
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .kernels import compile, preload
@@ -41,4 +42,5 @@ __all__ = [
     "preload",
     "prepare_mxfp8_weight",
     "quantize_mxfp8",
+    "recipes",
 ]

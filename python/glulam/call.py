@@ -15,7 +15,7 @@ from . import device as gpus
 from . import dispatch, experts, groups, kernels
 from .dispatch import Problem
 from .plan import ENV_CHECK, Launch, Plans, checking, launch_nothing
-from .signature import check_alignment, check_no_overlap, extent, leading, runs_kernels
+from .signature import check_alignment, check_no_overlap, extent, leading, refuse_gradients, runs_kernels
 
 
 @dataclasses.dataclass
@@ -83,6 +83,11 @@ class Call:
         from .backward import differentiate  # which is made of operators, and so of calls
 
         return differentiate(self, key, plan, failure)
+
+    def refuse_gradients(self) -> None:
+        """For operators without a gradient: raises GradientNotSupported where an argument requires one."""
+        refuse_gradients(self.op, *(getattr(self, name) for name in (*self.matrices, *self.weights, *self.biases)))
+        refuse_gradients(self.op, *(getattr(self, name) for name in self.scales))
 
     def settle(self, key: Hashable, plan: Any, failure: Exception | None) -> Any:
         """The result of a call for which the fast path found no plan, or failed.

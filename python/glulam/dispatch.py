@@ -38,7 +38,8 @@ class Problem:
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
     grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; grouped_dglu: dy [T, in_features] ->
     [T, intermediate]; grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features];
-    quantize_mxfp8: x [T, in_features] along `axis`.
+    quantize_mxfp8: x [T, in_features] along `axis`, `rounded` to values or as elements and scales.
+    `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2.
     """
 
     op: str
@@ -54,6 +55,9 @@ class Problem:
     transpose_w: bool = False
     out_dtype: str = ""
     axis: str = ""
+    rounded: bool = False
+    operands: str = "16bit"
+    fc2_operands: str = "16bit"
 
     @property
     def w1_rows(self) -> int:
@@ -83,20 +87,22 @@ class Choice:
 
 
 def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
-    return GroupedMmSpec(problem.dtype, problem.transpose_w, tile, arch)
+    return GroupedMmSpec(problem.dtype, problem.transpose_w, tile, arch, problem.operands)
 
 
 def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
-    return GroupedGluSpec(problem.dtype, problem.activation, problem.glu_layout, problem.save_preact, tile, arch)
+    form = (problem.activation, problem.glu_layout, problem.save_preact)
+    return GroupedGluSpec(problem.dtype, *form, tile, arch, problem.operands)
 
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
-    return GroupedMlpSpec(_glu(problem, tile, arch), _mm(problem, tile, arch))
+    fc2 = replace(problem, operands=problem.fc2_operands)
+    return GroupedMlpSpec(_glu(problem, tile, arch), _mm(fc2, tile, arch))
 
 
 def _dglu(problem: Problem, tile: TileConfig, arch: str) -> GroupedDgluSpec:
-    dgrad = CONFIGS[arch].LARGE  # one tile for all numbers of rows here as well
-    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, dgrad, arch)
+    # One tile for all numbers of rows, here and in the data gradient that follows.
+    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, tile, arch, problem.operands)
 
 
 def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:
@@ -104,7 +110,7 @@ def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:
 
 
 def _quantize(problem: Problem, tile: TileConfig, arch: str) -> QuantizeMxfp8Spec:
-    return QuantizeMxfp8Spec(problem.dtype, problem.axis, arch)
+    return QuantizeMxfp8Spec(problem.dtype, problem.axis, arch, problem.rounded)
 
 
 SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
@@ -124,15 +130,14 @@ weights, not rows; grouped_dglu serves training, where experts have many; a quan
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
-    if isinstance(spec, MhcSpec):
+    if isinstance(spec, (MhcSpec, QuantizeMxfp8Spec)):
         return spec
     if isinstance(spec, GroupedMlpSpec):
-        return GroupedMlpSpec(replace(spec.fc1, tile=TileConfig()), replace(spec.fc2, tile=TileConfig()))
-    if isinstance(spec, QuantizeMxfp8Spec):
-        return spec
+        return GroupedMlpSpec(form(spec.fc1), form(spec.fc2))  # type: ignore[arg-type]
+    any_tile = TileConfig(k=spec.tile.k)  # whose depth is that of the operands
     if isinstance(spec, GroupedDgluSpec):
-        return replace(spec, tile=TileConfig(), dgrad=TileConfig())
-    return replace(spec, tile=TileConfig())
+        return replace(spec, tile=any_tile, dgrad=any_tile)
+    return replace(spec, tile=any_tile)
 
 
 _preferred: dict[Spec, Spec] = {}
@@ -148,20 +153,48 @@ def _us(us: float) -> str:
     return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
 
 
+FP8_TILES = {"mxfp8": ("LARGE8", "SMALL8"), "mxfp8_exact": ("LARGE_W8", "SMALL_W8")}
+FP8_TILES["mxfp8_weight_only"] = FP8_TILES["mxfp8_exact"]
+"""By operands, the names among the shipped tiles of those for many and for few rows."""
+FEW_ROWS = 64
+"""An expert: as many as the tile for few has."""
+FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
+
+
+def _rows(problem: Problem) -> str:
+    average = problem.rows / problem.experts
+    return f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
+
+
+def _choose_fp8(problem: Problem, arch: str) -> Choice:
+    """By rows an expert alone, until times of these tiles are known."""
+    large, small = (getattr(CONFIGS[arch], name) for name in FP8_TILES[problem.operands])
+    if problem.op in ONE_TILE:
+        spec = SPEC_OF[problem.op](problem, large, arch)
+        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
+    few = problem.rows <= FEW_ROWS * problem.experts
+    tile, other = (small, large) if few else (large, small)
+    why = f"{_rows(problem)}, {'at most' if few else 'more than'} {FEW_ROWS}: {tile.name}"
+    why_not = f"{other.name}: for {'more than' if few else 'at most'} {FEW_ROWS} rows an expert"
+    return Choice(SPEC_OF[problem.op](problem, tile, arch), why, (why_not,))
+
+
 def choose(problem: Problem, arch: str) -> Choice:
     """The spec that serves a problem on an architecture."""
+    chosen = _choose_fp8(problem, arch) if problem.operands in FP8_TILES else _choose_16bit(problem, arch)
+    if _preferred and (preferred := _preferred.get(form(chosen.spec))):
+        why_not = tuple(reason for reason in chosen.why_not if reason == FASTER)
+        return Choice(preferred, "glulam.compile made it the preferred kernel of this form", why_not)
+    return chosen
+
+
+def _choose_16bit(problem: Problem, arch: str) -> Choice:
     configs = CONFIGS[arch]
-    tile = getattr(configs, ONE_TILE.get(problem.op, "LARGE"))
-    spec = SPEC_OF[problem.op](problem, tile, arch)
-    mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"
-    if _preferred and (chosen := _preferred.get(form(spec))):
-        return Choice(chosen, "glulam.compile made it the preferred kernel of this form", (mxfp8,))
+    faster = (FASTER,) if problem.op == "grouped_mlp" else ()
     if problem.op in ONE_TILE:
-        why = f"every {problem.op} of this form has one kernel, whatever the number of rows"
-        return Choice(spec, why, () if isinstance(spec, QuantizeMxfp8Spec) else (mxfp8,))
+        spec = SPEC_OF[problem.op](problem, getattr(configs, ONE_TILE[problem.op]), arch)
+        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", faster)
     best, *others = choice.estimates(problem.parts, configs.TILES, arch)
-    average = problem.rows / problem.experts
-    rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
-    why = f"{rows}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
+    why = f"{_rows(problem)}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
     why_not = (f"{other.tile.name}: about {_us(other.us)}, {other.us / best.us:.2f} times as long" for other in others)
-    return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, mxfp8))
+    return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, *faster))

@@ -15,12 +15,13 @@ from cute_kernels.specs import Spec
 from ffi_bridge import BundleError
 
 from . import device as gpus
-from . import dispatch, kernels
+from . import dispatch, kernels, recipes
 from .call import Call
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
+from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 from .signature import check_width, leading, runs_kernels
@@ -82,6 +83,11 @@ def explain(
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
+    recipe = recipes.find(name, arguments.get("recipe", recipes.BF16))
+    if recipe is not recipes.BF16:
+        call_type, arguments = Mxfp8MlpCall, flat_arguments(**{**arguments, "recipe": recipe})
+    elif "recipe" in arguments:
+        arguments["recipe"] = recipe.name
     lead = arguments[leading(name)]
     if isinstance(lead, Tensor):
         if dtype is not None or device is not None:

@@ -20,6 +20,7 @@ from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
+from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 
@@ -30,6 +31,10 @@ _GLU = f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_
 _MLP = (
     f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
     "str recipe, bool recompute"
+)
+_MLP_MXFP8 = (
+    "Tensor x, Tensor? x_scale, Tensor[] w1, Tensor? w1_scale, Tensor[] w2, Tensor? w2_scale, "
+    f"{_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, str recipe, ScalarType? dtype"
 )
 _DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}"
 _WGRAD = f"Tensor dy, Tensor x, {_GROUPS}"
@@ -68,6 +73,8 @@ FORMS: dict[str, Form] = {
     "grouped_glu_preact_out": Form(GroupedGluCall, f"{_GLU}, {_OUT}", "Tensor", {"return_preact": True}),
     "grouped_mlp": Form(GroupedMlpCall, _MLP, "Tensor", {"out": None}),
     "grouped_mlp_out": Form(GroupedMlpCall, f"{_MLP}, {_OUT}", "()", {}),
+    "grouped_mlp_mxfp8": Form(Mxfp8MlpCall, _MLP_MXFP8, "Tensor", {"out": None}),
+    "grouped_mlp_mxfp8_out": Form(Mxfp8MlpCall, f"{_MLP_MXFP8}, {_OUT}", "()", {}),
     "grouped_dglu": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor)", {"row_scale_grad": False}),
     "grouped_dglu_scale": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor, Tensor)", {"row_scale_grad": True}),
     "grouped_wgrad": Form(

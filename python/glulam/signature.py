@@ -19,13 +19,13 @@ from . import device as gpus
 from .activations import INTERLEAVED32_BLOCK, ActivationParams
 from .errors import GradientNotSupported
 from .experts import ExpertList
+from .recipes import BF16
 
 MAX_ROWS = 2**26
 ALIGNMENT_BYTES = 16
 ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's stride
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
-RECIPES = ("bf16",)
 
 _LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy"}
 
@@ -42,7 +42,7 @@ def shape_text(shape: Sequence[Any]) -> str:
     return f"[{', '.join(str(size) for size in shape)}]"
 
 
-def any_requires_grad(*arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> bool:
+def any_requires_grad(*arguments: Any) -> bool:
     """Whether an argument, or a tensor of a list, requires a gradient."""
     for argument in arguments:
         if argument is None:
@@ -52,10 +52,10 @@ def any_requires_grad(*arguments: Tensor | Sequence[Tensor] | ExpertList | None)
     return False
 
 
-def requiring_grad(*arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> tuple[bool, ...] | None:
+def requiring_grad(*arguments: Any) -> tuple[bool, ...] | None:
     """Which arguments require a gradient, or hold a tensor that does; None where none does."""
     try:
-        flags = tuple([argument is not None and argument.requires_grad for argument in arguments])  # type: ignore[union-attr]
+        flags = tuple([argument is not None and argument.requires_grad for argument in arguments])
     except AttributeError:  # a list, or something worse that is told apart later
         flags = tuple(any_requires_grad(argument) for argument in arguments)
     return flags if True in flags else None
@@ -366,7 +366,8 @@ def check_flag(op: str, name: str, value: Any) -> None:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    _choice(op, "recipe", recipe, RECIPES)
+    """Of code that computes in 16 bits: other recipes were told apart before."""
+    _choice(op, "recipe", recipe, (BF16.name,))
 
 
 def _choice(op: str, name: str, got: Any, valid: Sequence[str]) -> None:

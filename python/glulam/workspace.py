@@ -13,6 +13,7 @@ Under CUDA graph capture nothing here is used: the memory must belong to the gra
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 
 import torch
@@ -24,6 +25,8 @@ MAX_STREAMS = 8
 """Buffers kept by a thread on one device; the one made longest ago is dropped."""
 MAX_VIEWS = 256
 """Shapes of the buffers that a thread remembers; a view costs 2 us to make, and the count of shapes has no end."""
+ALIGNMENT_BYTES = 128
+"""Of matrices that share a buffer: what TMA asks for, and a cache line."""
 GRANULE = 2 << 20
 """Buffers grow in steps of this many bytes, the unit in which torch's allocator takes memory from the driver."""
 
@@ -47,9 +50,27 @@ class Layout:
         self.num_bytes = shape[0] * shape[1] * dtype.itemsize
 
 
+class Layouts:
+    """Several matrices at once, none of them zeroed: they lie one behind the other in one piece of memory.
+
+    A workspace that is taken is all of the stream's memory, so that what a call needs at the same time is one of these.
+    """
+
+    __slots__ = ("begins", "device", "index", "num_bytes", "parts", "zeroed")
+
+    def __init__(self, *parts: Layout) -> None:
+        assert not any(part.zeroed for part in parts)
+        self.zeroed = False
+        self.parts = parts
+        self.device, self.index = parts[0].device, parts[0].index
+        sizes = (-(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in parts)
+        *self.begins, self.num_bytes = itertools.accumulate(sizes, initial=0)
+
+
 class _Kept(threading.local):
     def __init__(self) -> None:
         self.views: dict[tuple[Layout, int], Tensor] = {}
+        self.views_of_several: dict[tuple[Layouts, int], tuple[Tensor, ...]] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
         self.zeros: dict[tuple[int, int], Tensor] = {}
 
@@ -67,18 +88,41 @@ def take(layout: Layout) -> Tensor:
     return _view(layout, stream) if view is None else view
 
 
+def take_all(layouts: Layouts) -> tuple[Tensor, ...]:
+    """As `take`, of several matrices that are in use together."""
+    stream = gpus.raw_stream(layouts.index)
+    if stream and gpus.is_capturing():
+        return tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in layouts.parts)
+    views = _kept.views_of_several.get((layouts, stream))
+    return _views(layouts, stream) if views is None else views
+
+
 def _view(layout: Layout, stream: int) -> Tensor:
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
-    view = buffer[: layout.num_bytes].view(layout.dtype).view(layout.shape)
-    if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
-        view = importlib.import_module("tvm_ffi").from_dlpack(view)
-    _kept.views[layout, stream] = view
+    view = _kept.views[layout, stream] = _cut(buffer, layout)
     return view
 
 
-def _buffer(layout: Layout, stream: int) -> Tensor:
+def _views(layouts: Layouts, stream: int) -> tuple[Tensor, ...]:
+    buffer = _buffer(layouts, stream)
+    if len(_kept.views_of_several) >= MAX_VIEWS:
+        _kept.views_of_several.clear()
+    placed = zip(layouts.parts, layouts.begins, strict=True)
+    views = _kept.views_of_several[layouts, stream] = tuple(_cut(buffer[begin:], part) for part, begin in placed)
+    return views
+
+
+def _cut(buffer: Tensor, layout: Layout) -> Tensor:
+    """The beginning of a buffer as a layout says."""
+    view = buffer[: layout.num_bytes].view(layout.dtype).view(layout.shape)
+    if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
+        view = importlib.import_module("tvm_ffi").from_dlpack(view)
+    return view
+
+
+def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     """The buffer of this device and stream, large enough."""
     key = (layout.index, stream)
     buffers, make = (_kept.zeros, torch.zeros) if layout.zeroed else (_kept.buffers, torch.empty)
@@ -86,6 +130,7 @@ def _buffer(layout: Layout, stream: int) -> Tensor:
     if buffer is not None and buffer.numel() >= layout.num_bytes:
         return buffer
     _kept.views.clear()  # views keep the buffers that are dropped here alive
+    _kept.views_of_several.clear()
     buffers.pop(key, None)
     del buffer  # before the larger one is taken, so that its memory can serve
     mine = [other for other in buffers if other[0] == layout.index]

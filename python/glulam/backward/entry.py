@@ -6,12 +6,17 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..call import Call
-from ..signature import any_requires_grad, refuse_gradients, refuse_out
+from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mm import GroupedMmCall
+from ..signature import any_requires_grad, refuse_out
 from . import mlp, mm, planned, planned_mlp, planned_mm
 from .parts import ORDINARY, Targets, check_targets
 
-APPLY: dict[str, Callable[..., Any]] = {mm.OP: mm.apply, mlp.OP: mlp.apply}
-MAKE_PLAN: dict[str, Callable[[Any], Any]] = {mm.OP: planned_mm.make_plan, mlp.OP: planned_mlp.make_plan}
+APPLY: dict[type[Call], Callable[..., Any]] = {GroupedMmCall: mm.apply, GroupedMlpCall: mlp.apply}
+MAKE_PLAN: dict[type[Call], Callable[[Any], Any]] = {
+    GroupedMmCall: planned_mm.make_plan,
+    GroupedMlpCall: planned_mlp.make_plan,
+}
 """How common calls get a plan for forward and backward together."""
 
 
@@ -35,18 +40,17 @@ def differentiate(
         GradientNotSupported: the operator has no gradient, or `out` is given.
         ValueError, TypeError: an argument does not fit.
     """
-    if call.op not in APPLY:
-        refuse_gradients(call.op, *(getattr(call, name) for name in (*call.matrices, *call.weights, *call.biases)))
-        refuse_gradients(call.op, *(getattr(call, name) for name in call.scales))
+    if type(call) not in APPLY:
+        call.refuse_gradients()
     refuse_out(call.op, call.out)
     try:
         if plan is not None and failure is not None:
             raise failure
         if targets is not ORDINARY:
             check_targets(call, targets)
-        if (result := planned.run(call, key, targets, MAKE_PLAN[call.op])) is not NotImplemented:
+        if (result := planned.run(call, key, targets, MAKE_PLAN[type(call)])) is not NotImplemented:
             return result
-        return APPLY[call.op](call, targets)
+        return APPLY[type(call)](call, targets)
     except Exception:
         call.check()  # so that the error names this operator and its arguments, not those that it is made of
         call.check_addresses()

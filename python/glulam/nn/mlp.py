@@ -9,15 +9,24 @@ from torch import Tensor, nn
 
 from cute_kernels.specs import GATED
 
+from .. import recipes
 from ..activations import ActivationParams
 from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..signature import check_activation, check_flag, check_params, check_recipe, intermediate_width
+from ..recipes import BF16, Recipe
+from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
 from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces
 from .weight_gradients import Delayed, DelaysWeightGradients
 
 NAME = "GroupedMLP"
+
+
+def _check_recipe(recipe: Recipe, **options: bool) -> None:
+    """Options that are about gradients need a recipe that has one, and are of 16-bit backwards."""
+    for name, value in options.items():
+        if value and recipe is not BF16:
+            raise ValueError(f"{NAME}: {name} is True, but recipe {recipe.name!r} has no such backward; leave it out")
 
 
 class GroupedMLP(DelaysWeightGradients, nn.Module):
@@ -33,7 +42,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         packed: one parameter a layer, or one for each expert; see `GroupedLinear`.
         recompute: save x and row_scale only, and make the preactivation again in backward.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
-        recipe: "bf16".
+        recipe: as of `glulam.grouped_mlp`. Recipes without a gradient run where none is asked for.
         device, dtype: of the parameters.
 
     Raises:
@@ -56,7 +65,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         packed: bool = True,
         recompute: bool = False,
         delay_wgrad: bool = False,
-        recipe: str = "bf16",
+        recipe: str | Recipe = "bf16",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,20 +73,29 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         check_sizes(NAME, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_activation(NAME, activation, glu_layout)
         check_params(NAME, ActivationParams(limit, alpha, offset))
-        check_recipe(NAME, recipe)
+        chosen = recipes.find(NAME, recipe)
         for name, flag in (("recompute", recompute), ("delay_wgrad", delay_wgrad)):
             check_flag(NAME, name, flag)
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
         self.form: dict[str, Any] = {
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
-            "recipe": recipe, "recompute": recompute,
+            "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
+        _check_recipe(chosen, recompute=recompute, delay_wgrad=delay_wgrad)
         self.delay_wgrad = delay_wgrad
         self._delayed = Delayed()
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
         self.fc1 = GroupedLinear(num_experts, hidden_size, rows, **how)
         self.fc2 = GroupedLinear(num_experts, intermediate_size, out_features or hidden_size, **how)
+        self._check_fits(chosen, hidden_size, intermediate_size)
+
+    def _check_fits(self, recipe: Recipe, hidden_size: int, intermediate_size: int) -> None:
+        weight = next(self.parameters())
+        recipes.check_fits(
+            NAME, recipe, str(weight.dtype).removeprefix("torch."), runs_kernels(weight), hidden_size=hidden_size,
+            intermediate_size=intermediate_size, out_features=self.fc2.out_features,
+        )  # fmt: skip
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear's, in both layers."""

@@ -11,13 +11,15 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
-from .. import reference, workspace
+from .. import recipes, reference, workspace
 from ..activations import ActivationParams
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
+from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..recipes import Recipe
 from ..signature import (
     Experts,
     check_activation,
@@ -37,12 +39,15 @@ from ..signature import (
     requiring_grad,
     runs_kernels,
 )
+from .grouped_mlp_mxfp8 import grouped_mlp_mxfp8
+
+Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
 
 
 def grouped_mlp(
-    x: Tensor,
-    w1: Tensor | Sequence[Tensor],
-    w2: Tensor | Sequence[Tensor],
+    x: Tensor | MXFP8Tensor,
+    w1: Weights,
+    w2: Weights,
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
@@ -54,7 +59,7 @@ def grouped_mlp(
     limit: float = 7.0,
     alpha: float = 1.702,
     offset: float = 1.0,
-    recipe: str = "bf16",
+    recipe: str | Recipe = "bf16",
     recompute: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -68,8 +73,12 @@ def grouped_mlp(
     the last group are zero.
 
     Args:
-        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
+        x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes "mxfp8" and
+            "mxfp8_exact" also an MXFP8Tensor by rows; the result is then of `out`'s or a bias's dtype, or bfloat16.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
+            Other recipes take them prepared, which spares the first call that work and the memory for both: a
+            FoldedWeight ("mxfp8") or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; or of any 16-bit dtype
+            or float32, prepared once for each version of theirs and kept as long as they live.
         w2: [E, H, I], or a list of E tensors; contiguous, x's dtype. H, I and 2I are multiples of 8 on a GPU. The
             rows of w2 may be of another number than x's columns; so is then the result.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
@@ -77,7 +86,12 @@ def grouped_mlp(
         row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
         activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
-        recipe: "bf16": 16-bit operands of x's dtype, float32 accumulation.
+        recipe: a name of `glulam.recipes.RECIPES`, or one of those objects. Products are accumulated in float32.
+            "bf16": 16-bit operands of x's dtype.
+            "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
+            "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
+            "mxfp8_weight_only": such weights, and rows in bfloat16.
+            All but "bf16" want H, I and the result's columns to be multiples of 32.
         recompute: with gradients: save x and row_scale only, and make h again in the backward.
         out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
 
@@ -88,11 +102,20 @@ def grouped_mlp(
         ValueError, TypeError: an argument that does not fit; nothing was launched.
         GradientNotSupported: `out` is given although an argument requires a gradient, or a second derivative is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
-        CaptureError: host splits under CUDA graph capture.
+        FoldError (a ValueError): recipe "mxfp8" would change a weight too much.
+        CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there.
     """
+    if recipe != "bf16":
+        if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
+            return grouped_mlp_mxfp8(
+                found, x, w1, w2, offs, splits, row_scale, b1, b2, activation, glu_layout, limit, alpha, offset,
+                recompute, out,
+            )  # fmt: skip
+        recipe = found.name
     key = plan = failure = None
     compiling = is_dynamo_compiling()
     needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if not compiling and is_grad_enabled() else None
+    x_: Any = x
     w1_: Any = w1
     w2_: Any = w2
     b1_: Any = b1
@@ -109,7 +132,7 @@ def grouped_mlp(
             if b2 is not None and b2.__class__ is list:
                 b2_ = find("bias", b2)
             key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), needs,
+                x_.__class__, x_.shape, x_.dtype, x_.get_device(), x_.is_contiguous() or x_.stride(), needs,
                 w1_.shape, w2_.shape,  # the kernel checks that their rows are not padded
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
                 activation, glu_layout, limit, alpha, offset, recipe, recompute,
@@ -120,13 +143,13 @@ def grouped_mlp(
             )  # fmt: skip
             plan = PLANS.find(key)
             if plan is not None:
-                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
+                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     if needs is not None:
         w1_, w2_, b1_, b2_ = w1, w2, b1, b2  # autograd is given the experts themselves
     call = GroupedMlpCall(
-        x=x, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
+        x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
         out=out,
     )  # fmt: skip
@@ -218,7 +241,17 @@ class GroupedMlpCall(Call):
     def params(self) -> ActivationParams:
         return ActivationParams(self.limit, self.alpha, self.offset)
 
+    def again(self) -> Any:
+        check_recipe(self.op, self.recipe)
+        return super().again()
+
     def check(self) -> Problem:
+        for name in ("x", "w1", "w2"):
+            if isinstance(getattr(self, name), (FoldedWeight, MXFP8Tensor)):
+                raise TypeError(
+                    f"{self.op}: {name} is in MXFP8, and recipe is 'bf16'; choose a recipe that takes it, as 'mxfp8', "
+                    f"or give {name}.dequantize() in 16 bits"
+                )
         rows, columns = check_x(self.op, self.x)
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)

@@ -1,0 +1,117 @@
+"""The contestants of the MXFP8 MLP: this project's recipes, its BF16, and torch's FP8 grouped GEMM, unfused.
+
+torch._scaled_grouped_mm has one float32 scale for each row of both operands: coarser than MXFP8, and nothing to
+promote. To make the same result it is given an input that is quantised, an activation, and its quantisation. These are
+one compiled kernel each where torch.compile works, so that the comparison is with what a careful user of torch gets.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import glulam
+from glulam.mxfp8 import MXFP8Tensor
+from glulam.mxfp8.prepared import PREPARED
+
+from .contestants import TorchGrouped
+from .problem import Buffers
+from .targets import BF16, FP8_RECIPES, TORCH_FP8
+from .timing import Call
+
+CONTESTANTS = (BF16, *FP8_RECIPES, TORCH_FP8)
+# Of the result against BF16's: three quantised operands on the way to it, or two; a wrong scale or group is about 1.
+MAX_RELATIVE_ERROR = {BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, TORCH_FP8: 0.08}
+E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
+
+Mlp = Callable[[Buffers], Tensor]
+
+
+def _quantised(w: Tensor) -> MXFP8Tensor:
+    """A weight [E, N, K] with a scale for 32 elements."""
+    data, scale = PREPARED.get(False, w, None)
+    return MXFP8Tensor(data, scale)
+
+
+def _recipe(name: str, sets: list[Buffers]) -> Mlp:
+    """grouped_mlp on weights that were prepared before, as a server holds them."""
+    if name == BF16:
+        return lambda b: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
+    prepare = glulam.prepare_mxfp8_weight if name == "mxfp8" else _quantised
+    weights = {id(b): (prepare(b.w1), prepare(b.w2)) for b in sets}
+    return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, C] to E4M3 with a float32 scale a row."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=1).clamp(min=1e-12) / E4M3_MAX
+    return (wide / scale[:, None]).to(E4M3), scale
+
+
+def swiglu_rows(h: Tensor) -> tuple[Tensor, Tensor]:
+    """SwiGLU of [T, 2I], and its quantisation."""
+    a, u = h.float().chunk(2, dim=1)
+    return quantise_rows(F.silu(a) * u)
+
+
+def _compiled(function: Callable[..., Any], example: Tensor) -> Callable[..., Any]:
+    """A function by torch.compile, or as it is where that does not work here."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    try:
+        compiled(example)
+    except Exception as error:  # a compiler that is missing must not cost the run
+        warnings.warn(f"{TORCH_FP8} is not compiled: {type(error).__name__}", stacklevel=3)
+        return function
+    return compiled
+
+
+def _fp8_weight(w: Tensor) -> tuple[Tensor, Tensor]:
+    """[E, N, K] as the second operand, [E, K, N] along its columns, and scales [E, N]."""
+    data, scale = torch.empty(w.shape, dtype=E4M3, device=w.device), torch.empty(w.shape[:2], device=w.device)
+    for expert, one in enumerate(w):
+        data[expert], scale[expert] = quantise_rows(one)
+    return data.mT, scale
+
+
+def _torch_fp8(sets: list[Buffers]) -> Mlp:
+    torch._dynamo.reset()  # else it gives up after so many shapes of the cases before
+    first = sets[0]
+    weights = {id(b): (_fp8_weight(b.w1), _fp8_weight(b.w2)) for b in sets}
+    quantise = _compiled(quantise_rows, first.x)
+    activate = _compiled(swiglu_rows, first.x.new_zeros(first.x.shape[0], first.w1.shape[1]))
+
+    def gemm(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], offs: Tensor) -> Tensor:
+        return torch._scaled_grouped_mm(
+            x[0], w[0], x[1], w[1], offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def mlp(b: Buffers) -> Tensor:
+        w1, w2 = weights[id(b)]
+        return gemm(activate(gemm(quantise(b.x), w1, b.offs)), w2, b.offs)
+
+    return mlp
+
+
+def make(name: str, sets: list[Buffers]) -> Mlp:
+    """A contestant on these sets of tensors, its weights prepared."""
+    return _torch_fp8(sets) if name == TORCH_FP8 else _recipe(name, sets)
+
+
+def check(name: str, mlp: Mlp, b: Buffers) -> float:
+    """Relative error (Frobenius norms) against torch in BF16. Raises RuntimeError where it is more than rounding."""
+    expected = TorchGrouped().mlp(b).float()
+    got = mlp(b).float()
+    error = float((got - expected).norm() / expected.norm())
+    if not error <= MAX_RELATIVE_ERROR[name]:
+        raise RuntimeError(f"{name}: relative error {error:.2g} against torch; nothing was timed")
+    return error
+
+
+def calls(mlp: Mlp, sets: list[Buffers]) -> Call:
+    return lambda number: mlp(sets[number % len(sets)])

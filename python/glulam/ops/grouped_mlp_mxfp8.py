@@ -1,0 +1,482 @@
+"""grouped_mlp by the recipes that quantise: arguments in their forms, plans, and what the plans pass to kernels.
+
+An argument in MXFP8 is two tensors from here on, data and scale, so that a call is made of plain tensors, as torch's
+operators are. A weight is what a caller gave (`scale` None: to be prepared) or what kernels read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+
+from .. import device as gpus
+from .. import dispatch, kernels, recipes, workspace
+from ..activations import ActivationParams
+from ..call import Call
+from ..dispatch import Problem
+from ..errors import GradientNotSupported
+from ..experts import find
+from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, rebase_mxfp8
+from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
+from ..mxfp8.prepared import PREPARED, SOURCE_DTYPES, Prepared
+from ..plan import Launch, Plans, addresses, aligned_row, bare, launch_nothing
+from ..recipes import Recipe
+from ..signature import (
+    Experts,
+    check_activation,
+    check_bias,
+    check_experts,
+    check_groups,
+    check_no_overlap,
+    check_out,
+    check_params,
+    check_scale,
+    check_width,
+    check_x,
+    intermediate_width,
+    mismatch,
+    requiring_grad,
+    runs_kernels,
+)
+
+OP = "grouped_mlp"
+QUANTISE, READY = 1, 2
+"""What `do_launch` says of x: to be quantised first, or in MXFP8 already."""
+
+
+def grouped_mlp_mxfp8(
+    recipe: Recipe, x: Any, w1: Any, w2: Any, offs: Any, splits: Any, row_scale: Tensor | None, b1: Any, b2: Any,
+    activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recompute: bool, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`grouped_mlp` with a recipe that quantises."""
+    x_, x_scale, dtype = _rows(x, recipe, out, b1, b2)
+    w1_, w1_scale = _weight("w1", w1, recipe)
+    w2_, w2_scale = _weight("w2", w2, recipe)
+    if recompute is not False:
+        _refuse_recompute(recipe, recompute)
+    return _grouped_mlp(
+        x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, row_scale, b1, b2, activation, glu_layout, limit,
+        alpha, offset, recipe.name, dtype, out,
+    )  # fmt: skip
+
+
+def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool, **rest: Any) -> dict[str, Any]:
+    """The arguments as plain tensors, as the fields of `Mxfp8MlpCall` are.
+
+    Raises:
+        ValueError, TypeError: an argument in MXFP8 is not what the recipe takes.
+    """
+    if recompute is not False:
+        _refuse_recompute(recipe, recompute)
+    x, x_scale, dtype = _rows(x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
+    w1, w1_scale = _weight("w1", w1, recipe)
+    w2, w2_scale = _weight("w2", w2, recipe)
+    return {
+        "x": x, "x_scale": x_scale, "w1": w1, "w1_scale": w1_scale, "w2": w2, "w2_scale": w2_scale,
+        "recipe": recipe.name, "dtype": dtype, **rest,
+    }  # fmt: skip
+
+
+def _refuse_recompute(recipe: Recipe, recompute: Any) -> NoReturn:
+    raise ValueError(f"{OP}: recompute is {recompute!r}; recipe {recipe.name!r} has none, so leave it out")
+
+
+def _result_dtype(*others: Any) -> torch.dtype:
+    """Of an x in MXFP8: the dtype of what else is 16-bit."""
+    for value in others:
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(first, Tensor):
+            return first.dtype
+    return torch.bfloat16
+
+
+def _rows(x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
+    """x; its scales, where kernels read it in MXFP8; and the result's dtype, where x does not tell."""
+    if not isinstance(x, MXFP8Tensor):
+        return x, None, None
+    dtype = _result_dtype(*others)
+    if recipe.x is None:
+        raise TypeError(
+            f"{OP}: x is an MXFP8Tensor, but recipe {recipe.name!r} takes 16-bit rows; give x.dequantize({dtype}), or "
+            "choose recipe 'mxfp8' or 'mxfp8_exact'"
+        )
+    if x.axis != "row":
+        raise ValueError(f"{OP}: x is quantised along its columns; a GEMM contracts its rows, so quantise along those")
+    if recipe.x.block == "1x32":  # kernels read its values in 16 bits, which hold them exactly
+        return x.dequantize(dtype), None, None
+    if x.block == "1x128" and x.scale_layout == "plain":
+        return x.data, x.scale, dtype
+    wide = rebase_mxfp8(x.plain()) if x.shape[0] else x.plain()
+    return wide.data.contiguous(), wide.scale.contiguous(), dtype
+
+
+def _weight(name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | None]:
+    """A weight, and its scales where it is in MXFP8."""
+    if w.__class__ is FoldedWeight:
+        if not recipe.folds:
+            raise TypeError(
+                f"{OP}: {name} is a FoldedWeight, but recipe {recipe.name!r} takes weights with a scale for 32 "
+                "elements; give an MXFP8Tensor [E, N, K] or the 16-bit weight, or choose recipe 'mxfp8'"
+            )
+        if w.axis != "row":
+            raise ValueError(
+                f"{OP}: {name} is folded along its columns, for the data gradient; give what "
+                "prepare_mxfp8_weight(w, axis='row') returns"
+            )
+        return w.data, w.scale
+    if w.__class__ is MXFP8Tensor:
+        if w.axis != "row" or w.scale_layout != "plain":
+            raise ValueError(
+                f"{OP}: {name} is {w!r}; it must be quantised along its rows, with plain scales, as {name}.plain() has"
+            )
+        return w.data, w.scale
+    return w, None
+
+
+def _ready(fold: bool, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
+    """A weight as kernels read it, if it is that or was prepared before; else a KeyError."""
+    if scale is not None and (scale.dim() == 2) is fold:
+        return w, scale
+    return PREPARED.find(fold, w, scale)
+
+
+def _grouped_mlp(
+    x: Any, x_scale: Tensor | None, w1: Any, w1_scale: Tensor | None, w2: Any, w2_scale: Tensor | None, offs: Any,
+    splits: Any, row_scale: Tensor | None, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float,
+    alpha: float, offset: float, recipe: str, dtype: torch.dtype | None, out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    key = plan = failure = None
+    if not is_dynamo_compiling():
+        if is_grad_enabled() and requiring_grad(x, w1, w2, row_scale, b1, b2) is not None:
+            _refuse_gradients(recipe)
+        try:
+            groups: Any = offs if splits is None else splits
+            fold = recipe == recipes.MXFP8.name
+            w1_, w1_scale_ = _ready(fold, w1, w1_scale)
+            w2_, w2_scale_ = _ready(fold, w2, w2_scale)
+            b1_ = find("bias", b1) if b1.__class__ is list else b1
+            b2_ = find("bias", b2) if b2.__class__ is list else b2
+            key = (
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
+                None if x_scale is None else bare(x_scale),
+                w1_.shape, bare(w1_scale_), w2_.shape, bare(w2_scale_),
+                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
+                activation, glu_layout, limit, alpha, offset, recipe, dtype,
+                None if row_scale is None else bare(row_scale),
+                None if b1 is None else bare(b1_),
+                None if b2 is None else bare(b2_),
+                None if out is None else out.is_contiguous() or out.stride(),
+            )  # fmt: skip
+            plan = PLANS.find(key)
+            if plan is not None:
+                return plan.run(x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out)
+        except Exception as error:
+            failure = error
+    call = Mxfp8MlpCall(
+        x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, offs=offs, splits=splits,
+        row_scale=row_scale, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
+        offset=offset, recipe=recipe, dtype=dtype, out=out,
+    )  # fmt: skip
+    try:
+        return call.settle(key, plan, failure)  # type: ignore[no-any-return]
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+def _refuse_gradients(recipe: str) -> NoReturn:
+    raise GradientNotSupported(
+        f"{OP}: recipe {recipe!r} has no gradient, and an argument requires one; call it under torch.no_grad() or "
+        "torch.inference_mode(), detach() its arguments, or choose recipe 'bf16'"
+    )
+
+
+Memory = tuple[Tensor, ...]
+Given = tuple[tuple[Any, ...], tuple[int, ...], int]
+"""The kernel's tensors, the addresses of scales behind the groups, and what to launch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp8MlpPlan(Launch):
+    """The constants of a call. `dtype`: of the result; `width`: its columns; `memory`: what a call needs besides."""
+
+    width: int
+    memory: workspace.Layouts
+    params: ActivationParams
+
+    def given(
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        """What of the kernel's arguments the recipes differ in."""
+        raise NotImplementedError
+
+    def run(
+        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w1_scale: Tensor, w2: Tensor, w2_scale: Tensor,
+        groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(x, x_scale, w1, w1_scale, w2, w2_scale, groups, b1, b2, scale, out)
+        if out is None:
+            out = x.new_empty(self.rows, self.width, dtype=self.dtype)
+        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
+            check_no_overlap(self.op, "out", out, "x", x)
+        y = out
+        if self.rows == 1:
+            x, y = aligned_row(x), aligned_row(y)
+        b1_at = b1_table = b2_at = b2_table = 0
+        if b1 is not None:
+            b1_at, b1_table = addresses(b1)
+        if b2 is not None:
+            b2_at, b2_table = addresses(b2)
+        memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
+        tensors, scales, do_launch = self.given(memory, x, x_scale, w1, w2, y, groups)
+        limit, alpha, offset = self.params
+        self.function(
+            *tensors,
+            groups.data_ptr(), self.group_form, self.experts, *scales,
+            w1_scale.data_ptr(), b1_at, b1_table, w2_scale.data_ptr(), b2_at, b2_table,
+            0 if scale is None else scale.data_ptr(), limit, alpha, offset,
+            self.sm_count, do_launch,
+        )  # fmt: skip
+        return out
+
+
+class QuantisedPlan(Mxfp8MlpPlan):
+    """FP8 GEMMs; x in 16 bits, which the same function quantises. `memory`: x and the activation, and their scales."""
+
+    def given(
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        x8, mid8, x_scales, mid_scales = memory
+        return (x, w1, w2, x8, mid8, y), (x_scales.data_ptr(), mid_scales.data_ptr()), QUANTISE
+
+
+class ReadyPlan(Mxfp8MlpPlan):
+    """FP8 GEMMs on an x in MXFP8. `memory`: the activation and its scales."""
+
+    def given(
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        mid8, mid_scales = memory
+        at: int = x_scale.data_ptr()  # type: ignore[union-attr]
+        return (y, w1, w2, x, mid8, y), (at, mid_scales.data_ptr()), READY
+
+
+class WeightOnlyPlan(Mxfp8MlpPlan):
+    """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
+
+    def given(
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        (mid,) = memory
+        return (x, w1, w2, mid, y), (), 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactPlan(Mxfp8MlpPlan):
+    """The same of rows that are rounded to MXFP8 values, by a call of its own. `memory`: the activation, such rows."""
+
+    round: Callable[..., Any]
+
+    def given(
+        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
+    ) -> Given:
+        mid, rows = memory
+        has_offs = self.group_form == 0
+        self.round(x, rows, groups.data_ptr() if has_offs else 0, self.experts if has_offs else 1, 1)
+        return (rows, w1, w2, mid, y), (), 1
+
+
+PLANS: Plans[Mxfp8MlpPlan] = Plans()
+
+
+@dataclasses.dataclass
+class Mxfp8MlpCall(Call):
+    """The arguments of one call. `dtype`: of the result, where x is in MXFP8."""
+
+    op = OP
+    operator = staticmethod(_grouped_mlp)
+    plans = PLANS
+    weights = ("w1", "w2")
+    biases = ("b1", "b2")
+    scales = ("row_scale", "x_scale", "w1_scale", "w2_scale")
+
+    x: Tensor
+    x_scale: Tensor | None
+    w1: Experts
+    w1_scale: Tensor | None
+    w2: Experts
+    w2_scale: Tensor | None
+    row_scale: Tensor | None
+    b1: Experts | None
+    b2: Experts | None
+    activation: str
+    glu_layout: str
+    limit: float
+    alpha: float
+    offset: float
+    recipe: str
+    dtype: torch.dtype | None
+    out: Tensor | None
+
+    @property
+    def form(self) -> str:
+        return "grouped_mlp_mxfp8" if self.out is None else "grouped_mlp_mxfp8_out"
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.x.dtype if self.dtype is None else self.dtype
+
+    def refuse_gradients(self) -> None:
+        if requiring_grad(self.x, self.w1, self.w2, self.row_scale, self.b1, self.b2) is not None:
+            _refuse_gradients(self.recipe)
+
+    def check(self) -> Problem:
+        recipe = recipes.find(self.op, self.recipe)
+        rows, columns = check_x(self.op, self.x, None if self.x_scale is None else (DATA_DTYPE,))
+        like = self.x.new_empty(rows, 0, dtype=self.result_dtype)  # what biases and the result are like
+        self._check_x_scale()
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        experts, w1_rows, hidden = shape = self._check_weight("w1", "E 2I H", recipe)
+        if hidden != columns:
+            mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
+        width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
+        shape = self._check_weight("w2", "E H I", recipe)
+        out_features = shape[1]
+        if shape != (experts, out_features, width):
+            mismatch(self.op, "w2", shape, (experts, out_features, width), f"w1 gives E = {experts}, I = {width}")
+        dtype = str(self.result_dtype).removeprefix("torch.")
+        widths = {"H (x's columns)": columns, "I": width, "the number of w2's rows": out_features}
+        recipes.check_fits(self.op, recipe, dtype, runs_kernels(self.x), **widths)
+        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_bias(self.op, "b1", self.b1, like, experts, w1_rows)
+        check_bias(self.op, "b2", self.b2, like, experts, out_features)
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        check_out(self.op, "out", self.out, like, out_features)
+        return Problem(
+            op=self.op,
+            dtype=dtype,
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            out_features=out_features,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            operands=recipe.operands,
+            fc2_operands=recipe.fc2_operands,
+        )
+
+    def _check_x_scale(self) -> None:
+        if self.x_scale is None:
+            return
+        rows, columns = self.x.shape
+        self._check_scale("x", self.x_scale, (rows, -(-columns // BLOCK)), self.x)
+        if not self.x.is_contiguous():
+            raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
+
+    def _check_weight(self, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
+        """The shape [E, N, K] of a weight in any form that the recipe takes."""
+        value, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        valid = SOURCE_DTYPES if scale is None else (DATA_DTYPE,)
+        dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
+        if dtype not in valid:
+            raise TypeError(
+                f"{self.op}: {name} is {dtype}; recipe {recipe.name!r} takes "
+                f"{'FoldedWeight, ' if recipe.folds else ''}MXFP8Tensor, {', '.join(map(str, valid))}"
+            )
+        shape = check_experts(self.op, name, value, self.x.new_empty(0, dtype=dtype), letters)
+        check_width(self.op, name, shape[1], runs_kernels(self.x))
+        if scale is not None:
+            folded = recipe.folds and scale.dim() == 2
+            self._check_scale(name, scale, shape[:2] if folded else (*shape[:2], -(-shape[2] // BLOCK)), first)
+        return shape
+
+    def _check_scale(self, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
+        if scale.dtype != SCALE_DTYPE:
+            raise TypeError(f"{self.op}: {name}'s scale is {scale.dtype}; it must be {SCALE_DTYPE}")
+        if tuple(scale.shape) != tuple(shape):
+            mismatch(self.op, f"{name}'s scale", scale.shape, shape, f"that is what its data {data.dtype} goes with")
+        if scale.device != data.device or not scale.is_contiguous():
+            raise ValueError(f"{self.op}: {name}'s scale must be contiguous, and on {data.device} as its data")
+
+    def results(self, problem: Problem) -> Tensor:
+        return self.x.new_empty(problem.rows, problem.out_features, dtype=self.result_dtype)
+
+    def _prepared_weights(self) -> tuple[Prepared, Prepared]:
+        fold = recipes.RECIPES[self.recipe].folds
+        first, second = (self._prepared_weight(fold, name) for name in self.weights)
+        return first, second
+
+    def _prepared_weight(self, fold: bool, name: str) -> Prepared:
+        value, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        if scale is not None and (scale.dim() == 2) is fold:
+            return Prepared(value, scale)
+        return PREPARED.get(fold, value, scale)
+
+    def prepared(self) -> Call:
+        """As for any operator, with weights as the kernels read them."""
+        first, second = self._prepared_weights()
+        changes = {"w1": first.data, "w1_scale": first.scale, "w2": second.data, "w2_scale": second.scale}
+        same = all(getattr(self, name) is value for name, value in changes.items())
+        call = self if same else dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return super(Mxfp8MlpCall, call).prepared()
+
+    def reference(self, problem: Problem) -> Tensor:
+        out = self.results(problem) if self.out is None else self.out
+        form = (self.activation, self.glu_layout, self.params)
+        biases, weights = (self.b1, self.b2), self._prepared_weights()
+        mlp_reference.grouped_mlp(
+            recipes.RECIPES[self.recipe], (self.x, self.x_scale), weights, self.host_ends(), biases, self.row_scale,
+            form, out,
+        )  # fmt: skip
+        return out
+
+    def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
+        def layout(columns: int, dtype: torch.dtype) -> workspace.Layout:
+            return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
+
+        hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
+        common = {
+            **vars(launch), "dtype": dtype, "width": problem.out_features,
+            "params": ActivationParams(*map(float, self.params)),
+        }  # fmt: skip
+        x8, mid8 = layout(hidden, DATA_DTYPE), layout(inner, DATA_DTYPE)
+        x_scales, mid_scales = (layout(-(-width // BLOCK), torch.uint8) for width in (hidden, inner))
+        mid, rows = layout(inner, dtype), layout(hidden, dtype)
+        if problem.operands == "mxfp8_weight_only":
+            return WeightOnlyPlan(**common, memory=workspace.Layouts(mid))
+        if problem.operands == "mxfp8_exact":
+            return ExactPlan(**common, memory=workspace.Layouts(mid, rows), round=self._rounding(problem, launch))
+        if self.x_scale is not None:
+            return ReadyPlan(**common, memory=workspace.Layouts(mid8, mid_scales))
+        return QuantisedPlan(**common, memory=workspace.Layouts(x8, mid8, x_scales, mid_scales))
+
+    def _rounding(self, problem: Problem, launch: Launch) -> Callable[..., Any]:
+        """The kernel that rounds x to MXFP8 values."""
+        if not problem.rows:
+            return launch_nothing
+        wanted = Problem(
+            "quantize_mxfp8", problem.dtype, problem.rows, 1, problem.in_features, axis="row", rounded=True
+        )
+        return kernels.find(dispatch.choose(wanted, gpus.gpu(launch.index).arch).spec).function
+
+    def run(self, plan: Mxfp8MlpPlan) -> Tensor:
+        w1: Any = self.w1
+        w2: Any = self.w2
+        w1_scale: Any = self.w1_scale
+        w2_scale: Any = self.w2_scale
+        return plan.run(
+            self.x, self.x_scale, w1, w1_scale, w2, w2_scale, self.groups, self.b1, self.b2, self.row_scale, self.out
+        )  # fmt: skip

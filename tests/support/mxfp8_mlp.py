@@ -1,0 +1,92 @@
+"""An MLP in MXFP8 by the definition of each recipe, in float64, and inputs in every form that recipes take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import glulam
+from glulam import MXFP8Tensor
+from glulam.mxfp8 import FoldedWeight
+
+from . import mxfp8, oracle
+from .criterion import FLOOR, MAX_TOLERANCE
+from .inputs import Case
+
+X_BLOCK = {"mxfp8": 128, "mxfp8_exact": 32, "mxfp8_weight_only": None}
+RECIPES = tuple(X_BLOCK)
+WORST_FLIP = 2.0**-4  # of an element that lies between two E4M3 numbers and may round to either
+
+
+def values(data: Tensor, scales: Tensor) -> Tensor:
+    """float64 of E4M3 and E8M0 bytes [..., C] and [..., C/32]."""
+    data, scales = data.cpu().view(torch.uint8).long(), scales.cpu().view(torch.uint8)
+    magnitude = torch.cat((mxfp8.MAGNITUDES, torch.tensor([torch.nan], dtype=torch.float64)))[data % 128]
+    powers = torch.where(scales == mxfp8.NAN_SCALE, torch.nan, torch.exp2(scales.double() - 127))
+    return torch.where(data < 128, magnitude, -magnitude) * powers.repeat_interleave(mxfp8.BLOCK, dim=-1)
+
+
+def rounded(x: Tensor, size: int | None) -> Tensor:
+    """Rows [T, C] as they are multiplied, float64; `size` elements share a scale."""
+    if size is None:
+        return x.double().cpu()
+    return values(*mxfp8.quantized_rows(x.float().cpu(), size))
+
+
+def prepared(w: Tensor, recipe: str) -> Any:
+    """A weight [E, N, K] as a recipe takes it."""
+    if recipe == "mxfp8":
+        return glulam.prepare_mxfp8_weight(w)
+    flat = glulam.quantize_mxfp8(w.flatten(0, 1))
+    return MXFP8Tensor(flat.data.view(w.shape), flat.scale.view(*w.shape[:2], -1))
+
+
+def weight_values(weight: FoldedWeight | MXFP8Tensor) -> Tensor:
+    """[E, N, K], float64."""
+    data, scale = weight.data, weight.scale
+    if isinstance(weight, FoldedWeight):
+        scale = scale.view(torch.uint8)[..., None].expand(*scale.shape, data.shape[-1] // mxfp8.BLOCK)
+    return values(data, scale.contiguous())
+
+
+def expected(
+    c: Case, recipe: str, weights: tuple[Any, Any], *, form: tuple[str, str] = ("swiglu", "concat"), b1: Any = None,
+    b2: Any = None, row_scale: Tensor | None = None, params: tuple[float, float, float] = (7.0, 1.702, 1.0),
+    fc2_dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
+    """y [T, H] on the CPU. `fc2_dtype`: FC2 as a user of torch would compute it, on the same quantised operands."""
+    block = X_BLOCK[recipe]
+    w1, w2 = (weight_values(w) for w in weights)
+    x = rounded(torch.nan_to_num(c.x), block)
+    s = None if row_scale is None else torch.nan_to_num(row_scale.cpu())
+    b1, b2 = (None if b is None else [one.cpu() for one in b] for b in (b1, b2))
+    act, _ = oracle.grouped_glu(x, w1, c.ends, bias=b1, row_scale=s, form=form, params=params)
+    mid = rounded(act.nan_to_num(), block)
+    return oracle.grouped_mm(mid, w2, c.ends, bias=b2, bias_scale=s, dtype=fc2_dtype)
+
+
+def check(c: Case, y: Tensor, recipe: str, weights: tuple[Any, Any], **options: Any) -> None:
+    """Against the recipe's own float64, row by row, by the measure of one GEMM in the same dtype.
+
+    But a few activations may have rounded to the other of two neighbours, since sums are in another order: such a one
+    moves one term of a sum over I by WORST_FLIP, and three of them in a row of results are allowed for.
+    """
+    exact, same = (expected(c, recipe, weights, fc2_dtype=dtype, **options) for dtype in (torch.float64, y.dtype))
+    assert y.shape == exact.shape
+    if not c.rows:
+        return
+    exact, same, got = (value.cpu().double()[: c.rows] for value in (exact, same, y))
+    scale = exact.abs().amax(dim=1, keepdim=True)
+    assert bool((scale > 0).all()), "a row of the expected result is zero: a result of zeros would pass"
+    error, yardstick, of_zeros = (((one - exact) / scale).abs() for one in (got, same, torch.zeros_like(exact)))
+    flips = 0.0 if X_BLOCK[recipe] is None else 3 * WORST_FLIP / weights[1].data.shape[-1] ** 0.5
+    for kind, of, more in (("largest", Tensor.max, flips), ("rms", _rms, 0.0)):
+        allowed = 2 * float(of(yardstick)) + FLOOR + more
+        assert allowed < MAX_TOLERANCE * float(of(of_zeros)), f"vacuous: {kind} {allowed:.2g}"
+        assert float(of(error)) <= allowed, f"{kind} error {float(of(error)):.3g} above {allowed:.3g}"
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()

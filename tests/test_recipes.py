@@ -1,0 +1,537 @@
+"""grouped_mlp by the recipes that quantise: reference, host path on a stand-in GPU, refusals, prepared weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import mxfp8_mlp as oracle
+from support.criterion import same_bits
+from support.fake_gpu import FakeGpu
+from support.inputs import Case, make_case, poisoned
+from support.mxfp8_mlp import RECIPES, check, prepared
+from support.routing import catalogue
+from torch import Tensor
+
+import glulam
+from cute_kernels.sm90.configs import LARGE8, LARGE_W8, SMALL8, SMALL_W8, activation_forms
+from cute_kernels.specs import GATED, GroupedMlpSpec, QuantizeMxfp8Spec
+from glulam import MXFP8Tensor, recipes
+from glulam.mxfp8 import prepared as prepared_weights
+from glulam.recipes import BF16 as BF16_RECIPE
+from glulam.recipes import MXFP8, MXFP8_EXACT, Quantised, Recipe
+
+pytest_plugins = ["support.fixtures"]
+
+SIZES = [5, 0, 17, 1, 0, 40, 8]
+HIDDEN, INTER = 160, 96  # multiples of 32, not of 128
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def no_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> prepared_weights.PreparedWeights:
+    fresh = prepared_weights.PreparedWeights()
+    monkeypatch.setattr(glulam.ops.grouped_mlp_mxfp8, "PREPARED", fresh)
+    return fresh
+
+
+def case(form: tuple[str, str] = ("swiglu", "concat"), **options: Any) -> Case:
+    return make_case(SIZES, HIDDEN, INTER, gated=form[0] in GATED, tail=6, **options)
+
+
+def weights_of(c: Case, recipe: str) -> tuple[Any, Any]:
+    return prepared(c.w1, recipe), prepared(c.w2, recipe)
+
+
+def everything(c: Case) -> dict[str, Any]:
+    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
+
+
+class TestReference:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_every_activation(self, recipe: str, form: tuple[str, str]) -> None:
+        c = case(form)
+        weights = weights_of(c, recipe)
+        y = glulam.grouped_mlp(
+            c.x, *weights, offs=c.offs, activation=form[0], glu_layout=form[1], recipe=recipe, **everything(c)
+        )
+        check(c, y, recipe, weights, form=form, **everything(c))
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("routing", catalogue(60, 7))
+    def test_every_routing(self, recipe: str, routing: str) -> None:
+        c = make_case(catalogue(60, 7)[routing], HIDDEN, INTER, tail=3)
+        weights = weights_of(c, recipe)
+        out = poisoned(c.x.shape[0], HIDDEN, c.x, padding=8)
+        assert glulam.grouped_mlp(c.x, *weights, splits=c.sizes, recipe=recipe, out=out) is out
+        check(c, out, recipe, weights)
+        assert bool(out[c.rows :].isnan().all()), "the tail was written"
+
+    @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), recipe=st.sampled_from(RECIPES))
+    @settings(max_examples=30, deadline=None)
+    def test_any_sizes(self, sizes: list[int], recipe: str) -> None:
+        c = make_case(sizes, 64, 32)
+        weights = weights_of(c, recipe)
+        check(c, glulam.grouped_mlp(c.x, *weights, splits=sizes, recipe=recipe), recipe, weights)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_it_is_near_bf16_but_not_the_same(self, recipe: str) -> None:
+        c = case()
+        exact = oracle.oracle.grouped_mlp(c.x, c.w1, c.w2, c.ends)[: c.rows]
+        y = glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=recipe)[: c.rows]
+        error = float((y - exact).norm() / exact.norm())
+        assert 0.01 < error < 0.1, error
+
+    def test_float64_computes_in_float64(self) -> None:
+        c = case()
+        weights = weights_of(c, "mxfp8")
+        y = glulam.grouped_mlp(c.x.double(), *weights, offs=c.offs, recipe="mxfp8")
+        wanted = oracle.expected(c, "mxfp8", weights)
+        assert float((y - wanted)[: c.rows].abs().max() / wanted[: c.rows].abs().max()) < 1e-12
+
+    @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact"])
+    @pytest.mark.parametrize("block", ["1x32", "1x128"])
+    @pytest.mark.parametrize("scale_layout", ["plain", "swizzled"])
+    def test_rows_in_mxfp8(self, recipe: str, block: str, scale_layout: str) -> None:
+        c = case()
+        x = glulam.quantize_mxfp8(c.x.nan_to_num(), block=block, scale_layout=scale_layout)
+        again = make_case(SIZES, HIDDEN, INTER, tail=6)
+        again.x = x.dequantize()
+        weights = weights_of(c, recipe)
+        y = glulam.grouped_mlp(x, *weights, offs=c.offs, recipe=recipe, **everything(c))
+        assert y.dtype == BF16
+        check(again, y, recipe, weights, **everything(c))
+
+    def test_the_dtype_of_rows_in_mxfp8_is_that_of_what_is_16_bit(self) -> None:
+        c = case(dtype=torch.float16)
+        x = glulam.quantize_mxfp8(c.x.nan_to_num())
+        call = {"offs": c.offs, "recipe": "mxfp8"}
+        assert glulam.grouped_mlp(x, c.w1, c.w2, b1=c.b1, **call).dtype == torch.float16
+        out = torch.zeros_like(c.x)
+        assert glulam.grouped_mlp(x, c.w1, c.w2, out=out, **call) is out
+        with pytest.raises(TypeError, match=r"b2 is torch.float16 but x is torch.bfloat16"):
+            glulam.grouped_mlp(x, c.w1, c.w2, b1=c.b1.to(BF16), b2=c.b2, **call)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_no_rows(self, recipe: str) -> None:
+        c = make_case([0, 0, 0], HIDDEN, INTER)
+        assert glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=recipe).shape == (0, HIDDEN)
+        if recipe != "mxfp8_weight_only":
+            x = glulam.quantize_mxfp8(c.x)
+            assert glulam.grouped_mlp(x, c.w1, c.w2, offs=c.offs, recipe=recipe).shape == (0, HIDDEN)
+
+    def test_rounding_rows_again_changes_nothing(self) -> None:
+        """So that rows which came in MXFP8 need not be told apart from those that are rounded here."""
+        for block in ("1x32", "1x128"):
+            once = glulam.quantize_mxfp8(case().x.nan_to_num(), block=block).dequantize(BF16)
+            assert torch.equal(glulam.quantize_mxfp8(once).dequantize(BF16), once)
+
+
+class TestHostPath:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_every_activation(self, fake_gpu: FakeGpu, recipe: str, form: tuple[str, str]) -> None:
+        c = case(form)
+        weights = weights_of(c, recipe)
+        fake_gpu.specs.clear()
+        fake_gpu.launches.clear()
+        options = {"activation": form[0], "glu_layout": form[1], "recipe": recipe, **everything(c)}
+        y = glulam.grouped_mlp(c.x, *weights, offs=c.offs, **options)
+        check(c, y, recipe, weights, form=form, **everything(c))
+        spec = next(s for s in fake_gpu.specs if isinstance(s, GroupedMlpSpec))
+        assert spec.fc1.operands == recipe and (spec.fc1.activation, spec.fc1.glu_layout) == form
+        rounds = [s for s in fake_gpu.specs if isinstance(s, QuantizeMxfp8Spec)]
+        assert len(rounds) == (recipe == "mxfp8_exact") and all(s.rounded for s in rounds)
+        assert len(fake_gpu.launches) == 1 + len(rounds)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("groups", ["offs", "splits int32", "splits int64"])
+    @pytest.mark.parametrize("listed", [False, True])
+    def test_groups_and_biases(self, fake_gpu: FakeGpu, recipe: str, groups: str, listed: bool) -> None:
+        c = case()
+        given = {
+            "offs": {"offs": c.offs}, "splits int32": {"splits": c.splits()},
+            "splits int64": {"splits": c.splits(torch.int64)},
+        }[groups]  # fmt: skip
+        weights = weights_of(c, recipe)
+        biases = {"b1": list(c.b1), "b2": list(c.b2)} if listed else {"b1": c.b1, "b2": c.b2}
+        for _ in range(2):
+            check(c, glulam.grouped_mlp(c.x, *weights, recipe=recipe, **given, **biases), recipe, weights, **biases)
+
+    @pytest.mark.parametrize("block", ["1x32", "1x128"])
+    @pytest.mark.parametrize("out_features", [HIDDEN, 64])
+    def test_rows_in_mxfp8(self, fake_gpu: FakeGpu, block: str, out_features: int) -> None:
+        c = case()
+        c.w2 = c.w2[:, :out_features].contiguous()
+        x = glulam.quantize_mxfp8(c.x.nan_to_num(), block=block)
+        c.x = x.dequantize()
+        weights = weights_of(c, "mxfp8")
+        y = glulam.grouped_mlp(x, *weights, offs=c.offs, row_scale=c.row_scale, recipe="mxfp8")
+        check(c, y, "mxfp8", weights, row_scale=c.row_scale)
+        assert fake_gpu.launches[-1][-1] == 2, "x was quantised again"
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_one_row_and_padded_rows(self, fake_gpu: FakeGpu, recipe: str) -> None:
+        c = make_case([0, 1, 0], HIDDEN, INTER)
+        weights = weights_of(c, recipe)
+        x, out = (t.as_strided((1, HIDDEN), (1, 1)) for t in (c.x, poisoned(1, HIDDEN, c.x)))
+        check(c, glulam.grouped_mlp(x, *weights, offs=c.offs, recipe=recipe, out=out), recipe, weights)
+        c = case()
+        wide = torch.full((c.x.shape[0], HIDDEN + 24), torch.nan, dtype=BF16)
+        wide[:, :HIDDEN] = c.x
+        weights = weights_of(c, recipe)
+        check(c, glulam.grouped_mlp(wide[:, :HIDDEN], *weights, offs=c.offs, recipe=recipe), recipe, weights)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_no_rows_launch_nothing(self, fake_gpu: FakeGpu, recipe: str) -> None:
+        c = make_case([0, 0, 0], HIDDEN, INTER)
+        weights = weights_of(c, recipe)
+        fake_gpu.launches.clear()
+        assert glulam.grouped_mlp(c.x, *weights, offs=c.offs, recipe=recipe).shape == (0, HIDDEN)
+        assert not fake_gpu.launches
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("ready", [False, True], ids=["16-bit weights", "prepared weights"])
+    def test_a_second_call_plans_nothing(
+        self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, recipe: str, ready: bool
+    ) -> None:
+        c = case()
+        w1, w2 = weights_of(c, recipe) if ready else (c.w1, list(c.w2))
+        call = lambda: glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, b1=c.b1, recipe=recipe)  # noqa: E731
+        first = call()
+        monkeypatch.setattr(glulam.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+        assert same_bits(call()[: c.rows], first[: c.rows])
+
+    def test_captured_calls_have_memory_of_their_own(self, fake_gpu: FakeGpu) -> None:
+        c = case()
+        for recipe in RECIPES:
+            weights = weights_of(c, recipe)
+            glulam.grouped_mlp(c.x, *weights, offs=c.offs, recipe=recipe)
+            fake_gpu.stream, fake_gpu.capturing = 7, True
+            y = glulam.grouped_mlp(c.x, *weights, offs=c.offs, recipe=recipe)
+            fake_gpu.stream, fake_gpu.capturing = 0, False
+            check(c, y, recipe, weights)
+
+    def test_rows_an_expert_choose_the_tile(self, fake_gpu: FakeGpu) -> None:
+        tiles = {"mxfp8": (SMALL8, LARGE8), "mxfp8_exact": (SMALL_W8, LARGE_W8)}
+        tiles["mxfp8_weight_only"] = tiles["mxfp8_exact"]
+        for recipe, (few, many) in tiles.items():
+            for rows, tile in ((2, few), (128, few), (129, many)):
+                told = glulam.explain("grouped_mlp", (rows, 64), (2, 64, 64), (2, 64, 32), recipe=recipe)
+                assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == told.spec.fc2.tile == tile
+                assert tile.name in told.why and "64 rows an expert" in told.why_not[0]
+
+    def test_out_may_not_be_x(self, fake_gpu: FakeGpu) -> None:
+        c = case()
+        weights = weights_of(c, "mxfp8")
+        call = {"offs": c.offs, "recipe": "mxfp8"}
+        glulam.grouped_mlp(c.x, *weights, out=torch.zeros_like(c.x), **call)
+        with pytest.raises(ValueError, match="out overlaps x"):
+            glulam.grouped_mlp(c.x, *weights, out=c.x, **call)
+
+
+class TestPreparedWeights:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("listed", [False, True])
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+    def test_the_same_as_prepared_by_hand(self, recipe: str, listed: bool, dtype: torch.dtype) -> None:
+        c = case()
+        w1, w2 = c.w1.to(dtype), c.w2.to(dtype)
+        given = (list(w1), list(w2)) if listed else (w1, w2)
+        y = glulam.grouped_mlp(c.x, *given, offs=c.offs, recipe=recipe)
+        wanted = glulam.grouped_mlp(c.x, prepared(w1, recipe), prepared(w2, recipe), offs=c.offs, recipe=recipe)
+        assert same_bits(y[: c.rows], wanted[: c.rows])
+
+    def test_mxfp8_weights_are_folded(self, no_prepared_weights: Any) -> None:
+        c = case()
+        w1, w2 = weights_of(c, "mxfp8_exact")
+        wanted = glulam.grouped_mlp(
+            c.x, glulam.prepare_mxfp8_weight(w1), glulam.prepare_mxfp8_weight(w2), offs=c.offs, recipe="mxfp8"
+        )
+        for _ in range(2):
+            y = glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, recipe="mxfp8")
+            assert same_bits(y[: c.rows], wanted[: c.rows]) and len(no_prepared_weights) == 2
+
+    def test_once_a_version(self, no_prepared_weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        c, made = case(), []
+        prepare = prepared_weights._prepare
+        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a: made.append(a) or prepare(*a))
+        w1 = torch.nn.Parameter(c.w1.clone())
+        call = lambda w: glulam.grouped_mlp(c.x, w, c.w2, offs=c.offs, recipe="mxfp8")  # noqa: E731
+        with torch.no_grad():
+            before = call(w1)
+            call(w1.detach())
+            call(w1.view_as(w1))
+            assert len(made) == 2, "a view was prepared anew"
+            w1.mul_(2)
+            after = call(w1)
+            assert len(made) == 3 and not same_bits(before[: c.rows], after[: c.rows])
+            w1.data = torch.zeros_like(w1)
+            assert not bool(call(w1)[: c.rows].any()) and len(made) == 4
+            assert len(no_prepared_weights) == 2
+
+    def test_gone_with_the_weight(self, no_prepared_weights: Any) -> None:
+        c = case()
+        w1 = c.w1.clone()
+        glulam.grouped_mlp(c.x, w1, list(c.w2.clone()), offs=c.offs, recipe="mxfp8")
+        assert len(no_prepared_weights) == 1, "the list is gone"
+        view = w1[:]
+        del w1
+        gc.collect()
+        assert len(no_prepared_weights) == 1
+        del view
+        gc.collect()
+        assert len(no_prepared_weights) == 0
+
+    def test_another_shape_at_the_same_place(self, no_prepared_weights: Any) -> None:
+        c = make_case([3, 4], 64, 32)
+        y = glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe="mxfp8")
+        other = c.w1.view(2, 32, 128)
+        x = torch.randn(7, 128).to(BF16)
+        w2 = torch.randn(2, 64, 32).to(BF16)
+        assert glulam.grouped_mlp(x, other, w2, offs=c.offs, activation="silu", recipe="mxfp8").shape == (7, 64)
+        assert same_bits(glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe="mxfp8"), y)
+
+    def test_not_under_capture(self, fake_gpu: FakeGpu, no_prepared_weights: Any) -> None:
+        c = case()
+        call = lambda: glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe="mxfp8")  # noqa: E731
+        fake_gpu.stream, fake_gpu.capturing = 7, True
+        with pytest.raises(glulam.CaptureError, match="once with it before capturing"):
+            call()
+        fake_gpu.capturing = False
+        call()
+        fake_gpu.capturing = True
+        call()
+        assert len(no_prepared_weights._kept_for_graphs) == 2, "a graph's weights may be freed"
+
+    def test_a_weight_that_folding_would_spoil(self) -> None:
+        c = case()
+        c.w1[2, :, 3] *= 2.0**20
+        with pytest.raises(glulam.FoldError, match="expert 2"):
+            glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe="mxfp8")
+        glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe="mxfp8_exact")
+
+
+class TestRecipes:
+    def test_names_and_objects(self) -> None:
+        c = case()
+        for name, recipe in recipes.RECIPES.items():
+            assert str(recipe) == recipe.name == name and recipes.find("op", name) is recipe
+            y, z = (glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=r) for r in (name, copy.deepcopy(recipe)))
+            assert same_bits(y[: c.rows], z[: c.rows])
+            assert pickle.loads(pickle.dumps(recipe)) == recipe
+            module = glulam.nn.GroupedMLP(2, 64, 32, recipe=recipe)
+            assert module.form["recipe"] == name
+
+    @pytest.mark.parametrize("bad", ["fp8", None, 3, ["mxfp8"], "MXFP8"])
+    def test_unknown(self, bad: Any) -> None:
+        c = case()
+        with pytest.raises(ValueError, match=r"recipe is .*choose one of bf16, mxfp8, mxfp8_exact"):
+            glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=bad)
+        with pytest.raises(ValueError, match=r"GroupedMLP: recipe is"):
+            glulam.nn.GroupedMLP(2, 64, 32, recipe=bad)
+
+    @pytest.mark.parametrize(
+        ("base", "change", "words"),
+        [
+            (MXFP8, {"operands": "fp8"}, "operands is 'fp8'"),
+            (MXFP8, {"x": Quantised("1x32", "call")}, "x is .*1x32.*kernels want .*1x128"),
+            (MXFP8, {"activation": None}, "activation is None"),
+            (MXFP8, {"weights": Quantised("1x32", "weight")}, "weights is .*kernels want .*folded"),
+            (MXFP8_EXACT, {"dtypes": ("float16",)}, "dtypes holds 'float16'"),
+            (MXFP8_EXACT, {"fc2_operands": "mxfp8"}, "fc2_operands is 'mxfp8'"),
+            (MXFP8_EXACT, {"trains": True}, ".*no data gradient"),
+            (BF16_RECIPE, {"x": Quantised("1x128", "call")}, "x is .*kernels want None"),
+        ],
+    )
+    def test_an_unsupported_combination_names_itself(self, base: Recipe, change: Any, words: str) -> None:
+        fields = {**vars(base), "name": "mine", **change}
+        with pytest.raises(ValueError, match=f"Recipe 'mine': {words}"):
+            Recipe(**fields)
+
+    def test_an_object_of_another_name(self) -> None:
+        mine = Recipe(**{**vars(MXFP8), "name": "mine"})
+        with pytest.raises(ValueError, match="choose one of"):
+            recipes.find("op", mine)
+
+
+def arguments(c: Case, **changes: Any) -> dict[str, Any]:
+    return {"x": c.x, "w1": c.w1, "w2": c.w2, "offs": c.offs, "recipe": "mxfp8", **changes}
+
+
+def refusals(c: Case) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
+    """Arguments, the error, its words."""
+    folded, exact = glulam.prepare_mxfp8_weight(c.w1), prepared(c.w1, "mxfp8_exact")
+    column = glulam.prepare_mxfp8_weight(c.w1, axis="col")
+    narrow, narrow_w1 = c.x[:, :72].contiguous(), c.w1[:, :, :72].contiguous()
+    half = {"x": c.x.half(), "b1": None}
+    rows, columns = glulam.quantize_mxfp8(c.x.nan_to_num()), glulam.quantize_mxfp8(c.x.nan_to_num(), axis="col")
+    swizzled = MXFP8Tensor(exact.data, exact.scale).swizzled()
+    return {
+        "x in MXFP8, bf16": ({"x": rows, "recipe": "bf16"}, TypeError, "x is in MXFP8, and recipe is 'bf16'"),
+        "w1 folded, bf16": ({"w1": folded, "recipe": "bf16"}, TypeError, "w1 is in MXFP8, and recipe is 'bf16'"),
+        "x in MXFP8, weights": ({"x": rows, "recipe": "mxfp8_weight_only"}, TypeError, "takes 16-bit rows"),
+        "x by columns": ({"x": columns}, ValueError, "quantised along its columns"),
+        "folded, exact": ({"w1": folded, "recipe": "mxfp8_exact"}, TypeError, "w1 is a FoldedWeight.*or choose"),
+        "folded by columns": ({"w1": column}, ValueError, "w1 is folded along its columns"),
+        "swizzled": ({"w1": swizzled, "recipe": "mxfp8_exact"}, ValueError, r"w1 is .*w1\.plain\(\)"),
+        "H": ({"x": narrow, "w1": narrow_w1}, ValueError, r"H .x's columns. is 72.*multiples of 32.*'bf16'"),
+        "I": ({"w1": c.w1[:, :80].contiguous(), "w2": c.w2[:, :, :40].contiguous()}, ValueError, "I is 40"),
+        "N": ({"w2": c.w2[:, :72].contiguous()}, ValueError, "the number of w2's rows is 72"),
+        "fp16, exact": ({**half, "recipe": "mxfp8_exact"}, TypeError, "takes bfloat16, but the dtype is float16"),
+        "fp16, weights": ({**half, "recipe": "mxfp8_weight_only"}, TypeError, "cast to bfloat16, or use"),
+        "recompute": ({"recompute": True}, ValueError, "recompute is True"),
+        "w1 of 3 experts": ({"w1": c.w1[:3]}, ValueError, r"w2 has shape \[7, 160, 96\]"),
+        "w1's dtype": ({"w1": c.w1.double()}, TypeError, "w1 is torch.float64; recipe 'mxfp8' takes FoldedWeight"),
+        "w1 of other columns": ({"w1": c.w1[:, :, :128].contiguous()}, ValueError, "x has 160 columns"),
+        "b1's dtype": ({"b1": c.b1.float()}, TypeError, "b1 is torch.float32"),
+        "both groups": ({"splits": c.splits()}, ValueError, "both offs and splits"),
+        "activation": ({"activation": "swish"}, ValueError, "activation is 'swish'"),
+        "out": ({"out": c.x.new_empty(3, 3)}, ValueError, r"out has shape \[3, 3\]"),
+        "an empty list": ({"w1": []}, ValueError, "w1 is an empty list"),
+        "no weight": ({"w2": None}, TypeError, "w2 is a NoneType"),
+    }
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", refusals(case()))
+def test_refusals(request: pytest.FixtureRequest, name: str, on_gpu: bool) -> None:
+    c = case()
+    changes, error, words = refusals(c)[name]
+    launches: list[Any] = []
+    if on_gpu:
+        fake = request.getfixturevalue("fake_gpu")
+        launches = fake.launches
+    with pytest.raises(error, match=words) as caught:
+        glulam.grouped_mlp(**arguments(c, **changes))
+    assert str(caught.value).startswith("grouped_mlp: ") and not launches
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["x", "w1", "b2", "row_scale"])
+def test_gradients_are_refused(recipe: str, name: str) -> None:
+    if recipes.RECIPES[recipe].trains:
+        pytest.skip("it has them")
+    c = case()
+    given = arguments(c, recipe=recipe, **everything(c))
+    given[name] = given[name].detach().requires_grad_()
+    with pytest.raises(glulam.GradientNotSupported, match=f"recipe '{recipe}' has no gradient.*no_grad"):
+        glulam.grouped_mlp(**given)
+    with torch.no_grad():
+        glulam.grouped_mlp(**given)
+
+
+class TestModule:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_forward(self, recipe: str, packed: bool) -> None:
+        c = case()
+        layer = glulam.nn.GroupedMLP(len(SIZES), HIDDEN, INTER, packed=packed, recipe=recipe, dtype=BF16)
+        w1, w2 = (torch.stack(list(fc.parameters())).view(-1, *shape) for fc, shape in (
+            (layer.fc1, c.w1.shape[1:]), (layer.fc2, c.w2.shape[1:])))  # fmt: skip
+        with torch.no_grad():
+            weights = prepared(w1, recipe), prepared(w2, recipe)
+            check(c, layer(c.x, offs=c.offs), recipe, weights)
+        assert f"recipe='{recipe}'" in repr(layer)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"hidden_size": 72}, ValueError, "hidden_size is 72.*multiples of 32"),
+            ({"intermediate_size": 40}, ValueError, "intermediate_size is 40"),
+            ({"out_features": 40}, ValueError, "out_features is 40"),
+            ({"recipe": "mxfp8_exact", "dtype": torch.float16}, TypeError, "the dtype is float16.*'mxfp8'"),
+            ({"recompute": True}, ValueError, "recompute is True, but recipe 'mxfp8'"),
+            ({"recipe": "mxfp8_weight_only", "delay_wgrad": True}, ValueError, "delay_wgrad is True"),
+        ],
+    )
+    def test_refused_at_construction(self, options: dict[str, Any], error: type[Exception], words: str) -> None:
+        given = {"num_experts": 2, "hidden_size": 64, "intermediate_size": 32, "recipe": "mxfp8", **options}
+        with pytest.raises(error, match=f"GroupedMLP: .*{words}"):
+            glulam.nn.GroupedMLP(**given)
+
+
+def compiled_calls(c: Case) -> dict[str, Callable[[], Tensor]]:
+    folded, exact = weights_of(c, "mxfp8"), weights_of(c, "mxfp8_exact")
+    rows = glulam.quantize_mxfp8(c.x.nan_to_num())
+    return {
+        "prepared": lambda: glulam.grouped_mlp(c.x, *folded, offs=c.offs, recipe="mxfp8", **everything(c)),
+        "16-bit": lambda: glulam.grouped_mlp(c.x, c.w1, list(c.w2), offs=c.offs, recipe="mxfp8"),
+        "exact": lambda: glulam.grouped_mlp(c.x, *exact, splits=SIZES, recipe=recipes.MXFP8_EXACT),
+        "weights": lambda: glulam.grouped_mlp(c.x, *exact, offs=c.offs, recipe="mxfp8_weight_only"),
+        "rows in MXFP8": lambda: glulam.grouped_mlp(rows, *folded, offs=c.offs, recipe="mxfp8"),
+    }
+
+
+class TestTraces:
+    @pytest.mark.parametrize("name", compiled_calls(case()))
+    @torch.no_grad()
+    def test_compiled_equals_eager(self, name: str) -> None:
+        torch.compiler.reset()
+        c = case()
+        call = compiled_calls(c)[name]
+        wanted = call()
+        got = torch.compile(call, backend="aot_eager", fullgraph=True)()
+        assert same_bits(got[: c.rows], wanted[: c.rows])
+
+    @torch.no_grad()
+    def test_compiled_calls_prepare_once(self, no_prepared_weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.compiler.reset()
+        c, made = case(), []
+        prepare = prepared_weights._prepare
+        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a: made.append(a) or prepare(*a))
+        layer = glulam.nn.GroupedMLP(len(SIZES), HIDDEN, INTER, recipe="mxfp8", dtype=BF16)
+        compiled = torch.compile(lambda x: layer(x, offs=c.offs), backend="aot_eager", fullgraph=True)
+        for _ in range(3):
+            compiled(c.x)
+        assert len(made) == 2
+
+    @pytest.mark.parametrize("has_out", [False, True])
+    def test_opcheck(self, has_out: bool) -> None:
+        c = make_case(SIZES, HIDDEN, INTER)
+        w1, w2 = weights_of(c, "mxfp8")
+        form = ("swiglu", "concat", 7.0, 1.702, 1.0)
+        given = (c.x, None, [w1.data], w1.scale, [w2.data], w2.scale, c.offs, None, c.row_scale, [c.b1], None)
+        operator = torch.ops.glulam.grouped_mlp_mxfp8_out if has_out else torch.ops.glulam.grouped_mlp_mxfp8
+        out = (torch.zeros_like(c.x),) if has_out else ()
+        # Its fourth test compares inputs by torch.allclose, which knows no E4M3.
+        tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", None, *out), test_utils=tests)
+        given = (c.x, None, [c.w1], None, [c.w2], None, *given[6:])
+        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", None, *out))
+
+    def test_the_16_bit_operator_refuses_other_recipes(self) -> None:
+        c = case()
+        form = ("swiglu", "concat", 7.0, 1.702, 1.0)
+        with pytest.raises(ValueError, match="recipe is 'mxfp8'; choose one of bf16"):
+            torch.ops.glulam.grouped_mlp(c.x, [c.w1], [c.w2], c.offs, None, None, None, None, *form, "mxfp8", False)
+
+
+class TestExplain:
+    def test_reference(self) -> None:
+        c = case()
+        for x, recipe in itertools.product((c.x, glulam.quantize_mxfp8(c.x.nan_to_num())), ("mxfp8", MXFP8_EXACT)):
+            told = glulam.explain(glulam.grouped_mlp, x, c.w1, c.w2, offs=c.offs, recipe=recipe)
+            assert told.source == "reference"
+
+    def test_shapes(self, fake_gpu: FakeGpu) -> None:
+        told = glulam.explain("grouped_mlp", (512, 2048), (128, 1536, 2048), (128, 2048, 768), recipe="mxfp8")
+        assert told.spec is not None and "_mxfp8_bf16_" in told.spec.name and "4 an expert" in told.why
+        told = glulam.explain("grouped_mlp", (512, 2048), (128, 1536, 2048), (128, 2048, 768))
+        assert any("recipe='mxfp8'" in reason for reason in told.why_not)
+
+    def test_refusals(self) -> None:
+        with pytest.raises(ValueError, match="multiples of 32"):
+            glulam.explain("grouped_mlp", (512, 72), (8, 128, 72), (8, 72, 64), recipe="mxfp8")
+        with pytest.raises(TypeError, match="the dtype is float16"):
+            shapes = (512, 64), (8, 128, 64), (8, 64, 64)
+            glulam.explain("grouped_mlp", *shapes, dtype=torch.float16, recipe="mxfp8_exact")
