@@ -69,18 +69,17 @@ def shipped_specs() -> list[Spec]:
 
 
 def mxfp8_specs() -> list[Spec]:
-    """Every GEMM of MXFP8 rows and folded weights; what is 16-bit of them is bfloat16."""
+    """Every GEMM of MXFP8 rows and folded weights; `dtype` is that of what stays 16-bit."""
     mxfp8 = "mxfp8"
     specs: list[Spec] = []
-    for tile in TILES8:
-        fc2 = GroupedMmSpec(tile=tile, operands=mxfp8)
+    for tile, dtype in product(TILES8, DTYPES):
+        fc2 = GroupedMmSpec(dtype, False, tile, operands=mxfp8)
         specs.append(fc2)
         for activation, layout in activation_forms():
-            fc1 = GroupedGluSpec("bfloat16", activation, layout, False, tile, operands=mxfp8)
-            specs.append(GroupedMlpSpec(fc1, fc2))
-    for activation, layout in activation_forms():
-        specs.append(GroupedGluSpec("bfloat16", activation, layout, True, LARGE8, operands=mxfp8))
-        specs.append(GroupedDgluSpec("bfloat16", activation, layout, DGLU8, LARGE8, operands=mxfp8))
+            specs.append(GroupedMlpSpec(GroupedGluSpec(dtype, activation, layout, False, tile, operands=mxfp8), fc2))
+    for dtype, (activation, layout) in product(DTYPES, activation_forms()):
+        specs.append(GroupedGluSpec(dtype, activation, layout, True, LARGE8, operands=mxfp8))
+        specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, LARGE8, operands=mxfp8))
     return specs
 
 

@@ -76,7 +76,7 @@ class ColumnSmem(NamedTuple):
     """A warpgroup's shared memory for its tile's columns: biases, and scale bytes where weights have them."""
 
     bias: cute.Tensor
-    scales: cute.Tensor | None
+    scales: Any  # cute.Tensor | None
 
 
 class Begun(NamedTuple):

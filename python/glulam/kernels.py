@@ -12,6 +12,7 @@ from torch import Tensor
 import ffi_bridge
 from cute_kernels.specs import (
     GroupedDgluSpec,
+    GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
