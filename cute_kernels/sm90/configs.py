@@ -36,8 +36,8 @@ WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
 # Few rows an expert: half the rows, and a deeper pipeline of weight tiles.
 SMALL = TileConfig(m=64, n=256, k=64)
 TILES = (LARGE, SMALL)
-# MXFP8 rows and folded weights. A promotion every 128 costs what an exposed epilogue does, and warpgroups of one tile hide
-# it behind each other's MMAs, where pingpong ones, one of which is in its epilogue, do not (0.9 against 1.2 PFLOP/s).
+# MXFP8 rows and folded weights. A promotion every 128 costs more than an exposed epilogue: warpgroups of one tile hide
+# it behind each other's MMAs, pingpong ones, one of which is in its epilogue, do not (0.9 against 1.2 PFLOP/s).
 LARGE8 = TileConfig(m=128, n=256, k=128, cluster_m=2, adaptive=True)
 SMALL8 = TileConfig(m=64, n=256, k=128)
 # Preactivations and their gradients take the shared memory that 256 columns would.

@@ -135,11 +135,21 @@ class Mainloop(Invariant):
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         raise NotImplementedError
 
-    def load(
+    def load_ahead(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
+    ) -> Int32:  # fmt: skip
+        """Load what does not depend on the kernel before; returns how many k-tiles of the first tile have it."""
+        return Int32(0)
+
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill stages with all of K for one output tile; called by the TMA warp. Returns the advanced state."""
+        """Fill stages with all of K for one output tile; called by the TMA warp. Returns the advanced state.
+
+        `ahead`: the k-tiles that `load_ahead` has begun.
+        """
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
@@ -215,28 +225,51 @@ class GemmMainloop(Mainloop):
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
 
     @cute.jit
-    def load(
+    def load_ahead(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
+        """The weights of as many k-tiles as there are stages."""
+        count = Int32(0)
+        if work.expert >= 0:
+            count = cutlass.min(self.num_k_tiles(operands, work), Int32(self.stages))
+            self._load(operands, sA, sB, stages, state.clone(), work, Int32(0), count, False)
+        return count
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+    ):  # fmt: skip
+        return self._load(operands, sA, sB, stages, state, work, ahead, self.num_k_tiles(operands, work), True)
+
+    @cute.jit
+    def _load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
+        with_rows: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """`count` k-tiles, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, *alone = operands.extra
         a_shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
         b_shared = _Source(operands.atom_b, operands.b, self.tile.cluster_m)
+        tiles = (address, sA, sB, stages)
         if const_expr(self.tile.adaptive):
             # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
             a_alone, b_alone = (_Source(atom, tensor, 1) for atom, tensor in alone)
             if work.pairs_columns > 0:
-                state = self._load(a_shared, b_alone, address, sA, sB, stages, state, work)
+                state = self._load_from(a_shared, b_alone, *tiles, state, work, ahead, count, with_rows)
             else:
-                state = self._load(a_alone, b_shared, address, sA, sB, stages, state, work)
+                state = self._load_from(a_alone, b_shared, *tiles, state, work, ahead, count, with_rows)
         else:
-            state = self._load(a_shared, b_shared, address, sA, sB, stages, state, work)
+            state = self._load_from(a_shared, b_shared, *tiles, state, work, ahead, count, with_rows)
         return state
 
     @cute.jit
-    def _load(
+    def _load_from(
         self, a: _Source, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+        count: Int32, with_rows: cutlass.Constexpr[bool],
     ):  # fmt: skip
         tile = self.tile
         gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), (tile.m, tile.k), (0, None))
@@ -244,13 +277,15 @@ class GemmMainloop(Mainloop):
         gB = cute.local_tile(b.tensor, (self.part_n, tile.k), (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, (self.part_n, tile.k)), gB)
         first = expert_offset(address, work.expert)
-        for k_tile in cutlass.range(cute.ceil_div(cute.size(a.tensor, mode=[1]), tile.k), unroll=1):
-            stages.producer_acquire(state)
+        for k_tile in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
-            a.copy(tAgA[None, k_tile], tAsA[None, state.index], barrier)
-            for part in cutlass.range_constexpr(self.parts):
-                lo, hi = lo_hi(first + part * address.part_units)
-                b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier)
+            if k_tile >= ahead:
+                stages.producer_acquire(state)
+                for part in cutlass.range_constexpr(self.parts):
+                    lo, hi = lo_hi(first + part * address.part_units)
+                    b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier)
+            if const_expr(with_rows):
+                a.copy(tAgA[None, k_tile], tAsA[None, state.index], barrier)
             state.advance()
         return state
 
@@ -279,7 +314,7 @@ class WgradMainloop(Mainloop):
     @cute.jit
     def load(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ):  # fmt: skip
         tile = self.tile
         a = _Source(operands.atom_a, clipped(operands.a, work.row, work.group_end, row_mode=1), tile.cluster_n)

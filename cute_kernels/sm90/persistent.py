@@ -142,8 +142,7 @@ class PersistentGemm(Invariant):
         sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
         pipeline_init_wait(cluster)
 
-        # Everything before this line overlaps the kernel before; everything after it may read that kernel's output.
-        cute.arch.griddepcontrol_wait()
+        # Before its wait, a role overlaps the kernel before and reads nothing of what that writes: sizes, weights.
         cute.arch.griddepcontrol_launch_dependents()
 
         if warpgroup == 0:
@@ -177,8 +176,11 @@ class PersistentGemm(Invariant):
         ring_state = ring.consumer_state()
         state = mainloop.producer_state()
         work = ring.get(ring_state)
+        ahead = mainloop.load_ahead(operands, sA, sB, stages, state, work)
+        cute.arch.griddepcontrol_wait()
         while work.expert >= 0:
-            state = mainloop.load(operands, sA, sB, stages, state, work)
+            state = mainloop.load(operands, sA, sB, stages, state, work, ahead)
+            ahead = Int32(0)
             ring_state.advance()
             work = ring.get(ring_state)
         # A CTA must outlive its peers' multicasts into it and arrivals on its barriers.
@@ -186,6 +188,7 @@ class PersistentGemm(Invariant):
 
     @cute.jit
     def _epilogue_load_role(self, loads, inputs: tuple, ring: sched.WorkRing):
+        cute.arch.griddepcontrol_wait()
         ring_state = ring.consumer_state()
         work = ring.get(ring_state)
         while work.expert >= 0:
@@ -198,6 +201,7 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         stages, ring: sched.WorkRing, index: Int32,
     ):  # fmt: skip
+        cute.arch.griddepcontrol_wait()
         mma_turns = Turns(MMA_BARRIER, self.tile.takes_turns, index)
         epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.epilogue.shares_slots, index)
         tCrA, tCrB = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)

@@ -196,6 +196,7 @@ class QuantizeMxfp8(Invariant):
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form):
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         tiles_along_k = self._tiles_along_k(x)

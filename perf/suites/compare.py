@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig, from_dict, to_dict
+from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig, from_dict, to_dict, operands_of
 from ffi_bridge import loader, manifest
 from glulam.dispatch import form
 
@@ -89,12 +89,12 @@ def by_form(chosen: list[Candidate]) -> dict[Spec, list[Candidate]]:
 
 
 def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[tuple[str, Spec, list[Candidate]]]:
-    """(operation, form, its kernels) for each operation of a layer that a form computes.
+    """(operation, form, its kernels) for each operation of a layer that a form of 16-bit operands computes.
 
     Raises ValueError where no kernel computes any of `ops`.
     """
     wanted = select_ops(tuple(OPERATIONS), ops)
-    groups = by_form(chosen).items()
+    groups = [(spec, group) for spec, group in by_form(chosen).items() if operands_of(spec) == "16bit"]
     found = [(op, spec, group) for op in wanted for spec, group in groups if OPERATIONS[op].serves(spec)]
     if not found:
         raise ValueError(f"none of the chosen functions computes any of: {', '.join(wanted)}")

@@ -1,0 +1,179 @@
+"""The MXFP8 functions stage by stage on a GPU: each stage against float64 of what the stage before really made.
+
+End to end an activation that rounds to the other of two neighbouring E4M3 numbers hides everything smaller than itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support import oracle
+from support.criterion import assert_close
+from support.inputs import Case, make_case, matrix
+from support.mxfp8_mlp import values, weight_values
+from torch import Tensor
+
+import glulam
+from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms
+from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, TileConfig
+from glulam import kernels
+from glulam.activations import ActivationParams
+from glulam.mxfp8 import FoldedWeight
+
+pytestmark = pytest.mark.gpu
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+HIDDEN, INTER = 352, 224  # multiples of 32, not of 64 or 128
+SIZES = [130, 0, 257, 64, 1, 300]
+TAIL = 70
+PARAMS = ActivationParams()
+DIFFERING = 0.03
+"""Share of activations that may round to a neighbour: wgmma's sums err by 1.3e-4, half an E4M3 step is 3e-2 to 6e-2."""
+ROW_SUM_ERROR = 1e-3
+"""Of d_row_scale, relative to its terms: wgmma's error and float32 sums."""
+
+
+@dataclasses.dataclass
+class Quantised:
+    """Buffers for rows in MXFP8, filled with what a test would notice: NaN, and scales of 2^127."""
+
+    data: Tensor
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, columns: int) -> Quantised:
+        data = torch.full((rows, columns), 0x7F, dtype=torch.uint8, device="cuda").view(E4M3)
+        return cls(data, torch.full((rows, columns // 32), 0xFE, dtype=torch.uint8, device="cuda"))
+
+    def values(self, rows: int) -> Tensor:
+        """float64 on the CPU."""
+        return values(self.data[:rows], self.scale[:rows])
+
+
+def nan(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+
+
+def sms() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def layer(form: tuple[str, str]) -> Case:
+    return make_case(SIZES, HIDDEN, INTER, gated=form[0] in GATED, tail=TAIL, device="cuda")
+
+
+def on_cpu(biases: Tensor) -> list[Tensor]:
+    return [bias.cpu() for bias in biases]
+
+
+def assert_like_torch(got: Tensor, exact: Any, rows: int) -> None:
+    """`exact(dtype)` in float64, and as torch computes it in got's dtype."""
+    assert_close(got.cpu(), exact(torch.float64), exact(got.dtype), rows)
+
+
+def assert_quantised(got: Quantised, wanted: Tensor) -> None:
+    """Rows that were quantised from nearly `wanted` [rows, C], float32: few bytes differ, by one step."""
+    rows = wanted.shape[0]
+    reference = glulam.quantize_mxfp8(wanted.contiguous(), block="1x128")
+    same_scale = reference.scale.view(torch.uint8) == got.scale[:rows].cpu()
+    assert float(same_scale.float().mean()) > 1 - DIFFERING
+    steps = (_number(reference.data) - _number(got.data[:rows].cpu())).abs()
+    steps = steps[same_scale.repeat_interleave(32, dim=1)]
+    assert int(steps.max()) <= 1
+    assert float((steps > 0).float().mean()) < DIFFERING
+
+
+def _number(data: Tensor) -> Tensor:
+    """E4M3 numbers counted from zero, in order."""
+    byte = data.view(torch.uint8).int()
+    return torch.where(byte < 128, byte, 128 - byte)
+
+
+def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tensor | None) -> dict[str, Any]:
+    rows = c.x.shape[0]
+    x8, mid8, y = Quantised.empty(rows, HIDDEN), Quantised.empty(rows, INTER), nan(rows, HIDDEN)
+    saved = () if preact is None else (preact,)
+    kernels.find(spec).function(
+        c.x, w1.data, w2.data, x8.data, mid8.data, *saved, y, c.offs.data_ptr(), 0, len(SIZES),
+        x8.scale.data_ptr(), mid8.scale.data_ptr(), w1.scale.data_ptr(), c.b1.data_ptr(), 0,
+        w2.scale.data_ptr(), c.b2.data_ptr(), 0, c.row_scale.data_ptr(), *PARAMS, sms(), 1,
+    )  # fmt: skip
+    return {"x8": x8, "mid8": mid8, "y": y}
+
+
+def spec_of(form: tuple[str, str], tile: TileConfig, saves: bool) -> Any:
+    fc1 = GroupedGluSpec("bfloat16", *form, saves, tile, operands="mxfp8")
+    return fc1 if saves else GroupedMlpSpec(fc1, GroupedMmSpec(tile=tile, operands="mxfp8"))
+
+
+@pytest.mark.parametrize(
+    ("tile", "saves"), [(LARGE8, False), (SMALL8, False), (LARGE8, True)], ids=["large", "small", "training"]
+)
+@pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+def test_forward(form: tuple[str, str], tile: TileConfig, saves: bool) -> None:
+    c, rows = layer(form), sum(SIZES)
+    w1, w2 = (glulam.prepare_mxfp8_weight(w) for w in (c.w1, c.w2))
+    preact = nan(c.x.shape[0], c.w1.shape[1]) if saves else None
+    made = forward(spec_of(form, tile, saves), c, w1, w2, preact)
+
+    x = glulam.quantize_mxfp8(c.x[:rows].cpu(), block="1x128")
+    assert torch.equal(made["x8"].data[:rows].cpu().view(torch.uint8), x.data.view(torch.uint8))
+    assert torch.equal(made["x8"].scale[:rows].cpu(), x.scale.view(torch.uint8))
+    x64, scale = made["x8"].values(rows), c.row_scale[:rows].cpu()
+    act, h = oracle.grouped_glu(x64, weight_values(w1), c.ends, bias=on_cpu(c.b1), row_scale=scale, form=form)
+    if preact is not None:
+        assert_close(preact.cpu(), h, h.to(BF16), rows)
+        assert bool(preact[rows:].isnan().all())
+    assert_quantised(made["mid8"], act.float())
+    assert bool((made["mid8"].scale[rows:] == 0xFE).all()), "scales behind the last group were written"
+
+    mid64, w2_64 = made["mid8"].values(rows), weight_values(w2)
+    mm = lambda dtype: oracle.grouped_mm(mid64, w2_64, c.ends, bias=on_cpu(c.b2), bias_scale=scale, dtype=dtype)  # noqa: E731
+    assert_like_torch(made["y"][:rows], mm, rows)
+    assert bool(made["y"][rows:].isnan().all()), "the tail was written"
+
+
+@pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+def test_backward(form: tuple[str, str]) -> None:
+    c, rows = layer(form), sum(SIZES)
+    total = c.x.shape[0]
+    w1, w2 = (glulam.prepare_mxfp8_weight(w, axis="col") for w in (c.w1, c.w2))
+    h = matrix(total, c.w1.shape[1], BF16, "cuda", seed=7)
+    dy = matrix(total, HIDDEN, BF16, "cuda", seed=8)
+    h[rows:], dy[rows:] = torch.nan, torch.nan
+    dy8, dh8 = Quantised.empty(total, HIDDEN), Quantised.empty(total, h.shape[1])
+    dh, act, dx, d_scale = nan(*h.shape), nan(total, INTER), nan(total, HIDDEN), nan(total, dtype=torch.float32)
+    partials = nan(-(-INTER // 64) * total, dtype=torch.float32)
+    counters = torch.zeros(4 * (total // 64 + len(SIZES) + 1), dtype=torch.int32, device="cuda")
+    function = kernels.find(GroupedDgluSpec("bfloat16", *form, DGLU8, LARGE8, operands="mxfp8")).function
+    first = None
+    for _ in range(2):
+        function(
+            dy, w2.data, h, dh, act, w1.data, dx, dy8.data, dh8.data, c.offs.data_ptr(), 0, len(SIZES),
+            dy8.scale.data_ptr(), dh8.scale.data_ptr(), w2.scale.data_ptr(), w1.scale.data_ptr(),
+            c.row_scale.data_ptr(), d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr(), *PARAMS, sms(), 2,
+        )  # fmt: skip
+        assert first is None or torch.equal(first, d_scale), "another order of the sum"
+        first = d_scale.clone()
+    assert not bool(counters.any())
+
+    scale, h64, dy64 = c.row_scale[:rows].cpu(), h[:rows].cpu().double(), dy8.values(rows)
+    transposed = weight_values(w2).transpose(1, 2)
+    dglu = lambda dtype: oracle.grouped_dglu(  # noqa: E731
+        dy64, transposed, h64, c.ends, row_scale=scale, form=form, params=PARAMS, dtype=dtype
+    )
+    exact, same = dglu(torch.float64), dglu(BF16)
+    assert_close(dh[:rows].cpu(), exact[0], same[0], rows)
+    assert_close(act[:rows].cpu(), exact[1], same[1], rows)
+    terms = oracle.grouped_mm(dy64.abs(), transposed.abs(), c.ends, transpose_w=True).amax(dim=1)
+    error = (d_scale[:rows].cpu().double() - exact[2]).abs() / terms
+    assert float(error.max()) < ROW_SUM_ERROR * float((exact[2].abs() / terms).max())
+
+    dh64, w1_64 = dh8.values(rows), weight_values(w1)
+    mm = lambda dtype: oracle.grouped_mm(dh64, w1_64, c.ends, dtype=dtype)  # noqa: E731
+    assert_like_torch(dx[:rows], mm, rows)
+    assert not bool(dx[rows:].any()) and not bool(d_scale[rows:].any()), "gradients of the tail are zeros"
+    assert bool(dh[rows:].isnan().all()) and bool(act[rows:].isnan().all())
