@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig, from_dict, to_dict, operands_of
+from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig, from_dict, operands_of, to_dict
 from ffi_bridge import loader, manifest
 from glulam.dispatch import form
 

@@ -20,8 +20,8 @@ RECIPES = tuple(X_BLOCK)
 WORST_FLIP = 2.0**-4  # of an element that lies between two E4M3 numbers and may round to either
 TENSOR_CORE_FLIPS = {"largest": 3e-2, "rms": 6e-3}
 """What FP8 wgmma adds, of a row's largest result. It errs by 1.3e-4 over 128 products (docs/mxfp8.md), so that one
-activation in 100 rounds to the other of two neighbours, 0.09 of itself away: 0.1 x 0.09 x the 0.3 that a result mostly is
-of its row's largest; and 5 times that at worst of 10^5 results. tests/gpu/test_mxfp8_kernels.py looks closer."""
+activation in 100 rounds to the other of two neighbours, 0.09 of itself away: 0.1 x 0.09 x the 0.3 that a result mostly
+is of its row's largest; and 5 times that at worst of 10^5 results. tests/gpu/test_mxfp8_kernels.py looks closer."""
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
