@@ -140,8 +140,8 @@ def find(op: str, recipe: Any) -> Recipe:
     Raises:
         ValueError: there is none, or the object is not what its name stands for.
     """
-    if recipe.__class__ is str and (known := RECIPES.get(recipe)):
-        return known
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return RECIPES[recipe]
     if isinstance(recipe, Recipe) and recipe == RECIPES.get(recipe.name):
         return RECIPES[recipe.name]
     raise ValueError(f"{op}: recipe is {recipe!r}; choose one of {', '.join(RECIPES)}")

@@ -32,6 +32,9 @@ TAIL = 70
 PARAMS = ActivationParams()
 DIFFERING = 0.03
 """Share of activations that may round to a neighbour: wgmma's sums err by 1.3e-4, half an E4M3 step is 3e-2 to 6e-2."""
+HALF_STEP = 2.0**-4
+SUM_ERROR = 2e-3
+"""Of an activation, relative to the largest of its row: 15 times what wgmma's sums err by on average."""
 ROW_SUM_ERROR = 1e-3
 """Of d_row_scale, relative to its terms: wgmma's error and float32 sums."""
 
@@ -75,21 +78,15 @@ def assert_like_torch(got: Tensor, exact: Any, rows: int) -> None:
 
 
 def assert_quantised(got: Quantised, wanted: Tensor) -> None:
-    """Rows that were quantised from nearly `wanted` [rows, C], float32: few bytes differ, by one step."""
+    """Rows that were quantised from nearly `wanted` [rows, C], float32: few bytes differ, and none by much."""
     rows = wanted.shape[0]
     reference = glulam.quantize_mxfp8(wanted.contiguous(), block="1x128")
-    same_scale = reference.scale.view(torch.uint8) == got.scale[:rows].cpu()
-    assert float(same_scale.float().mean()) > 1 - DIFFERING
-    steps = (_number(reference.data) - _number(got.data[:rows].cpu())).abs()
-    steps = steps[same_scale.repeat_interleave(32, dim=1)]
-    assert int(steps.max()) <= 1
-    assert float((steps > 0).float().mean()) < DIFFERING
-
-
-def _number(data: Tensor) -> Tensor:
-    """E4M3 numbers counted from zero, in order."""
-    byte = data.view(torch.uint8).int()
-    return torch.where(byte < 128, byte, 128 - byte)
+    for name in ("data", "scale"):
+        same = getattr(reference, name).view(torch.uint8) == getattr(got, name)[:rows].cpu().view(torch.uint8)
+        assert float((~same).float().mean()) < DIFFERING, name
+    largest = wanted.abs().amax(dim=1, keepdim=True)
+    error = (got.values(rows) - wanted).abs() - HALF_STEP * wanted.abs()
+    assert float((error / largest).max()) < SUM_ERROR
 
 
 def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tensor | None) -> dict[str, Any]:
@@ -125,7 +122,7 @@ def test_forward(form: tuple[str, str], tile: TileConfig, saves: bool) -> None:
     x64, scale = made["x8"].values(rows), c.row_scale[:rows].cpu()
     act, h = oracle.grouped_glu(x64, weight_values(w1), c.ends, bias=on_cpu(c.b1), row_scale=scale, form=form)
     if preact is not None:
-        assert_close(preact.cpu(), h, h.to(BF16), rows)
+        assert_close(preact[:rows].cpu(), h, h.to(BF16), rows)
         assert bool(preact[rows:].isnan().all())
     assert_quantised(made["mid8"], act.float())
     assert bool((made["mid8"].scale[rows:] == 0xFE).all()), "scales behind the last group were written"

@@ -187,10 +187,11 @@ def test_a_replay_equals_eager(recipe: str, rows: int, warm: bool) -> None:
 
 def test_weights_first_seen_under_capture() -> None:
     c = case(FEW)
-    glulam.grouped_mlp(c.x, *weights_of(c, "mxfp8"), offs=c.offs, recipe="mxfp8")
+    offs = c.offs
+    glulam.grouped_mlp(c.x, *weights_of(c, "mxfp8"), offs=offs, recipe="mxfp8")
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(glulam.CaptureError, match="once with it before capturing"), torch.cuda.graph(graph):
-        glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe="mxfp8")
+        glulam.grouped_mlp(c.x, c.w1, c.w2, offs=offs, recipe="mxfp8")
     torch.cuda.synchronize()
 
 
