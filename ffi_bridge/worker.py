@@ -55,9 +55,13 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         self.close(kill=kind is not None)
 
-    def compile(self, spec: specs.Spec) -> KernelArtifact:
-        """Compiles one spec. Raises CompileError, naming the spec, where that fails or the process dies."""
-        reply = self._ask({"spec": specs.to_dict(spec), "tracer": self._tracer, "directory": str(self._directory)})
+    def compile(self, spec: specs.Spec, directory: Path | None = None) -> KernelArtifact:
+        """Compiles one spec into `directory`, by default the worker's own.
+
+        Raises CompileError, naming the spec, where that fails or the process dies.
+        """
+        into = str(Path(directory or self._directory).absolute())
+        reply = self._ask({"spec": specs.to_dict(spec), "tracer": self._tracer, "directory": into})
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")
         if "error" in reply:

@@ -32,15 +32,12 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from ..invariant import Invariant
 from ..specs import TileConfig
-from . import store
+from . import budget, store
 from . import tile_scheduler as sched
 from .epilogue import share_of
 from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
-SMEM_BYTES = 227 * 1024
-# Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
-SMALL_BYTES = 2048
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 # Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
@@ -70,9 +67,7 @@ class PersistentGemm(Invariant):
 
     @property
     def stages(self) -> int:
-        staging = self._slot_owners * self.epilogue.num_slots * store.SLOT_BYTES
-        stage = (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
-        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+        return budget.stages(self.tile, self._slot_owners * self.epilogue.num_slots, self.dtype.width // 8)
 
     @cute.jit
     def start(

@@ -23,7 +23,7 @@ from cute_kernels.specs import (
     TileConfig,
 )
 
-from . import choice
+from . import choice, preferences, tuned
 from .choice import Part
 from .cost import Gemm
 
@@ -75,11 +75,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """A spec, why it was chosen, and why nothing faster was."""
+    """A spec, why it was chosen, and why nothing faster was. `is_tuned`: a tuned table chose it."""
 
     spec: Spec
     why: str
     why_not: tuple[str, ...]
+    is_tuned: bool = False
 
 
 def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
@@ -135,12 +136,9 @@ def form(spec: Spec) -> Spec:
     return replace(spec, tile=TileConfig())
 
 
-_preferred: dict[Spec, Spec] = {}
-
-
 def prefer(spec: Spec) -> None:
-    """From now on `spec` serves every problem of its form, whatever the number of rows."""
-    _preferred[form(spec)] = spec
+    """From now on `spec` serves every problem of its form, whatever the number of rows; in later processes as well."""
+    preferences.prefer(form(spec), spec)
 
 
 def _us(us: float) -> str:
@@ -148,14 +146,33 @@ def _us(us: float) -> str:
     return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
 
 
-def choose(problem: Problem, arch: str) -> Choice:
-    """The spec that serves a problem on an architecture."""
+def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
+    """The spec that serves a problem on an architecture: what a user prefers, else what a tuned table says for the GPU
+    of this name, else what ships. Nothing is compiled or measured.
+    """
+    shipped = _shipped(problem, arch)
+    if chosen := preferences.of(form(shipped.spec)):
+        return Choice(chosen, "glulam.compile made it the preferred kernel of this form", shipped.why_not[-1:])
+    if found := tuned.lookup(problem, shipped.spec, gpu):
+        return _from_table(found, shipped)
+    ignored = tuned.tables(gpu).ignored if gpu else ()
+    return replace(shipped, why_not=(*shipped.why_not, *ignored)) if ignored else shipped
+
+
+def _from_table(found: tuned.Tuned, shipped: Choice) -> Choice:
+    why = f"{found.path} has it fastest: {_us(found.us)}, mean over the routings"
+    if found.spec == shipped.spec:
+        why = f"{why}; it ships"
+    elif found.shipped_us:
+        why = f"{why}; the shipped {shipped.spec.name} takes {found.shipped_us / found.us:.2f} times as long"
+    return Choice(found.spec, why, shipped.why_not[-1:], is_tuned=True)
+
+
+def _shipped(problem: Problem, arch: str) -> Choice:
     configs = CONFIGS[arch]
     tile = getattr(configs, ONE_TILE.get(problem.op, "LARGE"))
     spec = SPEC_OF[problem.op](problem, tile, arch)
     mxfp8 = "MXFP8 would halve the bytes and double the MMA rate, but recipe='mxfp8' does not exist yet"
-    if _preferred and (chosen := _preferred.get(form(spec))):
-        return Choice(chosen, "glulam.compile made it the preferred kernel of this form", (mxfp8,))
     if problem.op in ONE_TILE:
         why = f"every {problem.op} of this form has one kernel, whatever the number of rows"
         return Choice(spec, why, () if isinstance(spec, QuantizeMxfp8Spec) else (mxfp8,))
