@@ -68,6 +68,10 @@ class Worker:
             raise CompileError(f"{spec.name}: {reply['error']}")
         return KernelArtifact.from_dict(reply["artifact"])
 
+    def kill(self) -> None:
+        """Ends the process at once; a thread that waits for a reply gets a CompileError. `close` has still to be called."""
+        self._process.kill()
+
     def close(self, kill: bool = False) -> None:
         """Ends the process: at once with `kill`, else when it has seen the end of its requests."""
         if kill:

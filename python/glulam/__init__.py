@@ -18,6 +18,7 @@ from .ops import (
     grouped_mm,
     grouped_wgrad,
 )
+from .tuner import TuneReport, tune
 
 __all__ = [
     "CaptureError",
@@ -26,6 +27,7 @@ __all__ = [
     "GluGradients",
     "GradientNotSupported",
     "MXFP8Tensor",
+    "TuneReport",
     "UnsupportedDevice",
     "__version__",
     "compile",
@@ -41,4 +43,5 @@ __all__ = [
     "preload",
     "prepare_mxfp8_weight",
     "quantize_mxfp8",
+    "tune",
 ]

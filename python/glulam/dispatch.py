@@ -150,7 +150,7 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
     """The spec that serves a problem on an architecture: what a user prefers, else what a tuned table says for the GPU
     of this name, else what ships. Nothing is compiled or measured.
     """
-    shipped = _shipped(problem, arch)
+    shipped = shipped_choice(problem, arch)
     if chosen := preferences.of(form(shipped.spec)):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", shipped.why_not[-1:])
     if found := tuned.lookup(problem, shipped.spec, gpu):
@@ -168,7 +168,8 @@ def _from_table(found: tuned.Tuned, shipped: Choice) -> Choice:
     return Choice(found.spec, why, shipped.why_not[-1:], is_tuned=True)
 
 
-def _shipped(problem: Problem, arch: str) -> Choice:
+def shipped_choice(problem: Problem, arch: str) -> Choice:
+    """What serves a problem where nobody compiled or tuned anything."""
     configs = CONFIGS[arch]
     tile = getattr(configs, ONE_TILE.get(problem.op, "LARGE"))
     spec = SPEC_OF[problem.op](problem, tile, arch)

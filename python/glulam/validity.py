@@ -76,8 +76,13 @@ def _distance(wanted: tuple[Any, ...], tile: TileConfig) -> tuple[float, ...]:
     """Shapes first, in doublings; then the schedule, then the cluster."""
     (m, n, _), cluster, schedule = wanted
     doublings = abs(math.log2(max(m, 1) / tile.m)) + abs(math.log2(max(n, 1) / tile.n))
-    present = ADAPTIVE if tile.adaptive else (tile.cluster_m, tile.cluster_n)
-    return doublings, schedule != tile.schedule, present != cluster, tile.adaptive
+    return doublings, schedule != tile.schedule, _cluster_distance(cluster, tile), tile.adaptive
+
+
+def _cluster_distance(cluster: tuple[int, int] | str, tile: TileConfig) -> int:
+    if isinstance(cluster, str):
+        return int(not tile.adaptive)
+    return abs(cluster[0] - tile.cluster_m) + abs(cluster[1] - tile.cluster_n)
 
 
 def tile_for(make: MakeSpec, tile: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
