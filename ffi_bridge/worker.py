@@ -69,7 +69,7 @@ class Worker:
         return KernelArtifact.from_dict(reply["artifact"])
 
     def kill(self) -> None:
-        """Ends the process at once; a thread that waits for a reply gets a CompileError. `close` has still to be called."""
+        """Ends the process at once; whoever waits for a reply gets a CompileError. `close` is still to be called."""
         self._process.kill()
 
     def close(self, kill: bool = False) -> None:

@@ -87,7 +87,7 @@ def _spec_from(fields: dict[str, Any]) -> Spec:
         return _spec_on(fields, tile)
     m, n, k = _integers("tile", tile, 3)
     make = functools.partial(_spec_on, fields)
-    if cluster != validity.ADAPTIVE:
+    if not isinstance(cluster, str):
         cluster_m, cluster_n = _integers("cluster", cluster, 2)
         cluster = cluster_m, cluster_n
     return make(validity.tile_for(make, (m, n, k), cluster, schedule))

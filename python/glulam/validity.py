@@ -53,17 +53,15 @@ def _wanted(tile: tuple[int, int, int], cluster: tuple[int, int] | str, schedule
             f"a tile of {m} rows: a warpgroup's wgmma has 64 rows, and registers hold the accumulators of 64 or 128"
         )
     if n not in TILE_N:
-        raise SpecError(
-            f"a tile of {n} weight rows: a wgmma has at most 256 columns, and results leave in chunks of 64"
-        )
+        raise SpecError(f"a tile of {n} weight rows: a wgmma has at most 256 columns, and results leave 64 at a time")
     if k not in TILE_K.values():
         raise SpecError(
-            f"a tile of depth {k}: an operand's row in shared memory is one swizzle of 128 bytes, 64 elements"
+            f"a tile of depth {k}: an operand's row in shared memory is a swizzle of 128 bytes, 64 elements"
         )
     adaptive = cluster == ADAPTIVE
     shape = (2, 1) if isinstance(cluster, str) else cluster
     if (isinstance(cluster, str) and not adaptive) or shape not in CLUSTERS:
-        raise SpecError(f"a cluster of {cluster}: at most two CTAs share an operand")
+        raise SpecError(f"a cluster of {cluster!r}: at most two CTAs share an operand")
     return TileConfig(m, n, k, *shape, schedule, adaptive)
 
 
