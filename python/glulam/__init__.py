@@ -1,5 +1,7 @@
 """Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call a layer, safe under CUDA graphs."""
 
+from typing import TYPE_CHECKING, Any
+
 from ffi_bridge import __version__
 
 from . import library as library  # registers torch.ops.glulam
@@ -18,7 +20,10 @@ from .ops import (
     grouped_mm,
     grouped_wgrad,
 )
-from .tuner import TuneReport, tune
+
+if TYPE_CHECKING:
+    from .tuner import TuneReport as TuneReport
+    from .tuner import tune as tune
 
 __all__ = [
     "CaptureError",
@@ -45,3 +50,12 @@ __all__ = [
     "quantize_mxfp8",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The tuner, imported where it is used: serving needs nothing of it."""
+    if name in ("TuneReport", "tune"):
+        from . import tuner
+
+        return getattr(tuner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -117,6 +117,12 @@ def clear() -> int:
     return len(paths)
 
 
+def ignore() -> None:
+    """Leave aside what earlier processes preferred, for as long as this one runs: benchmarks measure what ships."""
+    global _stored
+    _stored = {}
+
+
 def forget() -> None:
     """Forget what this process knows; files are read again."""
     global _stored

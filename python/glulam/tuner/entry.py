@@ -110,8 +110,9 @@ def tune(
     problems = _problems(shape, training)
     for problem in problems:
         _check(problem)
-    bench = GpuBench(_gpu_index(device))
-    with CompilePool(jobs or default_jobs()) as pool:
+    index = _gpu_index(device)
+    bench = GpuBench(index)
+    with torch.cuda.device(index), CompilePool(jobs or default_jobs()) as pool:
         return run(problems, bench, pool, options, Path(out) if out else default_table(bench.gpu), progress)
 
 
