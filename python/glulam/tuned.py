@@ -250,10 +250,9 @@ def tables(gpu: str) -> Tables:
     if gpu not in _tables:
         with _lock:
             if gpu not in _tables:
-                found = _read_for(gpu)
-                for line in found.ignored:
+                _tables[gpu] = _read_for(gpu)
+                for line in _tables[gpu].ignored:
                     warnings.warn(line, RuntimeWarning, stacklevel=5)
-                _tables[gpu] = found
     return _tables[gpu]
 
 
