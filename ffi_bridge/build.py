@@ -16,14 +16,17 @@ from cute_kernels.specs import Spec, to_dict
 
 from . import manifest as manifests
 from . import toolchain
+from .cache import tracer_sources
 from .compiler import DEFAULT_TRACER, KernelArtifact
 from .errors import CompileError
 from .link import link
 from .manifest import Function, Manifest
+from .scratch import sweep
 from .worker import Worker
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
 CONFIGS = {"sm_90a": "cute_kernels.sm90.configs"}
+SCRATCH, ATTIC = ".build-", ".old-"  # folders of a build in progress: what it makes, and what that replaces
 _MAX_JOBS = 32  # a compile process needs about 0.5 GB
 _MAX_COMPLAINTS = 20  # lines of an error message
 
@@ -128,12 +131,6 @@ def _progress(title: str, total: int, shown: bool) -> Iterator[Callable[[], None
         yield lambda: bar.advance(task)
 
 
-def tracer_sources(tracer: str = DEFAULT_TRACER) -> dict[str, str]:
-    """Hash of the sources that a tracer's kernels are made of, by top-level package."""
-    package = tracer.partition(":")[0].partition(".")[0]
-    return {package: toolchain.sources_hash(package)}
-
-
 def write_bundle(
     folder: Path, arch: str, specs: Sequence[Spec], artifacts: Sequence[KernelArtifact], sources: dict[str, str]
 ) -> Manifest:
@@ -159,7 +156,7 @@ def write_bundle(
 
 def replace_folder(new: Path, target: Path) -> None:
     """Moves folder `new` to `target`, in place of what is there. Both are on one file system."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".old-", ignore_cleanup_errors=True) as attic:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=ATTIC, ignore_cleanup_errors=True) as attic:
         with contextlib.suppress(FileNotFoundError):
             target.rename(Path(attic) / "bundle")
         new.rename(target)
@@ -211,8 +208,9 @@ def build(
     sources = tracer_sources(tracer)  # before compiling: an edit meanwhile makes the bundle outdated, not wrong
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
+    sweep(out, SCRATCH, ATTIC)
     jobs = min(jobs or default_jobs(), len(specs))
-    with tempfile.TemporaryDirectory(dir=out, prefix=".build-") as scratch:
+    with tempfile.TemporaryDirectory(dir=out, prefix=SCRATCH) as scratch:
         objects, folder = Path(scratch) / "objects", Path(scratch) / arch
         objects.mkdir()
         folder.mkdir()

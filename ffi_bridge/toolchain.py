@@ -11,7 +11,9 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ._version import __version__
 from .errors import ToolchainError
@@ -109,25 +111,59 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def _python_files(package: str) -> list[tuple[str, Path]]:
-    """(name within the package, path) of every Python file of a top-level package or module."""
+class _Source(NamedTuple):
+    """A Python file: its name within the package, where it is, and what tells whether it was written since."""
+
+    name: str
+    path: str
+    mtime_ns: int
+    size: int
+
+
+def _sources_in(folder: str, prefix: str = "") -> Iterator[_Source]:
+    """Every Python file below a folder; of strings, since this is most of what finding a cached kernel takes."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                found = entry.stat()
+                yield _Source(prefix + entry.name, entry.path, found.st_mtime_ns, found.st_size)
+            elif entry.is_dir() and entry.name != "__pycache__":
+                yield from _sources_in(entry.path, f"{prefix}{entry.name}/")
+
+
+def _sources(package: str) -> list[_Source]:
+    """Every Python file of a top-level package or module."""
     if folders := package_folders(package):
-        return sorted((p.relative_to(f).as_posix(), p) for f in folders for p in f.rglob("*.py"))
+        return sorted(source for folder in folders for source in _sources_in(str(folder)))
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise ToolchainError(f"the kernels' sources are missing: no package {package!r} in {sys.prefix}")
-    return [(Path(found.origin).name, Path(found.origin))]
+    written = os.stat(found.origin)
+    return [_Source(os.path.basename(found.origin), found.origin, written.st_mtime_ns, written.st_size)]
+
+
+_hashes: dict[str, tuple[list[_Source], str]] = {}
 
 
 def sources_hash(package: str) -> str:
     """sha256 over the names and contents of a package's Python files; where they lie does not matter.
 
+    Files are read again where one was added, removed or written since this process last asked.
+
     Raises:
         ToolchainError: there is no such package.
     """
+    sources = _sources(package)
+    known = _hashes.get(package)
+    if known is None or known[0] != sources:
+        known = _hashes[package] = sources, _hash_of(sources)
+    return known[1]
+
+
+def _hash_of(sources: list[_Source]) -> str:
     digest = hashlib.sha256()
-    for name, path in _python_files(package):
-        content = path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode())
+    for source in sources:
+        content = Path(source.path).read_bytes()
+        digest.update(f"{source.name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()

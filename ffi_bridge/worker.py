@@ -55,14 +55,22 @@ class Worker:
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         self.close(kill=kind is not None)
 
-    def compile(self, spec: specs.Spec) -> KernelArtifact:
-        """Compiles one spec. Raises CompileError, naming the spec, where that fails or the process dies."""
-        reply = self._ask({"spec": specs.to_dict(spec), "tracer": self._tracer, "directory": str(self._directory)})
+    def compile(self, spec: specs.Spec, directory: Path | None = None) -> KernelArtifact:
+        """Compiles one spec into `directory`, by default the worker's own.
+
+        Raises CompileError, naming the spec, where that fails or the process dies.
+        """
+        into = str(Path(directory or self._directory).absolute())
+        reply = self._ask({"spec": specs.to_dict(spec), "tracer": self._tracer, "directory": into})
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")
         if "error" in reply:
             raise CompileError(f"{spec.name}: {reply['error']}")
         return KernelArtifact.from_dict(reply["artifact"])
+
+    def kill(self) -> None:
+        """Ends the process at once; whoever waits for a reply gets a CompileError. `close` is still to be called."""
+        self._process.kill()
 
     def close(self, kill: bool = False) -> None:
         """Ends the process: at once with `kill`, else when it has seen the end of its requests."""

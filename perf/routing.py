@@ -9,6 +9,8 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+from glulam.tuner.routing import apportion as apportion
+
 from .cases import Case
 
 Weights = Callable[[int, random.Random, float], list[float]]
@@ -48,17 +50,6 @@ ROUTINGS: dict[str, Weights] = {
     "half-empty": _half_empty,
 }
 PARAMETERS = {"dirichlet": 0.5, "zipf": 1.0}  # where a routing names none
-
-
-def apportion(rows: int, weights: list[float]) -> list[int]:
-    """Whole numbers in proportion to `weights` that sum to `rows` (largest remainders first)."""
-    total = sum(weights)
-    shares = [rows * weight / total for weight in weights]
-    sizes = [int(share) for share in shares]
-    by_remainder = sorted(range(len(sizes)), key=lambda e: (sizes[e] - shares[e], e))
-    for expert in by_remainder[: rows - sum(sizes)]:
-        sizes[expert] += 1
-    return sizes
 
 
 def _parameter(routing: str, name: str, text: str) -> float:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 
 import pytest
+
+# What a person compiled or tuned on this machine must not decide what tests see.
+_own = tempfile.TemporaryDirectory(prefix="glulam-tests-")
+os.environ["GLULAM_CACHE_DIR"] = _own.name
+os.environ["GLULAM_TUNED"] = ""
 
 
 @functools.cache

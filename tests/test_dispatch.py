@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import glulam
 from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, SpecError, TileConfig, to_dict
 from ffi_bridge import BundleMissing, jit
-from glulam import dispatch, kernels
+from glulam import kernels
 from glulam.dispatch import Problem, choose
 
 pytest_plugins = ["support.fixtures"]
@@ -65,7 +66,7 @@ def bundle(monkeypatch: pytest.MonkeyPatch) -> FakeBundle:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, bundle: FakeBundle) -> Iterator[list[Any]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundle: FakeBundle) -> Iterator[list[Any]]:
     """Specs that were sent to the compiler; what `compile` registers is undone."""
     sent: list[Any] = []
 
@@ -75,9 +76,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch, bundle: FakeBundle) -> Iterator[li
 
     monkeypatch.setattr(jit, "get", get)
     monkeypatch.setattr(kernels, "_compiled", {})
-    monkeypatch.setattr(dispatch, "_preferred", {})
+    monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path))
+    kernels.forget_choices()
     yield sent
-    kernels.forget_plans()
+    kernels.forget_choices()
 
 
 @pytest.mark.parametrize("experts", [8, 512])

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
+from . import budget
 from .epilogue import Addends, Begun, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
 from .mainloop import WARPS_PER_GROUP
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
@@ -74,7 +75,7 @@ class DgluEpilogue(Epilogue):
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
         self.chunks_per_slab = spec.tile.n // COLS
         self.chunks_per_share = self.slabs * self.chunks_per_slab
-        self.num_slots = PAIRS * (1 + self.preact_layout.slots)
+        self.num_slots = budget.dglu_slots(spec.gated)
         self.num_barriers = 2 * PAIRS
 
     def store_views(self, outputs: tuple) -> tuple:

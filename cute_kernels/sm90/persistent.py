@@ -32,15 +32,12 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from ..invariant import Invariant
 from ..specs import TileConfig
-from . import store
+from . import budget, store
 from . import tile_scheduler as sched
 from .epilogue import ColumnSmem, share_of
 from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
-SMEM_BYTES = 227 * 1024
-# Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.
-SMALL_BYTES, SCALE_BYTES = 2048, 1024
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 # Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
@@ -70,10 +67,8 @@ class PersistentGemm(Invariant):
 
     @property
     def stages(self) -> int:
-        staging = self._slot_owners * self.epilogue.num_slots * store.SLOT_BYTES
-        stage = (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
-        small = SMALL_BYTES + (SCALE_BYTES if self.epilogue.scales_columns else 0)
-        return (SMEM_BYTES - small - staging) // stage
+        slots = self._slot_owners * self.epilogue.num_slots
+        return budget.stages(self.tile, slots, self.dtype.width // 8, self.epilogue.scales_columns)
 
     @cute.jit
     def start(

@@ -17,11 +17,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 
 from ..invariant import Invariant
+from .budget import PAIRS as PAIRS
 from .store import COLS, ROWS, SLOT_BYTES, RaggedStore, Slots, halves, smem_layout
 from .tile_scheduler import WorkTile
 
-# Of a CTA: pairs of slots, one in work, one on its way, and as many slots for act. A power of two.
-PAIRS = 2
 # Columns of one ldmatrix or stmatrix of four 8 x 8 matrices, and a thread's elements in it.
 PIECE = 16
 PIECE_REGS = 8

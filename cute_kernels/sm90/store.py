@@ -15,14 +15,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from ..invariant import Invariant
+from .budget import ROW_BYTES as ROW_BYTES
+from .budget import ROWS as ROWS
+from .budget import SLOT_BYTES as SLOT_BYTES
+from .budget import SLOTS as SLOTS
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .turns import THREADS
 
-ROWS = 64
-ROW_BYTES = 128
-SLOT_BYTES = ROWS * ROW_BYTES
-SLOTS = 2
 # Of a slot of 16-bit elements, as all but weight gradients have.
 COLS = ROW_BYTES // 2
 CHUNK_REGS = ROWS * COLS // THREADS

@@ -1,5 +1,7 @@
 """Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call a layer, safe under CUDA graphs."""
 
+from typing import TYPE_CHECKING, Any
+
 from ffi_bridge import __version__
 
 from . import library as library  # registers torch.ops.glulam
@@ -20,6 +22,10 @@ from .ops import (
     grouped_wgrad,
 )
 
+if TYPE_CHECKING:
+    from .tuner import TuneReport as TuneReport
+    from .tuner import tune as tune
+
 __all__ = [
     "CaptureError",
     "Explanation",
@@ -27,6 +33,7 @@ __all__ = [
     "GluGradients",
     "GradientNotSupported",
     "MXFP8Tensor",
+    "TuneReport",
     "UnsupportedDevice",
     "__version__",
     "compile",
@@ -43,4 +50,14 @@ __all__ = [
     "prepare_mxfp8_weight",
     "quantize_mxfp8",
     "recipes",
+    "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The tuner, imported where it is used: serving needs nothing of it."""
+    if name in ("TuneReport", "tune"):
+        from . import tuner
+
+        return getattr(tuner, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,14 @@ import ctypes
 import dataclasses
 import os
 import platform
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ffi_bridge import BundleError, ToolchainError, build, jit, loader, toolchain
+from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, toolchain
+
+from . import tuned
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
@@ -147,8 +151,25 @@ def _check_cache() -> Check:
     if not os.access(parent, os.W_OK | os.X_OK):
         remedy = f"export {jit.ENV_CACHE}=<a folder that can be written>"
         return Check("JIT cache", "note", f"{root} cannot be written: compiled kernels last one process", remedy)
-    entries = [entry for entry in root.glob("*-*") if entry.is_dir() and not entry.name.startswith(".")]
-    return Check("JIT cache", "ok", f"{len(entries)} kernels in {root}")
+    states = Counter(entry.state for entry in cache.entries())
+    counts = ", ".join(f"{states[state]} {state}" for state in states if state != "sound")
+    found = f"{states['sound']} kernels in {root}" + (f" ({counts})" if counts else "")
+    if states["damaged"]:
+        return Check("JIT cache", "note", found, "run `glulam cache clear --outdated`")
+    return Check("JIT cache", "ok", found)
+
+
+def _check_tables(gpu: Gpu | None) -> Check:
+    """Tables of tuned kernels, and whether they hold for this GPU."""
+    if not tuned.files():
+        return Check("tuning", "ok", "no tables: kernels are the shipped choice")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = tuned.tables(gpu.name if gpu else "")
+    summary = f"{len(found.layers)} layers in {len(tuned.files())} tables hold for this GPU"
+    if found.ignored:
+        return Check("tuning", "note", f"{summary}; {found.ignored[0]}")
+    return Check("tuning", "ok", summary)
 
 
 def _from_error(name: str, error: Exception, state: str = "bad") -> Check:
@@ -172,6 +193,7 @@ def _checks() -> Iterator[Check]:
         yield _check_bundle(arch, needed=gpu is not None)
     yield _check_compiler()
     yield _check_cache()
+    yield _check_tables(gpu)
 
 
 def _verdict(checks: tuple[Check, ...]) -> str:

@@ -180,7 +180,7 @@ class Call:
         lead, index = self.lead, self.lead.get_device()
         out = getattr(self, "out", None)
         gpu = gpus.gpu(index)
-        kernel = kernels.find(dispatch.choose(problem, gpu.arch).spec)
+        kernel = kernels.find(dispatch.choose(problem, gpu.arch, gpu.name).spec)
         return Launch(
             op=self.op,
             function=kernel.function if problem.rows else launch_nothing,

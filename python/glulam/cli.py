@@ -1,4 +1,4 @@
-"""The command `glulam`: build a bundle, show what is in it, say what this machine can do.
+"""The command `glulam`: build a bundle, show what is in it, compile and tune kernels, say what this machine can do.
 
 Needs no torch to build or to show: only `doctor` imports it.
 """
@@ -18,6 +18,8 @@ from ffi_bridge import BundleError, CompileError, ToolchainError, __version__
 from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
+
+from .errors import UnsupportedDevice
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Fused grouped-GEMM kernels for mixture-of-experts layers."
@@ -39,7 +41,7 @@ def _reported() -> Iterator[None]:
     """What a user can mend is one message and exit status 1, not a traceback."""
     try:
         yield
-    except (BundleError, CompileError, ToolchainError, ValueError, OSError) as error:
+    except (BundleError, CompileError, ToolchainError, UnsupportedDevice, ValueError, OSError) as error:
         typer.echo(f"glulam: {error}", err=True)
         raise typer.Exit(1) from error
 
@@ -147,6 +149,149 @@ def doctor() -> None:
     out.print()
     out.print(diagnosis.verdict, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if diagnosis.usable else 1)
+
+
+def _triple(text: str) -> tuple[int, ...]:
+    """ "128x256x64" as numbers. Raises ValueError."""
+    try:
+        return tuple(int(part) for part in text.lower().replace(",", "x").split("x"))
+    except ValueError:
+        raise ValueError(f"{text!r} is not of the form 128x256x64") from None
+
+
+Activation = Annotated[str, typer.Option(help="As swiglu, geglu, silu.")]
+GluLayout = Annotated[str, typer.Option(help="concat, interleaved or interleaved32.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
+OutDtype = Annotated[str | None, typer.Option(help="Of a grouped_wgrad: that of x, or float32.")]
+SavePreact = Annotated[bool, typer.Option("--save-preact", help="Of a grouped_glu: store the preactivation.")]
+TransposeW = Annotated[bool, typer.Option("--transpose-w", help="Of a grouped_mm: contract over the weight's rows.")]
+WITH_ACTIVATION = ("grouped_glu", "grouped_mlp", "grouped_dglu")
+
+
+@app.command("compile")
+def compile_kernel(
+    op: Annotated[str | None, typer.Argument(help="grouped_mm, grouped_glu, grouped_mlp, grouped_dglu, ...")] = None,
+    tile: Annotated[str, typer.Option(help="Rows x weight rows x depth of a CTA's tile.")] = "128x128x64",
+    cluster: Annotated[str, typer.Option(help="1x1, 2x1, 1x2, or adaptive.")] = "1x1",
+    schedule: Annotated[str, typer.Option(help="cooperative or pingpong.")] = "cooperative",
+    dtype: Dtype = "bfloat16",
+    activation: Activation = "swiglu",
+    glu_layout: GluLayout = "concat",
+    save_preact: SavePreact = False,
+    transpose_w: TransposeW = False,
+    out_dtype: OutDtype = None,
+    prefer: Annotated[bool, typer.Option(help="Let it serve every call of its form from now on.")] = True,
+    tuned: Annotated[
+        bool, typer.Option("--tuned", help="Instead: all kernels that tables for this GPU choose.")
+    ] = False,
+) -> None:
+    """Make a kernel that the bundle lacks, and keep it in the cache."""
+    from . import _cli_tuning
+
+    with _reported():
+        if tuned:
+            _cli_tuning.compile_tuned()
+            return
+        fields: dict[str, Any] = {"op": op, "tile": _triple(tile), "schedule": schedule, "dtype": dtype}
+        fields["cluster"] = cluster if cluster == "adaptive" else _triple(cluster)
+        if op in WITH_ACTIVATION:
+            fields |= {"activation": activation, "glu_layout": glu_layout}
+        flags = {"save_preact": save_preact, "transpose_w": transpose_w, "out_dtype": out_dtype}
+        _cli_tuning.compile_one({**fields, **{name: value for name, value in flags.items() if value}}, prefer)
+
+
+@app.command()
+def tune(
+    op: Annotated[str, typer.Argument(help="grouped_mm, grouped_glu, grouped_mlp, grouped_dglu or grouped_wgrad.")],
+    experts: Annotated[int, typer.Option(min=1)],
+    in_features: Annotated[int, typer.Option(min=1, help="Columns of x (of a grouped_dglu: of dy).")],
+    intermediate: Annotated[int, typer.Option(help="Columns of the activation.")] = 0,
+    out_features: Annotated[int, typer.Option(help="Columns of the result; of a grouped_mlp those of x.")] = 0,
+    rows_per_expert: Annotated[str | None, typer.Option(help="As 1,16,256; default: eight, 1 to 4096.")] = None,
+    dtype: Dtype = "bfloat16",
+    activation: Activation = "swiglu",
+    glu_layout: GluLayout = "concat",
+    save_preact: SavePreact = False,
+    transpose_w: TransposeW = False,
+    out_dtype: OutDtype = None,
+    training: Annotated[bool, typer.Option("--training", help="Of a grouped_mlp: its training step.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds of sampling for each problem.")] = None,
+    candidates: Annotated[int | None, typer.Option(min=1, help="Kernels beside the shipped, at each size.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Compile processes; default: one a CPU but two.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Table to add to; default: where the dispatcher looks.")] = None,
+) -> None:
+    """Measure which kernels serve a layer best on this GPU, and let them serve it from now on."""
+    from . import _cli_tuning
+
+    chosen: dict[str, Any] = {"budget_s": budget, "candidates": candidates, "jobs": jobs, "out": out}
+    with _reported():
+        if rows_per_expert:
+            chosen["rows_per_expert"] = _triple(rows_per_expert)
+        shape: dict[str, Any] = {
+            "experts": experts,
+            "in_features": in_features,
+            "intermediate": intermediate,
+            "out_features": out_features,
+            "dtype": dtype,
+            "activation": activation,
+            "glu_layout": glu_layout,
+            "save_preact": save_preact,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "training": training,
+        }
+        given = {name: value for name, value in chosen.items() if value is not None}
+        _cli_tuning.tune(op, {**shape, **given})
+
+
+@app.command()
+def tables(
+    merge: Annotated[list[Path] | None, typer.Option(help="Add this file's sections, repeatable.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to add to; with --merge.")] = None,
+) -> None:
+    """Show the tables of tuned kernels that the dispatcher reads, or merge tables into one."""
+    from . import _cli_tuning
+
+    with _reported():
+        if merge:
+            _cli_tuning.merge(merge, out)
+        else:
+            _cli_tuning.show_tables()
+
+
+cache_app = typer.Typer(no_args_is_help=True, help="Kernels that were compiled at run time, on disk.")
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.command("list")
+def cache_list() -> None:
+    """Show every kernel in the cache, its state, and which are preferred."""
+    from . import _cli_tuning
+
+    with _reported():
+        _cli_tuning.cache_list()
+
+
+@cache_app.command("verify")
+def cache_verify() -> None:
+    """Check every kernel in the cache; exit status 1 where one is damaged (it is made anew when next asked for)."""
+    from . import _cli_tuning
+
+    with _reported():
+        sound = _cli_tuning.cache_verify()
+    raise typer.Exit(0 if sound else 1)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    outdated: Annotated[bool, typer.Option("--outdated", help="Only what no installed version can use.")] = False,
+    preferred: Annotated[bool, typer.Option("--preferred", help="Only the preferences; kernels stay.")] = False,
+) -> None:
+    """Remove compiled kernels and preferences; what runs keeps what it has loaded."""
+    from . import _cli_tuning
+
+    with _reported():
+        _cli_tuning.cache_clear(outdated, preferred)
 
 
 def _print_version(wanted: bool) -> None:

@@ -23,7 +23,7 @@ from cute_kernels.specs import (
     TileConfig,
 )
 
-from . import choice
+from . import choice, preferences, tuned
 from .choice import Part
 from .cost import Gemm
 
@@ -79,11 +79,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """A spec, why it was chosen, and why nothing faster was."""
+    """A spec, why it was chosen, and why nothing faster was. `is_tuned`: a tuned table chose it."""
 
     spec: Spec
     why: str
     why_not: tuple[str, ...]
+    is_tuned: bool = False
 
 
 def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
@@ -140,12 +141,9 @@ def form(spec: Spec) -> Spec:
     return replace(spec, tile=any_tile)
 
 
-_preferred: dict[Spec, Spec] = {}
-
-
 def prefer(spec: Spec) -> None:
-    """From now on `spec` serves every problem of its form, whatever the number of rows."""
-    _preferred[form(spec)] = spec
+    """From now on `spec` serves every problem of its form, whatever the number of rows; in later processes as well."""
+    preferences.prefer(form(spec), spec)
 
 
 def _us(us: float) -> str:
@@ -179,13 +177,36 @@ def _choose_fp8(problem: Problem, arch: str) -> Choice:
     return Choice(SPEC_OF[problem.op](problem, tile, arch), why, (why_not,))
 
 
-def choose(problem: Problem, arch: str) -> Choice:
-    """The spec that serves a problem on an architecture."""
-    chosen = _choose_fp8(problem, arch) if problem.operands in FP8_TILES else _choose_16bit(problem, arch)
-    if _preferred and (preferred := _preferred.get(form(chosen.spec))):
-        why_not = tuple(reason for reason in chosen.why_not if reason == FASTER)
-        return Choice(preferred, "glulam.compile made it the preferred kernel of this form", why_not)
-    return chosen
+def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
+    """The spec that serves a problem on an architecture: what a user prefers, else what a tuned table says for the GPU
+    of this name, else what ships. Nothing is compiled or measured.
+    """
+    shipped = shipped_choice(problem, arch)
+    if chosen := preferences.of(form(shipped.spec)):
+        return Choice(chosen, "glulam.compile made it the preferred kernel of this form", _faster(shipped))
+    if found := tuned.lookup(problem, shipped.spec, gpu):
+        return _from_table(found, shipped)
+    ignored = tuned.tables(gpu).ignored if gpu else ()
+    return replace(shipped, why_not=(*shipped.why_not, *ignored)) if ignored else shipped
+
+
+def _faster(choice: Choice) -> tuple[str, ...]:
+    """What would be faster than any tile."""
+    return tuple(reason for reason in choice.why_not if reason == FASTER)
+
+
+def _from_table(found: tuned.Tuned, shipped: Choice) -> Choice:
+    why = f"{found.path} has it fastest: {_us(found.us)}, mean over the routings"
+    if found.spec == shipped.spec:
+        why = f"{why}; it ships"
+    elif found.shipped_us:
+        why = f"{why}; the shipped {shipped.spec.name} takes {found.shipped_us / found.us:.2f} times as long"
+    return Choice(found.spec, why, _faster(shipped), is_tuned=True)
+
+
+def shipped_choice(problem: Problem, arch: str) -> Choice:
+    """What serves a problem where nobody compiled or tuned anything."""
+    return _choose_fp8(problem, arch) if problem.operands in FP8_TILES else _choose_16bit(problem, arch)
 
 
 def _choose_16bit(problem: Problem, arch: str) -> Choice:

@@ -40,8 +40,9 @@ class Explanation:
         op: the operator.
         device: where it would run, as "cuda:0".
         spec: of the kernel; None for the CPU reference.
-        source: "shipped" (in the bundle), "jit" (made by glulam.compile), "reference", or "missing": the call would
-            raise, and `why` says what to do.
+        source: "shipped" (in the bundle), "jit" (made by glulam.compile), "tuned" (chosen by a table of glulam.tune's,
+            in the bundle or compiled before), "reference", or "missing": the call would raise, and `why` says what to
+            do.
         why: the reason for this choice.
         why_not: reasons against what might be faster.
     """
@@ -110,12 +111,18 @@ def _explain(call: Call, where: torch.device, arch: str | None) -> Explanation:
     for width in (problem.in_features, problem.intermediate, problem.out_features):
         if width:  # tensors on a GPU were checked already, shapes were not
             check_width(call.op, "a tensor", width, on_gpu=True)
-    choice = dispatch.choose(problem, arch)
+    choice = dispatch.choose(problem, arch, _gpu_name(where))
     try:
         source, why = kernels.find(choice.spec).source, choice.why
+        source = "tuned" if choice.is_tuned else source
     except BundleError as error:
         source, why = "missing", str(error)
     return Explanation(call.op, str(where), choice.spec, source, why, choice.why_not)
+
+
+def _gpu_name(where: torch.device) -> str:
+    """Of a GPU that is there; empty where shapes are explained without one."""
+    return gpus.gpu(where.index or 0).name if where.type == "cpu" or torch.cuda.is_available() else ""
 
 
 def _target(device: Any) -> tuple[torch.device, str | None]:

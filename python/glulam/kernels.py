@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +25,10 @@ from cute_kernels.specs import (
 from ffi_bridge import BundleError
 
 from . import device as gpus
-from . import dispatch
+from . import dispatch, loadable, preferences, tuned, validity
 from .errors import UnsupportedDevice
+from .loadable import Function
 from .plan import forget_plans
-
-Function = Callable[..., Any]
 
 
 class Kernel(NamedTuple):
@@ -44,20 +42,19 @@ _compiled: dict[Spec, Function] = {}
 
 
 def find(spec: Spec) -> Kernel:
-    """The function of a spec.
+    """The function of a spec. Nothing is compiled.
 
     Raises:
         BundleError: there is no usable bundle, or it lacks this spec and `compile` has not made it.
     """
     if function := _compiled.get(spec):
         return Kernel(function, "jit")
-    return Kernel(ffi_bridge.load(spec.arch).function(spec.name), "shipped")
-
-
-def _in_bundle(spec: Spec) -> bool:
-    with contextlib.suppress(BundleError):
-        return ffi_bridge.load(spec.arch).has(spec.name)
-    return False
+    try:
+        return Kernel(ffi_bridge.load(spec.arch).function(spec.name), "shipped")
+    except BundleError:
+        if function := loadable.cached(spec):
+            return Kernel(function, "jit")
+        raise
 
 
 def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
@@ -66,28 +63,8 @@ def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-ADAPTIVE = "adaptive"
-
-
-def _tile(fields: dict[str, Any]) -> TileConfig:
-    """Takes tile, cluster and schedule out of `fields`."""
-    tile, cluster = fields.pop("tile", (128, 256, 64)), fields.pop("cluster", (1, 1))
-    schedule = fields.pop("schedule", "cooperative")
-    if isinstance(tile, TileConfig):
-        return tile
-    m, n, k = _integers("tile", tile, 3)
-    adaptive = cluster == ADAPTIVE
-    cluster_m, cluster_n = (2, 1) if adaptive else _integers("cluster", cluster, 2)
-    return TileConfig(m, n, k, cluster_m, cluster_n, schedule, adaptive)
-
-
-def _spec_from(fields: dict[str, Any]) -> Spec:
-    """The spec that keywords describe; a grouped_mlp uses one tile for both of its GEMMs."""
-    for name in fields.keys() & {"dtype", "out_dtype"}:
-        fields[name] = str(fields[name]).removeprefix("torch.")
-    if fields.get("op") == QuantizeMxfp8Spec.op:
-        return from_dict(fields)
-    tile = _tile(fields)
+def _spec_on(fields: dict[str, Any], tile: TileConfig) -> Spec:
+    """The spec that keywords describe but for its tile; a grouped_mlp uses one tile for both of its GEMMs."""
     fields = {**fields, "tile": tile}
     if fields.get("op") != "grouped_mlp":
         return from_dict(fields)
@@ -101,12 +78,31 @@ def _spec_from(fields: dict[str, Any]) -> Spec:
     )
 
 
-def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
+def _spec_from(fields: dict[str, Any]) -> Spec:
+    """The spec that keywords describe."""
+    for name in fields.keys() & {"dtype", "out_dtype"}:
+        fields[name] = str(fields[name]).removeprefix("torch.")
+    if fields.get("op") == QuantizeMxfp8Spec.op:
+        return from_dict(fields)
+    tile, cluster = fields.pop("tile", (128, 256, 64)), fields.pop("cluster", (1, 1))
+    schedule = fields.pop("schedule", "cooperative")
+    if isinstance(tile, TileConfig):
+        return _spec_on(fields, tile)
+    m, n, k = _integers("tile", tile, 3)
+    make = functools.partial(_spec_on, fields)
+    if not isinstance(cluster, str):
+        cluster_m, cluster_n = _integers("cluster", cluster, 2)
+        cluster = cluster_m, cluster_n
+    return make(validity.tile_for(make, (m, n, k), cluster, schedule))
+
+
+def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) -> Spec:
     """Make a kernel that the bundle lacks, and prefer it from now on for every call of its form.
 
-    The form is everything but the tile: operator, dtype, activation, glu_layout, preactivation, transposition. The
-    kernel is compiled in a helper process, kept in the cache on disk, and serves this process until it ends. Nothing
-    is compiled where the bundle or the cache has it already.
+    The form is everything but the tile: operator, dtype, activation, glu_layout, preactivation, transposition. What is
+    asked for is checked first; the kernel is then compiled in a helper process and kept in the cache on disk, where
+    later processes find both the kernel and the preference. Nothing is compiled where the bundle or the cache has it.
+    `glulam cache clear` undoes it, and so does preferring a spec that ships.
 
     Args:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:
@@ -116,25 +112,36 @@ def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
             "adaptive"; schedule: "cooperative" or "pingpong";
         activation, glu_layout, save_preact, transpose_w, out_dtype, axis, arch: as the spec's fields;
         dgrad: of a grouped_dglu, the TileConfig of the data gradient that follows it in a backward.
+        prefer: False makes the kernel and leaves the choice as it is.
 
     Returns:
         The spec of the kernel.
 
     Raises:
-        SpecError (a ValueError): an unknown field or value.
+        SpecError (a ValueError): an unknown field or value, or a tile that breaks a limit of shared memory, registers,
+            wgmma or clusters, which the message names together with the nearest valid choice.
         TypeError: both a spec and keywords, or a tile that is no tuple of integers.
         CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
     """
     if spec is not None and fields:
         raise TypeError(f"compile: give a spec or keywords, not both (got {', '.join(fields)} besides the spec)")
     chosen = _spec_from(fields) if spec is None else spec
-    if not _in_bundle(chosen):
+    validity.check(chosen)
+    if not loadable.in_bundle(chosen):
         from ffi_bridge import jit
 
         _compiled[chosen] = jit.get(chosen)
-    dispatch.prefer(chosen)
-    forget_plans()
+    if prefer:
+        dispatch.prefer(chosen)
+        forget_plans()
     return chosen
+
+
+def forget_choices() -> None:
+    """Choose anew: preferences and tuned tables are read again."""
+    preferences.forget()
+    tuned.forget()
+    forget_plans()
 
 
 DUMMY_SIZE = 64
@@ -190,7 +197,8 @@ def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
 
 
 def preload(device: torch.device | str | int | None = None) -> int:
-    """Load every kernel of the bundle, and every compiled one, onto a GPU, so that no later call loads anything.
+    """Load every kernel of the bundle, and every compiled one that calls may get, onto a GPU, so that no later call
+    loads anything.
 
     It moves the cost of loading (about 0.4 ms a kernel) out of the first calls.
 
@@ -211,9 +219,11 @@ def preload(device: torch.device | str | int | None = None) -> int:
     if not torch.cuda.is_available():
         raise UnsupportedDevice("preload: torch sees no CUDA GPU; on the CPU the reference needs no preloading")
     index = torch.cuda.current_device() if wanted.index is None else wanted.index
-    bundle = ffi_bridge.load(gpus.gpu(index).arch)
+    gpu = gpus.gpu(index)
+    bundle = ffi_bridge.load(gpu.arch)
     shipped = {from_dict(entry.spec): bundle.function(name) for name, entry in bundle.manifest.functions.items()}
-    functions = {**shipped, **_compiled}
+    wanted_too = (spec for spec in (*preferences.every(), *tuned.specs(gpu.name)) if loadable.is_loadable(spec))
+    functions = {**{spec: find(spec).function for spec in wanted_too}, **_compiled, **shipped}
     with torch.cuda.device(index):
         for spec, function in functions.items():
             function(*_dummy_arguments(spec, torch.device("cuda", index)))

@@ -15,6 +15,7 @@ import pytest
 
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import CompileError, jit, loader, manifest, toolchain
+from ffi_bridge import cache as cache_module
 from toys import HERE, REPOSITORY, TOY_TRACER
 
 SPEC = GroupedMmSpec("float16")
@@ -94,7 +95,7 @@ def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pyte
         patch.setattr(toolchain, "versions", lambda: {toolchain.DSL: "4.9"})
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
-        patch.setattr(jit, "OPTIONS", "--other")
+        patch.setattr(cache_module, "OPTIONS", "--other")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     assert len(others - {key}) == 5
 
@@ -120,7 +121,8 @@ def test_a_killed_compile_leaves_nothing_that_matters(cache: Path) -> None:
     assert _library(cache).exists()
     assert abandoned.exists()  # it could be another key's compile, running now
 
-    os.utime(abandoned, (0, 0))
+    for folder in (*abandoned.iterdir(), abandoned):
+        os.utime(folder, (0, 0))
     jit.get(GroupedMmSpec(), tracer=TOY_TRACER)
     assert not abandoned.exists()
 

@@ -73,7 +73,8 @@ def requires(call: Call, name: str) -> bool:
 
 def function_of(problem: Problem, index: int) -> Callable[..., Any]:
     """The function that serves a part of a backward on a device."""
-    return kernels.find(dispatch.choose(problem, gpus.gpu(index).arch).spec).function
+    gpu = gpus.gpu(index)
+    return kernels.find(dispatch.choose(problem, gpu.arch, gpu.name).spec).function
 
 
 def is_usual(dy: Tensor) -> bool:

@@ -1,0 +1,100 @@
+"""What a tile takes of an SM: shared memory, stages of its ring, accumulators. Plain Python: no compiler is needed to
+say that a tile does not fit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..specs import (
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    Spec,
+    SpecError,
+    TileConfig,
+)
+
+SMEM_BYTES = 227 * 1024
+# Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.
+SMALL_BYTES, SCALE_BYTES = 2048, 1024
+# One being multiplied, one on its way.
+MIN_STAGES = 2
+
+# Staging slots of TMA stores.
+ROWS = 64
+ROW_BYTES = 128
+SLOT_BYTES = ROWS * ROW_BYTES
+SLOTS = 2
+# Where preactivations come by TMA, of a CTA: pairs of slots, one in work, one on its way, and as many slots for act. A
+# power of two.
+PAIRS = 2
+
+
+def stages(tile: TileConfig, staging_slots: int, element_bytes: int, scales_columns: bool = False) -> int:
+    """Stages of operand tiles that fit beside `staging_slots` of a CTA and, if it `scales_columns`, their scales."""
+    stage = (tile.m + tile.n) * tile.k * element_bytes
+    small = SMALL_BYTES + (SCALE_BYTES if scales_columns else 0)
+    return (SMEM_BYTES - small - staging_slots * SLOT_BYTES) // stage
+
+
+def dglu_slots(gated: bool) -> int:
+    """Staging slots of a CTA of grouped_dglu: act, and a preactivation's two parts or one."""
+    return PAIRS * (1 + (2 if gated else 1))
+
+
+class Budget(NamedTuple):
+    """One GEMM's kernel: stages of its ring, bytes of each, bytes for stores, accumulators a thread, threads."""
+
+    tile: TileConfig
+    stages: int
+    stage_bytes: int
+    staging_bytes: int
+    accumulators: int
+    threads: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """Without what comes before the first buffer."""
+        return self.stages * self.stage_bytes + self.staging_bytes
+
+
+def _budget(tile: TileConfig, slots: int) -> Budget:
+    element_bytes = 2
+    return Budget(
+        tile=tile,
+        stages=stages(tile, slots, element_bytes),
+        stage_bytes=(tile.m + tile.n) * tile.k * element_bytes,
+        staging_bytes=slots * SLOT_BYTES,
+        accumulators=tile.slabs * tile.n // 2,
+        threads=128 * (1 + tile.warpgroups),
+    )
+
+
+def _of_tile(tile: TileConfig) -> Budget:
+    return _budget(tile, tile.warpgroups * SLOTS)
+
+
+def budgets(spec: Spec) -> tuple[Budget, ...]:
+    """Those of a spec's GEMMs with 16-bit operands, in the order of its launches; none for any other spec."""
+    if getattr(spec, "operands", "16bit") != "16bit":
+        return ()
+    if isinstance(spec, GroupedMlpSpec):
+        return *budgets(spec.fc1), *budgets(spec.fc2)
+    if isinstance(spec, GroupedDgluSpec):
+        return _budget(spec.tile, dglu_slots(spec.gated)), _of_tile(spec.dgrad)
+    if isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedWgradSpec)):
+        return (_of_tile(spec.tile),)
+    return ()
+
+
+def check(spec: Spec) -> None:
+    """Raises SpecError where a kernel of the spec finds no room in shared memory."""
+    for budget in budgets(spec):
+        if budget.stages < MIN_STAGES:
+            raise SpecError(
+                f"{spec.op} on {budget.tile.name}: {budget.stages} stages of {budget.stage_bytes} bytes fit into shared"
+                f" memory ({SMEM_BYTES} bytes, of which stores take {budget.staging_bytes}), a ring needs {MIN_STAGES}"
+            )

@@ -1,0 +1,126 @@
+"""Measuring kernels on a GPU. What the session asks of a bench, and the bench that is a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import Spec
+
+from .. import device as gpus
+from ..dispatch import Problem
+from ..loadable import Function
+from . import routing as routings
+from .tensors import Tensors, num_bytes
+from .timing import Call, Sampler, device_us
+
+ROTATION_BYTES = 2**29  # 9 times the L2 of an H200
+MAX_SETS = 4
+FREE_SHARE = 0.8  # of the GPU's free memory may be filled
+SAMPLE_US = 400.0
+MAX_CALLS_PER_SAMPLE = 16
+ENQUEUE_US = 40.0  # more than the host needs for a bare function's calls of one step
+TOLERANCE = 2.0**-6  # of the largest element: 16-bit results of float32 sums in other orders
+
+
+class Bench(Protocol):
+    """A place to measure on. `gpu`: its name; `driver`: of the GPU, for the stamp."""
+
+    gpu: str
+    arch: str
+    driver: str
+
+    def load(self, problem: Problem) -> None:
+        """Make the tensors of a problem, for as many rows as it has."""
+
+    def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
+        """Those whose results are `first`'s, on skewed routing."""
+
+    def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
+        """What takes a sample of each kernel, in microseconds a step, which takes about `us`."""
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether there is memory for a problem's tensors."""
+
+
+def driver_version() -> str:
+    """The newest CUDA that the driver runs; empty where it does not say."""
+    version = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    return f"CUDA {version // 1000}.{version % 1000 // 10}" if version else ""
+
+
+class GpuBench:
+    """The GPU of an index. One problem's tensors at a time."""
+
+    def __init__(self, index: int) -> None:
+        found = gpus.gpu(index)
+        self.gpu, self.arch, self.driver = found.name, found.arch, driver_version()
+        self._sms = found.sm_count
+        self._device = torch.device("cuda", index)
+        self._sets: list[Tensors] = []
+        self._offs: dict[tuple[int, str], Tensor] = {}
+
+    def fits(self, problem: Problem) -> bool:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return num_bytes(problem) <= FREE_SHARE * (free + reserved)
+
+    def load(self, problem: Problem) -> None:
+        self._sets, self._offs = [], {}
+        copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem)), MAX_SETS)
+        self._sets = [Tensors(problem, self._device, seed) for seed in range(copies)]
+
+    def _groups(self, rows: int, routing: str) -> Tensor:
+        if (rows, routing) not in self._offs:
+            sizes = routings.group_sizes(rows, self._sets[0].problem.experts, routing)
+            offs = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=self._device)
+            self._offs[rows, routing] = offs
+        return self._offs[rows, routing]
+
+    def _call(self, function: Function, rows: int, routing: str) -> Call:
+        """One step on the sets in turns."""
+        offs = self._groups(rows, routing)
+        steps = [made.launches(rows, offs) for made in self._sets]
+        tail = (self._sms, self._sets[0].do_launch)
+
+        def call(number: int) -> None:
+            for arguments in steps[number % len(steps)]:
+                function(*arguments, *tail)
+
+        return call
+
+    def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
+        made = self._sets[0]
+        rows = min(rows, made.problem.rows)
+
+        def results(spec: Spec) -> list[Tensor]:
+            for result in made.results_of(rows):
+                result.fill_(torch.nan)
+            self._call(functions[spec], rows, routings.DIRICHLET)(0)
+            return [result.clone() for result in made.results_of(rows)]
+
+        wanted = results(first)
+        others = (spec for spec in functions if spec != first)
+        return [
+            first,
+            *(spec for spec in others if all(_close(a, b) for a, b in zip(results(spec), wanted, strict=True))),
+        ]
+
+    def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
+        calls = min(max(math.ceil(SAMPLE_US / us), 1), MAX_CALLS_PER_SAMPLE)
+        return {spec: _sampler(self._call(function, rows, routing), calls) for spec, function in functions.items()}
+
+
+def _close(result: Tensor, wanted: Tensor) -> bool:
+    distance = (result.float() - wanted.float()).abs().max()
+    return bool(distance <= TOLERANCE * wanted.float().abs().max())
+
+
+def _sampler(call: Call, calls: int) -> Sampler:
+    call(0)
+    return lambda: device_us(call, calls, ENQUEUE_US)

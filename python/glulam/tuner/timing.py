@@ -1,0 +1,111 @@
+"""Taking samples in turns, and summing them up: what the tuner and the benchmarks measure with.
+
+Contestants are measured in rounds, one sample each, in an order that rotates from round to round, so that
+clocks and temperature drift over all of them alike. A sample is the mean of several back-to-back calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+Sampler = Callable[[], float]
+Call = Callable[[int], object]  # takes the number of the call, to rotate buffers by
+
+SAMPLE_US = 1000.0  # one device sample lasts about this long
+MAX_CALLS_PER_SAMPLE = 50
+ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest contestant
+SLEEP_CYCLES_PER_US = 1980  # of the GPU's highest clock; a longer sleep at a lower one does no harm
+WARM_UP_CALLS = 3
+MIN_ROUNDS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Microseconds a call: the median of the samples, and their 10th and 90th percentiles."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    samples: int
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the percentiles, relative to the median."""
+        return (self.high_us - self.low_us) / (2 * self.median_us) if self.median_us else 0.0
+
+
+def percentile(ordered: list[float], fraction: float) -> float:
+    """The `fraction` quantile of a sorted, non-empty list, linear between neighbours."""
+    position = fraction * (len(ordered) - 1)
+    below, above = math.floor(position), math.ceil(position)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summarise(samples: list[float]) -> Summary:
+    ordered = sorted(samples)
+    return Summary(statistics.median(ordered), percentile(ordered, 0.1), percentile(ordered, 0.9), len(ordered))
+
+
+def interleave(
+    samplers: Mapping[str, Sampler],
+    budget_s: float,
+    min_rounds: int = MIN_ROUNDS,
+    max_rounds: int = 200,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Summary]:
+    """Rounds of one sample each until the budget is spent, within the bounds on rounds."""
+    names = list(samplers)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    deadline = clock() + budget_s
+    for done in range(max_rounds):
+        if done >= min_rounds and clock() >= deadline:
+            break
+        first = done % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(samplers[name]())
+    return {name: summarise(values) for name, values in samples.items()}
+
+
+def sleep_cycles(cycles: int) -> None:
+    """Enqueues a kernel that spins for so many clock cycles: with 0, the thinnest launch that torch offers."""
+    torch.cuda._sleep(cycles)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def device_us(call: Call, calls: int, enqueue_us: float) -> float:
+    """Mean device time of `calls` calls, enqueued behind a sleep so that the host's pace does not show."""
+    start, end = _event(), _event()
+    sleep_cycles(int(calls * enqueue_us * SLEEP_CYCLES_PER_US))
+    start.record()
+    for number in range(calls):
+        call(number)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
+    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw.
+
+    enqueue_us: more than the host needs to enqueue one call.
+    """
+    for number in range(WARM_UP_CALLS):
+        call(number)
+    calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
+    return lambda: device_us(call, calls, enqueue_us)
+
+
+def measure_device(
+    calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
+) -> dict[str, Summary]:
+    """Device time of each call, CUDA events, interleaved; microseconds."""
+    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)

@@ -1,0 +1,259 @@
+"""Compiling and tuning on a GPU: right numbers, what it takes, and a serving process that does neither.
+
+What compiles is skipped where the compiler is not installed. `pytest -s` shows the times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.inputs import make_case
+
+import glulam
+from cute_kernels.specs import GroupedDgluSpec, GroupedWgradSpec, TileConfig
+from ffi_bridge import ToolchainError, build, cache, jit, loader
+from glulam import device, dispatch, kernels, loadable, preferences, tuned
+from glulam.dispatch import Problem
+from glulam.tuner.bench import GpuBench
+from glulam.tuner.candidates import candidates
+from glulam.tuner.pool import CompilePool, default_jobs
+from glulam.tuner.timing import interleave
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, IN, OUT = 16, 1024, 2048
+MM = Problem("grouped_mm", "bfloat16", 0, EXPERTS, IN, 0, OUT)
+OLD = TileConfig(64, 128, 64, 1, 2)
+
+
+def can_compile() -> bool:
+    try:
+        build.check_prerequisites()
+    except ToolchainError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not can_compile(), reason="needs nvidia-cutlass-dsl's compiler and a C compiler")
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing compiled, preferred or tuned; a place for a table."""
+    monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(tuned.ENV_TUNED, str(tmp_path / "tuned"))
+    monkeypatch.setattr(jit, "_functions", {})
+    monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(loadable, "_from_cache", {})
+    kernels.forget_choices()
+    yield tmp_path
+    kernels.forget_choices()
+
+
+def serve(*arguments: Any) -> dict[str, Any]:
+    script = Path(__file__).with_name("fresh_serving.py")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[1]), *sys.path])}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def results(c: Any) -> list[torch.Tensor]:
+    """Of every operator that has tiles, on one case."""
+    act, preact = glulam.grouped_glu(c.x, c.w1, offs=c.offs, bias=c.b1, return_preact=True)
+    made = [
+        glulam.grouped_mm(c.x, c.w1, offs=c.offs),
+        glulam.grouped_mm(c.x, c.w2, offs=c.offs, transpose_w=True),
+        glulam.grouped_glu(c.x, c.w1, offs=c.offs),
+        act,
+        preact,
+        glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, row_scale=c.row_scale),
+        *glulam.grouped_dglu(c.x, c.w2, preact, offs=c.offs, row_scale=c.row_scale)[:2],
+    ]
+    return [*(result[: c.rows] for result in made), glulam.grouped_wgrad(c.x, c.x, offs=c.offs)]
+
+
+@needs_compiler
+def test_compiled_kernels_compute_what_shipped_ones_do() -> None:
+    c = make_case([300, 0, 17, 64, 129], 256, 192, tail=5, device="cuda")
+    want = results(c)
+    forms: list[dict[str, Any]] = [
+        {"op": "grouped_mm"},
+        {"op": "grouped_mm", "transpose_w": True},
+        {"op": "grouped_glu"},
+        {"op": "grouped_glu", "save_preact": True},
+        {"op": "grouped_mlp"},
+    ]
+    with CompilePool(default_jobs()) as pool:
+        specs = [
+            dispatch.SPEC_OF[op](problem, OLD, "sm_90a")
+            for op, problem in (
+                ("grouped_mm", MM),
+                ("grouped_mm", dataclasses.replace(MM, transpose_w=True)),
+                ("grouped_glu", Problem("grouped_glu", "bfloat16", 1, 1, 8, 8, 0, "swiglu")),
+                ("grouped_glu", Problem("grouped_glu", "bfloat16", 1, 1, 8, 8, 0, "swiglu", save_preact=True)),
+                ("grouped_mlp", Problem("grouped_mlp", "bfloat16", 1, 1, 8, 8, 8, "swiglu")),
+            )
+        ]
+        specs += [GroupedDgluSpec(tile=OLD), GroupedWgradSpec(tile=OLD)]
+        for spec in specs:
+            pool.start(spec)
+        for spec in specs:
+            assert callable(pool.wait(spec)), spec.name
+    for fields in forms:
+        glulam.compile(**fields, tile=(64, 128, 64), cluster=(1, 2))
+    for spec in specs[-2:]:
+        glulam.compile(spec)
+    assert glulam.explain("grouped_mm", c.x, c.w1, offs=c.offs).source == "jit"
+    for got, wanted in zip(results(c), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 * float(wanted.float().abs().max()))
+
+
+@needs_compiler
+def test_what_a_new_kernel_takes(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling, finding it later, and the memory of the process that asked."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    x, w = torch.randn(256, IN, device="cuda").bfloat16(), torch.randn(EXPERTS, OUT, IN, device="cuda").bfloat16()
+    offs = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * (256 // EXPERTS)
+    want = glulam.grouped_mm(x, w, offs=offs)
+    before, start = resident(), time.perf_counter()
+    spec = glulam.compile(op="grouped_mm", tile=(128, 192, 64), cluster=(1, 2))
+    compile_s, grown = time.perf_counter() - start, resident() - before
+    start = time.perf_counter()
+    got = glulam.grouped_mm(x, w, offs=offs)
+    torch.cuda.synchronize()
+    call_ms = (time.perf_counter() - start) * 1e3
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.float().abs().max()))
+
+    finds = []
+    for _ in range(20):
+        monkeypatch.setattr(loader, "_loaded", {})
+        start = time.perf_counter()
+        assert cache.find(spec) is not None
+        finds.append((time.perf_counter() - start) * 1e3)
+    told = serve(OUT, IN)
+    print(
+        f"\ncompiled in {compile_s:.2f} s, caller grew by {grown / 2**20:.1f} MiB; first call {call_ms:.2f} ms; "
+        f"found in the cache in {min(finds):.2f} ms; first call of a later process {told['first_ms']:.2f} ms"
+    )
+    assert told["name"] == spec.name and told["source"] == "jit"
+    assert compile_s < 4 and grown < 32 << 20 and min(finds) < 1.0 and call_ms < 20
+
+
+@needs_compiler
+def test_a_layer_is_tuned_and_served(places: Path) -> None:
+    points = (1, 16, 128)
+    start = time.perf_counter()
+    report = glulam.tune(
+        "grouped_mm",
+        experts=EXPERTS,
+        in_features=IN,
+        out_features=OUT,
+        rows_per_expert=points,
+        budget_s=3,
+        candidates=4,
+    )
+    print(f"\n{report!r}\nwall time {time.perf_counter() - start:.1f} s")
+    (layer,) = report.layers
+    assert [point.rows_per_expert for point in layer.points] == list(points)
+    assert report.path.is_file() and report.path.parent == places / "tuned"
+    x, w = (
+        torch.randn(16 * EXPERTS, IN, device="cuda").bfloat16(),
+        torch.randn(EXPERTS, OUT, IN, device="cuda").bfloat16(),
+    )
+    offs = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * 16
+    told = glulam.explain("grouped_mm", x, w, offs=offs)
+    assert told.source == "tuned" and told.spec is not None
+    assert told.spec.name == layer.points[1].chosen and str(report.path) in told.why
+    want = torch.bmm(x.view(EXPERTS, 16, IN).float(), w.mT.float()).flatten(0, 1)
+    got = glulam.grouped_mm(x, w, offs=offs).float()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+    assert serve(OUT, IN)["heavy"] == []
+
+
+@needs_compiler
+def test_what_was_tuned_is_not_slower_than_what_ships() -> None:
+    """Measured again, after tuning, in turns."""
+    report = glulam.tune(
+        "grouped_mm", experts=EXPERTS, in_features=IN, out_features=OUT, rows_per_expert=(4, 256), budget_s=4
+    )
+    (layer,), bench = report.layers, GpuBench(torch.cuda.current_device())
+    bench.load(dataclasses.replace(MM, rows=256 * EXPERTS))
+    for point in layer.points:
+        functions = {
+            layer.kernels[name]: kernels.find(layer.kernels[name]).function for name in (point.chosen, point.shipped)
+        }
+        for routing in ("uniform", "dirichlet:0.5"):
+            rows = int(point.rows_per_expert) * EXPERTS
+            samplers = {s.name: f for s, f in bench.samplers(functions, rows, routing, 20.0).items()}
+            times = interleave(samplers, 1.0, 15, 100)
+            assert times[point.chosen].median_us < 1.03 * times[point.shipped].median_us
+
+
+def test_a_table_serves_without_a_compiler(places: Path) -> None:
+    """One whose kernels ship: it chooses the tile that the dispatcher would not."""
+    problem = dataclasses.replace(MM, rows=16 * EXPERTS)
+    shipped, other = candidates(problem, "sm_90a", 0)
+    us = {shipped.name: {"uniform": 2.0}, other.name: {"uniform": 1.0}}
+    question = tuned.question(problem)
+    layer = tuned.Layer(
+        question, {s.name: s for s in (shipped, other)}, (tuned.Point(16, other.name, shipped.name, 2.0, us),)
+    )
+    stamp = tuned.stamp_of(device.gpu(torch.cuda.current_device()).name)
+    tuned.write(places / "tuned" / "hand.json", [tuned.Section(stamp, {tuned.key_of(question): layer})])
+    x, w = torch.randn(256, IN, device="cuda").bfloat16(), torch.randn(EXPERTS, OUT, IN, device="cuda").bfloat16()
+    offs = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * 16
+    told = glulam.explain("grouped_mm", x, w, offs=offs)
+    assert (told.spec, told.source) == (other, "tuned")
+    glulam.grouped_mm(x, w, offs=offs)
+    served = serve(OUT, IN)
+    assert (served["name"], served["source"], served["heavy"]) == (other.name, "tuned", [])
+
+
+def test_a_serving_process_compiles_nothing(places: Path) -> None:
+    """New numbers of rows and experts and new routings: no process, no compiler, no file, not even a folder."""
+    shipped = candidates(dataclasses.replace(MM, rows=256), "sm_90a", 0)[-1]
+    preferences.prefer(dispatch.form(shipped), shipped)
+    before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
+    told = serve(OUT, IN)
+    print(f"\nfirst call of a process, with a preference to read: {told['first_ms']:.2f} ms")
+    assert (told["name"], told["heavy"], told["calls"]) == (shipped.name, [], 200)
+    assert {path: path.stat().st_mtime_ns for path in places.rglob("*")} == before
+
+
+@needs_compiler
+def test_every_operator_can_be_tuned() -> None:
+    shape: dict[str, Any] = {
+        "experts": 8,
+        "in_features": 256,
+        "rows_per_expert": (8, 64),
+        "budget_s": 0.5,
+        "candidates": 2,
+    }
+    for op, more in (
+        ("grouped_mm", {"out_features": 192, "transpose_w": True}),
+        ("grouped_glu", {"intermediate": 192}),
+        ("grouped_mlp", {"intermediate": 192, "activation": "silu"}),
+        ("grouped_dglu", {"intermediate": 192}),
+        ("grouped_wgrad", {"out_features": 192, "out_dtype": torch.float32}),
+        ("grouped_mlp", {"intermediate": 192, "training": True}),
+    ):
+        report = glulam.tune(op, **shape, **more)
+        assert all(len(layer.points) == 2 for layer in report.layers), op
+        assert not [note for note in report.notes if "computes something else" in note], report.notes
+        assert len(report.layers) == (3 if "training" in more else 1)
