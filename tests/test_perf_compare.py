@@ -10,7 +10,7 @@ import torch
 from support import fake_gpu
 
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
-from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, to_dict
+from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, operands_of, to_dict
 from perf import tables
 from perf.cases import DECODE, DEEPSEEK, PREFILL, Case, compare_cases
 from perf.operations import OPERATIONS, bytes_moved, flop
@@ -24,10 +24,11 @@ LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
 
 
 class FakeBundle:
-    """The shipped functions, interpreted on the CPU."""
+    """The shipped functions of 16-bit operands, interpreted on the CPU."""
 
     def __init__(self, specs=None, wrong=()):
-        self.specs = {spec.name: spec for spec in specs or shipped_specs()}
+        specs = specs or [spec for spec in shipped_specs() if operands_of(spec) == "16bit"]
+        self.specs = {spec.name: spec for spec in specs}
         self.wrong = wrong
         functions = {name: types.SimpleNamespace(spec=to_dict(spec)) for name, spec in self.specs.items()}
         self.manifest = types.SimpleNamespace(functions=functions)
