@@ -12,9 +12,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
+from . import entry_mxfp8
 from .activation import ActivationParams
+from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes, weight_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
@@ -37,6 +39,7 @@ from .specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
+    operands_of,
 )
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -53,7 +56,6 @@ MHC = {
     "pre_backward": PreBackward,
 }
 OUT_DTYPES = {**DTYPES, "float32": Float32}
-NO_PARAMS = (0.0, 0.0, 0.0)
 
 
 def _mm(spec: GroupedMmSpec) -> GroupedGemm:
@@ -242,94 +244,59 @@ class QuantizeMxfp8Entry:
             self.quantize.launch(x, outputs, offs, num_groups, Form(wide, swizzled), stream)
 
 
-class _Fakes:
-    """Fake tensors whose equal dimensions TVM-FFI checks at each call. Rows and columns are in elements."""
-
-    def __init__(self, dtype: type[cutlass.Numeric]):
-        self.dtype = dtype
-        self.rows = cute.sym_int32()
-
-    def dim(self) -> Any:
-        return cute.sym_int32(divisibility=8)
-
-    def matrix(self, cols: Any) -> cute.Tensor:
-        """[T, cols], rows at any multiple of 16 bytes."""
-        stride = (cute.sym_int64(divisibility=8), 1)
-        return make_fake_tensor(self.dtype, (self.rows, cols), stride=stride, assumed_align=16)
-
-    def weight(self, rows: Any, cols: Any, dtype: type[cutlass.Numeric] | None = None) -> cute.Tensor:
-        """[E or 1, rows, cols]; rows without padding, which the repeated `cols` checks. Experts may lie apart."""
-        stride = (cute.sym_int64(divisibility=8), cols, 1)
-        return make_fake_tensor(dtype or self.dtype, (cute.sym_int32(), rows, cols), stride=stride, assumed_align=16)
-
-
-def _groups_fakes() -> tuple:
-    return Int64(0), Int32(0), Int32(0)
-
-
-def _weight_fakes() -> tuple:
-    """Table of experts, bias, table of biases."""
-    return Int64(0), Int64(0), Int64(0)
-
-
-def _tail_fakes(with_params: bool) -> tuple:
-    params = tuple(Float32(p) for p in NO_PARAMS) if with_params else ()
-    return Int64(0), *params, Int32(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True)
-
-
 def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
-    fakes = _Fakes(DTYPES[spec.dtype])
+    fakes = Fakes(DTYPES[spec.dtype])
     n, k = fakes.dim(), fakes.dim()
     x_cols, y_cols = (n, k) if spec.transpose_w else (k, n)
     tensors = fakes.matrix(x_cols), fakes.weight(n, k), fakes.matrix(y_cols)
-    return GroupedMmEntry(spec), (*tensors, *_groups_fakes(), *_weight_fakes(), *_tail_fakes(False))
+    return GroupedMmEntry(spec), (*tensors, *groups_fakes(), *weight_fakes(), *tail_fakes(False))
 
 
 def _trace_glu(spec: GroupedGluSpec) -> tuple[Any, tuple]:
-    fakes = _Fakes(DTYPES[spec.dtype])
+    fakes = Fakes(DTYPES[spec.dtype])
     hidden, intermediate = fakes.dim(), fakes.dim()
     w1_rows = fakes.dim() if spec.gated else intermediate
     tensors: tuple = fakes.matrix(hidden), fakes.weight(w1_rows, hidden), fakes.matrix(intermediate)
     if not spec.save_preact:
-        return GroupedGluEntry(spec), (*tensors, *_groups_fakes(), *_weight_fakes(), *_tail_fakes(True))
+        return GroupedGluEntry(spec), (*tensors, *groups_fakes(), *weight_fakes(), *tail_fakes(True))
     tensors += fakes.matrix(w1_rows), fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
     return GroupedGluPreactEntry(spec), (
-        *tensors, *_groups_fakes(), *_weight_fakes(), *_weight_fakes(), *_tail_fakes(True),
+        *tensors, *groups_fakes(), *weight_fakes(), *weight_fakes(), *tail_fakes(True),
     )  # fmt: skip
 
 
 def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
-    fakes = _Fakes(DTYPES[spec.dtype])
+    fakes = Fakes(DTYPES[spec.dtype])
     hidden, intermediate, out = fakes.dim(), fakes.dim(), fakes.dim()
     w1_rows = fakes.dim() if spec.fc1.gated else intermediate
     weights = fakes.weight(w1_rows, hidden), fakes.weight(out, intermediate)
     tensors = fakes.matrix(hidden), *weights, fakes.matrix(intermediate), fakes.matrix(out)
     return GroupedMlpEntry(spec), (
-        *tensors, *_groups_fakes(), *_weight_fakes(), *_weight_fakes(), *_tail_fakes(True),
+        *tensors, *groups_fakes(), *weight_fakes(), *weight_fakes(), *tail_fakes(True),
     )  # fmt: skip
 
 
 def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
-    fakes = _Fakes(DTYPES[spec.dtype])
+    fakes = Fakes(DTYPES[spec.dtype])
     hidden, width = fakes.dim(), fakes.dim()
     preact_cols = fakes.dim() if spec.gated else width
     preact, dpreact = fakes.matrix(preact_cols), fakes.matrix(preact_cols)
     tensors: tuple = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
     tensors += fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
     addresses = tuple(Int64(0) for _ in range(5))
-    return GroupedDgluEntry(spec), (*tensors, *_groups_fakes(), *addresses, *_tail_fakes(True))
+    return GroupedDgluEntry(spec), (*tensors, *groups_fakes(), *addresses, *tail_fakes(True))
 
 
 def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
-    fakes = _Fakes(DTYPES[spec.dtype])
+    fakes = Fakes(DTYPES[spec.dtype])
     n, k = fakes.dim(), fakes.dim()
     tensors = fakes.matrix(n), fakes.matrix(k), fakes.weight(n, k, OUT_DTYPES[spec.out_dtype])
     rest = Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True)
-    return GroupedWgradEntry(spec), (*tensors, *_groups_fakes(), *rest)
+    return GroupedWgradEntry(spec), (*tensors, *groups_fakes(), *rest)
 
 
 def _trace_quantize(spec: QuantizeMxfp8Spec) -> tuple[Any, tuple]:
-    fakes = _Fakes(OUT_DTYPES[spec.dtype])
+    fakes = Fakes(OUT_DTYPES[spec.dtype])
     x = fakes.matrix(cute.sym_int32(divisibility=32))
     addresses = tuple(Int64(0) for _ in range(5))
     numbers = tuple(Int32(0) for _ in range(4))
@@ -347,16 +314,18 @@ def _trace_mhc(spec: MhcSpec) -> tuple[Any, tuple]:
 
 def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
+    if operands_of(spec) == "mxfp8":
+        return entry_mxfp8.trace(spec)
     if isinstance(spec, MhcSpec):
         return _trace_mhc(spec)
     if isinstance(spec, GroupedMmSpec):
         return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):
         return _trace_glu(spec)
+    if isinstance(spec, GroupedMlpSpec):
+        return _trace_mlp(spec)
     if isinstance(spec, GroupedDgluSpec):
         return _trace_dglu(spec)
     if isinstance(spec, GroupedWgradSpec):
         return _trace_wgrad(spec)
-    if isinstance(spec, QuantizeMxfp8Spec):
-        return _trace_quantize(spec)
-    return _trace_mlp(spec)
+    return _trace_quantize(spec)

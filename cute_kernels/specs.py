@@ -298,21 +298,26 @@ class GroupedWgradSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeMxfp8Spec:
-    """x[T,K] to MXFP8 along rows, along columns, or both in one read. Blocks and scale layout are run-time values."""
+    """x[T,K] to MXFP8 along rows, along columns, or both in one read. Blocks and scale layout are run-time values.
+
+    `rounded`: by rows, the values themselves in x's dtype, instead of elements and scales.
+    """
 
     op: ClassVar[str] = "quantize_mxfp8"
     dtype: str = "bfloat16"
     axis: str = "row"
     arch: str = "sm_90a"
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, QUANTIZED_DTYPES)
-        _require("axis", self.axis, QUANTIZE_AXES)
+        _require("axis", self.axis, ("row",) if self.rounded else QUANTIZE_AXES)
         _require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
-        return f"quantize_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
+        rounded = "_rounded" if self.rounded else ""
+        return f"quantize_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}{rounded}_{self.arch}"
 
 
 class MhcArguments(NamedTuple):
@@ -407,6 +412,12 @@ Spec = (
 )
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
+
+
+def operands_of(spec: Spec) -> str:
+    """What a spec's GEMMs multiply, a key of OPERANDS; "16bit" for kernels that are no GEMMs."""
+    first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
+    return str(getattr(first, "operands", "16bit"))
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
-from .epilogue import Addends, Epilogue, TileShare, WarpgroupState, chunk_of, registers
+from .epilogue import Addends, Begun, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
 from .mainloop import WARPS_PER_GROUP
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .store import COLS, ROWS, Slots
@@ -46,11 +46,12 @@ class DgluInputs(NamedTuple):
     preact: cute.Tensor | PreactLoads
     num_n_tiles: Int32
     d_scale: RowScaleGradient
+    w_scale: Int64 = Int64(0)
 
 
 class DgluState(WarpgroupState):
-    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, sBias: cute.Tensor, ring: PreactRing):
-        super().__init__(inputs, slots, sBias)
+    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring: PreactRing):
+        super().__init__(inputs, slots, smem)
         self.preact = PreactPair(ring, slots)
         self.ring = ring
         self.num_n_tiles = inputs.num_n_tiles
@@ -68,7 +69,7 @@ class DgluEpilogue(Epilogue):
     shares_slots = True
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
-        super().__init__(dtype, spec.tile)
+        super().__init__(dtype, spec.tile, scales_columns=spec.operands == "mxfp8")
         self.spec = spec
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
         self.chunks_per_slab = spec.tile.n // COLS
@@ -86,9 +87,9 @@ class DgluEpilogue(Epilogue):
         return PreactRing(barriers, staging, self.preact_layout)
 
     def make_state(
-        self, inputs: DgluInputs, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: PreactRing
+        self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring: PreactRing
     ) -> DgluState:
-        return DgluState(inputs, groups, slots, row_smem, ring)
+        return DgluState(inputs, groups, slots, smem, ring)
 
     def _place(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
         """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""
@@ -104,9 +105,13 @@ class DgluEpilogue(Epilogue):
                 ring.load(inputs.preact, *self._place(work, turn, first_slab, chunk))
 
     @cute.jit
-    def finish(
-        self, state: DgluState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, share: TileShare
-    ):
+    def finish(self, state: DgluState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile, share: TileShare):
+        scales = begun.row_scales
+        if const_expr(self.scales_columns):
+            self._put_column_scales(state, begun.column_scales)
+            count = cute.size(acc) // self.slabs
+            for slab in cutlass.range_constexpr(self.slabs):
+                self._scale_columns(state, registers(acc, slab * count, count))
         sums = cute.make_rmem_tensor(2, Float32)
         for chunk in cutlass.range_constexpr(self.chunks_per_share):
             slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab

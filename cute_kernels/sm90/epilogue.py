@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 
 from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec, TileConfig
+from .scales import power_of_two
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
+
+UPPER_HALF = -(1 << 16)
 
 
 class Addends(NamedTuple):
@@ -56,22 +59,43 @@ def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
 
 
 class Inputs(NamedTuple):
-    """Run-time inputs of a GEMM's epilogue; `bias_size` is the number of elements of an expert's bias."""
+    """Run-time inputs of a GEMM's epilogue.
+
+    bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
+    for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
+    """
 
     addends: Addends
     params: act.ActivationParams
     bias_size: Int32
+    w_scale: Int64 = Int64(0)
+    out_scale: Int64 = Int64(0)
+
+
+class ColumnSmem(NamedTuple):
+    """A warpgroup's shared memory for its tile's columns: biases, and scale bytes where weights have them."""
+
+    bias: cute.Tensor
+    scales: Any  # cute.Tensor | None
+
+
+class Begun(NamedTuple):
+    """A thread's row scales, two a slab, and scale bytes of columns, on their way while the mainloop runs."""
+
+    row_scales: cute.Tensor
+    column_scales: cute.Tensor | None
 
 
 class WarpgroupState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
-    def __init__(self, inputs: Any, slots: Slots, sBias: cute.Tensor):
+    def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
+        self.inputs = inputs
         self.addends = inputs.addends
         self.params = inputs.params
         self.bias_size = inputs.bias_size
         self.slots = slots
-        self.sBias = sBias
+        self.smem = smem
         self.lane = slots.thread % 32
         self.row_in_slab = slots.thread // 32 * 16 + self.lane // 4
 
@@ -85,6 +109,7 @@ class Epilogue(Invariant):
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
+    scales_columns: weights are folded, with a scale for each of their rows.
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
     num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: of the ring, if any.
     chunks_per_slab: 64-column chunks that a slab of 64 rows stores, over all outputs.
@@ -94,9 +119,10 @@ class Epilogue(Invariant):
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
-        extra_chunks: int = 0,
+        extra_chunks: int = 0, scales_columns: bool = False,
     ):  # fmt: skip
         self.tile = tile
+        self.scales_columns = scales_columns
         self.tile_n = tile.n
         self.slabs = tile.slabs
         self.parts = parts
@@ -119,8 +145,8 @@ class Epilogue(Invariant):
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
         """Bring what `finish` reads of the CTA's tile number `turn`; called by a warp of its own if there is a ring."""
 
-    def make_state(self, inputs: Any, groups: Groups, slots: Slots, row_smem: cute.Tensor, ring: Any) -> WarpgroupState:
-        return WarpgroupState(inputs, slots, row_smem)
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: ColumnSmem, ring: Any) -> WarpgroupState:
+        return WarpgroupState(inputs, slots, smem)
 
     def store_views(self, outputs: tuple) -> tuple:
         """How the outputs look to TMA stores."""
@@ -139,19 +165,26 @@ class Epilogue(Invariant):
 
     @cute.jit
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile,
+        self, state: WarpgroupState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
         """Turn a warpgroup's accumulators into stores."""
+        scales = begun.row_scales
+        if const_expr(self.scales_columns):
+            self._put_column_scales(state, begun.column_scales)
         for slab in cutlass.range_constexpr(self.slabs):
             row = work.row + (share.first_slab + slab) * ROWS
             first_slot = slab * self.chunks_per_slab % SLOTS
             count = cute.size(acc) // self.slabs
             values, two_scales = registers(acc, slab * count, count), registers(scales, 2 * slab, 2)
-            self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
+            # Of a cooperative tile a warpgroup may have no rows, and it holds back nobody by going on.
+            if const_expr(self.tile.takes_turns):
+                self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
+            elif row < work.group_end:
+                self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
 
     @cute.jit
-    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> cute.Tensor:
+    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Begun:
         """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
@@ -163,21 +196,63 @@ class Epilogue(Invariant):
                     scales[i] = scale[row]
         if state.has_bias():
             self._fetch_bias(state, work)
-        return scales
+        return Begun(scales, self._fetch_column_scales(state, work) if const_expr(self.scales_columns) else None)
 
     @cute.jit
     def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
-        dtype = state.slots.dtype
-        address = state.addends.bias + Int64(work.expert) * state.bias_size * (dtype.width // 8)
+        address = state.addends.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
         if state.addends.bias_table != 0:
             address = vector_at(Int64, state.addends.bias_table)[work.expert]
-        bias = vector_at(dtype, address)
+        bias = vector_at(self.dtype, address)
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
-            column = state.slots.thread + i * THREADS
-            part, column_in_part = column // self.part_n, column % self.part_n
-            element = self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
+            column, element = self._element(state, work, i)
+            if column < self.tile_n:
+                # Columns without a weight row count in the scale of a quantised result: zeros.
+                if element < state.bias_size:
+                    state.smem.bias[column] = bias[element]
+                else:
+                    state.smem.bias[column] = self.dtype(0)
+
+    @cute.jit
+    def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
+        """Scale bytes of the columns that this thread fetches for."""
+        scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
+        count = (self.tile_n + THREADS - 1) // THREADS
+        fetched = cute.make_rmem_tensor(count, Int32)
+        for i in cutlass.range_constexpr(count):
+            column, element = self._element(state, work, i)
+            fetched[i] = Int32(0)
             if (column < self.tile_n) & (element < state.bias_size):
-                state.sBias[column] = bias[element]
+                fetched[i] = Int32(scales[element]) & 0xFF
+        return fetched
+
+    @cute.jit
+    def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
+        for i in cutlass.range_constexpr(cute.size(fetched)):
+            column = state.slots.thread + i * THREADS
+            if column < self.tile_n:
+                state.smem.scales[column] = power_of_two(fetched[i]).to(BFloat16)
+        state.slots.sync()
+
+    def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
+        """The i-th column of the tile that this thread fetches for, and the weight row behind it."""
+        column = state.slots.thread + i * THREADS
+        part, column_in_part = column // self.part_n, column % self.part_n
+        return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
+
+    @cute.jit
+    def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
+        """acc *= the scales of the weight rows behind its columns."""
+        if const_expr(self.scales_columns):
+            values = registers(acc)
+            pairs = cute.recast_tensor(state.smem.scales, Int32)
+            for i in cutlass.range_constexpr(self.tile_n // 8):
+                two = pairs[4 * i + state.lane % 4]
+                for pair in cutlass.range_constexpr(2):
+                    # A bfloat16 is the upper half of a float32.
+                    bits = two << 16 if const_expr(pair == 0) else two & Int32(UPPER_HALF)
+                    values[4 * i + pair] *= bits.bitcast(Float32)
+                    values[4 * i + 2 + pair] *= bits.bitcast(Float32)
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
@@ -187,7 +262,7 @@ class Epilogue(Invariant):
             values = registers(acc)
             for i in cutlass.range(self.tile_n // 8 * 2, unroll_full=True):
                 group, pair = i // 2, i % 2
-                bias = Float32(state.sBias[8 * group + 2 * (state.lane % 4) + pair])
+                bias = Float32(state.smem.bias[8 * group + 2 * (state.lane % 4) + pair])
                 values[4 * group + pair] += bias * scale_upper_row
                 values[4 * group + 2 + pair] += bias * scale_lower_row
 
@@ -200,6 +275,7 @@ class LinearEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
+        self._scale_columns(state, acc)
         self._add_bias(state, acc, scales[0], scales[1])
         for chunk in cutlass.range_constexpr(self.tile_n // COLS):
             tile = stores[0].tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
@@ -238,6 +314,7 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
+        self._scale_columns(state, acc)
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row, first_slot)

@@ -19,7 +19,7 @@ from ..invariant import Invariant
 from ..specs import TileConfig
 from . import store
 from . import tile_scheduler as sched
-from .epilogue import TileShare, registers
+from .epilogue import ColumnSmem, TileShare, registers
 from .mainloop import WgradMainloop
 from .persistent import PersistentGemm
 from .turns import THREADS
@@ -52,19 +52,20 @@ class WgradEpilogue(Invariant):
     """Store accumulators as dw's type, overwriting or adding."""
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig):
-        self.slot_dtype = dtype
+        self.dtype = self.slot_dtype = dtype
         self.num_slots = store.SLOTS
         self.num_barriers = 0
         self.tile = tile
         self.cols = store.columns(dtype)
         self.chunks_per_slab = tile.n // self.cols
         self.shares_slots = False
+        self.scales_columns = False
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> None:
         return None
 
     def make_state(
-        self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, row_smem: cute.Tensor, ring: None
+        self, inputs: WgradInputs, groups: sched.Groups, slots: store.Slots, smem: ColumnSmem, ring: None
     ) -> WgradState:
         return WgradState(inputs, slots)
 

@@ -5,17 +5,18 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Boolean, Float32, Int16, Int32, const_expr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..invariant import Invariant
 from ..specs import TileConfig
+from .epilogue import TileShare
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
@@ -26,13 +27,17 @@ MMA_K = 16
 
 
 class Operands(NamedTuple):
-    """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs."""
+    """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs.
+
+    `scales`: the address of A's scales, for a mainloop that multiplies by them.
+    """
 
     atom_a: cute.CopyAtom
     a: cute.Tensor
     atom_b: cute.CopyAtom
     b: cute.Tensor
     extra: tuple
+    scales: Int64
 
 
 class _Source(Invariant):
@@ -143,13 +148,17 @@ class Mainloop(Invariant):
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
+    def begin(self, operands: Operands, work: WorkTile, share: TileShare) -> Any:
+        """What `mma` needs of a tile beside its operands; its latency hides behind the tile before."""
+        return None
+
     def accumulators(self) -> cute.Tensor:
         """A thread's accumulators: (wgmma's own, slab, 1)."""
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((self.tile.m, self.tile.n)), Float32)
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, begun: Any, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
@@ -193,14 +202,14 @@ class GemmMainloop(Mainloop):
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
 
-    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress) -> Operands:
+    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, scales: Int64) -> Operands:
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
         atom_a, a = self._tma(x, self.a_major, self.tile.m, self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
         if self.tile.adaptive:
             extra += self._tma(x, self.a_major, self.tile.m, 1), self._tma(w, self.b_major, self.part_n, 1)
-        return Operands(atom_a, a, atom_b, b, extra)
+        return Operands(atom_a, a, atom_b, b, extra, scales)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
@@ -262,7 +271,7 @@ class WgradMainloop(Mainloop):
         """Host side: the TMA descriptors of dy and x as (column, row, ...)."""
         atom_a, a = self._tma(_columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(_columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
-        return Operands(atom_a, a, atom_b, b, ())
+        return Operands(atom_a, a, atom_b, b, (), Int64(0))
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(work.group_end - work.row, self.tile.k)

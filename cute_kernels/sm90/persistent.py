@@ -26,7 +26,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils
-from cutlass import Int32, Int64, const_expr
+from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
@@ -34,13 +34,13 @@ from ..invariant import Invariant
 from ..specs import TileConfig
 from . import store
 from . import tile_scheduler as sched
-from .epilogue import share_of
+from .epilogue import ColumnSmem, share_of
 from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 SMEM_BYTES = 227 * 1024
-# Barriers, ring slots and biases come before the first 1024-byte-aligned buffer.
-SMALL_BYTES = 2048
+# Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.
+SMALL_BYTES, SCALE_BYTES = 2048, 1024
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 # Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
 LOAD_REGISTERS, MMA_REGISTERS = 24, 240
@@ -72,7 +72,8 @@ class PersistentGemm(Invariant):
     def stages(self) -> int:
         staging = self._slot_owners * self.epilogue.num_slots * store.SLOT_BYTES
         stage = (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
-        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+        small = SMALL_BYTES + (SCALE_BYTES if self.epilogue.scales_columns else 0)
+        return (SMEM_BYTES - small - staging) // stage
 
     @cute.jit
     def start(
@@ -99,6 +100,7 @@ class PersistentGemm(Invariant):
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
+        columns = self.tile.n * self.num_warpgroups
 
         @cute.struct
         class Storage:
@@ -106,7 +108,8 @@ class PersistentGemm(Invariant):
             ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
             load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
             ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
-            row: cute.struct.Align[cute.struct.MemRange[self.dtype, self.tile.n * self.num_warpgroups], 16]
+            bias: cute.struct.Align[cute.struct.MemRange[self.epilogue.dtype, columns], 16]
+            scales: cute.struct.Align[cute.struct.MemRange[BFloat16, columns * self.epilogue.scales_columns], 16]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
             staging: cute.struct.Align[cute.struct.MemRange[slot_type, slots], 1024]
@@ -156,12 +159,15 @@ class PersistentGemm(Invariant):
         else:
             if const_expr(self.num_warpgroups > 1):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            rows = storage.row.get_tensor(cute.make_layout((self.tile.n, self.num_warpgroups)))
+            columns = cute.make_layout((self.tile.n, self.num_warpgroups))
             index = warpgroup - 1
+            bias = storage.bias.get_tensor(columns)[None, index]
+            has_scales = const_expr(self.epilogue.scales_columns)
+            scales = storage.scales.get_tensor(columns)[None, index] if has_scales else None
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
             chunks = self.tile.slabs * self.epilogue.chunks_per_slab
             slots = store.Slots(own, self.epilogue.slot_dtype, index, thread % THREADS, chunks)
-            state = self.epilogue.make_state(inputs, groups, slots, rows[None, index], loads)
+            state = self.epilogue.make_state(inputs, groups, slots, ColumnSmem(bias, scales), loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
     @cute.jit
@@ -206,7 +212,8 @@ class PersistentGemm(Invariant):
             if mma_turns.is_mine(ring_state.count):
                 share = share_of(self.tile, ring_state.count, index)
                 prefetched = self.epilogue.begin(state, work, share)
-                stage = mainloop.mma(acc, tCrA, tCrB, num_k_tiles, stages, stage, mma_turns)
+                begun = mainloop.begin(operands, work, share)
+                stage = mainloop.mma(acc, tCrA, tCrB, begun, num_k_tiles, stages, stage, mma_turns)
                 epilogue_turns.wait()
                 self.epilogue.finish(state, acc, prefetched, stores, work, share)
                 epilogue_turns.pass_on()

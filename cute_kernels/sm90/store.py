@@ -36,12 +36,12 @@ class RaggedStore(NamedTuple):
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
-    def tile(self, work: WorkTile, row: Int32, col: Int32, half: int | None = None) -> cute.Tensor:
-        """The 64 x 64 tile at (row, col)."""
+    def tile(self, work: WorkTile, row: Int32, col: Int32, half: int | None = None, cols: int = COLS) -> cute.Tensor:
+        """The 64 x 64 tile at (row, col), or of as many columns as a slot has."""
         rows = clipped(self.tensor, row, work.group_end)
         if half is not None:
             rows = rows[None, None, half]
-        return cute.local_tile(cute.domain_offset((0, col), rows), (ROWS, COLS), (0, 0))
+        return cute.local_tile(cute.domain_offset((0, col), rows), (ROWS, cols), (0, 0))
 
 
 def columns(dtype: type[cutlass.Numeric]) -> int:
@@ -64,8 +64,9 @@ def staging_layout(dtype: type[cutlass.Numeric], slots: int, owners: int) -> cut
 def make_store(tensor: cute.Tensor) -> RaggedStore:
     """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
     atom, view = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type), (ROWS, COLS)
-    )
+        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type),
+        (ROWS, columns(tensor.element_type)),
+    )  # fmt: skip
     return RaggedStore(atom, view)
 
 
@@ -96,6 +97,8 @@ class Slots(Invariant):
         # Chunk c of every tile takes slot c % SLOTS. With an odd count a tile's first slot is the one before's last.
         self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
         self.smem = smem
+        self.warpgroup_index = warpgroup_index
+        self.chunks_per_tile = chunks_per_tile
         self.barrier = FIRST_BARRIER + warpgroup_index
         self.thread = thread
         self.is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0
@@ -106,6 +109,12 @@ class Slots(Invariant):
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
             self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
             self.destination = self.tiled_copy.get_slice(thread).partition_D(self.smem)
+
+    def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
+        """The same slots for elements of another width."""
+        layout = smem_layout(dtype, cute.size(self.smem, mode=[2]))
+        smem = cute.make_tensor(cute.recast_ptr(self.smem.iterator, layout.inner, dtype=dtype), layout.outer)
+        return Slots(smem, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
 
     def sync(self):
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=THREADS)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import ffi_bridge
 from cute_kernels.specs import (
     GroupedDgluSpec,
+    GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
@@ -19,6 +21,7 @@ from cute_kernels.specs import (
     Spec,
     TileConfig,
     from_dict,
+    operands_of,
 )
 from ffi_bridge import BundleError
 
@@ -149,6 +152,8 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, QuantizeMxfp8Spec):
         return [matrix, *[0] * 5, *[0] * 4]
+    if operands_of(spec) == "mxfp8":
+        return _dummy_mxfp8_arguments(spec, matrix)
     if isinstance(spec, GroupedMmSpec):
         return [matrix, weight, matrix, *groups, *addresses, 0, *launch]
     if isinstance(spec, GroupedWgradSpec):
@@ -165,6 +170,23 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
         tensors = [matrix, w1, matrix, matrix.new_empty(DUMMY_SIZE, w1.shape[1]), weight, matrix]
         return [*tensors, *groups, *addresses, *addresses, 0, *params, *launch]
     return [matrix, w1, matrix, *groups, *addresses, 0, *params, *launch]
+
+
+def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
+    data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    weight, groups, params, launch = data[None], [0, 0, 1], [0.0, 0.0, 0.0], [1, 0]
+    if isinstance(spec, GroupedMmSpec):
+        return [data, weight, matrix, *groups, *[0] * 5, *launch]
+    assert isinstance(spec, (GroupedMlpSpec, GroupedGluSpec, GroupedDgluSpec))
+    gated = (spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec).gated
+    wide = torch.empty(DUMMY_SIZE, DUMMY_SIZE * (2 if gated else 1), dtype=matrix.dtype, device=matrix.device)
+    wide8 = wide.to(data.dtype)
+    if isinstance(spec, GroupedDgluSpec):
+        tensors = [matrix, weight, wide, wide, matrix, wide8[None], matrix, data, wide8]
+        return [*tensors, *groups, *[0] * 8, *params, *launch]
+    preact = [wide] if isinstance(spec, GroupedGluSpec) else []
+    tensors = [matrix, wide8.T.contiguous()[None], weight, data, data, *preact, matrix]
+    return [*tensors, *groups, *[0] * 9, *params, *launch]
 
 
 def preload(device: torch.device | str | int | None = None) -> int:
