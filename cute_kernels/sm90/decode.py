@@ -32,7 +32,7 @@ CODE_MASK = 0x87F087F0 - (1 << 32)
 NAN_CODE = 0x7F << 4
 # Bytes 0 and 1, each with its sign in the byte above.
 SIGN_EXTENDED = 0x9180
-BYTE_SIGNS = 0x80808080 - (1 << 32)
+BYTE_SIGNS = 0x80808080
 BYTE_MAGNITUDES = 0x7F7F7F7F
 # Added to the lower 7 bits of a byte, it carries into bit 7 from 247 - 128 on.
 TO_247 = 0x09090909
@@ -70,12 +70,17 @@ def _two(instruction: str, a: Int32, b: Int32) -> Int32:
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
 
 
-def bad_scales(scales: Int32) -> Int32:
-    """Not 0 under BYTE_SIGNS where one of four scale bytes is 247 or more."""
-    return ((scales & Int32(BYTE_MAGNITUDES)) + Int32(TO_247)) & scales
+def bad_scales(scales: Int32, row: int) -> Int32:
+    """Not 0 where one of four scale bytes is 247 or more; the bits of up to 8 rows are apart."""
+    return ((((scales & Int32(BYTE_MAGNITUDES)) + Int32(TO_247)) & scales) >> row) & Int32(_signs_of(row))
 
 
-def has_nan(peak: Int32, bad: Int32) -> cutlass.Boolean:
-    """Whether there was a NaN among the codes that `peak` saw, or a bad scale among the words that `bad` did."""
+def _signs_of(row: int) -> int:
+    bits = BYTE_SIGNS >> row
+    return bits - (bits >> 31 << 32)
+
+
+def has_nan(peak: Int32, bad: Int32, row: int) -> cutlass.Boolean:
+    """Whether there was a NaN among the codes that `peak` saw, or a bad scale of the row among those that `bad` did."""
     greatest = cutlass.max(peak & 0x7FFF, (peak >> 16) & 0x7FFF)
-    return (greatest >= NAN_CODE) | ((bad & Int32(BYTE_SIGNS)) != 0)
+    return (greatest >= NAN_CODE) | ((bad & Int32(_signs_of(row))) != 0)

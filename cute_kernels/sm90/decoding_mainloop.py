@@ -69,17 +69,18 @@ class SwappedRows(Invariant):
 class WeightScales(Invariant):
     """Scale bytes of a thread's rows, a word of four for each k-tile, loaded while the k-tile before is in work.
 
-    rows: addresses of the rows' scales. blocks: scales of a row. last: the last k-tile.
+    address: of the expert's. rows: where a row's begin. blocks: scales of a row. last: the last k-tile.
     """
 
-    def __init__(self, rows: list[Int64], blocks: Int32, last: Int32, slabs: int):
+    def __init__(self, address: Int64, rows: list[Int32], blocks: Int32, last: Int32, slabs: int):
+        self.address = address
         self.rows = rows
         self.blocks = blocks
         self.last = last
         self.slabs = slabs
         self.words = cute.make_rmem_tensor(len(rows), Int32)
         self.next = cute.make_rmem_tensor(len(rows), Int32)
-        self.bad = cute.make_rmem_tensor(len(rows), Int32)
+        self.bad = cute.make_rmem_tensor(1, Int32)
         self.peaks = cute.make_rmem_tensor(len(rows), Int32)
         self.bad.fill(0)
         self.peaks.fill(0)
@@ -88,15 +89,16 @@ class WeightScales(Invariant):
     def fetch(self, k_tile: Int32):
         """Ask for the scales of a k-tile: words, where a matrix of such rows has them aligned."""
         first = cutlass.min(k_tile, self.last) * SCALES_PER_WORD
-        if (self.blocks % SCALES_PER_WORD == 0) & (self.rows[0] % SCALES_PER_WORD == 0):
+        if (self.blocks | Int32(self.address)) % SCALES_PER_WORD == 0:
             for i in cutlass.range_constexpr(len(self.rows)):
-                self.next[i] = vector_at(Int32, self.rows[i] + first)[0]
+                self.next[i] = vector_at(Int32, self.address + (self.rows[i] + first))[0]
         else:
+            scales = vector_at(Uint8, self.address)
             for i in cutlass.range_constexpr(len(self.rows)):
                 word = Int32(0)
                 for byte in cutlass.range_constexpr(SCALES_PER_WORD):
                     if first + byte < self.blocks:
-                        word |= (Int32(vector_at(Uint8, self.rows[i])[first + byte]) & 0xFF) << 8 * byte
+                        word |= (Int32(scales[self.rows[i] + first + byte]) & 0xFF) << 8 * byte
                 self.next[i] = word
 
     @cute.jit
@@ -104,7 +106,7 @@ class WeightScales(Invariant):
         """Make `words` of a k-tile's scales, which the call before asked for; ask for the next one's."""
         for i in cutlass.range_constexpr(len(self.rows)):
             self.words[i] = self.next[i]
-            self.bad[i] = self.bad[i] | decode.bad_scales(self.words[i])
+            self.bad[0] |= decode.bad_scales(self.words[i], i)
         self.fetch(k_tile + 1)
 
     @cute.jit
@@ -112,7 +114,7 @@ class WeightScales(Invariant):
         """Make NaN of the rows that had a weight that is no number, which other lanes may have seen."""
         flags = Int32(0)
         for i in cutlass.range_constexpr(len(self.rows)):
-            flags |= Int32(decode.has_nan(self.peaks[i], self.bad[i])) << i
+            flags |= Int32(decode.has_nan(self.peaks[i], self.bad[0], i)) << i
         for distance in cutlass.range_constexpr(1, 3):
             flags |= cute.arch.shuffle_sync_bfly(flags, distance)
         if flags != 0:
@@ -220,14 +222,15 @@ class DecodingMainloop(Mainloop):
         rows = self.rows_of(share.first_slab)
         blocks = cute.size(operands.b, mode=[1]) // SCALE_BLOCK
         half = expert_rows // self.parts
-        addresses = []
+        scale_rows = []
         for slab in range(self.tile.slabs):
             for i in range(ROW_HALVES):
                 # Rows past the last one are zeros and never stored: any row's scales will do.
                 column = work.n_tile * self.part_n + rows.column(slab) + rows.row_in_slab + 8 * i
                 row = row_of(self.layout, cutlass.min(column, half - 1), rows.part(slab), half)
-                addresses.append(operands.scales + (Int64(work.expert) * expert_rows + row) * blocks)
-        scales = WeightScales(addresses, blocks, self.num_k_tiles(operands, work) - 1, self.tile.slabs)
+                scale_rows.append(row * blocks)
+        address = operands.scales + Int64(work.expert) * (expert_rows * blocks)
+        scales = WeightScales(address, scale_rows, blocks, self.num_k_tiles(operands, work) - 1, self.tile.slabs)
         scales.fetch(Int32(0))
         return scales
 

@@ -66,11 +66,17 @@ class SwappedSlots(Slots):
             target = cute.make_tensor(pointer, cute.make_layout((8, 1)))
             cute.copy(self.atom, cute.append_ones(registers(converted, 8 * piece, 8), 2), target)
 
+    @cute.jit
+    def skip(self):
+        """Count a chunk that is not stored, so that others find their slots free when they should be."""
+        if self.is_storing_warp:
+            cute.arch.cp_async_bulk_commit_group()
+
 
 class SwappedState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
-    def __init__(self, inputs: Any, slots: Slots, smem: RowSmem):
+    def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
         self.addends = inputs.addends
         self.params = inputs.params
         self.bias_size = inputs.bias_size
@@ -102,6 +108,7 @@ class SwappedEpilogue(Epilogue):
         self.num_slots = min(SLOTS, self.chunks)
 
     def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Any, ring: Any) -> Any:
+        assert isinstance(slots, SwappedSlots)
         return SwappedState(inputs, slots, smem)
 
     @cute.jit
@@ -142,44 +149,45 @@ class SwappedEpilogue(Epilogue):
         share: TileShare,
     ):  # fmt: skip
         rows = SwappedRows(self.tile, self.parts, share.first_slab, state.slots.thread)
+        column = work.n_tile * self.part_n + rows.column(0)
+        columns = state.bias_size // self.parts
         state.slots.sync()
-        for output in cutlass.range_constexpr(self.output_slabs):
-            column = work.n_tile * self.part_n + rows.column(output)
-            for chunk in cutlass.range_constexpr(self.row_chunks):
+        for chunk in cutlass.range_constexpr(self.row_chunks):
+            for output in cutlass.range_constexpr(self.output_slabs):
                 row = chunk * self.chunk_rows
-                values = self._outputs(state, acc, biases, output, chunk, self._row_scales(state, row))
-                if const_expr(self.rounds):
-                    self._round(state, values)
-                tile = stores[0].tile(work, work.row + row, column, rows=self.chunk_rows)
-                slot = (output * self.row_chunks + chunk) % self.num_slots
-                state.slots.put(values, stores[0], tile, slot)
+                if (work.row + row < work.group_end) & (column + output * ROWS < columns):
+                    values = self._outputs(state, acc, biases, output, chunk)
+                    if const_expr(self.rounds):
+                        self._round(state, values)
+                    tile = stores[0].tile(work, work.row + row, column + output * ROWS, rows=self.chunk_rows)
+                    state.slots.put(values, stores[0], tile, (chunk * self.output_slabs + output) % self.num_slots)
+                else:
+                    state.slots.skip()
 
-    def _row_scales(self, state: SwappedState, first: int) -> cute.Tensor:
-        """Of a thread's rows of the chunk that begins at row `first` of the tile, two for each 8."""
-        scales = cute.make_rmem_tensor(self.chunk_rows // 4, Float32)
-        for i in range(self.chunk_rows // 8):
-            for pair in range(2):
-                scales[2 * i + pair] = state.smem.scales[first + 8 * i + 2 * (state.lane % 4) + pair]
-        return scales
-
-    def _chunk(self, acc: cute.Tensor, slab: int, chunk: int) -> cute.Tensor:
-        """A thread's accumulators of a slab's chunk."""
-        count = cute.size(acc) // self.slabs // self.row_chunks
-        return registers(acc, (slab * self.row_chunks + chunk) * count, count)
-
+    @cute.jit
     def _outputs(
-        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, output: int, chunk: int, scales: cute.Tensor
-    ) -> cute.Tensor:
+        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, output: cutlass.Constexpr[int],
+        chunk: cutlass.Constexpr[int],
+    ):  # fmt: skip
         """A chunk of results, float32."""
+        slab_regs = cute.size(acc) // self.slabs
+        outputs = cute.make_rmem_tensor(slab_regs // self.row_chunks, Float32)
+        for i in cutlass.range_constexpr(cute.size(outputs)):
+            index = chunk * cute.size(outputs) + i
+            row = index // 4 * 8 + 2 * (state.lane % 4) + index % 2
+            # Of the slabs that this output is made of, which are `output_slabs` apart.
+            sums = [registers(acc, slab * slab_regs)[index] for slab in range(output, self.slabs, self.output_slabs)]
+            first = ROW_HALVES * output + index // 2 % ROW_HALVES
+            addends = [biases[first + ROW_HALVES * self.output_slabs * part] for part in range(self.parts)]
+            outputs[i] = self._output(state, sums, addends, state.smem.scales[row])
+        return outputs
+
+    def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
+        """One result, of an accumulator and a bias for each part, and its row's scale."""
         raise NotImplementedError
 
     def _round(self, state: SwappedState, values: cute.Tensor) -> None:
         """Round a chunk of results to numbers of another format."""
-
-
-def _row_scale(scales: cute.Tensor, register: int) -> Float32:
-    """The scale of an accumulator's row."""
-    return scales[register // 4 * 2 + register % 2]
 
 
 class SwappedLinearEpilogue(SwappedEpilogue):
@@ -187,16 +195,8 @@ class SwappedLinearEpilogue(SwappedEpilogue):
 
     scales_bias = True
 
-    @cute.jit
-    def _outputs(
-        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, output: cutlass.Constexpr[int],
-        chunk: cutlass.Constexpr[int], scales: cute.Tensor,
-    ):  # fmt: skip
-        values = self._chunk(acc, output, chunk)
-        results = cute.make_rmem_tensor(cute.size(values), Float32)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            results[i] = values[i] + biases[ROW_HALVES * output + i // 2 % ROW_HALVES] * _row_scale(scales, i)
-        return results
+    def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
+        return sums[0] + biases[0] * scale
 
 
 class SwappedActivationEpilogue(SwappedEpilogue):
@@ -210,24 +210,11 @@ class SwappedActivationEpilogue(SwappedEpilogue):
         self.rounds = spec.operands == "mxfp8_exact"
         super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout)
 
-    @cute.jit
-    def _outputs(
-        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, output: cutlass.Constexpr[int],
-        chunk: cutlass.Constexpr[int], scales: cute.Tensor,
-    ):  # fmt: skip
-        a = self._chunk(acc, output, chunk)
-        results = cute.make_rmem_tensor(cute.size(a), Float32)
-        for i in cutlass.range_constexpr(cute.size(a)):
-            half = i // 2 % ROW_HALVES
-            gate = a[i] + biases[ROW_HALVES * output + half]
-            if const_expr(self.spec.gated):
-                u = self._chunk(acc, 1, chunk)
-                linear = u[i] + biases[ROW_HALVES + half]
-                value = act.GATED[self.spec.activation](gate, linear, state.params)
-            else:
-                value = act.UNGATED[self.spec.activation](gate)
-            results[i] = value * _row_scale(scales, i)
-        return results
+    def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
+        values = [total + bias for total, bias in zip(sums, biases, strict=True)]
+        if self.spec.gated:
+            return act.GATED[self.spec.activation](values[0], values[1], state.params) * scale
+        return act.UNGATED[self.spec.activation](values[0]) * scale
 
     @cute.jit
     def _round(self, state: SwappedState, values: cute.Tensor):
