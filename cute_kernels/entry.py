@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from . import entry_mxfp8
+from . import entry_decoded, entry_mxfp8
 from .activation import ActivationParams
 from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes, weight_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
@@ -31,6 +31,7 @@ from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
 from .sm90.tail import TailZeros
 from .sm90.tile_scheduler import Groups
 from .specs import (
+    DECODED,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -316,6 +317,8 @@ def trace(spec: Spec) -> tuple[Any, tuple]:
     """The host function of a spec and the fake arguments to compile it with."""
     if operands_of(spec) == "mxfp8":
         return entry_mxfp8.trace(spec)
+    if operands_of(spec) in DECODED:
+        return entry_decoded.trace(spec)
     if isinstance(spec, MhcSpec):
         return _trace_mhc(spec)
     if isinstance(spec, GroupedMmSpec):

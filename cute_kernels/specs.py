@@ -17,12 +17,16 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
-SCHEDULES = {"cooperative": "coop", "pingpong": "pp"}
+SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap"}
 # Float32 accumulators a thread can hold beside what an epilogue needs.
 MAX_ACCUMULATORS = 128
 PINGPONG_WARPGROUPS = 2
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
+# Of a swapped tile: the columns of a wgmma are rows of x, and a warpgroup has two slabs of weight rows.
+SWAPPED_TILE_M = (16, 32, 64, 128)
+SWAPPED_TILE_N = (128, 256)
+SWAPPED_SLABS = 2
 # One 128-byte row of an operand's shared memory, by the width of an element.
 TILE_K = {16: 64, 8: 128}
 OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
@@ -34,6 +38,8 @@ OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8
     mxfp8_weight_only  rows of `dtype`; weights in MXFP8, one scale for 32 elements, decoded to `dtype` for the MMA
     mxfp8_exact        the same, of rows that hold MXFP8 values; an activation is rounded to such values
 """
+DECODED = ("mxfp8_weight_only", "mxfp8_exact")
+"""Operands whose weights are decoded: from registers, so that they are the rows of the MMA, in a swapped tile."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 ARCHS = ("sm_90a",)
 
@@ -53,6 +59,17 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
     depth = TILE_K[16 if operands == "16bit" else 8]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
+    if tile.swapped != (operands in DECODED):
+        needs = "schedule='swapped'" if operands in DECODED else "another schedule"
+        raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
+
+
+def _check_decoded(operands: str, dtype: str) -> None:
+    if operands in DECODED and dtype != "bfloat16":
+        raise SpecError(
+            f"dtype={dtype!r} has not the range of MXFP8 weights, which operands={operands!r} decodes to it; "
+            "choose dtype='bfloat16'"
+        )
 
 
 def _check_activation(activation: str, glu_layout: str) -> None:
@@ -72,7 +89,8 @@ class TileConfig:
     m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
     of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
-    that the epilogue of one hides behind the MMAs of the other.
+    that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
+    its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
     odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
@@ -86,14 +104,14 @@ class TileConfig:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        _require("tile m", self.m, TILE_M)
-        _require("tile n", self.n, TILE_N)
-        _require("tile k", self.k, TILE_K.values())
-        _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS)
         _require("schedule", self.schedule, SCHEDULES)
+        _require("tile m", self.m, SWAPPED_TILE_M if self.swapped else TILE_M)
+        _require("tile n", self.n, SWAPPED_TILE_N if self.swapped else TILE_N)
+        _require("tile k", self.k, TILE_K.values())
+        _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
             raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
-        if self.slabs * self.n // 2 > MAX_ACCUMULATORS:
+        if self.slabs * self.mma_n // 2 > MAX_ACCUMULATORS:
             raise SpecError(
                 f"a {self.schedule} tile of {self.m} x {self.n} has {self.slabs * self.n // 2} accumulators a thread, "
                 f"more than {MAX_ACCUMULATORS}; choose tile n={MAX_ACCUMULATORS * 2 // self.slabs} or fewer rows"
@@ -104,8 +122,24 @@ class TileConfig:
         return self.schedule == "pingpong"
 
     @property
+    def swapped(self) -> bool:
+        return self.schedule == "swapped"
+
+    @property
+    def mma_rows(self) -> int:
+        """Rows of the tile as the MMA has them."""
+        return self.n if self.swapped else self.m
+
+    @property
+    def mma_n(self) -> int:
+        """Columns of one wgmma."""
+        return self.m if self.swapped else self.n
+
+    @property
     def warpgroups_per_tile(self) -> int:
         """MMA warpgroups that share a tile."""
+        if self.swapped:
+            return self.n // (SWAPPED_SLABS * 64)
         return 1 if self.takes_turns else self.m // 64
 
     @property
@@ -115,8 +149,8 @@ class TileConfig:
 
     @property
     def slabs(self) -> int:
-        """Slabs of 64 rows that a warpgroup has of its tile."""
-        return self.m // 64 // self.warpgroups_per_tile
+        """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
+        return self.mma_rows // 64 // self.warpgroups_per_tile
 
     @property
     def cluster_size(self) -> int:
@@ -148,6 +182,7 @@ class GroupedMmSpec:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile)
+        _check_decoded(self.operands, self.dtype)
         if self.transpose_w and self.operands != "16bit":
             raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
 
@@ -181,7 +216,10 @@ class GroupedGluSpec:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile)
+        _check_decoded(self.operands, self.dtype)
         _check_activation(self.activation, self.glu_layout)
+        if self.save_preact and self.operands in DECODED:
+            raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
         if self.gated and self.tile.n % 128:
             valid = [n for n in TILE_N if n % 128 == 0]
             raise SpecError(
@@ -223,6 +261,7 @@ class GroupedDgluSpec:
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
+        _require("operands", self.operands, [operands for operands in OPERANDS if operands not in DECODED])
         for tile in (self.tile, self.dgrad):
             _check_operands(self.operands, tile)
         _check_activation(self.activation, self.glu_layout)
@@ -286,6 +325,7 @@ class GroupedWgradSpec:
     def __post_init__(self) -> None:
         _require("dtype", self.dtype, DTYPES)
         _require("out_dtype", self.out_dtype, (self.dtype, "float32"))
+        _check_operands("16bit", self.tile)
         if self.tile.adaptive:
             raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
         _require("arch", self.arch, ARCHS)

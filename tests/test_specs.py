@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from cute_kernels.sm90.configs import TILES, activation_forms, shipped_specs
+from cute_kernels.sm90.configs import LARGE_W8, TILES, TILES_W8, activation_forms, shipped_specs
 from cute_kernels.specs import (
     ACTIVATIONS,
+    DECODED,
     GATED,
     GLU_LAYOUTS,
     MHC_KERNELS,
@@ -20,6 +21,7 @@ from cute_kernels.specs import (
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
+    GroupedWgradSpec,
     MhcSpec,
     SpecError,
     TileConfig,
@@ -47,6 +49,22 @@ def test_bundle_ships_every_form_of_every_operator_on_every_tile() -> None:
                 glu = GroupedGluSpec(dtype, activation, layout, False, tile)
                 with_preact = dataclasses.replace(glu, save_preact=True)
                 assert {glu, with_preact, GroupedMlpSpec(glu, mm)} <= specs
+
+
+def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
+    specs = set(shipped_specs())
+    for tile in TILES_W8:
+        mm = GroupedMmSpec(tile=tile, operands="mxfp8_weight_only")
+        assert mm in specs
+        for operands in DECODED:
+            for activation, layout in activation_forms():
+                glu = GroupedGluSpec("bfloat16", activation, layout, False, tile, operands=operands)
+                assert GroupedMlpSpec(glu, mm) in specs
+
+
+def test_a_swapped_tile_counts_in_weight_rows() -> None:
+    tile = TileConfig(m=16, n=256, k=128, schedule="swapped")
+    assert (tile.warpgroups, tile.slabs, tile.mma_n, tile.name) == (2, 2, 16, "t16x256x128_c1x1_swap")
 
 
 def test_round_trip_through_json() -> None:
@@ -89,6 +107,26 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: GroupedGluSpec(tile=TileConfig(n=192)), "tile n=192 cannot be halved.*128, 256"),
         (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
         (lambda: GroupedMlpSpec(GroupedGluSpec(save_preact=True)), "without save_preact"),
+        (lambda: TileConfig(m=16), "tile m=16 is not supported; choose one of: 64, 128"),
+        (lambda: TileConfig(m=96, n=256, k=128, schedule="swapped"), "tile m=96.*16, 32, 64, 128"),
+        (lambda: TileConfig(n=64, k=128, schedule="swapped"), "tile n=64.*128, 256"),
+        (lambda: TileConfig(k=128, cluster_m=2, schedule="swapped"), r"cluster \(m, n\)=\(2, 1\)"),
+        (lambda: GroupedMmSpec(tile=LARGE_W8), "tile k=128 does not fit operands='16bit'"),
+        (lambda: GroupedMmSpec(tile=LARGE_W8, operands="mxfp8"), "schedule='swapped' does not fit operands='mxfp8'"),
+        (
+            lambda: GroupedMmSpec(tile=TileConfig(k=128), operands="mxfp8_weight_only"),
+            "'cooperative' does not fit operands='mxfp8_weight_only'; choose schedule='swapped'",
+        ),
+        (
+            lambda: GroupedMmSpec("float16", False, LARGE_W8, operands="mxfp8_weight_only"),
+            "dtype='float16' has not the range.*choose dtype='bfloat16'",
+        ),
+        (
+            lambda: GroupedGluSpec(save_preact=True, tile=LARGE_W8, operands="mxfp8_exact"),
+            "save_preact is for training",
+        ),
+        (lambda: GroupedDgluSpec(tile=LARGE_W8, dgrad=LARGE_W8, operands="mxfp8_exact"), "operands='mxfp8_exact'"),
+        (lambda: GroupedWgradSpec(tile=LARGE_W8), "tile k=128 does not fit"),
         (lambda: from_dict({"op": "conv"}), "op='conv'.*grouped_mm"),
         (lambda: from_dict({"op": "grouped_mm", "rows": 3}), "no field 'rows'"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ..specs import (
+    DECODED,
     DTYPES,
     GATED,
     GLU_LAYOUTS,
@@ -43,8 +44,10 @@ SMALL8 = TileConfig(m=64, n=256, k=128)
 # Preactivations and their gradients take the shared memory that 256 columns would.
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
-# MXFP8 weights alone.
-LARGE_W8, SMALL_W8 = TileConfig(m=128, n=256, k=128), TileConfig(m=64, n=256, k=128)
+# MXFP8 weights alone. Few rows an expert: the fewer columns an MMA has, the more stages of weights there is room for.
+LARGE_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
+SMALL_W8 = TileConfig(m=32, n=256, k=128, schedule="swapped")
+TILES_W8 = (LARGE_W8, SMALL_W8)
 
 
 def activation_forms() -> list[tuple[str, str]]:
@@ -65,7 +68,7 @@ def shipped_specs() -> list[Spec]:
         specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
-    return specs + mxfp8_specs() + mhc_specs()
+    return specs + mxfp8_specs() + decoded_specs() + mhc_specs()
 
 
 def mxfp8_specs() -> list[Spec]:
@@ -80,6 +83,18 @@ def mxfp8_specs() -> list[Spec]:
     for dtype, (activation, layout) in product(DTYPES, activation_forms()):
         specs.append(GroupedGluSpec(dtype, activation, layout, True, LARGE8, operands=mxfp8))
         specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, LARGE8, operands=mxfp8))
+    return specs
+
+
+def decoded_specs() -> list[Spec]:
+    """Every GEMM of 16-bit rows and MXFP8 weights. FC2 is the same, whether FC1 rounds what it makes or not."""
+    specs: list[Spec] = []
+    for tile in TILES_W8:
+        fc2 = GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")
+        specs.append(fc2)
+        for operands, (activation, layout) in product(DECODED, activation_forms()):
+            fc1 = GroupedGluSpec("bfloat16", activation, layout, False, tile, operands=operands)
+            specs.append(GroupedMlpSpec(fc1, fc2))
     return specs
 
 

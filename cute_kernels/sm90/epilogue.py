@@ -20,6 +20,9 @@ from .scales import power_of_two
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
+from .weights import row_of
+
+UPPER_HALF = -(1 << 16)
 
 UPPER_HALF = -(1 << 16)
 
@@ -302,11 +305,7 @@ class ActivationEpilogue(Epilogue):
         if not self.spec.gated:
             return column
         half = state.bias_size // 2
-        element = {
-            "concat": part * half + column,
-            "interleaved": 2 * column + part,
-            "interleaved32": column // 32 * 64 + part * 32 + column % 32,
-        }[self.layout]
+        element = row_of(self.layout, column, part, half)
         return Int32(cutlass.select_(column < half, element, state.bias_size))
 
     @cute.jit

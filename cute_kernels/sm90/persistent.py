@@ -153,16 +153,23 @@ class PersistentGemm(Invariant):
         else:
             if const_expr(self.num_warpgroups > 1):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-            columns = cute.make_layout((self.tile.n, self.num_warpgroups))
             index = warpgroup - 1
-            bias = storage.bias.get_tensor(columns)[None, index]
-            has_scales = const_expr(self.epilogue.scales_columns)
-            scales = storage.scales.get_tensor(columns)[None, index] if has_scales else None
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
-            chunks = self.tile.slabs * self.epilogue.chunks_per_slab
-            slots = store.Slots(own, self.epilogue.slot_dtype, index, thread % THREADS, chunks)
-            state = self.epilogue.make_state(inputs, groups, slots, ColumnSmem(bias, scales), loads)
+            slots = self._make_slots(own, index, thread % THREADS)
+            state = self.epilogue.make_state(inputs, groups, slots, self._small_smem(storage, index), loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
+
+    def _make_slots(self, staging: cute.Tensor, index: Int32, thread: Int32) -> store.Slots:
+        """The staging slots of a warpgroup."""
+        chunks = self.tile.slabs * self.epilogue.chunks_per_slab
+        return store.Slots(staging, self.epilogue.slot_dtype, index, thread, chunks)
+
+    def _small_smem(self, storage, index: Int32):
+        """A warpgroup's shared memory beside its slots."""
+        columns = cute.make_layout((self.tile.n, self.num_warpgroups))
+        bias = storage.bias.get_tensor(columns)[None, index]
+        has_scales = self.epilogue.scales_columns
+        return ColumnSmem(bias, storage.scales.get_tensor(columns)[None, index] if has_scales else None)
 
     @cute.jit
     def _load_role(

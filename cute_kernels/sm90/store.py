@@ -36,12 +36,14 @@ class RaggedStore(NamedTuple):
     atom: cute.CopyAtom
     tensor: cute.Tensor
 
-    def tile(self, work: WorkTile, row: Int32, col: Int32, half: int | None = None, cols: int = COLS) -> cute.Tensor:
-        """The 64 x 64 tile at (row, col), or of as many columns as a slot has."""
-        rows = clipped(self.tensor, row, work.group_end)
+    def tile(
+        self, work: WorkTile, row: Int32, col: Int32, half: int | None = None, cols: int = COLS, rows: int = ROWS
+    ) -> cute.Tensor:
+        """The 64 x 64 tile at (row, col), or of as many rows and columns as a slot has."""
+        group = clipped(self.tensor, row, work.group_end)
         if half is not None:
-            rows = rows[None, None, half]
-        return cute.local_tile(cute.domain_offset((0, col), rows), (ROWS, cols), (0, 0))
+            group = group[None, None, half]
+        return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
 
 
 def columns(dtype: type[cutlass.Numeric]) -> int:
@@ -49,23 +51,23 @@ def columns(dtype: type[cutlass.Numeric]) -> int:
     return ROW_BYTES * 8 // dtype.width
 
 
-def smem_layout(dtype: type[cutlass.Numeric], *more: int) -> cute.ComposedLayout:
+def smem_layout(dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS) -> cute.ComposedLayout:
     """(row, column, *more) of slots."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     order = tuple(range(2 + len(more)))
-    return cute.tile_to_shape(atom, (ROWS, columns(dtype), *more), order=order)
+    return cute.tile_to_shape(atom, (rows, columns(dtype), *more), order=order)
 
 
-def staging_layout(dtype: type[cutlass.Numeric], slots: int, owners: int) -> cute.ComposedLayout:
+def staging_layout(dtype: type[cutlass.Numeric], slots: int, owners: int, rows: int = ROWS) -> cute.ComposedLayout:
     """(row, column, slot, owner) of the staging buffer."""
-    return smem_layout(dtype, slots, owners)
+    return smem_layout(dtype, slots, owners, rows=rows)
 
 
-def make_store(tensor: cute.Tensor) -> RaggedStore:
+def make_store(tensor: cute.Tensor, rows: int = ROWS) -> RaggedStore:
     """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
     atom, view = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type),
-        (ROWS, columns(tensor.element_type)),
+        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type, rows=rows),
+        (rows, columns(tensor.element_type)),
     )  # fmt: skip
     return RaggedStore(atom, view)
 
@@ -102,13 +104,24 @@ class Slots(Invariant):
         self.barrier = FIRST_BARRIER + warpgroup_index
         self.thread = thread
         self.is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0
+        self._partition()
+
+    def _partition(self) -> None:
+        """How stmatrix gets the accumulators of 64 rows into a slot."""
+        dtype = self.dtype
         if dtype.width == 16:
             mma = sm90_utils.make_trivial_tiled_mma(
                 dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)
             )
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
             self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
-            self.destination = self.tiled_copy.get_slice(thread).partition_D(self.smem)
+            self.destination = self.tiled_copy.get_slice(self.thread).partition_D(self.smem)
+
+    def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
+        """The same slots for elements of another width."""
+        layout = smem_layout(dtype, cute.size(self.smem, mode=[2]))
+        smem = cute.make_tensor(cute.recast_ptr(self.smem.iterator, layout.inner, dtype=dtype), layout.outer)
+        return Slots(smem, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
 
     def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
         """The same slots for elements of another width."""

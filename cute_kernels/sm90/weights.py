@@ -85,6 +85,16 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
     return units
 
 
+def row_of(layout: str, column: Int32, part: int | Int32, half: Int32) -> Int32:
+    """The weight row behind a column of part 0 (a) or 1 (u) of a gated layer with `half` rows of each."""
+    rows = {
+        "concat": part * half + column,
+        "interleaved": 2 * column + part,
+        "interleaved32": column // 32 * 64 + part * 32 + column % 32,
+    }
+    return rows[layout]
+
+
 def lo_hi(units: Int64) -> tuple[Int32, Int32]:
     """The descriptor's coordinates of an offset in 16-byte units."""
     return Int32(units & ((1 << LOG2_UNITS_PER_HI) - 1)), Int32(units >> LOG2_UNITS_PER_HI)

@@ -135,7 +135,8 @@ def form(spec: Spec) -> Spec:
         return spec
     if isinstance(spec, GroupedMlpSpec):
         return GroupedMlpSpec(form(spec.fc1), form(spec.fc2))  # type: ignore[arg-type]
-    any_tile = TileConfig(k=spec.tile.k)  # whose depth is that of the operands
+    schedule = "swapped" if spec.tile.swapped else "cooperative"
+    any_tile = TileConfig(k=spec.tile.k, schedule=schedule)  # depth and schedule are those of the operands
     if isinstance(spec, GroupedDgluSpec):
         return replace(spec, tile=any_tile, dgrad=any_tile)
     return replace(spec, tile=any_tile)
@@ -153,9 +154,7 @@ def _us(us: float) -> str:
 
 FP8_TILES = {"mxfp8": ("LARGE8", "SMALL8"), "mxfp8_exact": ("LARGE_W8", "SMALL_W8")}
 FP8_TILES["mxfp8_weight_only"] = FP8_TILES["mxfp8_exact"]
-"""By operands, the names among the shipped tiles of those for many and for few rows."""
-FEW_ROWS = 64
-"""An expert: as many as the tile for few has."""
+"""By operands, the names among the shipped tiles of those for many and for few rows, as many an expert as a tile has."""
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
 
@@ -170,10 +169,10 @@ def _choose_fp8(problem: Problem, arch: str) -> Choice:
     if problem.op in ONE_TILE:
         spec = SPEC_OF[problem.op](problem, large, arch)
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
-    few = problem.rows <= FEW_ROWS * problem.experts
+    few = problem.rows <= small.m * problem.experts
     tile, other = (small, large) if few else (large, small)
-    why = f"{_rows(problem)}, {'at most' if few else 'more than'} {FEW_ROWS}: {tile.name}"
-    why_not = f"{other.name}: for {'more than' if few else 'at most'} {FEW_ROWS} rows an expert"
+    why = f"{_rows(problem)}, {'at most' if few else 'more than'} {small.m}: {tile.name}"
+    why_not = f"{other.name}: for {'more than' if few else 'at most'} {small.m} rows an expert"
     return Choice(SPEC_OF[problem.op](problem, tile, arch), why, (why_not,))
 
 

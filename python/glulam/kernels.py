@@ -10,6 +10,7 @@ from torch import Tensor
 
 import ffi_bridge
 from cute_kernels.specs import (
+    DECODED,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -161,6 +162,8 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
         return [matrix, *[0] * 5, *[0] * 4]
     if operands_of(spec) == "mxfp8":
         return _dummy_mxfp8_arguments(spec, matrix)
+    if operands_of(spec) in DECODED:
+        return _dummy_decoded_arguments(spec, matrix)
     if isinstance(spec, GroupedMmSpec):
         return [matrix, weight, matrix, *groups, *addresses, 0, *launch]
     if isinstance(spec, GroupedWgradSpec):
@@ -194,6 +197,17 @@ def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
     preact = [wide] if isinstance(spec, GroupedGluSpec) else []
     tensors = [matrix, wide8.T.contiguous()[None], weight, data, data, *preact, matrix]
     return [*tensors, *groups, *[0] * 9, *params, *launch]
+
+
+def _dummy_decoded_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
+    weight = torch.empty(1, *matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
+    groups, params, launch = [0, 0, 1], [0.0, 0.0, 0.0], [1, 0]
+    if isinstance(spec, GroupedMmSpec):
+        return [matrix, weight, matrix, *groups, *[0] * 4, *launch]
+    assert isinstance(spec, GroupedMlpSpec)
+    rows = DUMMY_SIZE * (2 if spec.fc1.gated else 1)
+    w1 = torch.empty(1, rows, DUMMY_SIZE, dtype=weight.dtype, device=matrix.device)
+    return [matrix, w1, weight, matrix, matrix, *groups, *[0] * 7, *params, *launch]
 
 
 def preload(device: torch.device | str | int | None = None) -> int:

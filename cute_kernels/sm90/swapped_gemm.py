@@ -1,0 +1,82 @@
+"""The grouped GEMM of MXFP8 weights, decoded on the way: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
+
+from . import epilogue as epi
+from . import store
+from . import tile_scheduler as sched
+from .budget import SMALL_BYTES, SMEM_BYTES
+from .decoding_mainloop import DecodingMainloop
+from .mainloop import Mainloop
+from .persistent import PersistentGemm
+from .swapped_epilogue import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
+from .weights import weight_view
+
+
+class SwappedGemm(PersistentGemm):
+    """A mainloop, an epilogue and slots that know rows of x as the columns of the MMA."""
+
+    epilogue: SwappedEpilogue
+
+    def make_mainloop(self) -> DecodingMainloop:
+        return DecodingMainloop(self.dtype, self.tile, self.epilogue.parts, self.epilogue.layout, self.stages)
+
+    def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
+        return sched.GroupTileScheduler(self.tile, groups, grid)
+
+    @property
+    def stages(self) -> int:
+        staging = self.num_warpgroups * self.epilogue.num_slots * self.epilogue.chunk_rows * store.ROW_BYTES
+        stage = (self.tile.n * Float8E4M3FN.width + self.tile.m * self.dtype.width) * self.tile.k // 8
+        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+
+    def _staging_layout(self) -> cute.ComposedLayout:
+        rows = self.epilogue.chunk_rows
+        return store.staging_layout(self.dtype, self.epilogue.num_slots, self.num_warpgroups, rows)
+
+    @property
+    def _exponents_shape(self) -> tuple[int, int, int]:
+        return self.epilogue.chunk_rows if self.epilogue.rounds else 0, WARPS, self.num_warpgroups
+
+    def _shared_storage(self, mainloop: Mainloop) -> type:
+        slots, rows = cute.cosize(self._staging_layout()), self.tile.m * self.num_warpgroups
+
+        @cute.struct
+        class Storage:
+            stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
+            ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
+            load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
+            ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, rows], 16]
+            exponents: cute.struct.Align[cute.struct.MemRange[Uint8, cute.size(self._exponents_shape)], 16]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(mainloop.a_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
+            staging: cute.struct.Align[cute.struct.MemRange[self.dtype, slots], 1024]
+
+        return Storage
+
+    def _make_slots(self, staging: cute.Tensor, index: Int32, thread: Int32) -> SwappedSlots:
+        return SwappedSlots(staging, self.dtype, index, thread, self.epilogue.chunks)
+
+    def _small_smem(self, storage, index: Int32) -> RowSmem:
+        scales = storage.scales.get_tensor(cute.make_layout((self.tile.m, self.num_warpgroups)))[None, index]
+        if not self.epilogue.rounds:
+            return RowSmem(scales, None)
+        exponents = storage.exponents.get_tensor(cute.make_layout(self._exponents_shape))
+        return RowSmem(scales, exponents[None, None, index])
+
+    @cute.jit
+    def launch(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32], inputs: epi.Inputs,
+        num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
+    ):  # fmt: skip
+        """Launch on `stream`. See PersistentGemm.start for `after_launch`."""
+        rows = Int32(w.shape[1])
+        view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False)
+        operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale)
+        stores = (store.make_store(y, self.epilogue.chunk_rows),)
+        grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
+        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)

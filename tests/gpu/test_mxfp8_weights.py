@@ -1,0 +1,297 @@
+"""The kernels that decode MXFP8 weights, called as they are exported, against float64 of the decoded weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import mxfp8, oracle
+from torch import Tensor
+
+from cute_kernels.sm90.configs import TILES_W8, activation_forms
+from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, TileConfig
+from glulam import kernels
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+BLOCK, ONE = 32, 127
+LAST_SCALE = 246
+"""The greatest scale byte whose elements are all bfloat16 numbers."""
+SIZES = [5, 0, 130, 1, 64, 257]
+PARAMS = (7.0, 1.702, 1.0)
+OFFS, SPLITS, SPLITS64 = 0, 1, 2
+
+tiles = pytest.mark.parametrize("tile", TILES_W8, ids=lambda tile: tile.name)
+
+
+def values(data: Tensor, scales: Tensor) -> Tensor:
+    """float64 of bytes [..., K] and [..., K / 32], on the CPU."""
+    data, scales = data.long().cpu(), scales.cpu()
+    magnitude = torch.cat((mxfp8.MAGNITUDES, torch.tensor([math.nan], dtype=torch.float64)))[data % 128]
+    powers = torch.where(scales == mxfp8.NAN_SCALE, math.nan, torch.exp2(scales.double() - ONE))
+    return torch.where(data < 128, magnitude, -magnitude) * powers.repeat_interleave(BLOCK, dim=-1)
+
+
+class Weight:
+    """E4M3 and E8M0 bytes [E, N, K] and [E, N, K / 32] on the GPU."""
+
+    def __init__(self, data: Tensor, scales: Tensor):
+        self.data, self.scales = data.to(torch.uint8).cuda(), scales.to(torch.uint8).cuda()
+
+    @property
+    def e4m3(self) -> Tensor:
+        return self.data.view(torch.float8_e4m3fn)
+
+    def exact(self) -> Tensor:
+        return values(self.data, self.scales)
+
+
+def random_weight(experts: int, n: int, k: int, spread: int = 0) -> Weight:
+    """Any bytes but NaN; scales that make results about 1, times 2^-spread to 2^spread."""
+    data = torch.randint(0, 256, (experts, n, k))
+    data = torch.where(data % 128 == 127, data - 1, data)
+    middle = ONE - 7 - round(math.log2(k) / 2)
+    return Weight(data, torch.randint(middle - spread, middle + spread + 1, (experts, n, k // BLOCK)))
+
+
+def group_argument(sizes: Sequence[int], form: int) -> Tensor:
+    splits = torch.tensor(sizes, dtype=torch.int64 if form == SPLITS64 else torch.int32, device="cuda")
+    return splits.cumsum(0).int() if form == OFFS else splits
+
+
+def ends_of(sizes: Sequence[int]) -> list[int]:
+    return torch.tensor(sizes).cumsum(0).tolist()
+
+
+def rows_of_x(sizes: Sequence[int], k: int, tail: int = 3) -> Tensor:
+    """Random rows, and NaN behind the last group."""
+    x = torch.randn(sum(sizes) + tail, k, device="cuda").to(BF16)
+    x[sum(sizes) :] = math.nan
+    return x
+
+
+def nan_rows(rows: int, columns: int) -> Tensor:
+    """A buffer whose rows lie apart."""
+    return torch.full((rows, columns + 8), math.nan, dtype=BF16, device="cuda")[:, :columns]
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def num_sms() -> int:
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+def run_mm(
+    tile: TileConfig, x: Tensor, w: Weight, sizes: Sequence[int], *, bias: Tensor | None = None,
+    scale: Tensor | None = None, form: int = OFFS,
+) -> Tensor:  # fmt: skip
+    y = nan_rows(x.shape[0], w.data.shape[1])
+    groups = group_argument(sizes, form)
+    function = kernels.find(GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")).function
+    function(
+        x, w.e4m3, y, groups.data_ptr(), form, len(sizes), w.scales.data_ptr(), address(bias), 0, address(scale),
+        num_sms(), 1,
+    )  # fmt: skip
+    assert bool(y[sum(sizes) :].isnan().all()), "the tail was written"
+    return y
+
+
+def run_mlp(
+    tile: TileConfig, operands: str, form: tuple[str, str], x: Tensor, w1: Weight, w2: Weight, sizes: Sequence[int],
+    *, b1: Tensor | None = None, b2: Tensor | None = None, scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """mid and y."""
+    mid, y = nan_rows(x.shape[0], w2.data.shape[2]), nan_rows(x.shape[0], w2.data.shape[1])
+    fc2 = GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")
+    function = kernels.find(GroupedMlpSpec(GroupedGluSpec("bfloat16", *form, False, tile, operands=operands), fc2))
+    groups = group_argument(sizes, OFFS)
+    function.function(
+        x, w1.e4m3, w2.e4m3, mid, y, groups.data_ptr(), OFFS, len(sizes), w1.scales.data_ptr(), address(b1), 0,
+        w2.scales.data_ptr(), address(b2), 0, address(scale), *PARAMS, num_sms(), 1,
+    )  # fmt: skip
+    assert bool(mid[sum(sizes) :].isnan().all() and y[sum(sizes) :].isnan().all()), "the tail was written"
+    return mid, y
+
+
+def check_sum(
+    y: Tensor, x: Tensor, w: Weight, sizes: Sequence[int], bias: Tensor | None = None, scale: Tensor | None = None
+) -> None:
+    """Each element: rounded to bfloat16 once, of a sum that errs by little of its terms' magnitudes."""
+    rows, exact = sum(sizes), w.exact()
+    x = x.double().cpu()
+    bias, scale = (None if t is None else t.double().cpu() for t in (bias, scale))
+    wanted = oracle.grouped_mm(x, exact, ends_of(sizes), bias=bias, bias_scale=scale)[:rows]
+    if bias is not None:
+        bias = bias.abs()
+    terms = oracle.grouped_mm(x.abs(), exact.abs(), ends_of(sizes), bias=bias, bias_scale=scale)[:rows]
+    error = (y.double().cpu()[:rows] - wanted).abs()
+    allowed = wanted.abs() * 2**-8 + terms * 1e-5
+    assert bool((error <= allowed).all()), f"{float((error / allowed).nan_to_num(math.inf).max()):.3g} times the bound"
+
+
+@tiles
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (1504, 736), (736, 1504), (256, 2048), (96, 4128), (2880, 64)])
+def test_sizes_that_no_tile_divides(tile: TileConfig, n: int, k: int) -> None:
+    x, w = rows_of_x(SIZES, k), random_weight(len(SIZES), n, k)
+    check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
+
+
+@tiles
+def test_scales_far_apart(tile: TileConfig) -> None:
+    """A scale of another row, block or expert is a wrong result by powers of two."""
+    x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, spread=20)
+    check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
+
+
+@tiles
+@pytest.mark.parametrize("form", [OFFS, SPLITS, SPLITS64])
+@pytest.mark.parametrize("sizes", [[3], [0, 0, 7], [1] * 70, [300, 0, 0, 2], [16] * 40, [64, 128, 32, 31, 33]])
+def test_routings_with_bias(tile: TileConfig, form: int, sizes: list[int]) -> None:
+    x, w = rows_of_x(sizes, 288), random_weight(len(sizes), 352, 288)
+    bias = torch.randn(len(sizes), 352, device="cuda").to(BF16)
+    scale = torch.rand(x.shape[0], device="cuda") + 0.5
+    check_sum(run_mm(tile, x, w, sizes, bias=bias, form=form), x, w, sizes, bias)
+    check_sum(run_mm(tile, x, w, sizes, bias=bias, scale=scale, form=form), x, w, sizes, bias, scale)
+    # Without a bias the scale has nothing to multiply.
+    plain = run_mm(tile, x, w, sizes, scale=torch.full_like(scale, math.inf), form=form)
+    check_sum(plain, x, w, sizes)
+
+
+@tiles
+def test_every_element_and_scale_is_decoded_exactly(tile: TileConfig) -> None:
+    """x is the unit matrix, so that y is w, transposed."""
+    n, k = 480, 512
+    row, column = torch.arange(n)[:, None], torch.arange(k)
+    data = (row + 37 * column) % 256
+    data = torch.where(data % 128 == 127, 0, data)
+    for lowest in (10, LAST_SCALE - 31):
+        scales = lowest + (7 * row + 11 * torch.arange(k // BLOCK)) % (LAST_SCALE + 1 - lowest)
+        w = Weight(data[None], scales[None])
+        y = run_mm(tile, torch.eye(k, device="cuda").to(BF16), w, [k])
+        assert torch.equal(y.cpu(), w.exact()[0].T.to(BF16))
+
+
+@tiles
+def test_tiny_scales(tile: TileConfig) -> None:
+    """Under 2^-117 elements become subnormals of bfloat16, and are rounded."""
+    n = k = 256
+    data, scales = torch.arange(n * k).view(1, n, k) % 127, torch.arange(n * k // BLOCK).view(1, n, -1) % 12
+    w = Weight(data, scales)
+    y = run_mm(tile, torch.eye(k, device="cuda").to(BF16), w, [k])
+    assert bool((y.double().cpu() - w.exact()[0].T).abs().max() <= 2.0**-133)
+
+
+@tiles
+def test_nan_reaches_its_column_and_no_other(tile: TileConfig) -> None:
+    sizes, n, k = [40, 20, 33], 300 // 8 * 8, 416
+    x = rows_of_x(sizes, k)
+    clean = random_weight(3, n, k)
+    for place in range(0, k, 13):
+        w = Weight(clean.data.clone(), clean.scales.clone())
+        rows = {place % n: "element", (place * 5 + 100) % n: "scale", (place * 3 + 201) % n: "large"}
+        for at, kind in rows.items():
+            if kind == "element":
+                w.data[1, at, place] = 0x7F if place % 2 else 0xFF
+            else:
+                w.scales[1, at, place // BLOCK] = 0xFF if kind == "scale" else LAST_SCALE + 1 + place % 8
+        y = run_mm(tile, x, w, sizes)[: sum(sizes)].isnan().cpu()
+        wanted = torch.zeros_like(y)
+        wanted[40:60, list(rows)] = True
+        assert torch.equal(y, wanted)
+
+
+def test_results_repeat_and_do_not_depend_on_the_tile() -> None:
+    x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736)
+    first, *others = (run_mm(tile, x, w, SIZES)[: sum(SIZES)] for tile in (*TILES_W8, *TILES_W8))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def check_mid(mid: Tensor, act: Tensor, rounded: bool) -> None:
+    """bfloat16 of the activation; rounded, its MXFP8 values, but where a sum lies between two of them."""
+    got = mid.double().cpu()
+    scale = act.abs().amax(dim=1, keepdim=True)
+    if not rounded:
+        assert bool(((got - act).abs() <= act.abs() * 2**-8 + scale * 1e-4).all())
+        return
+    again = values(*mxfp8.quantized_rows(mid.float().cpu(), BLOCK))
+    assert torch.equal(again, got), "mid holds other numbers than MXFP8's"
+    wanted = values(*mxfp8.quantized_rows(act.float(), BLOCK))
+    other = got != wanted
+    assert float(other.double().mean()) < 0.01
+    assert bool(((got - wanted).abs() <= act.abs() * 2**-3 + scale * 2**-10)[other].all())
+
+
+@tiles
+@pytest.mark.parametrize("operands", DECODED)
+@pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+def test_every_activation(tile: TileConfig, operands: str, form: tuple[str, str]) -> None:
+    hidden, inter, out, experts = 352, 224, 288, len(SIZES)
+    x = rows_of_x(SIZES, hidden)
+    w1 = random_weight(experts, inter * (2 if form[0] in GATED else 1), hidden)
+    w2 = random_weight(experts, out, inter)
+    b1, b2 = (torch.randn(experts, w.data.shape[1], device="cuda").to(BF16) for w in (w1, w2))
+    scale = torch.rand(x.shape[0], device="cuda") + 0.5
+    for extra in ({}, {"b1": b1, "b2": b2, "scale": scale}):
+        check_mlp(tile, operands, form, x, (w1, w2), SIZES, **extra)
+
+
+def check_mlp(
+    tile: TileConfig, operands: str, form: tuple[str, str], x: Tensor, weights: tuple[Weight, Weight],
+    sizes: Sequence[int], **extra: Any,
+) -> None:  # fmt: skip
+    w1, w2 = weights
+    rows = sum(sizes)
+    mid, y = run_mlp(tile, operands, form, x, w1, w2, sizes, **extra)
+    b1, scale = (None if t is None else t.double().cpu() for t in (extra.get("b1"), extra.get("scale")))
+    act, _ = oracle.grouped_glu(
+        x.double().cpu(), w1.exact(), ends_of(sizes), bias=b1, row_scale=scale, form=form, params=PARAMS
+    )
+    check_mid(mid[:rows], act[:rows], operands == "mxfp8_exact")
+    check_sum(y, mid, w2, sizes, extra.get("b2"), extra.get("scale"))
+
+
+@tiles
+@pytest.mark.parametrize("operands", DECODED)
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "interleaved32"])
+@pytest.mark.parametrize(("hidden", "inter"), [(32, 32), (736, 1504), (1504, 736), (64, 2880)])
+def test_mlps_that_no_tile_divides(tile: TileConfig, operands: str, layout: str, hidden: int, inter: int) -> None:
+    x, experts = rows_of_x(SIZES, hidden), len(SIZES)
+    weights = random_weight(experts, 2 * inter, hidden), random_weight(experts, hidden, inter)
+    check_mlp(tile, operands, ("swiglu", layout), x, weights, SIZES)
+
+
+@tiles
+def test_blocks_of_an_activation_have_scales_of_their_own(tile: TileConfig) -> None:
+    hidden, inter = 256, 320
+    x, w1 = rows_of_x(SIZES, hidden), random_weight(len(SIZES), inter, hidden)
+    powers = torch.arange(inter).div(BLOCK, rounding_mode="floor") * 7 % 23 - 11
+    w1.scales += powers[:, None].cuda().to(torch.int64).to(torch.uint8)
+    weights = w1, random_weight(len(SIZES), hidden, inter)
+    mid, _ = run_mlp(tile, "mxfp8_exact", ("none", "concat"), x, *weights, SIZES)
+    act = oracle.grouped_mm(x.double().cpu(), w1.exact(), ends_of(SIZES))
+    for begin in range(0, inter, BLOCK):  # else the greatest block's tolerance would serve them all
+        part = slice(begin, begin + BLOCK)
+        check_mid(mid[: sum(SIZES), part].contiguous(), act[: sum(SIZES), part], True)
+
+
+@tiles
+def test_nan_and_infinity_of_an_activation(tile: TileConfig) -> None:
+    """A NaN makes its block NaN, an Inf stays one and its neighbours are near zero, as the quantiser has them."""
+    hidden = inter = 96
+    x = rows_of_x([50], hidden)
+    unit = torch.zeros(1, inter, hidden, dtype=torch.long)
+    unit[0].fill_diagonal_(0x38)
+    w1, w2 = Weight(unit, torch.full((1, inter, hidden // BLOCK), ONE)), random_weight(1, hidden, inter)
+    x[:50] = x[:50].clamp(-3, 3)
+    scale = torch.ones(x.shape[0], device="cuda")
+    scale[7], scale[9] = math.nan, math.inf
+    mid, _ = run_mlp(tile, "mxfp8_exact", ("none", "concat"), x, w1, w2, [50], scale=scale)
+    act = x[:50].float().cpu() * scale[:50, None].cpu()
+    wanted = values(*mxfp8.quantized_rows(act, BLOCK)).to(BF16)
+    assert torch.equal(mid[:50].cpu().nan_to_num(7.0), wanted.nan_to_num(7.0))
