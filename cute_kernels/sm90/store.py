@@ -123,12 +123,6 @@ class Slots(Invariant):
         smem = cute.make_tensor(cute.recast_ptr(self.smem.iterator, layout.inner, dtype=dtype), layout.outer)
         return Slots(smem, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
 
-    def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
-        """The same slots for elements of another width."""
-        layout = smem_layout(dtype, cute.size(self.smem, mode=[2]))
-        smem = cute.make_tensor(cute.recast_ptr(self.smem.iterator, layout.inner, dtype=dtype), layout.outer)
-        return Slots(smem, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
-
     def sync(self):
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=THREADS)
 

@@ -154,7 +154,7 @@ def _us(us: float) -> str:
 
 FP8_TILES = {"mxfp8": ("LARGE8", "SMALL8"), "mxfp8_exact": ("LARGE_W8", "SMALL_W8")}
 FP8_TILES["mxfp8_weight_only"] = FP8_TILES["mxfp8_exact"]
-"""By operands, the names among the shipped tiles of those for many and for few rows, as many an expert as a tile has."""
+"""By operands, names of shipped tiles: for many rows an expert, and for as many as the second has."""
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
 
