@@ -17,7 +17,7 @@ from torch import Tensor
 
 import glulam
 from glulam.mxfp8 import MXFP8Tensor
-from glulam.mxfp8.prepared import PREPARED
+from glulam.mxfp8.prepared import BLOCKS, PREPARED
 
 from .contestants import TorchGrouped
 from .problem import Buffers
@@ -34,7 +34,7 @@ Mlp = Callable[[Buffers], Tensor]
 
 def _quantised(w: Tensor) -> MXFP8Tensor:
     """A weight [E, N, K] with a scale for 32 elements."""
-    data, scale = PREPARED.get(False, w, None)
+    data, scale = PREPARED.get(BLOCKS, w, None)
     return MXFP8Tensor(data, scale)
 
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import GradientNotSupported, MXFP8Tensor, quantize_mxfp8
-from glulam.mxfp8 import FoldError, MXFP8Copies, WeightCache, layout, prepare_mxfp8_weight, rebase_mxfp8
+from glulam.mxfp8 import FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
 from glulam.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
 from glulam.mxfp8.tensor import FORM
 
@@ -699,43 +699,3 @@ class TestRebase:
         for other in (sample("col"), sample(scale_layout="swizzled")):
             with pytest.raises(ValueError, match="quantised by rows, with plain scales"):
                 rebase_mxfp8(other)
-
-
-class TestWeightCache:
-    def test_folds_once_for_a_version(self) -> None:
-        cache, w = WeightCache(), torch.nn.Parameter(weight())
-        first = cache.get(w)
-        assert cache.get(w) is first and cache.get(w, "col") is cache.get(w, "col") is not first
-        with torch.no_grad():
-            w.mul_(2)
-        second = cache.get(w)
-        assert second is not first and torch.equal(second.dequantize(), first.dequantize() * 2)
-        w.data = weight(seed=1)  # another address, the same version
-        assert cache.get(w) is not second and len(cache) == 2
-
-    def test_lists(self) -> None:
-        cache, w = WeightCache(), list(weight())
-        first = cache.get(w)
-        assert cache.get(w) is first and cache.get([*w]) is first
-        w[2].zero_()
-        assert cache.get(w) is not first
-
-    def test_forgets_weights_that_are_gone(self) -> None:
-        cache = WeightCache()
-        for seed in range(3):
-            cache.get(weight(seed=seed))
-        assert len(cache) == 1
-        cache.clear()
-        assert not len(cache)
-
-    def test_copies_are_empty(self) -> None:
-        cache = WeightCache(max_error=0.5)
-        cache.get(weight())
-        for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-            assert len(other) == 0 and other.max_error == 0.5
-
-    def test_inference_tensors(self) -> None:
-        cache = WeightCache()
-        with torch.inference_mode():
-            w = weight()
-            assert cache.get(w) is cache.get(w)

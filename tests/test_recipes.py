@@ -39,7 +39,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def no_prepared_weights(monkeypatch: pytest.MonkeyPatch) -> prepared_weights.PreparedWeights:
     fresh = prepared_weights.PreparedWeights()
-    monkeypatch.setattr(glulam.ops.grouped_mlp_mxfp8, "PREPARED", fresh)
+    monkeypatch.setattr(prepared_weights, "PREPARED", fresh)
     return fresh
 
 
@@ -225,10 +225,10 @@ class TestHostPath:
         tiles = {"mxfp8": (SMALL8, LARGE8), "mxfp8_exact": (SMALL_W8, LARGE_W8)}
         tiles["mxfp8_weight_only"] = tiles["mxfp8_exact"]
         for recipe, (few, many) in tiles.items():
-            for rows, tile in ((2, few), (128, few), (129, many)):
+            for rows, tile in ((2, few), (2 * few.m, few), (2 * few.m + 1, many)):
                 told = glulam.explain("grouped_mlp", (rows, 64), (2, 64, 64), (2, 64, 32), recipe=recipe)
                 assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == told.spec.fc2.tile == tile
-                assert tile.name in told.why and "64 rows an expert" in told.why_not[0]
+                assert tile.name in told.why and f"{few.m} rows an expert" in told.why_not[0]
 
     def test_out_may_not_be_x(self, fake_gpu: FakeGpu) -> None:
         c = case()
@@ -264,7 +264,7 @@ class TestPreparedWeights:
     def test_once_a_version(self, no_prepared_weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         c, made = case(), []
         prepare = prepared_weights._prepare
-        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a: made.append(a) or prepare(*a))
+        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a, **k: made.append(a) or prepare(*a, **k))
         w1 = torch.nn.Parameter(c.w1.clone())
         call = lambda w: glulam.grouped_mlp(c.x, w, c.w2, offs=c.offs, recipe="mxfp8")  # noqa: E731
         with torch.no_grad():
@@ -389,7 +389,8 @@ def refusals(c: Case) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
         "N": ({"w2": c.w2[:, :72].contiguous()}, ValueError, "the number of w2's rows is 72"),
         "fp16, exact": ({**half, "recipe": "mxfp8_exact"}, TypeError, "takes bfloat16, but the dtype is float16"),
         "fp16, weights": ({**half, "recipe": "mxfp8_weight_only"}, TypeError, "cast to bfloat16, or use"),
-        "recompute": ({"recompute": True}, ValueError, "recompute is True"),
+        "recompute": ({"recompute": True, "recipe": "mxfp8_exact"}, ValueError, "recompute is True, but recipe"),
+        "recompute's type": ({"recompute": 1}, TypeError, "recompute is 1; give True or False"),
         "w1 of 3 experts": ({"w1": c.w1[:3]}, ValueError, r"w2 has shape \[7, 160, 96\]"),
         "w1's dtype": ({"w1": c.w1.double()}, TypeError, "w1 is torch.float64; recipe 'mxfp8' takes FoldedWeight"),
         "w1 of other columns": ({"w1": c.w1[:, :, :128].contiguous()}, ValueError, "x has 160 columns"),
@@ -450,7 +451,7 @@ class TestModule:
             ({"intermediate_size": 40}, ValueError, "intermediate_size is 40"),
             ({"out_features": 40}, ValueError, "out_features is 40"),
             ({"recipe": "mxfp8_exact", "dtype": torch.float16}, TypeError, "the dtype is float16.*'mxfp8'"),
-            ({"recompute": True}, ValueError, "recompute is True, but recipe 'mxfp8'"),
+            ({"recipe": "mxfp8_exact", "recompute": True}, ValueError, "recompute is True, but recipe 'mxfp8_exact'"),
             ({"recipe": "mxfp8_weight_only", "delay_wgrad": True}, ValueError, "delay_wgrad is True"),
         ],
     )
@@ -488,7 +489,7 @@ class TestTraces:
         torch.compiler.reset()
         c, made = case(), []
         prepare = prepared_weights._prepare
-        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a: made.append(a) or prepare(*a))
+        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a, **k: made.append(a) or prepare(*a, **k))
         layer = glulam.nn.GroupedMLP(len(SIZES), HIDDEN, INTER, recipe="mxfp8", dtype=BF16)
         compiled = torch.compile(lambda x: layer(x, offs=c.offs), backend="aot_eager", fullgraph=True)
         for _ in range(3):
@@ -505,9 +506,9 @@ class TestTraces:
         out = (torch.zeros_like(c.x),) if has_out else ()
         # Its fourth test compares inputs by torch.allclose, which knows no E4M3.
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", None, *out), test_utils=tests)
+        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, *out), test_utils=tests)
         given = (c.x, None, [c.w1], None, [c.w2], None, *given[6:])
-        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", None, *out))
+        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, *out))
 
     def test_the_16_bit_operator_refuses_other_recipes(self) -> None:
         c = case()

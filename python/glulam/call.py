@@ -34,6 +34,7 @@ class Call:
     gradients: ClassVar[tuple[str, ...]] = ()  # outputs that are packed or a list, as weights are
     weights: ClassVar[tuple[str, ...]]
     biases: ClassVar[tuple[str, ...]]
+    tabled: ClassVar[tuple[str, ...] | None] = None  # weights that kernels take as lists; by default all
     scales: ClassVar[tuple[str, ...]]
 
     offs: Tensor | None
@@ -166,7 +167,8 @@ class Call:
     def prepared(self) -> Call:
         """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
         changes: dict[str, Any] = {}
-        for kind, names in (("weight", self.weights), ("bias", self.biases), ("gradient", self.gradients)):
+        weights = self.weights if self.tabled is None else self.tabled
+        for kind, names in (("weight", weights), ("bias", self.biases), ("gradient", self.gradients)):
             for name in names:
                 value = getattr(self, name)
                 if isinstance(value, (list, tuple)):

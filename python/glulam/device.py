@@ -35,6 +35,18 @@ is_capturing: Callable[[], bool] = getattr(
 )
 """Whether the current stream of the current device is being captured into a graph."""
 
+_capturing_graph: Callable[[], Any] = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", object)
+
+
+def capturing_graph() -> Any:
+    """The graph that the current stream is captured into: one object throughout a capture. Where torch cannot tell, an
+    object that equals no other.
+    """
+    try:
+        return _capturing_graph()
+    except RuntimeError:  # captured by other means than torch.cuda.CUDAGraph
+        return object()
+
 
 class Gpu(NamedTuple):
     """What launching needs to know of a GPU."""

@@ -102,7 +102,7 @@ def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
 
 
 def _dglu(problem: Problem, tile: TileConfig, arch: str) -> GroupedDgluSpec:
-    # One tile for all numbers of rows, here and in the data gradient that follows.
+    # One tile for all numbers of rows, in the data gradient that follows and, but for MXFP8, here.
     return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, tile, arch, problem.operands)
 
 
@@ -166,8 +166,10 @@ def _rows(problem: Problem) -> str:
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert alone, until times of these tiles are known."""
     large, small = (getattr(CONFIGS[arch], name) for name in FP8_TILES[problem.operands])
-    if problem.op in ONE_TILE:
+    if problem.op in ONE_TILE or problem.save_preact:  # both directions of training
         spec = SPEC_OF[problem.op](problem, large, arch)
+        if isinstance(spec, GroupedDgluSpec):
+            spec = replace(spec, tile=CONFIGS[arch].DGLU8)
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
     few = problem.rows <= small.m * problem.experts
     tile, other = (small, large) if few else (large, small)

@@ -21,6 +21,7 @@ from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
+from .ops.grouped_mlp_mxfp8_training import BackwardCall, ForwardCall
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 
@@ -34,8 +35,18 @@ _MLP = (
 )
 _MLP_MXFP8 = (
     "Tensor x, Tensor? x_scale, Tensor[] w1, Tensor? w1_scale, Tensor[] w2, Tensor? w2_scale, "
-    f"{_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, str recipe, ScalarType? dtype"
+    f"{_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, str recipe, bool recompute, "
+    "ScalarType? dtype"
 )
+_MLP_FORWARD = (
+    f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
+    "str recipe, bool trained"
+)
+_MLP_BACKWARD = (
+    f"Tensor dy, Tensor[]? w1, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, str recipe, "
+    "bool trained, bool input_grad, bool row_scale_grad"
+)
+_IN_16_BITS = {"x_scale": None, "w1_scale": None, "w2_scale": None, "dtype": None, "recompute": False}
 _DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}"
 _WGRAD = f"Tensor dy, Tensor x, {_GROUPS}"
 _QUANTIZE = "Tensor x, str axis, Tensor? offs, str block, str scale_layout"
@@ -75,6 +86,10 @@ FORMS: dict[str, Form] = {
     "grouped_mlp_out": Form(GroupedMlpCall, f"{_MLP}, {_OUT}", "()", {}),
     "grouped_mlp_mxfp8": Form(Mxfp8MlpCall, _MLP_MXFP8, "Tensor", {"out": None}),
     "grouped_mlp_mxfp8_out": Form(Mxfp8MlpCall, f"{_MLP_MXFP8}, {_OUT}", "()", {}),
+    "grouped_mlp_mxfp8_preact": Form(ForwardCall, _MLP_FORWARD, "(Tensor, Tensor)", {"out": None, **_IN_16_BITS}),
+    "grouped_mlp_mxfp8_preact_out": Form(ForwardCall, f"{_MLP_FORWARD}, {_OUT}", "Tensor", _IN_16_BITS),
+    "grouped_mlp_mxfp8_backward": Form(BackwardCall, _MLP_BACKWARD, "Tensor[]", {"out": None}),
+    "grouped_mlp_mxfp8_backward_out": Form(BackwardCall, f"{_MLP_BACKWARD}, {_OUT}", "Tensor[]", {}),
     "grouped_dglu": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor)", {"row_scale_grad": False}),
     "grouped_dglu_scale": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor, Tensor)", {"row_scale_grad": True}),
     "grouped_wgrad": Form(

@@ -106,7 +106,7 @@ _SERVED: dict[str, dict[str, Any]] = {
     },
     "mxfp8": {
         "fc2_operands": "mxfp8", "x": Quantised("1x128", "call"), "activation": Quantised("1x128", "epilogue"),
-        "weights": Quantised(FOLDED, "weight"), "dtypes": _BOTH_DTYPES, "trains": False,
+        "weights": Quantised(FOLDED, "weight"), "dtypes": _BOTH_DTYPES, "trains": True,
     },
     # 2^e beyond float16's range would have to saturate, so that these decode to bfloat16 alone.
     "mxfp8_exact": {

@@ -19,7 +19,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype.itemsize == 2 else x.dtype
 
 
-def _groups(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
+def groups_of(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, with its rows."""
     begin = 0
     for expert, end in enumerate(ends):
@@ -49,7 +49,7 @@ def grouped_mm(
     x: Tensor, w: Any, ends: Sequence[int], bias: Any, bias_scale: Tensor | None, transpose_w: bool, out: Tensor
 ) -> None:
     """Writes out [T, N]; `ends` are the groups' ends."""
-    for expert, rows in _groups(ends):
+    for expert, rows in groups_of(ends):
         weight = w[expert].mT if transpose_w else w[expert]
         out[rows] = _linear(x[rows].to(_compute_dtype(x)), weight, _one(bias, expert), _rows(bias_scale, rows)).to(
             out.dtype
@@ -72,7 +72,7 @@ def grouped_glu(
     preact: Tensor | None,
 ) -> None:
     """Writes out [T, I], and preact [T, 2I or I] unless None. `form`: activation, glu_layout and their numbers."""
-    for expert, rows in _groups(ends):
+    for expert, rows in groups_of(ends):
         h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(bias, expert), None)
         out[rows] = _glu(h, _rows(row_scale, rows), *form).to(out.dtype)
         if preact is not None:
@@ -91,7 +91,7 @@ def grouped_mlp(
     out: Tensor,
 ) -> None:
     """Writes out [T, H]. The row scale multiplies the activation, and so the second bias as well."""
-    for expert, rows in _groups(ends):
+    for expert, rows in groups_of(ends):
         scale = _rows(row_scale, rows)
         h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(b1, expert), None)
         out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale).to(out.dtype)
@@ -110,7 +110,7 @@ def grouped_dglu(
 ) -> None:
     """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
     dtype = _compute_dtype(dy)
-    for expert, rows in _groups(ends):
+    for expert, rows in groups_of(ends):
         dm = dy[rows].to(dtype) @ w2[expert].to(dtype)
         scale = None if row_scale is None else row_scale[rows].to(dtype)[:, None]
         dh, act = activate_backward(dm if scale is None else dm * scale, preact[rows].to(dtype), *form)

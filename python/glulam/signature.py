@@ -27,7 +27,7 @@ ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's 
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 
-_LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy"}
+_LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
 
 Experts = Tensor | Sequence[Tensor] | ExpertList
 """Packed, or one tensor an expert; an ExpertList is the latter once it was checked."""

@@ -99,6 +99,11 @@ def _store(out: Tensor, result: Tensor, ends: list[int]) -> None:
 
 
 def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
+    if spec.operands == "mxfp8":
+        from . import fake_mxfp8  # which is made of what is here
+
+        return fake_mxfp8.mm(spec)
+
     def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, table: int, bias: int, bias_table: int,
             scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
         _check_tensors(spec.dtype, [x, w, y])
@@ -142,6 +147,10 @@ def _fc1(spec: GroupedGluSpec) -> Callable[..., None]:
 
 def _glu(spec: GroupedGluSpec) -> Callable[..., None]:
     """Its functions differ: that of a spec with a preactivation goes on to FC2."""
+    if spec.operands == "mxfp8":
+        from . import fake_mxfp8
+
+        return fake_mxfp8.glu_preact(spec)
     if spec.save_preact:
         return _glu_preact(spec)
     fc1 = _fc1(spec)
@@ -167,7 +176,7 @@ def _glu_preact(spec: GroupedGluSpec) -> Callable[..., None]:
 
 def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
     if spec.fc1.operands != "16bit":
-        from . import fake_mxfp8  # which is made of what is here
+        from . import fake_mxfp8
 
         return fake_mxfp8.mlp(spec)
     fc1, fc2 = _glu(spec.fc1), _mm(spec.fc2)
@@ -183,6 +192,10 @@ def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
 
 
 def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
+    if spec.operands == "mxfp8":
+        from . import fake_mxfp8
+
+        return fake_mxfp8.dglu(spec)
     dgrad = _mm(GroupedMmSpec(spec.dtype, True, spec.dgrad, spec.arch))
 
     def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, at: int,
@@ -208,16 +221,25 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         if do_launch > 1:
             dgrad(dpreact, w1, dx, at, form, count, w1_table, 0, 0, 0, num_sms, 1)
             dx[ends[-1] :] = 0
-        if d_scale:
-            zeros = _memory(counters, rows // 64 + count + 1, torch.int32)
-            assert not bool(zeros.any()), "counters are not zero"
-            tiles = spec.tile.n * spec.tile.cluster_n
-            _memory(partials, -(-width // tiles) * spec.tile.cluster_n * rows, torch.float32).fill_(torch.nan)
-            result = _memory(d_scale, rows, torch.float32)
-            result[: ends[-1]] = ds[: ends[-1]].float()
-            result[ends[-1] :] = 0
+        _row_sums(spec, ds, ends[-1], width, count, d_scale, partials, counters)
 
     return run
+
+
+def _row_sums(
+    spec: GroupedDgluSpec, ds: Tensor, used: int, width: int, count: int, d_scale: int, partials: int, counters: int
+) -> None:
+    """What a kernel does to the memory for d_row_scale, and writes there."""
+    if not d_scale:
+        return
+    rows = ds.shape[0]
+    zeros = _memory(counters, rows // 64 + count + 1, torch.int32)
+    assert not bool(zeros.any()), "counters are not zero"
+    tiles = spec.tile.n * spec.tile.cluster_n
+    _memory(partials, -(-width // tiles) * spec.tile.cluster_n * rows, torch.float32).fill_(torch.nan)
+    result = _memory(d_scale, rows, torch.float32)
+    result[:used] = ds[:used].float()
+    result[used:] = 0
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Callable[..., None]:

@@ -7,14 +7,15 @@ one too small, is a wrong result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import GroupedMlpSpec, QuantizeMxfp8Spec
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, QuantizeMxfp8Spec
 
 from . import mxfp8, oracle
-from .fake_gpu import SM_COUNT, _biases, _check_tensors, _ends, _equal, _memory, _read, _scale, _store
+from .fake_gpu import SM_COUNT, _biases, _check_tensors, _ends, _equal, _memory, _read, _row_sums, _scale, _store
 from .mxfp8_mlp import values
 
 E4M3 = "float8_e4m3fn"
@@ -69,21 +70,98 @@ def mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
     return _quantised(spec) if spec.fc1.operands == "mxfp8" else _weights_alone(spec)
 
 
-def _check_mlp(spec: GroupedMlpSpec, x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, count: int, num_sms: int) -> None:
-    _check_tensors(spec.dtype, [x, y])
+def _check_mlp(glu: GroupedGluSpec, x: Tensor, w1: Tensor, w2: Tensor, y: Tensor, count: int, num_sms: int) -> None:
+    _check_tensors(glu.dtype, [x, y])
     _check_fp8(w1, w2)
     assert w1.is_contiguous() and w2.is_contiguous() and num_sms == SM_COUNT
     _equal(x.shape[0], y.shape[0])
     _equal(w2.shape[1], y.shape[1])
-    _equal(w1.shape[1], w2.shape[2] * (2 if spec.fc1.gated else 1))
+    _equal(w1.shape[1], w2.shape[2] * (2 if glu.gated else 1))
+
+
+def mm(spec: GroupedMmSpec) -> Callable[..., None]:
+    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, x_scale: int, w_scale: int, bias: int,
+            bias_table: int, scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        _check_tensors(spec.dtype, [y])
+        _check_fp8(x, w)
+        rows = _equal(x.shape[0], y.shape[0])
+        _equal(x.shape[1], w.shape[2])
+        _equal(y.shape[1], w.shape[1])
+        assert w.is_contiguous() and num_sms == SM_COUNT
+        if do_launch and rows:
+            ends = _ends(at, form, count, rows)
+            result = oracle.grouped_mm(
+                Rows(x, x_scale).read(ends[-1]), _folded(w, w_scale), ends,
+                bias=_biases(bias, bias_table, count, y.shape[1], y.dtype), bias_scale=_scale(scale, rows),
+            )  # fmt: skip
+            _store(y, result, ends)
+
+    return run
+
+
+def glu_preact(spec: GroupedGluSpec) -> Callable[..., None]:
+    """Quantises x, and goes on to FC2, as that of a grouped_mlp; and keeps h."""
+    assert spec.save_preact
+    fc = _mlp(spec)
+
+    def run(x: Tensor, w1: Tensor, w2: Tensor, x8: Tensor, mid8: Tensor, preact: Tensor, *rest: Any) -> None:
+        _check_tensors(spec.dtype, [preact])
+        _equal(preact.shape[1], w1.shape[1])
+        _equal(preact.shape[0], x.shape[0])
+        fc(x, w1, w2, x8, mid8, *rest, preact=preact)
+
+    return run
+
+
+def dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
+    dgrad = mm(GroupedMmSpec(spec.dtype, False, spec.dgrad, spec.arch, spec.operands))
+
+    def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, dy8: Tensor,
+            dpreact8: Tensor, at: int, form: int, count: int, dy_scale: int, dpreact_scale: int, w2_scale: int,
+            w1_scale: int, scale: int, d_scale: int, partials: int, counters: int, limit: float, alpha: float,
+            offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        assert do_launch in (0, 1, 2)
+        _check_tensors(spec.dtype, [dy, preact, dpreact, act, dx])
+        _check_fp8(w2, w1, dy8, dpreact8)
+        rows = _equal(*(t.shape[0] for t in (dy, preact, dpreact, act, dx, dy8, dpreact8)))
+        width = _equal(w2.shape[1], act.shape[1])
+        _equal(dy.shape[1], w2.shape[2], dy8.shape[1])
+        _equal(preact.shape[1], dpreact.shape[1], dpreact8.shape[1], w1.shape[2], width * (2 if spec.gated else 1))
+        assert w1.is_contiguous() and w2.is_contiguous() and num_sms == SM_COUNT
+        if not do_launch or not rows:
+            return
+        ends, params = _ends(at, form, count, rows), (limit, alpha, offset)
+        used, grad = ends[-1], Rows(dy8, dy_scale)
+        grad.poison()
+        grad.write(dy, used)
+        dh, m, ds = oracle.grouped_dglu(
+            grad.read(used), [one.mT for one in _folded(w2, w2_scale)], preact, ends, row_scale=_scale(scale, rows),
+            form=(spec.activation, spec.glu_layout), params=params,
+        )  # fmt: skip
+        _store(dpreact, dh, ends)
+        _store(act, m, ends)
+        _row_sums(spec, ds, used, width, count, d_scale, partials, counters)
+        if do_launch > 1:
+            again = Rows(dpreact8, dpreact_scale)
+            again.poison()
+            again.write(dpreact, used)
+            dgrad(dpreact8, w1, dx, at, form, count, dpreact_scale, w1_scale, 0, 0, 0, num_sms, 1)
+            dx[used:] = 0
+
+    return run
 
 
 def _quantised(spec: GroupedMlpSpec) -> Callable[..., None]:
+    return _mlp(spec.fc1)
+
+
+def _mlp(glu: GroupedGluSpec) -> Callable[..., None]:
     def run(x: Tensor, w1: Tensor, w2: Tensor, x8: Tensor, mid8: Tensor, y: Tensor, at: int, form: int, count: int,
             x_scale: int, mid_scale: int, w1_scale: int, b1: int, b1_table: int, w2_scale: int, b2: int, b2_table: int,
-            scale: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+            scale: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int,
+            preact: Tensor | None = None) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
-        _check_mlp(spec, x, w1, w2, y, count, num_sms)
+        _check_mlp(glu, x, w1, w2, y, count, num_sms)
         _check_fp8(x8, mid8)
         rows = _equal(x8.shape[0], mid8.shape[0], x.shape[0])
         _equal(x8.shape[1], w1.shape[2], *(x.shape[1:] if do_launch == 1 else ()))
@@ -96,11 +174,13 @@ def _quantised(spec: GroupedMlpSpec) -> Callable[..., None]:
             xq.poison()
             xq.write(x, used)
         mid.poison()
-        act, _ = oracle.grouped_glu(
+        act, h = oracle.grouped_glu(
             xq.read(used), _folded(w1, w1_scale), ends,
             bias=_biases(b1, b1_table, count, w1.shape[1], x.dtype), row_scale=_scale(scale, rows),
-            form=(spec.fc1.activation, spec.fc1.glu_layout), params=params,
+            form=(glu.activation, glu.glu_layout), params=params,
         )  # fmt: skip
+        if preact is not None:
+            _store(preact, h, ends)
         mid.write(act, used)
         y2 = oracle.grouped_mm(
             mid.read(used), _folded(w2, w2_scale), ends, bias=_biases(b2, b2_table, count, y.shape[1], x.dtype),
@@ -118,7 +198,7 @@ def _weights_alone(spec: GroupedMlpSpec) -> Callable[..., None]:
             b1: int, b1_table: int, w2_scale: int, b2: int, b2_table: int, scale: int, limit: float, alpha: float,
             offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1)
-        _check_mlp(spec, x, w1, w2, y, count, num_sms)
+        _check_mlp(spec.fc1, x, w1, w2, y, count, num_sms)
         _check_tensors(spec.dtype, [mid])
         rows = _equal(x.shape[0], mid.shape[0])
         _equal(x.shape[1], w1.shape[2])

@@ -7,15 +7,21 @@ from typing import Any
 
 from ..call import Call
 from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
 from ..signature import any_requires_grad, refuse_out
 from . import mlp, mm, planned, planned_mlp, planned_mm
 from .parts import ORDINARY, Targets, check_targets
 
-APPLY: dict[type[Call], Callable[..., Any]] = {GroupedMmCall: mm.apply, GroupedMlpCall: mlp.apply}
+APPLY: dict[type[Call], Callable[..., Any]] = {
+    GroupedMmCall: mm.apply,
+    GroupedMlpCall: mlp.apply,
+    Mxfp8MlpCall: mlp.apply,
+}
 MAKE_PLAN: dict[type[Call], Callable[[Any], Any]] = {
     GroupedMmCall: planned_mm.make_plan,
     GroupedMlpCall: planned_mlp.make_plan,
+    Mxfp8MlpCall: planned_mlp.make_mxfp8_plan,
 }
 """How common calls get a plan for forward and backward together."""
 
@@ -40,7 +46,7 @@ def differentiate(
         GradientNotSupported: the operator has no gradient, or `out` is given.
         ValueError, TypeError: an argument does not fit.
     """
-    if type(call) not in APPLY:
+    if type(call) not in APPLY or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     try:

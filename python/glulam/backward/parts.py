@@ -36,6 +36,11 @@ def weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
     return grouped_wgrad(dy, x, **groups)
 
 
+def wide_weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
+    """In float32."""
+    return grouped_wgrad(dy, x, **groups, out_dtype=torch.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Targets:
     """Where the result and gradients of a call go, if not to tensors of their own.

@@ -1,8 +1,8 @@
 """The common differentiable grouped_mlp: packed weights and group sizes on a GPU, and gradients behind the activation.
 
-A plan settles once for a signature which kernels run, what is saved and what is computed. Forward is one call with two
-launches; backward is one call for its data path (the gradients of h, x and row_scale), and one for each weight. What is
-done here less often than a plan is kept for takes the general path, `mlp.GroupedMlp`, in either direction.
+A plan settles once for a signature which kernels run, what is saved and what is computed. Forward is one call;
+backward is one call for its data path (the gradients of h, x and row_scale), and one for each weight. What is done here
+less often than a plan is kept for takes the general path, `mlp.GroupedMlp`, in either direction.
 """
 
 from __future__ import annotations
@@ -16,11 +16,20 @@ from torch import Tensor
 
 from .. import device as gpus
 from .. import workspace
+from ..activations import ActivationParams
+from ..dispatch import Problem
+from ..mxfp8 import prepared
+from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS
+from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
 from ..ops.grouped_glu import WITH_FC2
 from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
+from ..ops.grouped_mlp_mxfp8_training import DataGradients
+from ..plan import Launch, addresses
 from . import mlp
+from .data_path import path_of
 from .layout import flatten
 from .parts import (
     ORDINARY,
@@ -58,8 +67,6 @@ class MlpTrainingPlan(TrainingLaunch):
         dglu, wgrad: the functions of backward.
         options: as the general path takes them.
         hidden, preact_width, inner, width: columns of x, h, the activation and the result.
-        act: where the activation of forward lies between its two launches; None allocates it.
-        partials, counters: memory for the row sums of d_row_scale; None where nothing asks for that.
     """
 
     dglu: Callable[..., Any]
@@ -69,12 +76,21 @@ class MlpTrainingPlan(TrainingLaunch):
     preact_width: int
     inner: int
     width: int
-    act: workspace.Layout | None
-    partials: workspace.Layout | None
-    counters: workspace.Layout | None
-    limit: float
-    alpha: float
-    offset: float
+    params: ActivationParams
+
+    def forward(
+        self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
+        b2: Tensor | None, y: Tensor, preact: Tensor,
+    ) -> None:  # fmt: skip
+        """Launches what makes y and preact."""
+        raise NotImplementedError
+
+    def data_gradients(
+        self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
+        results: DataGradients,
+    ) -> None:  # fmt: skip
+        """Launches what makes `results`. `w1`: where dx is wanted."""
+        raise NotImplementedError
 
     def inputs_of(self, call: GroupedMlpCall) -> tuple[Any, ...]:
         return call.x, call.w1, call.w2, call.groups, call.b1, call.b2, call.row_scale
@@ -99,6 +115,86 @@ class MlpTrainingPlan(TrainingLaunch):
         return mlp.GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@dataclasses.dataclass(frozen=True)
+class In16BitsPlan(MlpTrainingPlan):
+    """Recipe "bf16".
+
+    Attributes:
+        act: where the activation of forward lies between its two launches; None allocates it.
+        partials, counters: memory for the row sums of d_row_scale; None where nothing asks for that.
+    """
+
+    act: workspace.Layout | None
+    partials: workspace.Layout | None
+    counters: workspace.Layout | None
+
+    def forward(
+        self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
+        b2: Tensor | None, y: Tensor, preact: Tensor,
+    ) -> None:  # fmt: skip
+        act = x.new_empty(self.rows, self.inner) if self.act is None else workspace.take(self.act)
+        self.function(
+            x, w1, act, preact, w2, y,
+            groups.data_ptr(), self.group_form, self.experts,
+            0, 0 if b1 is None else b1.data_ptr(), 0, 0, 0 if b2 is None else b2.data_ptr(), 0,
+            0 if scale is None else scale.data_ptr(), *self.params,
+            self.sm_count, WITH_FC2,
+        )  # fmt: skip
+
+    def data_gradients(
+        self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
+        results: DataGradients,
+    ) -> None:  # fmt: skip
+        dpreact, act, dx, d_scale = results
+        d_scale_at = partials_at = counters_at = 0
+        if d_scale is not None and self.partials is not None and self.counters is not None:
+            # Held until all is launched: a graph's own are freed with them.
+            partials, counters = workspace.take(self.partials), workspace.take(self.counters)
+            d_scale_at, partials_at, counters_at = d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr()
+        self.dglu(
+            dy, w2, preact, dpreact, act, w2 if w1 is None else w1, dy if dx is None else dx,
+            groups.data_ptr(), self.group_form, self.experts,
+            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at, *self.params,
+            self.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp8TrainingPlan(MlpTrainingPlan):
+    """Recipe "mxfp8": weights are folded along their rows for forward, along their columns for backward.
+
+    Attributes:
+        forward_memory, backward_memory: what a call needs besides; see `ops.grouped_mlp_mxfp8_training`.
+        trained: whether a weight is.
+    """
+
+    forward_memory: workspace.Layouts
+    backward_memory: tuple[workspace.Layouts, workspace.Layout]
+    trained: bool
+
+    def forward(
+        self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
+        b2: Tensor | None, y: Tensor, preact: Tensor,
+    ) -> None:  # fmt: skip
+        get, trained = prepared.PREPARED.get, self.trained
+        weights = get(FOLDED_ROWS, w1, None, trained), get(FOLDED_ROWS, w2, None, trained)
+        b1_at, b2_at = (0, 0) if b1 is None else addresses(b1), (0, 0) if b2 is None else addresses(b2)
+        mxfp8.launch_forward(
+            self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), b1_at, b2_at, scale
+        )
+
+    def data_gradients(
+        self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
+        results: DataGradients,
+    ) -> None:  # fmt: skip
+        get, trained = prepared.PREPARED.get, self.trained
+        w1_ = None if w1 is None else get(FOLDED_COLUMNS, w1, None, trained)
+        w2_ = get(FOLDED_COLUMNS, w2, None, trained)
+        mxfp8.launch_backward(
+            self, self.dglu, self.backward_memory, self.params, dy, w1_, w2_, preact, results, groups.data_ptr(), scale
+        )
+
+
 class PlannedMlp(torch.autograd.Function):
     """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
 
@@ -109,14 +205,7 @@ class PlannedMlp(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         rows, out = plan.rows, targets.out
         y, preact = x.new_empty(rows, plan.width) if out is None else out, x.new_empty(rows, plan.preact_width)
-        act = x.new_empty(rows, plan.inner) if plan.act is None else workspace.take(plan.act)
-        plan.function(
-            x, w1, act, preact, w2, y,
-            groups.data_ptr(), plan.group_form, plan.experts,
-            0, 0 if b1 is None else b1.data_ptr(), 0, 0, 0 if b2 is None else b2.data_ptr(), 0,
-            0 if scale is None else scale.data_ptr(), plan.limit, plan.alpha, plan.offset,
-            plan.sm_count, WITH_FC2,
-        )  # fmt: skip
+        plan.forward(x, w1, w2, groups, scale, b1, b2, y, preact)
         _, _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
         ctx.plan, ctx.targets = plan, targets
         save(ctx, x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None)
@@ -134,21 +223,13 @@ class PlannedMlp(torch.autograd.Function):
         rows, groups_at = plan.rows, groups.data_ptr()
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
-        d_scale_at = partials_at = counters_at = 0
         if for_x:
             dx = dy.new_empty(rows, plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
         if for_scale:
             d_scale = scale.new_empty(rows)
-            d_scale_at = d_scale.data_ptr()
-            partials_at = workspace.take(plan.partials).data_ptr()  # type: ignore[arg-type]
-            counters_at = workspace.take(plan.counters).data_ptr()  # type: ignore[arg-type]
-        plan.dglu(
-            dy, w2, preact, dpreact, act, w1 if for_x else w2, dx if for_x else dy,
-            groups_at, plan.group_form, plan.experts,
-            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
-            plan.limit, plan.alpha, plan.offset,
-            plan.sm_count, WITH_DGRAD if for_x else DGLU_ALONE,
-        )  # fmt: skip
+        results = DataGradients(dpreact, act, dx, d_scale)
+        plan.data_gradients(dy, w1 if for_x else None, w2, preact, groups, scale, results)
+        del results
         if targets.grad_input is not None:
             torch.autograd.graph.increment_version(targets.grad_input)
         # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
@@ -197,30 +278,61 @@ def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
         ValueError, TypeError: an argument does not fit.
     """
     problem = call.check()
-    behind = any(requires(call, name) for name in mlp.BEHIND_THE_ACTIVATION)
-    if not behind or call.recompute or not is_common(call, problem, NAMES):
+    if not _is_planned(call, problem):
         return None
-    call.check_addresses()
     launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
-    dglu = dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features)
-    wgrad = dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype)
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
     partials, counters = row_sum_layouts(problem, launch) if requires(call, "row_scale") else (None, None)
-    return MlpTrainingPlan(
-        **{**vars(launch), "op": call.op},
-        needs=(False, False, *(requires(call, name) for name in NAMES)),
-        grouped_by="offs" if call.splits is None else "splits",
-        dglu=function_of(dglu, launch.index),
-        wgrad=function_of(wgrad, launch.index),
-        options=mlp.options(call, ORDINARY),
-        hidden=problem.in_features,
-        preact_width=problem.w1_rows,
-        inner=problem.intermediate,
-        width=problem.out_features,
+    return In16BitsPlan(
+        **_fields(call, problem, launch),
         act=act if act.num_bytes <= SMALL_BYTES else None,
         partials=partials,
         counters=counters,
-        limit=float(call.limit),
-        alpha=float(call.alpha),
-        offset=float(call.offset),
     )
+
+
+def make_mxfp8_plan(call: Mxfp8MlpCall) -> MlpTrainingPlan | None:
+    """As `make_plan`."""
+    problem = call.check()
+    if not _is_planned(call, problem) or any(w.dtype != call.x.dtype for w in (call.w1, call.w2)):  # type: ignore[union-attr]
+        return None
+    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    return Mxfp8TrainingPlan(
+        **_fields(call, problem, launch),
+        forward_memory=mxfp8.forward_layouts(problem, launch),
+        backward_memory=mxfp8.backward_layouts(_backward(problem), launch),
+        trained=requires(call, "w1") or requires(call, "w2"),
+    )
+
+
+def _is_planned(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> bool:
+    """Whether the call is a common one. Its addresses are then checked."""
+    needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
+    if not needs_preact or call.recompute or not is_common(call, problem, NAMES):
+        return False
+    call.check_addresses()
+    return True
+
+
+def _backward(problem: Problem) -> Problem:
+    """The gradients of h and the activation."""
+    return dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features)
+
+
+def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
+    """The fields of an MlpTrainingPlan."""
+    wgrad = dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
+    return {
+        **vars(launch),
+        "op": call.op,
+        "needs": (False, False, *(requires(call, name) for name in NAMES)),
+        "grouped_by": "offs" if call.splits is None else "splits",
+        "dglu": function_of(_backward(problem), launch.index),
+        "wgrad": function_of(wgrad, launch.index),
+        "options": mlp.options(call, ORDINARY),
+        "hidden": problem.in_features,
+        "preact_width": problem.w1_rows,
+        "inner": problem.intermediate,
+        "width": problem.out_features,
+        "params": ActivationParams(*map(float, call.params)),
+    }

@@ -1,6 +1,6 @@
 """MXFP8: float8_e4m3fn elements and a power of two (E8M0) for each 32 of them; quantising, and folding weights."""
 
-from .fold import FoldedWeight, FoldError, FoldReport, WeightCache, prepare_mxfp8_weight, rebase_mxfp8
+from .fold import FoldedWeight, FoldError, FoldReport, prepare_mxfp8_weight, rebase_mxfp8
 from .quantize import quantize_mxfp8
 from .tensor import MXFP8Copies, MXFP8Tensor
 
@@ -10,7 +10,6 @@ __all__ = [
     "FoldedWeight",
     "MXFP8Copies",
     "MXFP8Tensor",
-    "WeightCache",
     "prepare_mxfp8_weight",
     "quantize_mxfp8",
     "rebase_mxfp8",

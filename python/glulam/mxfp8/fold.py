@@ -15,7 +15,6 @@ channel, costs bits only where it is more than 2^10 times the rest, and the repo
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -96,13 +95,13 @@ class FoldedWeight:
             [E, K, N], transposed, for axis "col", the data gradient's, since FP8 wgmma reads along the contraction.
         scale: [E, R] float8_e8m0fnu, one power of two a row.
         axis: "row" or "col".
-        report: what folding changed.
+        report: what folding changed; None where nobody asked.
     """
 
     data: Tensor
     scale: Tensor
     axis: str
-    report: FoldReport
+    report: FoldReport | None
 
     def dequantize(self) -> Tensor:
         """[E, N, K], float32."""
@@ -124,7 +123,7 @@ class FoldedWeights(NamedTuple):
     col: FoldedWeight
 
 
-def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR) -> Any:
+def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True) -> Any:
     """Quantise expert weights to MXFP8 and fold their scales to one power of two a row; once, at load.
 
     Args:
@@ -132,6 +131,8 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
             axis is the one wanted. N and K are multiples of 32.
         axis: the contraction: "row", along K, for y = x w^T; "col", along N, for the data gradient dx = dy w; "both".
         max_error: the largest `FoldReport.error_bound` to accept.
+        report: False leaves the report out, and so what is refused for what it says, which the host would read from the
+            device: for weights in training.
 
     Returns:
         FoldedWeight on w's device, or FoldedWeights (row, col) for "both".
@@ -145,10 +146,10 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
     if not max_error >= 0:
         raise ValueError(f"{OP}: max_error is {max_error!r}; give a number of at least 0")
     if axis == "both":
-        return FoldedWeights(*(prepare_mxfp8_weight(w, axis=one, max_error=max_error) for one in AXES))
+        return FoldedWeights(*(prepare_mxfp8_weight(w, axis=a, max_error=max_error, report=report) for a in AXES))
     experts = _experts(w, axis)
     with torch.no_grad():
-        return _fold_experts(experts, axis, max_error)
+        return _fold_experts(experts, axis, max_error if report else None)
 
 
 def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
@@ -268,7 +269,8 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def _fold_experts(experts: list[_Expert], axis: str, max_error: float) -> FoldedWeight:
+def _fold_experts(experts: list[_Expert], axis: str, max_error: float | None) -> FoldedWeight:
+    """`max_error` None: without a report."""
     first = experts[0].data
     shape = (len(experts), *first.shape)
     data = torch.empty(shape, dtype=DATA_DTYPE, device=first.device)
@@ -280,12 +282,15 @@ def _fold_experts(experts: list[_Expert], axis: str, max_error: float) -> Folded
         for part in _chunks(*first.shape):
             elements, exponents = expert.rows(part)
             blocks = elements.float().unflatten(1, (-1, BLOCK))
-            is_finite &= (exponents < E8M0_INF).all() & blocks.isfinite().all()
             folded, target, drop = _rebased(blocks, exponents)
             rounded = to_e4m3(folded)
             data[index, part], scale[index, part] = rounded.flatten(1), target
-            tally.add((index, part.start, blocks.shape[1]), folded, rounded.float(), drop)
+            if max_error is not None:
+                is_finite &= (exponents < E8M0_INF).all() & blocks.isfinite().all()
+                tally.add((index, part.start, blocks.shape[1]), folded, rounded.float(), drop)
         finite.append(is_finite)
+    if max_error is None:
+        return FoldedWeight(data, scale.view(SCALE_DTYPE), axis, None)
     _refuse_infinite(torch.stack(finite))
     report = tally.report()
     if report.error_bound > max_error:
@@ -323,53 +328,3 @@ def _refuse(report: FoldReport, max_error: float) -> None:
         f"contraction lie {at.binades} binades under the row's maximum; use recipe 'mxfp8_exact', which keeps every "
         "block's scale, or raise max_error"
     )
-
-
-class _Entry(NamedTuple):
-    weights: tuple[weakref.ref[Tensor], ...]
-    stamp: tuple[tuple[int, int], ...]
-    folded: FoldedWeight
-
-
-class WeightCache:
-    """Folded weights, made when first asked for and again when the weights have changed.
-
-    A weight is known by its identity, its address and its version counter, which every in-place operation of torch
-    advances; an optimizer's step does, and so does load_state_dict. Inference tensors have no such counter: call
-    `clear` after changing one. Copies and pickles of a cache are empty.
-    """
-
-    def __init__(self, max_error: float = MAX_ERROR) -> None:
-        self.max_error = max_error
-        self._entries: dict[tuple[int, str], _Entry] = {}
-
-    def get(self, w: Tensor | Sequence[Tensor], axis: str = "row") -> FoldedWeight:
-        """w folded along "row" or "col"; see `prepare_mxfp8_weight`, which raises what this raises."""
-        tensors = (w,) if isinstance(w, Tensor) else tuple(w)
-        key, stamp = (id(tensors[0]), axis), tuple((t.data_ptr(), _version(t)) for t in tensors)
-        entry = self._entries.get(key)
-        if (
-            entry is not None
-            and entry.stamp == stamp
-            and all(ref() is t for ref, t in zip(entry.weights, tensors, strict=True))
-        ):
-            return entry.folded
-        self._entries = {
-            k: e for k, e in self._entries.items() if k != key and all(ref() is not None for ref in e.weights)
-        }
-        folded: FoldedWeight = prepare_mxfp8_weight(w, axis=axis, max_error=self.max_error)
-        self._entries[key] = _Entry(tuple(weakref.ref(t) for t in tensors), stamp, folded)
-        return folded
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __reduce__(self) -> tuple[type[WeightCache], tuple[float]]:
-        return WeightCache, (self.max_error,)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

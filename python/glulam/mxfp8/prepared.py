@@ -4,8 +4,14 @@ Process-wide, by where a weight lies and by its version counter, which every in-
 optimizer's step and load_state_dict do). Views of a weight share both, so that a new view of it, as a module or
 torch.compile may pass at each call, is not prepared anew. What was prepared goes once the weight's memory does.
 
-Two things a version counter does not see: what is written through `.data`, and inference tensors, which have none. Call
-`clear` after either.
+Two things a version counter does not see: what is written through `.data`, as some distributed optimizers do, and
+inference tensors, which have none. Call `clear` after either.
+
+CUDA graphs. A replay runs no Python, so no version is looked at. A weight that is not trained is prepared before the
+capture, and the graph goes on with that. A weight that is trained changes between replays, or within them where the
+graph holds the optimizer's step. So the graph itself prepares it, into memory of its own: once for each version that
+the capture sees, so that all micro-batches of a step share it. Nor do replays advance versions. So such a weight is
+prepared for every call outside of graphs from then on.
 """
 
 from __future__ import annotations
@@ -21,11 +27,15 @@ from torch import Tensor
 from .. import device as gpus
 from ..errors import CaptureError
 from .fold import prepare_mxfp8_weight
-from .layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
+from .layout import AXES, BLOCK, DATA_DTYPE, SCALE_DTYPE
 from .quantize import quantize_mxfp8
 from .tensor import MXFP8Tensor
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FOLDED_ROWS, FOLDED_COLUMNS = AXES
+BLOCKS = "1x32"
+FORMS = (FOLDED_ROWS, FOLDED_COLUMNS, BLOCKS)
+"""How a weight is prepared: folded along an axis of `prepare_mxfp8_weight`, or by rows with a scale for 32."""
 
 
 class Prepared(NamedTuple):
@@ -35,25 +45,55 @@ class Prepared(NamedTuple):
     scale: Tensor
 
 
-Key = tuple[bool, tuple[int, ...]]
+Addresses = tuple[int, ...]
+Key = tuple[str, Addresses]
 
 
 class _Entry:
-    __slots__ = ("__weakref__", "prepared", "shape", "streams", "versions")
+    """`streams`: on which it may be read; others wait for `ready`."""
+
+    __slots__ = ("__weakref__", "prepared", "ready", "shape", "streams", "versions")
 
     def __init__(self, tensors: Sequence[Tensor], prepared: Prepared) -> None:
         self.shape = tensors[0].shape
         self.versions = [_version(tensor) for tensor in tensors]
         self.prepared = prepared
         self.streams = {_stream(prepared.data)}
+        self.ready = torch.cuda.current_stream(prepared.data.device).record_event() if prepared.data.is_cuda else None
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        return self.shape == tensors[0].shape and self.versions == [_version(tensor) for tensor in tensors]
+
+    def use(self) -> Prepared:
+        """Ready for the current stream, and alive until its work is done."""
+        stream = _stream(self.prepared.data)
+        if stream not in self.streams and self.ready is not None:
+            current = torch.cuda.current_stream(self.prepared.data.device)
+            current.wait_event(self.ready)
+            for tensor in self.prepared:
+                tensor.record_stream(current)
+        self.streams.add(stream)
+        return self.prepared
+
+
+class _InGraph(NamedTuple):
+    """What a graph prepares. `graph`: refers to it."""
+
+    graph: weakref.ref[Any]
+    entry: _Entry
 
 
 class PreparedWeights:
-    """See above. `fold`: to one scale a row; else a scale for each 32 elements."""
+    """See above. A weight `w` is [E, N, K], or a list of E tensors [N, K]; or float8_e4m3fn with `scale` [E, N, K/32].
+
+    `form`: one of FORMS.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry] = {}
-        self._memory: dict[Key, list[Any]] = {}
+        self._memory: dict[Addresses, list[Any]] = {}
+        self._in_graphs: dict[Key, _InGraph] = {}
+        self._trained_by_graphs: set[Addresses] = set()
         self._kept_for_graphs: list[Prepared] = []
         self._lock = threading.Lock()
 
@@ -63,72 +103,105 @@ class PreparedWeights:
     def clear(self) -> None:
         """Forget all weights; what a captured graph reads stays."""
         with self._lock:
-            self._entries.clear()
-            self._memory.clear()
+            for entries in (self._entries, self._memory, self._in_graphs, self._trained_by_graphs):
+                entries.clear()
 
-    def find(self, fold: bool, w: Any, scale: Tensor | None) -> Prepared:
-        """What was prepared of this version of a weight, ready for the current stream; else a KeyError.
+    def find(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
+        """What was prepared of this version of a weight, ready for the current stream; else a KeyError."""
+        tensors = _tensors(w, scale)
+        addresses = _addresses(tensors)
+        entry = self._entries[form, addresses]
+        if not entry.is_of(tensors) or (self._trained_by_graphs and addresses in self._trained_by_graphs):
+            raise KeyError(form)
+        if _on_gpu(tensors[0]) and gpus.is_capturing():
+            self._keep_for_graph(entry.prepared)
+            return entry.prepared  # a capture begins when the device is idle, so it is ready
+        return entry.use()
+
+    def get(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared:
+        """The same, prepared now where it was not.
 
         Args:
-            w: [E, N, K], or a list of E tensors [N, K]; float8_e4m3fn with `scale` [E, N, K/32].
-        """
-        tensors = _tensors(w, scale)
-        entry = self._entries[fold, tuple([tensor.data_ptr() for tensor in tensors])]
-        if entry.shape != tensors[0].shape or entry.versions != [_version(tensor) for tensor in tensors]:
-            raise KeyError(fold)
-        self._use(entry)
-        return entry.prepared
-
-    def get(self, fold: bool, w: Any, scale: Tensor | None) -> Prepared:
-        """The same, prepared now where it was not.
+            trained: a gradient is being recorded, and the weight changes by it: it is not checked for what folding
+                costs, which would make the host wait, and a graph that is being captured prepares it at every replay.
 
         Raises:
             FoldError, ValueError, TypeError: as of `prepare_mxfp8_weight`.
-            CaptureError: a graph is being captured, which would prepare the weight at every replay.
+            CaptureError: a graph is being captured, which would prepare a weight at every replay that is not trained.
         """
+        capturing = gpus.is_capturing() if _on_gpu(_tensors(w, scale)[0]) else False
+        if trained and capturing:
+            return self._of_graph(form, w, scale)
         try:
-            return self.find(fold, w, scale)
+            return self.find(form, w, scale)
         except KeyError:
             pass
-        tensors = _tensors(w, scale)
-        if _on_gpu(tensors[0]) and gpus.is_capturing():
+        if capturing:
             raise CaptureError(
                 "a weight was first seen, or has changed, under CUDA graph capture, where it cannot be prepared for "
                 "MXFP8; call the operator once with it before capturing, or pass what prepare_mxfp8_weight returns"
             )
-        entry = _Entry(tensors, _prepare(fold, w, scale))
-        key = fold, tuple([tensor.data_ptr() for tensor in tensors])
+        tensors = _tensors(w, scale)
+        key = form, _addresses(tensors)
+        self._entries.pop(key, None)  # an older version, so that its memory can serve
+        entry = _Entry(tensors, _prepare(form, w, scale, report=not trained))
         with self._lock:
             self._entries[key] = entry
-            self._memory[key] = [weakref.ref(t.untyped_storage(), lambda _: self._forget(key)) for t in tensors]
+            self._watch(key[1], tensors)
         return entry.prepared
 
-    def _forget(self, key: Key) -> None:
-        """The memory of one of its tensors is gone, and may hold anything from now on."""
-        self._entries.pop(key, None)
-        self._memory.pop(key, None)
+    def _of_graph(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
+        """What the graph that is being captured prepares of this version; the capture records it at its first use."""
+        tensors = _tensors(w, scale)
+        addresses = _addresses(tensors)
+        graph = gpus.capturing_graph()
+        found = self._in_graphs.pop((form, addresses), None)
+        if found is None or found.graph() is not graph or not found.entry.is_of(tensors):
+            del found  # before memory is taken, so that what an older version had can serve
+            found = _InGraph(_reference(graph), _Entry(tensors, _prepare(form, w, scale, report=False)))
+        with self._lock:
+            self._in_graphs[form, addresses] = found
+            self._trained_by_graphs.add(addresses)
+            self._watch(addresses, tensors)
+        return found.entry.use()
 
-    def _use(self, entry: _Entry) -> None:
-        """Keep it alive for the current stream's work, and for good where that work is being captured."""
-        data, scale = entry.prepared
-        if not _on_gpu(data):
-            return
-        if gpus.is_capturing() and not any(kept is entry.prepared for kept in self._kept_for_graphs):
-            self._kept_for_graphs.append(entry.prepared)
-        stream = _stream(data)
-        if stream not in entry.streams:
-            entry.streams.add(stream)
-            for tensor in (data, scale):
-                tensor.record_stream(torch.cuda.current_stream(data.device))
+    def _watch(self, addresses: Addresses, tensors: Sequence[Tensor]) -> None:
+        """Forget the weight once the memory of one of its tensors is gone, which may hold anything from then on."""
+        if addresses not in self._memory:
+            forget = self._forget
+            self._memory[addresses] = [weakref.ref(t.untyped_storage(), lambda _: forget(addresses)) for t in tensors]
+
+    def _forget(self, addresses: Addresses) -> None:
+        self._memory.pop(addresses, None)
+        self._trained_by_graphs.discard(addresses)
+        for form in FORMS:
+            self._entries.pop((form, addresses), None)
+            self._in_graphs.pop((form, addresses), None)
+
+    def _keep_for_graph(self, prepared: Prepared) -> None:
+        if not any(kept is prepared for kept in self._kept_for_graphs):
+            self._kept_for_graphs.append(prepared)
 
 
 PREPARED = PreparedWeights()
 """Of this process."""
 
 
+def _reference(graph: Any) -> weakref.ref[Any]:
+    """To a graph, or to nothing where an object stands for it that nobody will meet again."""
+    try:
+        return weakref.ref(graph)
+    except TypeError:
+        return weakref.ref(set())
+
+
 def _tensors(w: Any, scale: Tensor | None) -> list[Tensor]:
     tensors = list(w) if isinstance(w, (list, tuple)) else [w]
     return tensors if scale is None else [*tensors, scale]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Addresses:
+    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def _version(tensor: Tensor) -> int:
@@ -144,15 +217,11 @@ def _stream(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _prepare(fold: bool, w: Any, scale: Tensor | None) -> Prepared:
-    if fold:
-        folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale))
-        prepared = Prepared(folded.data, folded.scale)
-    else:
-        prepared = _quantized(w)
-    if prepared.data.is_cuda:  # other streams may read it from now on
-        torch.cuda.current_stream(prepared.data.device).synchronize()
-    return prepared
+def _prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
+    if form == BLOCKS:
+        return _quantized(w)
+    folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), axis=form, report=report)
+    return Prepared(folded.data, folded.scale)
 
 
 def _quantized(w: Any) -> Prepared:

@@ -14,6 +14,7 @@ from ..activations import ActivationParams
 from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from ..recipes import BF16, Recipe
 from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
 from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces
@@ -23,10 +24,10 @@ NAME = "GroupedMLP"
 
 
 def _check_recipe(recipe: Recipe, **options: bool) -> None:
-    """Options that are about gradients need a recipe that has one, and are of 16-bit backwards."""
+    """Options that are about gradients need a recipe that has one."""
     for name, value in options.items():
-        if value and recipe is not BF16:
-            raise ValueError(f"{NAME}: {name} is True, but recipe {recipe.name!r} has no such backward; leave it out")
+        if value and not recipe.trains:
+            raise ValueError(f"{NAME}: {name} is True, but recipe {recipe.name!r} has no gradient; leave it out")
 
 
 class GroupedMLP(DelaysWeightGradients, nn.Module):
@@ -40,9 +41,11 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         bias: whether both layers have one.
         activation, glu_layout, limit, alpha, offset: as of `glulam.grouped_glu`.
         packed: one parameter a layer, or one for each expert; see `GroupedLinear`.
-        recompute: save x and row_scale only, and make the preactivation again in backward.
+        recompute: save x and row_scale only, and make the preactivation again in backward; with recipe "mxfp8" by a
+            whole forward, which FC2 is part of.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
-        recipe: as of `glulam.grouped_mlp`. Recipes without a gradient run where none is asked for.
+        recipe: as of `glulam.grouped_mlp`. Those without a gradient ("mxfp8_exact", "mxfp8_weight_only") run where none
+            is asked for.
         device, dtype: of the parameters.
 
     Raises:
@@ -83,6 +86,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
         _check_recipe(chosen, recompute=recompute, delay_wgrad=delay_wgrad)
+        self.recipe = chosen
         self.delay_wgrad = delay_wgrad
         self._delayed = Delayed()
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
@@ -123,7 +127,11 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         writers = {name: writer for name, writer in found.items() if writer is not None}
         if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
             return grouped_mlp(x, w1, w2, out=out, **given)
-        call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
+        call: Any
+        if self.recipe is BF16:
+            call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
+        else:
+            call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
         return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -21,9 +21,9 @@ from ..call import Call
 from ..dispatch import Problem
 from ..errors import GradientNotSupported
 from ..experts import find
-from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, rebase_mxfp8
+from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
-from ..mxfp8.prepared import PREPARED, SOURCE_DTYPES, Prepared
+from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
 from ..plan import Launch, Plans, addresses, aligned_row, bare, launch_nothing
 from ..recipes import Recipe
 from ..signature import (
@@ -31,6 +31,7 @@ from ..signature import (
     check_activation,
     check_bias,
     check_experts,
+    check_flag,
     check_groups,
     check_no_overlap,
     check_out,
@@ -57,22 +58,18 @@ def grouped_mlp_mxfp8(
     x_, x_scale, dtype = _rows(x, recipe, out, b1, b2)
     w1_, w1_scale = _weight("w1", w1, recipe)
     w2_, w2_scale = _weight("w2", w2, recipe)
-    if recompute is not False:
-        _refuse_recompute(recipe, recompute)
     return _grouped_mlp(
         x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, row_scale, b1, b2, activation, glu_layout, limit,
-        alpha, offset, recipe.name, dtype, out,
+        alpha, offset, recipe.name, recompute, dtype, out,
     )  # fmt: skip
 
 
-def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool, **rest: Any) -> dict[str, Any]:
+def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, **rest: Any) -> dict[str, Any]:
     """The arguments as plain tensors, as the fields of `Mxfp8MlpCall` are.
 
     Raises:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes.
     """
-    if recompute is not False:
-        _refuse_recompute(recipe, recompute)
     x, x_scale, dtype = _rows(x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
     w1, w1_scale = _weight("w1", w1, recipe)
     w2, w2_scale = _weight("w2", w2, recipe)
@@ -80,10 +77,6 @@ def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, *, recompute: bool,
         "x": x, "x_scale": x_scale, "w1": w1, "w1_scale": w1_scale, "w2": w2, "w2_scale": w2_scale,
         "recipe": recipe.name, "dtype": dtype, **rest,
     }  # fmt: skip
-
-
-def _refuse_recompute(recipe: Recipe, recompute: Any) -> NoReturn:
-    raise ValueError(f"{OP}: recompute is {recompute!r}; recipe {recipe.name!r} has none, so leave it out")
 
 
 def _result_dtype(*others: Any) -> torch.dtype:
@@ -138,51 +131,64 @@ def _weight(name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | None]:
     return w, None
 
 
-def _ready(fold: bool, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
+def _ready(form: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
     """A weight as kernels read it, if it is that or was prepared before; else a KeyError."""
-    if scale is not None and (scale.dim() == 2) is fold:
+    if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
         return w, scale
-    return PREPARED.find(fold, w, scale)
+    return prepared.PREPARED.find(form, w, scale)
+
+
+def _form(recipe: str) -> str:
+    """How a recipe's forward reads weights: one of `prepared.FORMS`."""
+    return FOLDED_ROWS if recipe == recipes.MXFP8.name else BLOCKS
 
 
 def _grouped_mlp(
     x: Any, x_scale: Tensor | None, w1: Any, w1_scale: Tensor | None, w2: Any, w2_scale: Tensor | None, offs: Any,
     splits: Any, row_scale: Tensor | None, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float,
-    alpha: float, offset: float, recipe: str, dtype: torch.dtype | None, out: Tensor | None,
+    alpha: float, offset: float, recipe: str, recompute: bool, dtype: torch.dtype | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     key = plan = failure = None
-    if not is_dynamo_compiling():
-        if is_grad_enabled() and requiring_grad(x, w1, w2, row_scale, b1, b2) is not None:
-            _refuse_gradients(recipe)
+    compiling = is_dynamo_compiling()
+    needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if not compiling and is_grad_enabled() else None
+    if not compiling:
         try:
             groups: Any = offs if splits is None else splits
-            fold = recipe == recipes.MXFP8.name
-            w1_, w1_scale_ = _ready(fold, w1, w1_scale)
-            w2_, w2_scale_ = _ready(fold, w2, w2_scale)
-            b1_ = find("bias", b1) if b1.__class__ is list else b1
-            b2_ = find("bias", b2) if b2.__class__ is list else b2
+            if needs is None:
+                form = _form(recipe)
+                w1_, w1_scale_ = _ready(form, w1, w1_scale)
+                w2_, w2_scale_ = _ready(form, w2, w2_scale)
+                b1_ = find("bias", b1) if b1.__class__ is list else b1
+                b2_ = find("bias", b2) if b2.__class__ is list else b2
+            else:
+                w1_, w1_scale_, w2_, w2_scale_, b1_, b2_ = w1, w1_scale, w2, w2_scale, b1, b2
             key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
+                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), needs,
                 None if x_scale is None else bare(x_scale),
-                w1_.shape, bare(w1_scale_), w2_.shape, bare(w2_scale_),
+                *((w1_.shape, bare(w1_scale_), w2_.shape, bare(w2_scale_)) if needs is None else
+                  (bare(w1_), w1_scale_ is None, bare(w2_), w2_scale_ is None)),
                 groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                activation, glu_layout, limit, alpha, offset, recipe, dtype,
+                activation, glu_layout, limit, alpha, offset, recipe, recompute, dtype,
                 None if row_scale is None else bare(row_scale),
                 None if b1 is None else bare(b1_),
                 None if b2 is None else bare(b2_),
                 None if out is None else out.is_contiguous() or out.stride(),
             )  # fmt: skip
             plan = PLANS.find(key)
+            if plan is not None and needs is None:
+                return plan.run(x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
             if plan is not None:
-                return plan.run(x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out)
+                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     call = Mxfp8MlpCall(
         x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, offs=offs, splits=splits,
         row_scale=row_scale, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-        offset=offset, recipe=recipe, dtype=dtype, out=out,
+        offset=offset, recipe=recipe, recompute=recompute, dtype=dtype, out=out,
     )  # fmt: skip
     try:
+        if needs is not None:
+            return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
         return call.settle(key, plan, failure)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -292,7 +298,36 @@ class ExactPlan(Mxfp8MlpPlan):
         return (rows, w1, w2, mid, y), (), 1
 
 
-PLANS: Plans[Mxfp8MlpPlan] = Plans()
+PLANS: Plans[Any] = Plans()
+"""Mxfp8MlpPlans, and `backward.planned_mlp.Mxfp8TrainingPlan`s where an argument requires a gradient."""
+
+
+def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
+    """The shape [E, N, K] of a call's weight, in any form that the recipe takes."""
+    value, scale = getattr(call, name), getattr(call, f"{name}_scale")
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    valid = SOURCE_DTYPES if scale is None else (DATA_DTYPE,)
+    dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
+    if dtype not in valid:
+        raise TypeError(
+            f"{call.op}: {name} is {dtype}; recipe {recipe.name!r} takes "
+            f"{'FoldedWeight, ' if recipe.folds else ''}MXFP8Tensor, {', '.join(map(str, valid))}"
+        )
+    shape = check_experts(call.op, name, value, call.lead.new_empty(0, dtype=dtype), letters)
+    check_width(call.op, name, shape[1], runs_kernels(call.lead))
+    if scale is not None:
+        folded = recipe.folds and scale.dim() == 2
+        _check_scale(call.op, name, scale, shape[:2] if folded else (*shape[:2], -(-shape[2] // BLOCK)), first)
+    return shape
+
+
+def _check_scale(op: str, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
+    if scale.dtype != SCALE_DTYPE:
+        raise TypeError(f"{op}: {name}'s scale is {scale.dtype}; it must be {SCALE_DTYPE}")
+    if tuple(scale.shape) != tuple(shape):
+        mismatch(op, f"{name}'s scale", scale.shape, shape, f"that is what its data {data.dtype} goes with")
+    if scale.device != data.device or not scale.is_contiguous():
+        raise ValueError(f"{op}: {name}'s scale must be contiguous, and on {data.device} as its data")
 
 
 @dataclasses.dataclass
@@ -300,7 +335,7 @@ class Mxfp8MlpCall(Call):
     """The arguments of one call. `dtype`: of the result, where x is in MXFP8."""
 
     op = OP
-    operator = staticmethod(_grouped_mlp)
+    operator: ClassVar[Callable[..., Any]] = staticmethod(_grouped_mlp)
     plans = PLANS
     weights = ("w1", "w2")
     biases = ("b1", "b2")
@@ -321,6 +356,7 @@ class Mxfp8MlpCall(Call):
     alpha: float
     offset: float
     recipe: str
+    recompute: bool
     dtype: torch.dtype | None
     out: Tensor | None
 
@@ -337,21 +373,36 @@ class Mxfp8MlpCall(Call):
         return self.x.dtype if self.dtype is None else self.dtype
 
     def refuse_gradients(self) -> None:
-        if requiring_grad(self.x, self.w1, self.w2, self.row_scale, self.b1, self.b2) is not None:
+        """Where an argument requires one, and the recipe or an argument in MXFP8 has none."""
+        if requiring_grad(self.x, self.w1, self.w2, self.row_scale, self.b1, self.b2) is None:
+            return
+        if not recipes.find(self.op, self.recipe).trains:
             _refuse_gradients(self.recipe)
+        for name in ("x", "w1", "w2"):
+            if getattr(self, f"{name}_scale") is not None:
+                raise GradientNotSupported(
+                    f"{self.op}: {name} is in MXFP8, and an argument requires a gradient, for which {name} is needed "
+                    "in 16 bits; give that, or call it under torch.no_grad() or torch.inference_mode()"
+                )
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
+        check_flag(self.op, "recompute", self.recompute)
+        if self.recompute and not recipe.trains:
+            raise ValueError(
+                f"{self.op}: recompute is True, but recipe {self.recipe!r} has no gradient; leave it out, or choose "
+                "recipe 'mxfp8' or 'bf16'"
+            )
         rows, columns = check_x(self.op, self.x, None if self.x_scale is None else (DATA_DTYPE,))
         like = self.x.new_empty(rows, 0, dtype=self.result_dtype)  # what biases and the result are like
         self._check_x_scale()
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
-        experts, w1_rows, hidden = shape = self._check_weight("w1", "E 2I H", recipe)
+        experts, w1_rows, hidden = shape = check_weight(self, "w1", "E 2I H", recipe)
         if hidden != columns:
             mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
         width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
-        shape = self._check_weight("w2", "E H I", recipe)
+        shape = check_weight(self, "w2", "E H I", recipe)
         out_features = shape[1]
         if shape != (experts, out_features, width):
             mismatch(self.op, "w2", shape, (experts, out_features, width), f"w1 gives E = {experts}, I = {width}")
@@ -381,49 +432,22 @@ class Mxfp8MlpCall(Call):
         if self.x_scale is None:
             return
         rows, columns = self.x.shape
-        self._check_scale("x", self.x_scale, (rows, -(-columns // BLOCK)), self.x)
+        _check_scale(self.op, "x", self.x_scale, (rows, -(-columns // BLOCK)), self.x)
         if not self.x.is_contiguous():
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
-
-    def _check_weight(self, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
-        """The shape [E, N, K] of a weight in any form that the recipe takes."""
-        value, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        first = value[0] if isinstance(value, (list, tuple)) and value else value
-        valid = SOURCE_DTYPES if scale is None else (DATA_DTYPE,)
-        dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
-        if dtype not in valid:
-            raise TypeError(
-                f"{self.op}: {name} is {dtype}; recipe {recipe.name!r} takes "
-                f"{'FoldedWeight, ' if recipe.folds else ''}MXFP8Tensor, {', '.join(map(str, valid))}"
-            )
-        shape = check_experts(self.op, name, value, self.x.new_empty(0, dtype=dtype), letters)
-        check_width(self.op, name, shape[1], runs_kernels(self.x))
-        if scale is not None:
-            folded = recipe.folds and scale.dim() == 2
-            self._check_scale(name, scale, shape[:2] if folded else (*shape[:2], -(-shape[2] // BLOCK)), first)
-        return shape
-
-    def _check_scale(self, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
-        if scale.dtype != SCALE_DTYPE:
-            raise TypeError(f"{self.op}: {name}'s scale is {scale.dtype}; it must be {SCALE_DTYPE}")
-        if tuple(scale.shape) != tuple(shape):
-            mismatch(self.op, f"{name}'s scale", scale.shape, shape, f"that is what its data {data.dtype} goes with")
-        if scale.device != data.device or not scale.is_contiguous():
-            raise ValueError(f"{self.op}: {name}'s scale must be contiguous, and on {data.device} as its data")
 
     def results(self, problem: Problem) -> Tensor:
         return self.x.new_empty(problem.rows, problem.out_features, dtype=self.result_dtype)
 
     def _prepared_weights(self) -> tuple[Prepared, Prepared]:
-        fold = recipes.RECIPES[self.recipe].folds
-        first, second = (self._prepared_weight(fold, name) for name in self.weights)
+        first, second = (self._prepared_weight(_form(self.recipe), name) for name in self.weights)
         return first, second
 
-    def _prepared_weight(self, fold: bool, name: str) -> Prepared:
+    def _prepared_weight(self, form: str, name: str) -> Prepared:
         value, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        if scale is not None and (scale.dim() == 2) is fold:
+        if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
             return Prepared(value, scale)
-        return PREPARED.get(fold, value, scale)
+        return prepared.PREPARED.get(form, value, scale)
 
     def prepared(self) -> Call:
         """As for any operator, with weights as the kernels read them."""

@@ -1,0 +1,140 @@
+"""What both directions of a grouped_mlp compute but for gradients of weights and biases, by recipe.
+
+What is quantised, in a recipe that does, is this: the rows of both directions and the weights that they meet. Gradients
+of weights are GEMMs of what is stored in 16 bits in any recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import grouped_mlp_mxfp8_training as mxfp8
+from ..ops.grouped_dglu import grouped_dglu
+from ..ops.grouped_glu import grouped_glu
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
+from ..ops.grouped_mm import grouped_mm
+from ..signature import any_requires_grad
+from .parts import Targets
+
+BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
+"""Arguments whose gradients need that of the activation."""
+
+DataGradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Of h; the activation again; of x and of row_scale (but for b2's share), where they are wanted."""
+
+
+def groups_of(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: named[name] for name in ("offs", "splits") if name in named}
+
+
+class DataPath:
+    """In 16 bits. `form`, everywhere: the activation and its numbers, as keywords of the operators.
+
+    Attributes:
+        need_preact: arguments for whose gradients forward keeps h.
+        wide: names of weights whose gradients are float32 although x is 16-bit.
+    """
+
+    need_preact: frozenset[str] = BEHIND_THE_ACTIVATION
+    wide: frozenset[str] = frozenset()
+
+    def forward(
+        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The result; and what is kept: "preact", or else "act"."""
+        groups, scale = groups_of(given), given["row_scale"]
+        hidden = {"bias": given["b1"], "row_scale": scale, **groups, **form}
+        act = grouped_glu(given["x"], given["w1"], return_preact=keep_preact, **hidden)
+        kept = {}
+        if keep_preact:
+            act, kept["preact"] = act
+        elif keep_act:
+            kept["act"] = act
+        scale_of_b2 = None if given["b2"] is None else scale
+        return grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, out=out, **groups), kept
+
+    def take_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+        """h, which leaves `saved`, or is made again."""
+        preact: Tensor | None = saved.pop("preact", None)
+        return self.new_preact(saved, form) if preact is None else preact
+
+    def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+        return grouped_mm(saved["x"], saved["w1"], bias=saved["b1"], **groups_of(saved))
+
+    def gradients(
+        self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        groups, dx = groups_of(saved), None
+        dpreact, act, d_scale = grouped_dglu(
+            dy, saved["w2"], self.take_preact(saved, form), row_scale=saved["row_scale"],
+            row_scale_grad="row_scale" in wanted, **groups, **form,
+        )  # fmt: skip
+        if "x" in wanted:
+            dx = targets.new_grad_input(dy, _columns(saved["w1"]))
+            dx = grouped_mm(dpreact, saved["w1"], transpose_w=True, out=dx, **groups)
+        return dpreact, act, dx, d_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantisedPath(DataPath):
+    """In MXFP8. `trained`: whether a weight is."""
+
+    recipe: str
+    trained: bool
+    wide: frozenset[str]
+
+    need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # the activation was never there in 16 bits
+
+    def forward(
+        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y, preact = self._forward(given, form, given["b2"], out)
+        return y, {"preact": preact} if keep_preact else {}
+
+    def _forward(
+        self, given: dict[str, Any], form: dict[str, Any], b2: Any, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return mxfp8.forward(
+            given["x"], given["w1"], given["w2"], given.get("offs"), given.get("splits"), given["row_scale"],
+            given["b1"], b2, recipe=self.recipe, trained=self.trained, out=out, **form,
+        )  # fmt: skip
+
+    def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+        return self._forward(saved, form, None, None)[1]
+
+    def gradients(
+        self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        return mxfp8.backward(
+            dy, saved.get("w1"), saved["w2"], self.take_preact(saved, form), saved.get("offs"), saved.get("splits"),
+            saved["row_scale"], recipe=self.recipe, trained=self.trained, input_grad="x" in wanted,
+            row_scale_grad="row_scale" in wanted,
+            out=None if targets.grad_input is None else targets.given_grad_input(dy), **form,
+        )  # fmt: skip
+
+
+IN_16_BITS = DataPath()
+
+
+def path_of(call: Any) -> DataPath:
+    """Of a GroupedMlpCall or Mxfp8MlpCall."""
+    if not isinstance(call, Mxfp8MlpCall):
+        return IN_16_BITS
+    weights = {"w1": call.w1, "w2": call.w2}
+    is_16_bit = call.x.dtype.itemsize == 2
+    wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
+    return QuantisedPath(call.recipe, any_requires_grad(*weights.values()), wide)
+
+
+def _columns(w: Any) -> int:
+    columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-1]
+    return columns
+
+
+def _dtype(w: Any) -> torch.dtype:
+    dtype: torch.dtype = (w if isinstance(w, Tensor) else w[0]).dtype
+    return dtype

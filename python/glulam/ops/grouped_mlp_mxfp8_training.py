@@ -1,0 +1,470 @@
+"""What a trained grouped_mlp in MXFP8 is made of: its forward, which keeps the preactivation, and its data gradients.
+
+Both take the weights that are trained, in 16 bits or float32, and prepare them themselves: forward folds rows, backward
+folds columns. They are operators of torch's, so that a trace sees each as one, but no part of the public interface.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from .. import device as gpus
+from .. import recipes, workspace
+from ..activations import ActivationParams
+from ..call import Call
+from ..dispatch import Problem
+from ..experts import find
+from ..mxfp8 import mlp_reference, prepared
+from ..mxfp8.layout import BLOCK, DATA_DTYPE
+from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
+from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..recipes import Recipe
+from ..signature import (
+    Experts,
+    check_activation,
+    check_flag,
+    check_groups,
+    check_out,
+    check_params,
+    check_rows_like,
+    check_scale,
+    check_x,
+    intermediate_width,
+    mismatch,
+)
+from .grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
+from .grouped_mlp_mxfp8 import QUANTISE, Mxfp8MlpCall, check_weight
+
+STAND_IN_ROWS = 8
+"""Of a weight that a function takes and does not read."""
+
+
+class ForwardMemory(NamedTuple):
+    """x and the activation in MXFP8, and their scales. All live in one piece of memory."""
+
+    x8: Any
+    mid8: Any
+    x_scales: Any
+    mid_scales: Any
+
+
+class BackwardMemory(NamedTuple):
+    """dy and the gradient of h in MXFP8, and their scales; partial sums of d_row_scale."""
+
+    dy8: Any
+    dpreact8: Any
+    dy_scales: Any
+    dpreact_scales: Any
+    partials: Any
+
+
+def forward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
+    """Of ForwardMemory."""
+    return workspace.Layouts(*_in_mxfp8(problem, launch, problem.in_features, problem.intermediate))
+
+
+def backward_layouts(problem: Problem, launch: Launch) -> tuple[workspace.Layouts, workspace.Layout]:
+    """Of BackwardMemory, and of the counters of d_row_scale. `problem`: that of the data gradients."""
+    partials, counters = row_sum_layouts(problem, launch)
+    in_mxfp8 = _in_mxfp8(problem, launch, problem.in_features, problem.w1_rows)
+    return workspace.Layouts(*in_mxfp8, partials), counters
+
+
+def _in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[workspace.Layout]:
+    """Of matrices with so many columns, and then of their scales."""
+
+    def layout(columns: int, dtype: torch.dtype) -> workspace.Layout:
+        return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
+
+    scales = [layout(-(-width // BLOCK), torch.uint8) for width in widths]
+    return [*(layout(width, DATA_DTYPE) for width in widths), *scales]
+
+
+def launch_forward(
+    launch: Launch, layouts: workspace.Layouts, params: ActivationParams, x: Tensor, weights: tuple[Prepared, Prepared],
+    y: Tensor, preact: Tensor, groups_at: int, b1: tuple[int, int], b2: tuple[int, int], scale: Tensor | None,
+) -> None:  # fmt: skip
+    """y and preact. `b1`, `b2`: as of `plan.addresses`; `launch.function`: a grouped_glu's that keeps h."""
+    (w1, w1_scale), (w2, w2_scale) = weights
+    memory = ForwardMemory(*workspace.take_all(layouts))
+    launch.function(
+        x, w1, w2, memory.x8, memory.mid8, preact, y,
+        groups_at, launch.group_form, launch.experts, memory.x_scales.data_ptr(), memory.mid_scales.data_ptr(),
+        w1_scale.data_ptr(), *b1, w2_scale.data_ptr(), *b2, 0 if scale is None else scale.data_ptr(), *params,
+        launch.sm_count, QUANTISE,
+    )  # fmt: skip
+
+
+class DataGradients(NamedTuple):
+    """Buffers for what a backward makes beside weight gradients; dx and d_scale where they are wanted."""
+
+    dpreact: Tensor
+    act: Tensor
+    dx: Tensor | None
+    d_scale: Tensor | None
+
+
+def launch_backward(
+    launch: Launch, function: Callable[..., Any], layouts: tuple[workspace.Layouts, workspace.Layout],
+    params: ActivationParams, dy: Tensor, w1: Prepared | None, w2: Prepared, preact: Tensor, results: DataGradients,
+    groups_at: int, scale: Tensor | None,
+) -> None:  # fmt: skip
+    """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's."""
+    dpreact, act, dx, d_scale = results
+    memory = BackwardMemory(*workspace.take_all(layouts[0]))
+    d_scale_at = partials_at = counters_at = 0
+    counters = None
+    if d_scale is not None:
+        counters = workspace.take(layouts[1])  # held until all is launched, as the rest is
+        d_scale_at, partials_at = d_scale.data_ptr(), memory.partials.data_ptr()
+        counters_at = counters.data_ptr()
+    if w1 is None:
+        w1_data, w1_scale_at = dy.new_empty(1, STAND_IN_ROWS, dpreact.shape[1], dtype=DATA_DTYPE), 0
+    else:
+        w1_data, w1_scale_at = w1.data, w1.scale.data_ptr()
+    function(
+        dy, w2.data, preact, dpreact, act, w1_data, dy if dx is None else dx, memory.dy8, memory.dpreact8,
+        groups_at, launch.group_form, launch.experts, memory.dy_scales.data_ptr(), memory.dpreact_scales.data_ptr(),
+        w2.scale.data_ptr(), w1_scale_at, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at,
+        counters_at, *params, launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
+    )  # fmt: skip
+
+
+def forward(
+    x: Tensor, w1: Any, w2: Any, offs: Any, splits: Any, row_scale: Tensor | None, b1: Any, b2: Any, activation: str,
+    glu_layout: str, limit: float, alpha: float, offset: float, recipe: str, trained: bool, out: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, h), y in `out` where that is given. `trained`: whether a weight is; see `PreparedWeights.get`."""
+    key = plan = failure = None
+    if not is_dynamo_compiling():
+        try:
+            groups: Any = offs if splits is None else splits
+            b1_ = find("bias", b1) if b1.__class__ is list else b1
+            b2_ = find("bias", b2) if b2.__class__ is list else b2
+            key = (
+                *_common_key(x, w1, w2, groups, offs, splits, row_scale), activation, glu_layout, limit, alpha, offset,
+                recipe, trained, None if b1 is None else bare(b1_), None if b2 is None else bare(b2_),
+                None if out is None else out.is_contiguous() or out.stride(),
+            )  # fmt: skip
+            plan = FORWARD_PLANS.find(key)
+            if plan is not None:
+                return plan.run(x, w1, w2, groups, b1_, b2_, row_scale, out)
+        except Exception as error:
+            failure = error
+    call = ForwardCall(
+        x=x, x_scale=None, w1=w1, w1_scale=None, w2=w2, w2_scale=None, offs=offs, splits=splits, row_scale=row_scale,
+        b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset,
+        recipe=recipe, recompute=False, dtype=None, out=out, trained=trained,
+    )  # fmt: skip
+    try:
+        y, preact = call.settle(key, plan, failure)
+        return y, preact
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+def _common_key(x: Tensor, w1: Any, w2: Any, groups: Any, offs: Any, splits: Any, scale: Any) -> tuple[Any, ...]:
+    return (
+        x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), _bare_weight(w1),
+        _bare_weight(w2), bare(groups), offs is None, splits is None, None if scale is None else bare(scale),
+    )  # fmt: skip
+
+
+def _bare_weight(w: Any) -> Any:
+    if w is None:
+        return None
+    return tuple(map(bare, w)) if isinstance(w, (list, tuple)) else bare(w)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan(Launch):
+    """The constants of a forward. `width`, `preact_width`: columns of y and h."""
+
+    width: int
+    preact_width: int
+    trained: bool
+    memory: workspace.Layouts
+    params: ActivationParams
+
+    def run(
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(x, w1, w2, groups, b1, b2, scale, out)
+        get = prepared.PREPARED.get
+        weights = get(FOLDED_ROWS, w1, None, self.trained), get(FOLDED_ROWS, w2, None, self.trained)
+        y = result = x.new_empty(self.rows, self.width) if out is None else out
+        preact = x.new_empty(self.rows, self.preact_width)
+        if self.rows == 1:
+            x, y = aligned_row(x), aligned_row(y)
+        b1_at, b2_at = (0, 0) if b1 is None else addresses(b1), (0, 0) if b2 is None else addresses(b2)
+        launch_forward(
+            self, self.memory, self.params, x, weights, y, preact, groups.data_ptr(), b1_at, b2_at, scale
+        )  # fmt: skip
+        return result, preact
+
+
+FORWARD_PLANS: Plans[ForwardPlan] = Plans()
+
+
+@dataclasses.dataclass
+class ForwardCall(Mxfp8MlpCall):
+    """The arguments of one forward: those of a grouped_mlp, x and weights in 16 bits."""
+
+    operator = staticmethod(forward)
+    plans = FORWARD_PLANS
+    tabled = ()  # a plan looks prepared weights up
+
+    trained: bool
+
+    @property
+    def form(self) -> str:
+        return "grouped_mlp_mxfp8_preact" if self.out is None else "grouped_mlp_mxfp8_preact_out"
+
+    def again(self) -> Any:
+        names = ("x_scale", "w1_scale", "w2_scale", "recompute", "dtype")
+        return forward(**{name: value for name, value in self.arguments().items() if name not in names})
+
+    def assembled(self, returned: Any) -> Any:
+        return returned if self.out is None else (self.out, returned)
+
+    def check(self) -> Problem:
+        return dataclasses.replace(super().check(), op="grouped_glu", save_preact=True)
+
+    def results(self, problem: Problem) -> Any:
+        out = super().results(problem) if self.out is None else self.out
+        return out, self.x.new_empty(problem.rows, problem.w1_rows)
+
+    def _weights(self) -> tuple[Prepared, Prepared]:
+        first, second = (
+            prepared.PREPARED.get(FOLDED_ROWS, getattr(self, name), None, self.trained) for name in self.weights
+        )
+        return first, second
+
+    def prepared(self) -> Call:
+        return super(Mxfp8MlpCall, self).prepared()
+
+    def reference(self, problem: Problem) -> Any:
+        out, preact = self.results(problem)
+        form = (self.activation, self.glu_layout, self.params)
+        mlp_reference.grouped_mlp(
+            recipes.RECIPES[self.recipe], (self.x, None), self._weights(), self.host_ends(), (self.b1, self.b2),
+            self.row_scale, form, out, preact,
+        )  # fmt: skip
+        return out, preact
+
+    def plan(self, problem: Problem, launch: Launch) -> Any:
+        return ForwardPlan(
+            **vars(launch),
+            width=problem.out_features,
+            preact_width=problem.w1_rows,
+            trained=self.trained,
+            memory=forward_layouts(problem, launch),
+            params=ActivationParams(*map(float, self.params)),
+        )
+
+    def run(self, plan: Any) -> Any:
+        return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
+
+
+def backward(
+    dy: Tensor, w1: Any, w2: Any, preact: Tensor, offs: Any, splits: Any, row_scale: Tensor | None, activation: str,
+    glu_layout: str, limit: float, alpha: float, offset: float, recipe: str, trained: bool, input_grad: bool,
+    row_scale_grad: bool, out: Tensor | None,
+) -> DataGradients:  # fmt: skip
+    """All but weights' and biases' gradients, dx in `out` where that is given. `preact`: as forward returned it.
+
+    `w1`: None will do without input_grad.
+    """
+    key = plan = failure = None
+    if not is_dynamo_compiling():
+        try:
+            groups: Any = offs if splits is None else splits
+            key = (
+                *_common_key(dy, w1, w2, groups, offs, splits, row_scale), preact.shape, activation, glu_layout,
+                preact.is_contiguous() or preact.stride(), limit, alpha, offset, recipe, trained, input_grad,
+                row_scale_grad, None if out is None else out.is_contiguous() or out.stride(),
+            )  # fmt: skip
+            plan = BACKWARD_PLANS.find(key)
+            if plan is not None:
+                return plan.run(dy, w1, w2, preact, groups, row_scale, out)
+        except Exception as error:
+            failure = error
+    call = BackwardCall(
+        dy=dy, w1=w1, w2=w2, preact=preact, offs=offs, splits=splits, row_scale=row_scale, activation=activation,
+        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, trained=trained,
+        input_grad=input_grad, row_scale_grad=row_scale_grad, out=out,
+    )  # fmt: skip
+    try:
+        return DataGradients(*call.settle(key, plan, failure))
+    finally:
+        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPlan(Launch):
+    """The constants of a backward. `width`, `preact_width`: columns of the activation and h; `dx_width`: of dx, if any.
+
+    `wants_d_scale`: whether there is a row scale and its gradient is asked for.
+    """
+
+    width: int
+    preact_width: int
+    dx_width: int | None
+    wants_d_scale: bool
+    trained: bool
+    memory: tuple[workspace.Layouts, workspace.Layout]
+    params: ActivationParams
+
+    def run(
+        self, dy: Tensor, w1: Any, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None, out: Tensor | None
+    ) -> DataGradients:
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(dy, w1, w2, preact, groups, scale, out)
+        dx = out
+        if self.dx_width is not None and out is None:
+            dx = dy.new_empty(self.rows, self.dx_width)
+        if self.rows == 1:
+            dy, preact = aligned_row(dy), aligned_row(preact)
+        d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
+        dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
+        results = DataGradients(dpreact, act, dx, d_scale)
+        w2_ = prepared.PREPARED.get(FOLDED_COLUMNS, w2, None, self.trained)
+        w1_ = None if self.dx_width is None else prepared.PREPARED.get(FOLDED_COLUMNS, w1, None, self.trained)
+        aligned = results if self.rows > 1 or dx is None else results._replace(dx=aligned_row(dx))
+        launch_backward(
+            self, self.function, self.memory, self.params, dy, w1_, w2_, preact, aligned, groups.data_ptr(), scale
+        )
+        return results
+
+
+BACKWARD_PLANS: Plans[BackwardPlan] = Plans()
+
+
+@dataclasses.dataclass
+class BackwardCall(Call):
+    """The arguments of one backward. `out`: where dx goes."""
+
+    op = "grouped_mlp_backward"
+    operator = staticmethod(backward)
+    plans = BACKWARD_PLANS
+    matrices = ("dy", "preact", "out")
+    weights = ("w1", "w2")
+    biases = ()
+    scales = ("row_scale",)
+    tabled = ()
+    w1_scale = w2_scale = None  # weights are not in MXFP8
+
+    dy: Tensor
+    w1: Experts | None
+    w2: Experts
+    preact: Tensor
+    row_scale: Tensor | None
+    activation: str
+    glu_layout: str
+    limit: float
+    alpha: float
+    offset: float
+    recipe: str
+    trained: bool
+    input_grad: bool
+    row_scale_grad: bool
+    out: Tensor | None
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
+
+    @property
+    def wants_d_scale(self) -> bool:
+        return self.row_scale is not None and self.row_scale_grad
+
+    def check(self) -> Problem:
+        recipe = recipes.find(self.op, self.recipe)
+        rows, columns = check_x(self.op, self.dy)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        for name in ("trained", "input_grad", "row_scale_grad"):
+            check_flag(self.op, name, getattr(self, name))
+        width_of_h = check_rows_like(self.op, "preact", self.preact, self.dy, None, "it has the rows of dy")
+        width = intermediate_width(self.op, "preact", width_of_h, self.activation, self.glu_layout)
+        experts, *_ = shape = check_weight(self, "w2", "E H I", recipe)
+        if shape != (experts, columns, width):
+            mismatch(self.op, "w2", shape, (experts, columns, width), "dy and preact have that many columns")
+        hidden = self._check_w1(recipe, experts, width_of_h) if self.input_grad else 0
+        check_groups(self.op, self.offs, self.splits, self.dy, experts)
+        check_scale(self.op, "row_scale", self.row_scale, self.dy)
+        check_out(self.op, "out", self.out, self.dy, hidden)
+        return Problem(
+            op="grouped_dglu",
+            dtype=str(self.dy.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            out_features=hidden,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            operands=recipe.operands,
+        )
+
+    def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
+        """The columns of dx."""
+        shape = check_weight(self, "w1", "E 2I H", recipe)
+        if shape[:2] != (experts, rows):
+            mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")
+        return shape[2]
+
+    @property
+    def form(self) -> str:
+        return "grouped_mlp_mxfp8_backward" if self.out is None else "grouped_mlp_mxfp8_backward_out"
+
+    def assembled(self, returned: Any) -> DataGradients:
+        dpreact, act, *others = returned
+        dx = self.out
+        if self.input_grad and dx is None:
+            dx = others.pop(0)
+        return DataGradients(dpreact, act, dx, others[0] if others else None)
+
+    def results(self, problem: Problem) -> DataGradients:
+        rows, dx = problem.rows, self.out
+        if self.input_grad:
+            dx = self.dy.new_zeros(rows, problem.out_features) if dx is None else dx.zero_()
+        d_scale = torch.zeros_like(self.row_scale) if self.wants_d_scale else None  # type: ignore[arg-type]
+        dpreact, act = (self.dy.new_empty(rows, width) for width in (problem.w1_rows, problem.intermediate))
+        return DataGradients(dpreact, act, dx, d_scale)
+
+    def reference(self, problem: Problem) -> DataGradients:
+        results = self.results(problem)
+        get, trained = prepared.PREPARED.get, self.trained
+        w1 = get(FOLDED_COLUMNS, self.w1, None, trained) if self.input_grad else None
+        w2 = get(FOLDED_COLUMNS, self.w2, None, trained)
+        form = (self.activation, self.glu_layout, self.params)
+        mlp_reference.data_gradients(
+            recipes.RECIPES[self.recipe], self.dy, (w1, w2), self.preact, self.host_ends(), self.row_scale, form,
+            *results,
+        )  # fmt: skip
+        return results
+
+    def plan(self, problem: Problem, launch: Launch) -> BackwardPlan:
+        return BackwardPlan(
+            **vars(launch),
+            width=problem.intermediate,
+            preact_width=problem.w1_rows,
+            dx_width=problem.out_features if self.input_grad else None,
+            wants_d_scale=self.wants_d_scale,
+            trained=self.trained,
+            memory=backward_layouts(problem, launch),
+            params=ActivationParams(*map(float, self.params)),
+        )
+
+    def run(self, plan: BackwardPlan) -> DataGradients:
+        return plan.run(self.dy, self.w1, self.w2, self.preact, self.groups, self.row_scale, self.out)
