@@ -5,12 +5,16 @@
 The same model is trained from the same weights on the same bytes in the same order: by torch's own operators, by
 torch's in two other orders of the same products, and by Glulam. Training multiplies rounding errors, so that curves
 part without any fault. How far, the three runs of torch say; Glulam's must lie as close as they do.
+
+`--recipe mxfp8` also trains with the experts' data path in MXFP8, whose curve lies apart by its own, larger rounding:
+what is judged there is the loss of held-out text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import shlex
 import statistics
@@ -63,11 +67,12 @@ SETUPS = {
 
 
 class Run(NamedTuple):
-    """How the experts' MLP is computed, and whether a step is captured in a CUDA graph."""
+    """How the experts' MLP is computed, whether a step is captured in a CUDA graph, and by which recipe."""
 
     name: str
     experts: Experts
     graph: bool = False
+    recipe: str = "bf16"
 
 
 TORCH = (
@@ -77,6 +82,13 @@ TORCH = (
 )
 GLULAM = Run("glulam", moe_model.glulam_experts)
 GRAPH = Run("glulam, one CUDA graph", moe_model.glulam_experts, graph=True)
+TRAINED = tuple(name for name, recipe in glulam.recipes.RECIPES.items() if recipe.trains and name != "bf16")
+
+
+def by_recipe(run: Run, recipe: str) -> Run:
+    """The same in another recipe."""
+    experts = functools.partial(moe_model.glulam_experts, recipe=recipe)
+    return Run(run.name.replace("glulam", f"glulam {recipe}"), experts, run.graph, recipe)
 
 
 def learning_rate(setup: Setup, step: int) -> float:
@@ -156,7 +168,8 @@ def train(run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> 
             progress.update(task, completed=number + 1, loss=loss)
             last = now
     held_out = trainer.held_out_loss(text.held_out)
-    return {"run": run.name, "loss": losses.tolist(), "held_out": held_out, "step_ms": statistics.median(times) * 1e3}
+    record = {"run": run.name, "loss": losses.tolist(), "held_out": held_out, "step_ms": statistics.median(times) * 1e3}
+    return record if run.recipe == "bf16" else {**record, "recipe": run.recipe}
 
 
 def train_all(setup: Setup, runs: list[Run], seed: int, device: str, console: Console) -> list[dict[str, Any]]:
@@ -182,6 +195,7 @@ def main(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: a GPU that has kernels.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     graph: Annotated[bool, typer.Option("--graph", help="Also train with each step in one CUDA graph.")] = False,
+    recipe: Annotated[str | None, typer.Option(help=f"Also train by this recipe: {', '.join(TRAINED)}.")] = None,
     out: Annotated[Path | None, typer.Option(help="Result file; default: in build/.")] = None,
     commit: Annotated[str | None, typer.Option(help="To stamp, where there is no git checkout.")] = None,
 ) -> None:
@@ -192,16 +206,22 @@ def main(
     try:
         if device not in (None, *SETUPS):
             raise RuntimeError(f"--device {device}: give one of {', '.join(SETUPS)}")
+        if recipe not in (None, *TRAINED):
+            raise RuntimeError(f"--recipe {recipe}: give one of {', '.join(TRAINED)}")
         chosen, reason = choose_device(device)
         if graph and chosen == "cpu":
             raise RuntimeError(f"--graph: the device is a CPU ({reason}), and CUDA graphs need a GPU")
         if chosen == "cuda":
             glulam.preload()  # what a GPU or a bundle lacks shows now, not after three runs
         console.print(f"device  {chosen} ({reason})" + (": a shrunk model, in float32" if chosen == "cpu" else ""))
-        stamp = make_stamp(command_line(steps=steps, device=device, seed=seed, graph=graph), commit, chosen)
+        stamp = make_stamp(
+            command_line(steps=steps, device=device, seed=seed, graph=graph, recipe=recipe), commit, chosen
+        )
         setup = dataclasses.replace(SETUPS[chosen], steps=steps or SETUPS[chosen].steps)
+        ours = [GLULAM, *([GRAPH] if graph else [])]
+        ours += [by_recipe(run, recipe) for run in ours] if recipe else []
         with few_threads(chosen):
-            records = train_all(setup, [*TORCH, GLULAM, *([GRAPH] if graph else [])], seed, chosen, console)
+            records = train_all(setup, [*TORCH, *ours], seed, chosen, console)
         result = training_curves.make_result(stamp, records, peers=len(TORCH))
         training_curves.save(result, out or Path("build", training_curves.file_name(result)), console)
         within = training_curves.show(result, console)

@@ -8,6 +8,7 @@ draws what `train_moe.py` wrote, on any machine with matplotlib, as build/traini
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,6 +25,7 @@ from perf.results import Result
 SUITE = "training-curves"
 WINDOW = 20  # steps that a smoothed loss averages over
 NOISE_ALLOWED = 2.0  # times the largest distance between runs of torch's that round differently
+HELD_OUT_ALLOWED = 0.03  # nats that a recipe's held-out loss may be above the first run's: 2 % of what a run ends at
 SMALLEST_NOISE = 1e-4  # nats: in float32 curves part by 1e-7, until a rounding sends one token to another expert
 
 
@@ -48,7 +50,7 @@ def difference(losses: list[float], reference: list[float]) -> list[float]:
 def distance(losses: list[float], reference: list[float]) -> Distance:
     sizes = [abs(value) for value in difference(losses, reference)]
     # Not max(): it passes over a NaN that is not the first.
-    return Distance(sum(sizes) / len(sizes), sorted(sizes)[-1] if sum(sizes) == sum(sizes) else float("nan"))
+    return Distance(sum(sizes) / len(sizes), sorted(sizes)[-1] if sum(sizes) == sum(sizes) else math.nan)
 
 
 def noise(curves: list[list[float]]) -> Distance:
@@ -68,18 +70,22 @@ def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int
 
     Args:
         records: of runs, and one of what they share. The first `peers` runs differ in their rounding alone; the others
-            are judged by them. Each but the first gets its difference and distance from the first.
+            are judged by them, but for those with a "recipe", of which the held-out loss is judged. Each but the first
+            gets its difference and distance from the first.
     """
     *runs, shared = records
     curves = [run["loss"] for run in runs]
+    judged = [run["loss"] for run in runs[peers:] if "recipe" not in run]
     for run in runs:
         run["loss_at_end"] = smoothed(run["loss"])[-1]
     for run in runs[1:]:
         run["difference"] = difference(run["loss"], curves[0])
         run["distance"] = distance(run["loss"], curves[0])._asdict()
     rounding = noise(curves[:peers])
-    within = all(within_noise(distance(curve, curves[0]), rounding) for curve in curves[peers:])
+    within = all(within_noise(distance(curve, curves[0]), rounding) for curve in judged)
     verdict = {"noise": rounding._asdict(), "within_noise": within, "window": WINDOW}
+    if costs := [run["held_out"] - runs[0]["held_out"] for run in runs if "recipe" in run]:
+        verdict["recipes_cost"] = sorted(costs)[-1] if sum(costs) == sum(costs) else math.nan
     return results.make_result(SUITE, stamp, {}, [*runs, {**shared, **verdict}])
 
 
@@ -88,15 +94,24 @@ def file_name(result: Result) -> str:
 
 
 def show(result: Result, console: Console) -> bool:
-    """Prints the table and the verdict; returns whether the judged curves lie within the noise."""
+    """Prints the table and the verdict; returns whether the judged curves lie within the noise, and recipes cost as
+    little as they may."""
     for table in tables.tables_of(result):
         show_table(table, console)
     shared = result["records"][-1]
     mean, largest = shared["noise"].values()
-    mark = "[green]ok[/]" if shared["within_noise"] else "[red]FAILED[/]"
+    mark = _mark(shared["within_noise"])
     console.print(f"curves  {mark}: torch's own runs, which round differently, are {mean:.2g} apart on average and")
     console.print(f"        {largest:.2g} at most; the rule is {NOISE_ALLOWED:g} times that, or {SMALLEST_NOISE:g}")
-    return bool(shared["within_noise"])
+    if (cost := shared.get("recipes_cost")) is None:
+        return bool(shared["within_noise"])
+    cheap = cost <= HELD_OUT_ALLOWED
+    console.print(f"recipes {_mark(cheap)}: a held-out loss {cost:+.2g} from torch's; the rule is {HELD_OUT_ALLOWED:g}")
+    return bool(shared["within_noise"] and cheap)
+
+
+def _mark(good: bool) -> str:
+    return "[green]ok[/]" if good else "[red]FAILED[/]"
 
 
 def save(result: Result, path: Path, console: Console) -> None:

@@ -183,6 +183,7 @@ def test_a_wrong_gradient_or_result_is_found(tmp_path, monkeypatch):
     [
         (["--device", "cuda"], "torch finds no GPU"),
         (["--device", "tpu"], "--device tpu: give one of cuda, cpu"),
+        (["--recipe", "mxfp8_exact"], "--recipe mxfp8_exact: give one of mxfp8"),
         (["--device", "cpu", "--graph"], "--graph: the device is a CPU (as asked for)"),
     ],
 )
@@ -193,7 +194,30 @@ def test_what_cannot_run_is_one_line(monkeypatch, arguments, message):
     assert told.stderr.startswith("train_moe: ") and message in told.stderr
 
 
+def test_a_recipe_learns_as_well(tmp_path):
+    out = tmp_path / "curves.json"
+    told = invoke(train_moe.main, "--steps", STEPS, "--device", "cpu", "--recipe", "mxfp8", "--out", out)
+    assert told.exit_code == 0, told.output
+    assert "curves  ok" in told.stdout and "recipes ok" in told.stdout and "glulam mxfp8" in told.stdout
+    result = results.read(out)
+    ours, shared = result["records"][-2:]
+    assert ours["recipe"] == "mxfp8" and "--recipe mxfp8" in result["stamp"]["command"]
+    assert 1e-4 < ours["distance"]["mean"] < 0.1 and shared["within_noise"] is True, "not another rounding"
+
+
 # Curves
+
+
+@pytest.mark.parametrize(("held_out", "good"), [(1.02, True), (0.5, True), (1.05, False), (math.nan, False)])
+def test_a_recipe_is_judged_by_what_it_holds_out(held_out, good):
+    *runs, shared = made_result()["records"]
+    ours = {"run": "glulam mxfp8", "loss": [9.0, 9.0, 9.0], "held_out": held_out, "step_ms": 1.0, "recipe": "mxfp8"}
+    plain = [{name: run[name] for name in ("run", "loss", "held_out", "step_ms")} for run in runs[:2]]
+    stamp = {"gpu": "NVIDIA H200", "commit": "abc"}
+    result = training_curves.make_result(stamp, [*plain, ours, shared], peers=2)
+    told = io.StringIO()
+    assert training_curves.show(result, Console(file=told, width=200)) is good
+    assert f"recipes {'ok' if good else 'FAILED'}" in told.getvalue() and "curves  ok" in told.getvalue()
 
 
 def test_smoothing_averages_over_what_lies_behind():

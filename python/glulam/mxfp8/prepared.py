@@ -1,11 +1,14 @@
 """Expert weights as the kernels of a recipe read them, made from what a caller holds, once for each of its versions.
 
-Process-wide, by where a weight lies and by its version counter, which every in-place operation of torch advances (an
-optimizer's step and load_state_dict do). Views of a weight share both, so that a new view of it, as a module or
-torch.compile may pass at each call, is not prepared anew. What was prepared goes once the weight's memory does.
+Process-wide, by where a weight lies and by its version counter, which in-place operations of torch advance (as
+load_state_dict does). Views of a weight share both, so that a new view of it, as a module or torch.compile may pass at
+each call, is not prepared anew. What was prepared goes once the weight's memory does.
 
-Two things a version counter does not see: what is written through `.data`, as some distributed optimizers do, and
-inference tensors, which have none. Call `clear` after either.
+Optimizers need not advance it: torch's fused ones do not, nor do those that copy into parameters through `.data`, as
+sharded ones. So the step of any torch.optim.Optimizer makes a new version of every weight that requires a gradient.
+
+What is written to a weight through `.data` at another time is not seen, nor is what is written to an inference tensor,
+which has no version. Call `clear` after either.
 
 CUDA graphs. A replay runs no Python, so no version is looked at. A weight that is not trained is prepared before the
 capture, and the graph goes on with that. A weight that is trained changes between replays, or within them where the
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import device as gpus
 from ..errors import CaptureError
@@ -49,19 +53,43 @@ Addresses = tuple[int, ...]
 Key = tuple[str, Addresses]
 
 
+class _Steps:
+    """`last`: stands for the last step of an optimizer in this process."""
+
+    def __init__(self) -> None:
+        self.last = object()
+        register_optimizer_step_post_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self.last = object()
+
+
+_steps = _Steps()
+
+
 class _Entry:
-    """`streams`: on which it may be read; others wait for `ready`."""
+    """What was prepared of one version.
 
-    __slots__ = ("__weakref__", "prepared", "ready", "shape", "streams", "versions")
+    `trains`: whether the weight was ever seen to require a gradient; `step`: `_steps.last` as it was prepared.
+    `streams`: on which it may be read; others wait for `ready`.
+    """
 
-    def __init__(self, tensors: Sequence[Tensor], prepared: Prepared) -> None:
+    __slots__ = ("__weakref__", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
+
+    def __init__(self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False) -> None:
         self.shape = tensors[0].shape
         self.versions = [_version(tensor) for tensor in tensors]
+        self.trains = trains or any(tensor.requires_grad for tensor in tensors)
+        self.step = _steps.last
         self.prepared = prepared
         self.streams = {_stream(prepared.data)}
         self.ready = torch.cuda.current_stream(prepared.data.device).record_event() if prepared.data.is_cuda else None
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        if not self.trains and any(tensor.requires_grad for tensor in tensors):
+            self.trains = True
+        if self.trains and self.step is not _steps.last:
+            return False
         return self.shape == tensors[0].shape and self.versions == [_version(tensor) for tensor in tensors]
 
     def use(self) -> Prepared:
@@ -143,8 +171,10 @@ class PreparedWeights:
             )
         tensors = _tensors(w, scale)
         key = form, _addresses(tensors)
-        self._entries.pop(key, None)  # an older version, so that its memory can serve
-        entry = _Entry(tensors, _prepare(form, w, scale, report=not trained))
+        old = self._entries.pop(key, None)
+        trains = old is not None and old.trains
+        del old  # so that its memory can serve
+        entry = _Entry(tensors, _prepare(form, w, scale, report=not trained), trains)
         with self._lock:
             self._entries[key] = entry
             self._watch(key[1], tensors)
