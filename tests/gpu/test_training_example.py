@@ -27,7 +27,8 @@ FURTHEST = 0.1  # nats; while the loss falls by 2 nats in 40 steps, rounding mov
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    chosen = [train_moe.TORCH[0], train_moe.GLULAM, train_moe.GRAPH]
+    ours = [train_moe.GLULAM, train_moe.GRAPH]
+    chosen = [train_moe.TORCH[0], *ours, *(train_moe.by_recipe(run, "mxfp8") for run in ours)]
     with torch.enable_grad():
         records = train_moe.train_all(SETUP, chosen, 0, "cuda", Console(file=io.StringIO()))
     return {record["run"]: record for record in records[:-1]}
@@ -39,7 +40,15 @@ def test_every_run_learns(runs: dict[str, dict[str, Any]]) -> None:
 
 
 def test_the_curves_lie_over_each_other(runs: dict[str, dict[str, Any]]) -> None:
-    torchs, ours, replayed = (run["loss"] for run in runs.values())
+    torchs, ours, replayed, *_ = (run["loss"] for run in runs.values())
     assert training_curves.distance(ours, torchs).largest < FURTHEST
     assert training_curves.distance(replayed, ours).largest < FURTHEST
     assert replayed[: train_moe.EAGER_STEPS] == pytest.approx(ours[: train_moe.EAGER_STEPS], abs=1e-2)
+
+
+def test_mxfp8_learns_as_well(runs: dict[str, dict[str, Any]]) -> None:
+    torchs, _, _, ours, replayed = runs.values()
+    for run in (ours, replayed):
+        assert run["recipe"] == "mxfp8" and run["held_out"] < torchs["held_out"] + FURTHEST
+    assert replayed["loss"][: train_moe.EAGER_STEPS] == pytest.approx(ours["loss"][: train_moe.EAGER_STEPS], abs=1e-2)
+    assert training_curves.distance(replayed["loss"], ours["loss"]).largest < FURTHEST

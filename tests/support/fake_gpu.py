@@ -99,10 +99,10 @@ def _store(out: Tensor, result: Tensor, ends: list[int]) -> None:
 
 
 def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
-    if spec.operands == "mxfp8":
+    if spec.operands != "16bit":
         from . import fake_mxfp8  # which is made of what is here
 
-        return fake_mxfp8.mm(spec)
+        return fake_mxfp8.mm(spec) if spec.operands == "mxfp8" else fake_mxfp8.decoded_mm(spec)
 
     def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, table: int, bias: int, bias_table: int,
             scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip

@@ -99,6 +99,25 @@ def mm(spec: GroupedMmSpec) -> Callable[..., None]:
     return run
 
 
+def decoded_mm(spec: GroupedMmSpec) -> Callable[..., None]:
+    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, w_scale: int, bias: int, bias_table: int,
+            scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+        _check_tensors(spec.dtype, [x, y])
+        _check_fp8(w)
+        rows = _equal(x.shape[0], y.shape[0])
+        _equal(x.shape[1], w.shape[2])
+        _equal(y.shape[1], w.shape[1])
+        if do_launch and rows:
+            ends = _ends(at, form, count, rows)
+            result = oracle.grouped_mm(
+                x, _blocked(w, w_scale), ends, bias=_biases(bias, bias_table, count, y.shape[1], y.dtype),
+                bias_scale=_scale(scale, rows),
+            )  # fmt: skip
+            _store(y, result, ends)
+
+    return run
+
+
 def glu_preact(spec: GroupedGluSpec) -> Callable[..., None]:
     """Quantises x, and goes on to FC2, as that of a grouped_mlp; and keeps h."""
     assert spec.save_preact

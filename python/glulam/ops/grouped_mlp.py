@@ -68,9 +68,9 @@ def grouped_mlp(
     Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. The activation m
     [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.workspace`).
 
-    Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for: FC1 and FC2 are then two calls that
-    save x, h and row_scale for the backward. Gradients that nothing asks for are not computed; those of rows behind
-    the last group are zero.
+    Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for and recipe is "bf16" or "mxfp8":
+    forward then saves x, h and row_scale for the backward. Gradients that nothing asks for are not computed; those of
+    rows behind the last group are zero.
 
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes "mxfp8" and
@@ -92,7 +92,8 @@ def grouped_mlp(
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
             "mxfp8_weight_only": such weights, and rows in bfloat16.
             All but "bf16" want H, I and the result's columns to be multiples of 32.
-        recompute: with gradients: save x and row_scale only, and make h again in the backward.
+        recompute: with gradients: save x and row_scale only, and make h again in the backward ("mxfp8": by all of
+            forward).
         out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
 
     Returns:
@@ -103,7 +104,8 @@ def grouped_mlp(
         GradientNotSupported: `out` is given although an argument requires a gradient, or a second derivative is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         FoldError (a ValueError): recipe "mxfp8" would change a weight too much.
-        CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there.
+        CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there; but those
+            that are trained the graph prepares at each replay.
     """
     if recipe != "bf16":
         if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
