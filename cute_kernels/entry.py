@@ -27,7 +27,7 @@ from .sm90.mhc.pre import Pre
 from .sm90.mhc.project import Project
 from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
-from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
+from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8, RoundMxfp8
 from .sm90.tail import TailZeros
 from .sm90.tile_scheduler import Groups
 from .specs import (
@@ -244,6 +244,22 @@ class QuantizeMxfp8Entry:
             self.quantize.launch(x, outputs, offs, num_groups, Form(wide, swizzled), stream)
 
 
+class RoundMxfp8Entry:
+    """out[T,K] = the values of x in MXFP8, by rows in blocks of 32, up to where the groups end. `offs`: int32 [E] or 0."""
+
+    def __init__(self, spec: QuantizeMxfp8Spec):
+        self.round = RoundMxfp8(spec.name, OUT_DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, out: cute.Tensor, offs: Int64, num_groups: Int32, do_launch: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            outputs = Outputs(Int64(out.iterator.toint()), Int64(0), Int64(0), Int64(0))
+            self.round.launch(x, outputs, offs, num_groups, Form(Int32(0), Int32(0)), stream)
+
+
 def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
     fakes = Fakes(DTYPES[spec.dtype])
     n, k = fakes.dim(), fakes.dim()
@@ -297,10 +313,12 @@ def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
 
 def _trace_quantize(spec: QuantizeMxfp8Spec) -> tuple[Any, tuple]:
     fakes = Fakes(OUT_DTYPES[spec.dtype])
-    x = fakes.matrix(cute.sym_int32(divisibility=32))
+    columns = fakes.dim(32)
+    x, stream = fakes.matrix(columns), make_fake_stream(use_tvm_ffi_env_stream=True)
+    if spec.rounded:
+        return RoundMxfp8Entry(spec), (x, fakes.packed(columns), Int64(0), Int32(0), Int32(0), stream)
     addresses = tuple(Int64(0) for _ in range(5))
     numbers = tuple(Int32(0) for _ in range(4))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return QuantizeMxfp8Entry(spec), (x, *addresses, *numbers, stream)
 
 

@@ -151,6 +151,8 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     weight = matrix[None]
     groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, QuantizeMxfp8Spec):
+        if spec.rounded:
+            return [matrix, matrix, 0, 1, 0]
         return [matrix, *[0] * 5, *[0] * 4]
     if operands_of(spec) == "mxfp8":
         return _dummy_mxfp8_arguments(spec, matrix)
