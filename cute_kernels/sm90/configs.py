@@ -6,6 +6,7 @@ from itertools import product
 
 from ..specs import (
     DTYPES,
+    FOLD_AXES,
     GATED,
     GLU_LAYOUTS,
     MHC_KERNELS,
@@ -14,6 +15,7 @@ from ..specs import (
     STREAM_COUNTS,
     STREAM_DTYPES,
     UNGATED,
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -66,6 +68,7 @@ def shipped_specs() -> list[Spec]:
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
+    specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
     return specs + mxfp8_specs() + mhc_specs()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ffi_bridge
 from cute_kernels.specs import (
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -85,7 +86,7 @@ def _spec_from(fields: dict[str, Any]) -> Spec:
     """The spec that keywords describe; a grouped_mlp uses one tile for both of its GEMMs."""
     for name in fields.keys() & {"dtype", "out_dtype"}:
         fields[name] = str(fields[name]).removeprefix("torch.")
-    if fields.get("op") == QuantizeMxfp8Spec.op:
+    if fields.get("op") in (QuantizeMxfp8Spec.op, FoldMxfp8Spec.op):
         return from_dict(fields)
     tile = _tile(fields)
     fields = {**fields, "tile": tile}
@@ -110,7 +111,8 @@ def compile(spec: Spec | None = None, /, **fields: Any) -> Spec:
 
     Args:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:
-        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad" or "quantize_mxfp8";
+        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad", "quantize_mxfp8" or
+            "fold_mxfp8";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
         tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1), or
             "adaptive"; schedule: "cooperative" or "pingpong";
@@ -154,6 +156,9 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
         if spec.rounded:
             return [matrix, matrix, 0, 1, 0]
         return [matrix, *[0] * 5, *[0] * 4]
+    if isinstance(spec, FoldMxfp8Spec):
+        data = matrix.to(torch.float8_e4m3fn)
+        return [matrix, data, 0, 0] if spec.axis == "row" else [weight, data[None], 0, 0]
     if operands_of(spec) == "mxfp8":
         return _dummy_mxfp8_arguments(spec, matrix)
     if isinstance(spec, GroupedMmSpec):
