@@ -247,7 +247,7 @@ class QuantizeMxfp8Entry:
 
 
 class RoundMxfp8Entry:
-    """out[T,K] = the values of x in MXFP8, by rows in blocks of 32, up to where the groups end. `offs`: int32 [E] or 0."""
+    """out[T,K] = the values of x in MXFP8, by rows in blocks of 32, to where groups end. `offs`: int32 [E] or 0."""
 
     def __init__(self, spec: QuantizeMxfp8Spec):
         self.round = RoundMxfp8(spec.name, OUT_DTYPES[spec.dtype])

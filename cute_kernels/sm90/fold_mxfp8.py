@@ -22,7 +22,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils
-from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 
 from ..gmem import vector_at
 from ..invariant import Invariant

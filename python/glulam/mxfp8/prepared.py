@@ -146,7 +146,9 @@ def _stream(tensor: Tensor) -> int:
 @torch.no_grad()
 def _prepare(fold: bool, w: Any, scale: Tensor | None) -> Prepared:
     if fold:
-        folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale))
+        # What is trained changes each step: no report, so that nothing is read back, and nothing refused.
+        is_trained = any(tensor.requires_grad for tensor in _tensors(w, scale))
+        folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), report=not is_trained)
         prepared = Prepared(folded.data, folded.scale)
     else:
         prepared = _quantized(w)
