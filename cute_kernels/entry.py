@@ -19,6 +19,7 @@ from .activation import ActivationParams
 from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes, weight_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
+from .sm90.fold_mxfp8 import FoldColumns, FoldRows
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.grouped_wgrad import GroupedWgrad
 from .sm90.mhc.aggregate import Aggregate, AggregateBackward
@@ -27,11 +28,12 @@ from .sm90.mhc.pre import Pre
 from .sm90.mhc.project import Project
 from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
-from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
+from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8, RoundMxfp8
 from .sm90.tail import TailZeros
 from .sm90.tile_scheduler import Groups
 from .specs import (
     DECODED,
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -245,6 +247,37 @@ class QuantizeMxfp8Entry:
             self.quantize.launch(x, outputs, offs, num_groups, Form(wide, swizzled), stream)
 
 
+class RoundMxfp8Entry:
+    """out[T,K] = the values of x in MXFP8, by rows in blocks of 32, to where groups end. `offs`: int32 [E] or 0."""
+
+    def __init__(self, spec: QuantizeMxfp8Spec):
+        self.round = RoundMxfp8(spec.name, OUT_DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, out: cute.Tensor, offs: Int64, num_groups: Int32, do_launch: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if (do_launch > 0) & (x.shape[0] > 0):
+            outputs = Outputs(Int64(out.iterator.toint()), Int64(0), Int64(0), Int64(0))
+            self.round.launch(x, outputs, offs, num_groups, Form(Int32(0), Int32(0)), stream)
+
+
+class FoldMxfp8Entry:
+    """A weight quantised and folded: E4M3 data, and one scale byte for each of its rows, at an address."""
+
+    def __init__(self, spec: FoldMxfp8Spec):
+        kernel = FoldRows if spec.axis == "row" else FoldColumns
+        self.fold = kernel(spec.name, OUT_DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(
+        self, w: cute.Tensor, data: cute.Tensor, scale: Int64, do_launch: Int32, stream: cuda.CUstream
+    ):  # fmt: skip
+        if do_launch > 0:
+            self.fold.launch(w, data, scale, stream)
+
+
 def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
     fakes = Fakes(DTYPES[spec.dtype])
     n, k = fakes.dim(), fakes.dim()
@@ -298,11 +331,24 @@ def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
 
 def _trace_quantize(spec: QuantizeMxfp8Spec) -> tuple[Any, tuple]:
     fakes = Fakes(OUT_DTYPES[spec.dtype])
-    x = fakes.matrix(cute.sym_int32(divisibility=32))
+    columns = fakes.dim(32)
+    x, stream = fakes.matrix(columns), make_fake_stream(use_tvm_ffi_env_stream=True)
+    if spec.rounded:
+        return RoundMxfp8Entry(spec), (x, fakes.packed(columns), Int64(0), Int32(0), Int32(0), stream)
     addresses = tuple(Int64(0) for _ in range(5))
     numbers = tuple(Int32(0) for _ in range(4))
-    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return QuantizeMxfp8Entry(spec), (x, *addresses, *numbers, stream)
+
+
+def _trace_fold(spec: FoldMxfp8Spec) -> tuple[Any, tuple]:
+    fakes = Fakes(OUT_DTYPES[spec.dtype])
+    n, k = fakes.dim(32), fakes.dim(32)
+    e4m3 = cutlass.Float8E4M3FN
+    if spec.axis == "row":
+        tensors = fakes.matrix(k), fakes.packed(k, e4m3)
+    else:
+        tensors = fakes.weight(n, k), fakes.weight(k, n, e4m3)
+    return FoldMxfp8Entry(spec), (*tensors, Int64(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 def _trace_mhc(spec: MhcSpec) -> tuple[Any, tuple]:
@@ -321,6 +367,8 @@ def trace(spec: Spec) -> tuple[Any, tuple]:
         return entry_decoded.trace(spec)
     if isinstance(spec, MhcSpec):
         return _trace_mhc(spec)
+    if isinstance(spec, FoldMxfp8Spec):
+        return _trace_fold(spec)
     if isinstance(spec, GroupedMmSpec):
         return _trace_mm(spec)
     if isinstance(spec, GroupedGluSpec):

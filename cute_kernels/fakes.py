@@ -30,6 +30,10 @@ class Fakes:
         stride = (cute.sym_int64(divisibility=ALIGNMENT_BITS // dtype.width), 1)
         return make_fake_tensor(dtype, (self.rows, cols), stride=stride, assumed_align=16)
 
+    def packed(self, cols: Any, dtype: type[cutlass.Numeric] | None = None) -> cute.Tensor:
+        """[T, cols], rows without padding."""
+        return make_fake_tensor(dtype or self.dtype, (self.rows, cols), stride=(cols, 1), assumed_align=16)
+
     def weight(self, rows: Any, cols: Any, dtype: type[cutlass.Numeric] | None = None) -> cute.Tensor:
         """[E or 1, rows, cols]; rows without padding, which the repeated `cols` checks. Experts may lie apart."""
         dtype = dtype or self.dtype

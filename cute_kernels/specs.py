@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
 QUANTIZE_AXES = ("row", "col", "both")
+FOLD_AXES = ("row", "col")
 GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
@@ -360,6 +361,25 @@ class QuantizeMxfp8Spec:
         return f"quantize_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}{rounded}_{self.arch}"
 
 
+@dataclasses.dataclass(frozen=True)
+class FoldMxfp8Spec:
+    """A weight to MXFP8 with one scale a row of the result: w[R,C] along rows, or w[E,N,K] along N, transposed."""
+
+    op: ClassVar[str] = "fold_mxfp8"
+    dtype: str = "bfloat16"
+    axis: str = "row"
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        _require("dtype", self.dtype, QUANTIZED_DTYPES)
+        _require("axis", self.axis, FOLD_AXES)
+        _require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        return f"fold_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
+
+
 class MhcArguments(NamedTuple):
     """What a hyper-connection function takes, in this order; then do_launch (0 only loads the kernels) and the stream.
 
@@ -445,10 +465,18 @@ _SPECS = (
     GroupedDgluSpec,
     GroupedWgradSpec,
     QuantizeMxfp8Spec,
+    FoldMxfp8Spec,
     MhcSpec,
 )
 Spec = (
-    GroupedMmSpec | GroupedGluSpec | GroupedMlpSpec | GroupedDgluSpec | GroupedWgradSpec | QuantizeMxfp8Spec | MhcSpec
+    GroupedMmSpec
+    | GroupedGluSpec
+    | GroupedMlpSpec
+    | GroupedDgluSpec
+    | GroupedWgradSpec
+    | QuantizeMxfp8Spec
+    | FoldMxfp8Spec
+    | MhcSpec
 )
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}

@@ -274,7 +274,7 @@ def quantize_tables(result: Result) -> list[Table]:
     """Every form of the quantiser against the copy limit, and against a copy of as many bytes."""
     header = ("matrix", "dtype", "axis", "block", "scales", "glulam us", "rate (of copy limit)", "equal copy us")
     rows = [_quantize_row(record, result["limits"]) for record in result["records"]]
-    return [Table("Quantising to MXFP8 (`quantize_mxfp8`)", header, rows)]
+    return [Table("Quantising to MXFP8 (`quantize_mxfp8`; of weights, `prepare_mxfp8_weight`)", header, rows)]
 
 
 def _tile_row(tile: str, records: list[dict[str, Any]], sizes: list[int]) -> tuple[str, ...]:

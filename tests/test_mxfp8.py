@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import mxfp8 as oracle
 from support.fake_gpu import FakeGpu
-from support.mxfp8_inputs import every_bfloat16, padded_buffer, random_float32, special_blocks, spread
+from support.mxfp8_inputs import every_bfloat16, folding_cases, padded_buffer, random_float32, special_blocks, spread
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -650,6 +650,35 @@ class TestFold:
         folded = prepare_mxfp8_weight(torch.nn.Parameter(weight()))
         assert not folded.data.requires_grad and repr(folded).startswith("FoldedWeight([3, 64, 256], axis='row'")
         assert folded.to("cpu") is folded and folded.to("meta").scale.device.type == "meta"
+
+    @pytest.mark.parametrize("axis", ["row", "col"])
+    def test_against_the_definition(self, axis: str) -> None:
+        for w in folding_cases():
+            folded = prepare_mxfp8_weight(w, axis=axis, report=False)
+            assert folded.report is None
+            for matrix, data, scale in zip(w if axis == "row" else w.mT, folded.data, folded.scale, strict=True):
+                wanted = oracle.folded_rows(matrix)
+                assert torch.equal(bytes_of(data), wanted[0]) and torch.equal(bytes_of(scale), wanted[1])
+
+    @pytest.mark.parametrize("axis", ["row", "col", "both"])
+    def test_kernels_are_called_for_packed_weights_and_lists(self, axis: str, fake_gpu: FakeGpu) -> None:
+        w = weight()
+        axes = ("row", "col") if axis == "both" else (axis,)
+        wanted = [oracle.folded_rows(m) for one in axes for m in (w if one == "row" else w.mT)]
+        for source, calls in ((w, 1), (list(w), 3), (w.mT.contiguous().mT, 3), (torch.nn.Parameter(w), 1)):
+            fake_gpu.work.clear()
+            folded = prepare_mxfp8_weight(source, axis=axis, report=False)
+            copies = folded if axis == "both" else (folded,)
+            assert fake_gpu.work == ["fold_mxfp8"] * (calls * len(axes)) and copies[0].report is None
+            made = [pair for one in copies for pair in zip(one.data, one.scale, strict=True)]
+            for (data, scale), (its_data, its_scale) in zip(made, wanted, strict=True):
+                assert torch.equal(bytes_of(data), its_data) and torch.equal(bytes_of(scale), its_scale)
+
+    def test_the_report_is_made_beside_the_kernel(self, fake_gpu: FakeGpu) -> None:
+        assert prepare_mxfp8_weight(weight()).report.error_bound > 0 and fake_gpu.work == ["fold_mxfp8"]
+        with pytest.raises(FoldError, match="expert 1"):
+            prepare_mxfp8_weight(massive(2.0**15))
+        assert prepare_mxfp8_weight(massive(2.0**15), report=False).report is None
 
     def test_refusals(self) -> None:
         w = weight()

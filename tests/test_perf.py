@@ -560,7 +560,9 @@ def compare_result():
 def quantize_result():
     medians = times(glulam=60.0, copy=55.0)
     summaries = {name: Summary(**summary) for name, summary in medians.items()}
-    records = [quantize.make_record(form, summaries) for form in quantize.forms_of(MIXTRAL)]
+    records = [
+        quantize.make_record(form, summaries) for form in (*quantize.forms_of(MIXTRAL), *quantize.folds_of(MIXTRAL))
+    ]
     return results.make_result("quantize", STAMP, LIMITS, records)
 
 
@@ -661,6 +663,21 @@ def test_quantising_counts_every_byte_once():
 def test_quantising_is_measured_in_every_form():
     forms = quantize.forms_of(MIXTRAL)
     assert len(set(forms)) == len(forms) == 18
+    folds = quantize.folds_of(MIXTRAL)
+    assert len(set(folds)) == len(folds) == 4
+    elements = 8 * 2 * MIXTRAL.intermediate * MIXTRAL.hidden
+    assert folds[0].bytes == 3 * elements + 8 * 2 * MIXTRAL.intermediate
+    assert folds[3].bytes == 5 * elements + 8 * MIXTRAL.hidden
+
+
+def test_a_wrong_fold_is_not_measured(monkeypatch):
+    w, form = torch.randn(2, 32, 64), quantize.Fold("w", 64, 64, "float32", "col", experts=2)
+    quantize.check_fold(form, w)
+    right = quantize.glulam.prepare_mxfp8_weight
+    answers = iter((right(w[:1] * 3, axis="col"), right(w[:1], axis="col")))
+    monkeypatch.setattr(quantize.glulam, "prepare_mxfp8_weight", lambda *_, **__: next(answers))
+    with pytest.raises(RuntimeError, match="prepare_mxfp8_weight is wrong"):
+        quantize.check_fold(form, w)
 
 
 @pytest.mark.parametrize("axis", ["row", "both"])

@@ -7,6 +7,7 @@ from itertools import product
 from ..specs import (
     DECODED,
     DTYPES,
+    FOLD_AXES,
     GATED,
     GLU_LAYOUTS,
     MHC_KERNELS,
@@ -15,6 +16,7 @@ from ..specs import (
     STREAM_COUNTS,
     STREAM_DTYPES,
     UNGATED,
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -68,6 +70,8 @@ def shipped_specs() -> list[Spec]:
         specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
+    specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
+    specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
     return specs + mxfp8_specs() + decoded_specs() + mhc_specs()
 
 

@@ -28,6 +28,7 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 
 from ..gmem import vector_at
 from ..invariant import Invariant
+from .scales import power_of_two
 
 TILE = 128
 BLOCK = 32
@@ -478,3 +479,28 @@ class QuantizeMxfp8(Invariant):
             at = grid.address + first + grid.outer0 % TILE * (QUARTERS * BLOCKS) + word * BLOCKS
             mine = scales[None, word % QUARTERS * self.run + word // QUARTERS]
             vector_at(Int32, at)[0] = cute.recast_tensor(mine, Int32)[thread // self.rows]
+
+
+class RoundMxfp8(QuantizeMxfp8):
+    """The values that x would have in MXFP8, by rows in blocks of 32, in x's dtype: T K 2 width bytes.
+
+    `outputs.row_data` is the address of [T,K] of that dtype; nothing looks at the others, nor at the form.
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric]):
+        super().__init__(name, dtype, "row")
+
+    @cute.jit
+    def _quantize(self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place):
+        exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
+        self._row_exponents(cute.recast_tensor(values, Int32), form, exponents)
+        row_bytes = Int64(x.shape[1]) * (self.dtype.width // 8)
+        first = outputs.row_data + place.row * row_bytes + place.column * (self.dtype.width // 8)
+        if place.column < x.shape[1]:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                if place.row + self._below(i) < reach.stop:
+                    scaled = values[None, i].load().to(Float32) * multiplier_of(exponents[i])
+                    rounded = scaled.to(Float8E4M3FN).to(Float32) * power_of_two(exponents[i])
+                    result = cute.make_rmem_tensor(self.vector, self.dtype)
+                    result.store(rounded.to(self.dtype))
+                    cute.autovec_copy(result, self._vector_at(self.dtype, first + self._below(i) * row_bytes))

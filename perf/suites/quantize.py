@@ -1,4 +1,7 @@
-"""quantize_mxfp8 in all its forms at the models' sizes, against a copy of as many bytes. The bar is bytes."""
+"""Quantising in all its forms at the models' sizes, against a copy of as many bytes. The bar is bytes.
+
+quantize_mxfp8 of a layer's input, and prepare_mxfp8_weight, without its report, of the weights of FC1.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,30 @@ class Form:
         return {"axis": self.axis, "block": self.block, "scale_layout": self.scale_layout}
 
 
+@dataclasses.dataclass(frozen=True)
+class Fold(Form):
+    """One way to fold w [experts, rows / experts, columns]."""
+
+    block: str = "a row"
+    experts: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """The fewest: w once, elements and scales once."""
+        elements = self.rows * self.columns
+        width: int = getattr(torch, self.dtype).itemsize
+        return elements * (width + 1) + (self.rows if self.axis == "row" else self.experts * self.columns)
+
+
+def folds_of(case: Case) -> list[Fold]:
+    """The weights of FC1, along either axis."""
+    n = 2 * case.intermediate
+    base = Fold(
+        f"{case.name} w1 [{case.experts}, {n}, {case.hidden}]", case.experts * n, case.hidden, experts=case.experts
+    )
+    return [dataclasses.replace(base, dtype=d, axis=a) for d, a in product(("bfloat16", "float32"), ("row", "col"))]
+
+
 def forms_of(case: Case) -> list[Form]:
     """The input of a layer: every axis, block and layout in bfloat16, and the axes in the other dtypes."""
     base = Form(f"{case.name} x [{case.rows}, {case.hidden}]", case.rows, case.hidden)
@@ -73,8 +100,32 @@ def check(form: Form, x: Tensor) -> None:
                 raise RuntimeError(f"quantize_mxfp8 is wrong: {form}")
 
 
+def check_fold(form: Fold, w: Tensor) -> None:
+    """The same of the first rows of the first expert of w."""
+    part = w[:1, :CHECKED_ROWS]
+    got = glulam.prepare_mxfp8_weight(part, axis=form.axis, report=False)
+    wanted = glulam.prepare_mxfp8_weight(part.cpu(), axis=form.axis, report=False)
+    for mine, reference in ((got.data, wanted.data), (got.scale, wanted.scale)):
+        if not torch.equal(mine.cpu().view(torch.uint8), reference.view(torch.uint8)):
+            raise RuntimeError(f"prepare_mxfp8_weight is wrong: {form}")
+
+
+def _fold_contestants(form: Fold) -> dict[str, Call]:
+    count = min(math.ceil(ROTATION_BYTES / form.bytes), MAX_COPIES)
+    shape = form.experts, form.rows // form.experts, form.columns
+    ws = [torch.randn(shape, dtype=getattr(torch, form.dtype), device="cuda") for _ in range(count)]
+    check_fold(form, ws[0])
+    halves = [torch.empty(2, form.bytes // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    return {
+        "glulam": lambda n: glulam.prepare_mxfp8_weight(ws[n % count], axis=form.axis, report=False),
+        "copy": lambda n: halves[n % count][0].copy_(halves[n % count][1]),
+    }
+
+
 def _contestants(form: Form) -> dict[str, Call]:
     """Calls into caches that the calls before have swept, each with its own buffers."""
+    if isinstance(form, Fold):
+        return _fold_contestants(form)
     dtype = getattr(torch, form.dtype)
     count = min(math.ceil(ROTATION_BYTES / form.bytes), MAX_COPIES)
     xs = [torch.randn(form.rows, form.columns, device="cuda").to(dtype) for _ in range(count)]
@@ -94,7 +145,8 @@ def make_record(form: Form, times: dict[str, Summary]) -> dict[str, Any]:
 
 def run_quantize(options: Options) -> list[dict[str, Any]]:
     """One record a form."""
-    forms = [form for case in select(CASES, options.case) for form in forms_of(case)]
+    cases = select(CASES, options.case)
+    forms = [form for case in cases for form in [*forms_of(case), *folds_of(case)]]
     records = []
     for form in track(forms, "quantize"):
         records.append(make_record(form, measure_device(_contestants(form), options.budget_s / len(forms))))

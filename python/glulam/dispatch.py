@@ -12,6 +12,7 @@ from types import ModuleType
 from cute_kernels.sm90 import configs as sm90
 from cute_kernels.specs import (
     GATED,
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -131,7 +132,7 @@ weights, not rows; grouped_dglu serves training, where experts have many; a quan
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
-    if isinstance(spec, (MhcSpec, QuantizeMxfp8Spec)):
+    if isinstance(spec, (FoldMxfp8Spec, MhcSpec, QuantizeMxfp8Spec)):
         return spec
     if isinstance(spec, GroupedMlpSpec):
         return GroupedMlpSpec(form(spec.fc1), form(spec.fc2))  # type: ignore[arg-type]

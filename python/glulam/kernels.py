@@ -11,6 +11,7 @@ from torch import Tensor
 import ffi_bridge
 from cute_kernels.specs import (
     DECODED,
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -83,7 +84,7 @@ def _spec_from(fields: dict[str, Any]) -> Spec:
     """The spec that keywords describe."""
     for name in fields.keys() & {"dtype", "out_dtype"}:
         fields[name] = str(fields[name]).removeprefix("torch.")
-    if fields.get("op") == QuantizeMxfp8Spec.op:
+    if fields.get("op") in (QuantizeMxfp8Spec.op, FoldMxfp8Spec.op):
         return from_dict(fields)
     tile, cluster = fields.pop("tile", (128, 256, 64)), fields.pop("cluster", (1, 1))
     schedule = fields.pop("schedule", "cooperative")
@@ -107,7 +108,8 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
 
     Args:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:
-        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad" or "quantize_mxfp8";
+        op: "grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad", "quantize_mxfp8" or
+            "fold_mxfp8";
         dtype: "bfloat16" (default) or "float16", or the torch dtype;
         tile: (rows, weight rows, depth) of a CTA's tile, or a TileConfig; cluster: CTAs along both, (1, 1), or
             "adaptive"; schedule: "cooperative" or "pingpong";
@@ -159,7 +161,12 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     weight = matrix[None]
     groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, QuantizeMxfp8Spec):
+        if spec.rounded:
+            return [matrix, matrix, 0, 1, 0]
         return [matrix, *[0] * 5, *[0] * 4]
+    if isinstance(spec, FoldMxfp8Spec):
+        data = matrix.to(torch.float8_e4m3fn)
+        return [matrix, data, 0, 0] if spec.axis == "row" else [weight, data[None], 0, 0]
     if operands_of(spec) == "mxfp8":
         return _dummy_mxfp8_arguments(spec, matrix)
     if operands_of(spec) in DECODED:

@@ -14,7 +14,8 @@ from support.routing import catalogue
 from torch import Tensor
 
 import glulam
-from glulam import MXFP8Tensor, quantize_mxfp8
+from cute_kernels.specs import QuantizeMxfp8Spec
+from glulam import MXFP8Tensor, kernels, quantize_mxfp8
 from glulam.mxfp8 import layout, prepare_mxfp8_weight
 
 pytestmark = pytest.mark.gpu
@@ -209,6 +210,42 @@ class TestQuantize:
 
     def test_preload_loads_it(self) -> None:
         assert glulam.preload() > 0
+
+
+class TestRounded:
+    @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+    @pytest.mark.parametrize("shape", [(1, 32), (31, 64), (257, 736), (300, 1504), (1000, 2880)], ids=str)
+    def test_the_values_of_a_row_copy(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.compare(spread(*shape, dtype))
+
+    def test_special_numbers(self) -> None:
+        self.compare(every_bfloat16())
+        self.compare(random_float32(1 << 14))
+        for dtype in (BF16, F32):
+            self.compare(special_blocks(dtype))
+
+    def test_padded_rows_and_groups(self) -> None:
+        wide = torch.full((200, 168), torch.nan, dtype=BF16, device="cuda")
+        wide[:, :160] = spread(200, 160).cuda()
+        wanted = quantize_mxfp8(wide[:, :160].cpu()).dequantize(BF16)
+        for ends in ([0, 50, 150], [200], [0], [2**30], [-3]):
+            used = min(max(ends[-1], 0), 200)
+            got = self.rounded(wide[:, :160], torch.tensor(ends, dtype=torch.int32, device="cuda"))
+            assert torch.equal(got[:used].cpu(), wanted[:used]) and bool((got[used:] == 7).all())
+
+    def rounded(self, x: Tensor, offs: Tensor | None = None) -> Tensor:
+        spec = QuantizeMxfp8Spec(str(x.dtype).removeprefix("torch."), rounded=True)
+        out = torch.full(x.shape, 7, dtype=x.dtype, device="cuda")
+        groups = (0, 1) if offs is None else (offs.data_ptr(), offs.shape[0])
+        kernels.find(spec).function(x, out, *groups, 1)
+        return out
+
+    def compare(self, x: Tensor) -> None:
+        """Bit for bit, but for the bits of a NaN."""
+        got, wanted = self.rounded(x.cuda()).cpu(), quantize_mxfp8(x).dequantize(x.dtype)
+        assert torch.equal(got.isnan(), wanted.isnan())
+        bits = torch.int16 if x.dtype == BF16 else torch.int32
+        assert torch.equal(got.nan_to_num(0).view(bits), wanted.nan_to_num(0).view(bits))
 
 
 class TestFold:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.specs import (
+    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
@@ -288,6 +289,22 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Callable[..., None]:
     return run
 
 
+def _fold(spec: FoldMxfp8Spec) -> Callable[..., None]:
+    def run(w: Tensor, data: Tensor, scale: int, do_launch: int) -> None:
+        _check_tensors(spec.dtype, [w])
+        _check_tensors("float8_e4m3fn", [data])
+        assert w.is_contiguous() and data.is_contiguous() and not w.shape[-1] % 32 and not w.shape[-2] % 32
+        experts, out = (w[None], data[None]) if spec.axis == "row" else (w.mT, data)
+        assert out.shape == experts.shape and w.dim() == (2 if spec.axis == "row" else 3)
+        if do_launch:
+            scales = _memory(scale, out.shape[:2].numel(), torch.uint8).view(out.shape[:2])
+            for expert, its_data, its_scales in zip(experts, out, scales, strict=True):
+                values, its_scales[:] = mxfp8.folded_rows(expert.float())
+                its_data.view(torch.uint8)[:] = values
+
+    return run
+
+
 MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {
     "grouped_mm": _mm,
     "grouped_glu": _glu,
@@ -295,6 +312,7 @@ MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {
     "grouped_dglu": _dglu,
     "grouped_wgrad": _wgrad,
     "quantize_mxfp8": _quantize,
+    "fold_mxfp8": _fold,
     "mhc": fake_mhc.make,
 }
 

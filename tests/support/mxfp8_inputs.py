@@ -57,3 +57,21 @@ def padded_buffer(sizes: list[int], tail: int, columns: int = 96) -> tuple[Tenso
     for end, size in zip(ends, sizes, strict=True):
         x[end - size : end] = spread(size, columns, seed=end)
     return x, ends
+
+
+def folding_cases(n: int = 64, k: int = 96) -> list[Tensor]:
+    """Finite weights [E, n, k] of every dtype: a massive channel, a huge row, zeros, subnormals, and a wide spread."""
+    generator = torch.Generator().manual_seed(11)
+    w = torch.randn(3, n, k, generator=generator) * 0.05
+    w[0, :, 5] *= 2.0**12
+    w[0, 7] *= 2.0**14
+    w[1, 3], w[1, :, 9] = 0, 0
+    w[1, 4], w[1, :, 10] = 2.0**-14, 2.0**-14
+    w[2] = spread(n, k, F32) * 0.01
+    tiny = torch.randn(1, n, k, generator=generator) * 2.0**-130
+    tiny[0, 5], tiny[0, 6, 7] = 0, 2.0**-149
+    powers = torch.randint(-120, 121, (1, n, k), generator=generator)
+    wild = torch.ldexp(torch.randn(1, n, k, generator=generator), powers.int())
+    # Every 16th of a binade, so that block maxima are rounded up, down and to an even mantissa.
+    steps = (torch.arange(n * k).view(1, n, k) % 257 - 128) / 16
+    return [*(w.to(dtype) for dtype in (BF16, torch.float16, F32)), tiny, tiny.to(BF16), wild, wild.to(BF16), steps]

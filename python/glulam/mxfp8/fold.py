@@ -14,6 +14,7 @@ channel, costs bits only where it is more than 2^10 times the rest, and the repo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cute_kernels.specs import FoldMxfp8Spec
+
+from .. import device as gpus
+from .. import kernels
 from ..signature import shape_text
 from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
@@ -30,6 +35,8 @@ from .tensor import MXFP8Tensor
 OP = "prepare_mxfp8_weight"
 MAX_ERROR = 1e-2
 """Of a block's norm; quantising it to MXFP8 costs 2.6e-2."""
+VECTOR_BYTES = 16
+"""What a kernel's address is a multiple of."""
 WIDE = BLOCK_SIZES["1x128"]
 WIDE_BLOCKS = WIDE // BLOCK
 MAX_BINADES = 32
@@ -95,7 +102,7 @@ class FoldedWeight:
             [E, K, N], transposed, for axis "col", the data gradient's, since FP8 wgmma reads along the contraction.
         scale: [E, R] float8_e8m0fnu, one power of two a row.
         axis: "row" or "col".
-        report: what folding changed; None where nobody asked.
+        report: what folding changed; None where it was not asked for.
     """
 
     data: Tensor
@@ -124,15 +131,18 @@ class FoldedWeights(NamedTuple):
 
 
 def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True) -> Any:
-    """Quantise expert weights to MXFP8 and fold their scales to one power of two a row; once, at load.
+    """Quantise expert weights to MXFP8 and fold their scales to one power of two a row; once, at load, or each step.
+
+    On a GPU one kernel does it for an axis of a packed weight, or of each expert of a list. The report takes torch's
+    operators many times as long.
 
     Args:
         w: [E, N, K], or a list of E tensors [N, K]: bfloat16, float16 or float32. Or an MXFP8Tensor [E, N, K] whose
             axis is the one wanted. N and K are multiples of 32.
         axis: the contraction: "row", along K, for y = x w^T; "col", along N, for the data gradient dx = dy w; "both".
         max_error: the largest `FoldReport.error_bound` to accept.
-        report: False leaves the report out, and so what is refused for what it says, which the host would read from the
-            device: for weights in training.
+        report: False makes none, so that nothing is read back from a GPU, and then refuses nothing: a row with a NaN
+            or an Inf has one in its data or its scale is 2^127.
 
     Returns:
         FoldedWeight on w's device, or FoldedWeights (row, col) for "both".
@@ -140,16 +150,24 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
     Raises:
         FoldError (a ValueError): an expert that folding would change by more than max_error, or that has a NaN or Inf.
         ValueError, TypeError: an argument that does not fit.
+        UnsupportedDevice, BundleError (RuntimeErrors): w is on a GPU, but there is no kernel for it.
     """
     if axis not in (*AXES, "both"):
         raise ValueError(f"{OP}: axis is {axis!r}; choose one of row, col, both")
     if not max_error >= 0:
         raise ValueError(f"{OP}: max_error is {max_error!r}; give a number of at least 0")
     if axis == "both":
-        return FoldedWeights(*(prepare_mxfp8_weight(w, axis=a, max_error=max_error, report=report) for a in AXES))
+        return FoldedWeights(*(prepare_mxfp8_weight(w, axis=one, max_error=max_error, report=report) for one in AXES))
     experts = _experts(w, axis)
     with torch.no_grad():
-        return _fold_experts(experts, axis, max_error if report else None)
+        folded = _empty(experts, axis)
+        by_kernel = not isinstance(w, MXFP8Tensor) and folded.data.device.type == gpus.KERNEL_DEVICE
+        if by_kernel:
+            _fold_by_kernel(w, folded)
+        if by_kernel and not report:
+            return folded
+        tally = _fold_by_torch(experts, None if by_kernel else folded, report)
+        return folded if tally is None else dataclasses.replace(folded, report=_checked(tally, max_error))
 
 
 def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
@@ -233,6 +251,10 @@ class _Tally:
         self.row_error = torch.zeros((), device=device)
         self.block_errors: list[Tensor] = []  # of each chunk: the largest, where, and how far that block moved
         self.places: list[tuple[int, int, int]] = []  # of each chunk: expert, first row, blocks of a row
+        self.finite: dict[int, Tensor] = {}  # of each expert
+
+    def add_finite(self, expert: int, is_finite: Tensor) -> None:
+        self.finite[expert] = is_finite & self.finite[expert] if expert in self.finite else is_finite
 
     def add(self, place: tuple[int, int, int], folded: Tensor, rounded: Tensor, drop: Tensor) -> None:
         """`folded`, `rounded` [R, blocks, 32]: values before and after rounding. `drop` [R, blocks]: binades moved."""
@@ -269,33 +291,63 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def _fold_experts(experts: list[_Expert], axis: str, max_error: float | None) -> FoldedWeight:
-    """`max_error` None: without a report."""
+def _empty(experts: list[_Expert], axis: str) -> FoldedWeight:
     first = experts[0].data
-    shape = (len(experts), *first.shape)
-    data = torch.empty(shape, dtype=DATA_DTYPE, device=first.device)
-    scale = torch.empty(shape[:2], dtype=torch.uint8, device=first.device)
-    tally = _Tally(first.device)
-    finite = []
+    data = torch.empty(len(experts), *first.shape, dtype=DATA_DTYPE, device=first.device)
+    scale = torch.empty(data.shape[:2], dtype=SCALE_DTYPE, device=first.device)
+    return FoldedWeight(data, scale, axis, None)
+
+
+def _fold_by_kernel(w: Any, out: FoldedWeight) -> None:
+    """w [E, N, K] or a list of [N, K]; bit for bit what `_fold_by_torch` makes of finite weights."""
+    data, scale, index = out.data, out.scale, out.data.get_device()
+    arch = gpus.gpu(index).arch
+    pieces: list[tuple[Tensor, Tensor, Tensor]]
+    if isinstance(w, Tensor) and _is_readable(w):
+        pieces = [(w.detach(), data, scale)]
+    else:
+        experts = [matrix.detach() for matrix in w]
+        whole = [m if _is_readable(m) else m.clone(memory_format=torch.contiguous_format) for m in experts]
+        pieces = [(m[None], d[None], s) for m, d, s in zip(whole, data, scale, strict=True)]
+    with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
+        for source, its_data, its_scale in pieces:
+            dtype = str(source.dtype).removeprefix("torch.")
+            function = kernels.find(FoldMxfp8Spec(dtype, out.axis, arch)).function
+            matrices = (source, its_data) if out.axis == "col" else (source.flatten(0, 1), its_data.flatten(0, 1))
+            function(*matrices, its_scale.data_ptr(), 1)
+
+
+def _is_readable(w: Tensor) -> bool:
+    """Whether a kernel can read it where it lies."""
+    return w.is_contiguous() and w.data_ptr() % VECTOR_BYTES == 0
+
+
+def _fold_by_torch(experts: list[_Expert], out: FoldedWeight | None, report: bool) -> _Tally | None:
+    """Writes `out`, where there is one; sums up what changed, where it is asked for."""
+    first = experts[0].data
+    tally = _Tally(first.device) if report else None
+    scale = None if out is None else out.scale.view(torch.uint8)
     for index, expert in enumerate(experts):
-        is_finite = torch.ones((), dtype=torch.bool, device=first.device)
         for part in _chunks(*first.shape):
             elements, exponents = expert.rows(part)
             blocks = elements.float().unflatten(1, (-1, BLOCK))
             folded, target, drop = _rebased(blocks, exponents)
             rounded = to_e4m3(folded)
-            data[index, part], scale[index, part] = rounded.flatten(1), target
-            if max_error is not None:
-                is_finite &= (exponents < E8M0_INF).all() & blocks.isfinite().all()
+            if out is not None and scale is not None:
+                out.data[index, part], scale[index, part] = rounded.flatten(1), target
+            if tally is not None:
+                tally.add_finite(index, (exponents < E8M0_INF).all() & blocks.isfinite().all())
                 tally.add((index, part.start, blocks.shape[1]), folded, rounded.float(), drop)
-        finite.append(is_finite)
-    if max_error is None:
-        return FoldedWeight(data, scale.view(SCALE_DTYPE), axis, None)
-    _refuse_infinite(torch.stack(finite))
+    return tally
+
+
+def _checked(tally: _Tally, max_error: float) -> FoldReport:
+    """The report, if nothing in it is to be refused."""
+    _refuse_infinite(tally.finite)
     report = tally.report()
     if report.error_bound > max_error:
         _refuse(report, max_error)
-    return FoldedWeight(data, scale.view(SCALE_DTYPE), axis, report)
+    return report
 
 
 def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -313,8 +365,8 @@ def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return blocks * factor[:, :, None], target.to(torch.uint8), -shift
 
 
-def _refuse_infinite(finite: Tensor) -> None:
-    flags = finite.tolist()
+def _refuse_infinite(finite: dict[int, Tensor]) -> None:
+    flags = torch.stack(list(finite.values())).tolist()
     if not all(flags):
         raise FoldError(f"{OP}: expert {flags.index(False)} has a NaN or an Inf among its weights; mend the checkpoint")
 
