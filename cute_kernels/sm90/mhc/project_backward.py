@@ -115,7 +115,8 @@ class ProjectBackward(Invariant):
                 self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
                 self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form_of(forms, 0)).launch(
                     grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1),
-                    stream=stream,
+                    # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
+                    min_blocks_per_mp=int(self.n == 2), stream=stream,
                 )  # fmt: skip
             small = (at[3], ctas, Int32(self.outputs + 3), d_sums)
             self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form_of(forms, 0), small, stream)
