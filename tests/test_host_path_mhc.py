@@ -13,7 +13,7 @@ from torch import Tensor
 
 import glulam
 from glulam import mhc
-from glulam.mhc import reference
+from glulam.mhc import recent, reference
 from glulam.mhc.operator import Operator
 
 pytest_plugins = ["support.fixtures"]
@@ -114,6 +114,36 @@ def test_alignment_and_overlap_are_checked_at_each_call(fake_gpu: FakeGpu) -> No
         mhc.aggregate(memory[1 : 1 + 5 * 4 * 8].view(5, 4, 8), h_pre, out=memory[2048 : 2048 + 40].view(5, 8))
     with pytest.raises(ValueError, match="out overlaps x in memory"):
         mhc.aggregate(memory[: 5 * 4 * 8].view(5, 4, 8), h_pre, out=memory[80:120].view(5, 8))
+
+
+def test_a_recent_plan_serves_no_other_call(fake_gpu: FakeGpu) -> None:
+    """Calls that differ in one thing each, in turns, often enough for their plans to be found without a key."""
+    residual, h_res, h_post, x, bias = (t.detach() for t in inputs("post_mix", 4, BF16, F32))
+    calls: list[tuple[list[Any], bool]] = [
+        ([residual, h_res, h_post, x, bias], False),
+        ([residual, h_res, h_post, x, bias], True),
+        ([residual, h_res, h_post, x, None], False),
+        ([residual, h_res.to(BF16), h_post, x, bias], False),
+        ([residual[:4].clone(), h_res[:4].clone(), h_post[:4].clone(), x[:4].clone(), bias], False),
+        ([residual.float(), h_res, h_post, x.float(), bias], False),
+    ]
+    exact = [reference.post_mix(*given, flag) for given, flag in calls]
+    for _ in range(100):
+        for (given, flag), wanted in zip(calls, exact, strict=True):
+            assert same_bits(mhc.post_mix(*given, transpose_res=flag), wanted)
+    for _ in range(3):  # and what no plan may serve, behind calls that one does
+        mhc.post_mix(residual, h_res, h_post, x, bias)
+        with pytest.raises(ValueError, match="h_res is not contiguous"):
+            mhc.post_mix(residual, h_res.transpose(-1, -2), h_post, x, bias)
+        with pytest.raises(TypeError, match="x is"):
+            mhc.post_mix(residual, h_res, h_post, x.tolist(), bias)  # type: ignore[arg-type]
+
+
+def test_plans_are_found_by_keys_where_torch_has_no_guards(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "_Guards", None)
+    x, h_pre = (t.detach() for t in inputs("aggregate", 4, BF16, F32))
+    for _ in range(3):
+        assert same_bits(mhc.aggregate(x, h_pre), reference.aggregate(x, h_pre))
 
 
 def test_no_workspace_where_none_is_needed(fake_gpu: FakeGpu) -> None:

@@ -6,6 +6,8 @@ and single vectors of C, forward reads and writes: aggregate n and 1; post_mix n
 the matrices. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; project n and n; sinkhorn two matrices and
 one. `pre`, all before a sub-layer: forward 2n and 1, since all columns of a token make the weights of its first;
 backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read.
+
+Sinkhorn is measured on many more matrices, too: what bounds it then is instructions, 4 a cycle and SM.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ OURS, COMPILED = "glulam", "torch.compile"
 ENQUEUE_US = 400.0
 HOST_TOKENS, HOST_WIDTH = 16, 64
 GRADIENT_SEED = 7
+WARP = 32
 
 
 class Size(NamedTuple):
@@ -50,10 +53,16 @@ class Size(NamedTuple):
 
 
 TARGET = Size(8192, 4, 4, 7168)
+MANY = Size(64 * 8192, 4, 4, 7168)
+"""Tokens for Sinkhorn alone: 2 MB of matrices are done within a launch's time, which shows nothing of the kernel."""
+ITERS = 20
 
 
 class Case(NamedTuple):
-    """An operator: our call, torch's, its inputs, and the bytes of forward and backward."""
+    """An operator: our call, torch's, its inputs, and the bytes of forward and backward.
+
+    instructions: the least a thread's matrix takes, forward and backward, where these and not the bytes are the limit.
+    """
 
     op: str
     ours: Callable[..., Any]
@@ -61,6 +70,8 @@ class Case(NamedTuple):
     inputs: Callable[[Size], list[Tensor]]
     forward_bytes: Callable[[Size], int]
     backward_bytes: Callable[[Size], int]
+    sizes: tuple[Size, ...] = (TARGET,)
+    instructions: Callable[[int], tuple[int, int]] | None = None
 
 
 def _randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -97,23 +108,34 @@ def _weight_bytes(z: Size) -> int:
     return 4 * (z.n * z.n + 2 * z.n) * z.n * z.c
 
 
+def _sinkhorn_instructions(n: int) -> tuple[int, int]:
+    """Per iteration 2n lines, each a sum of n products, a reciprocal and two products; backward the same again with 2n
+    factors stored, then 2n lines of 2n + 1 products with the factors loaded. Around them, per element: difference,
+    maximum, exponential, two products and its share of memory; backward twice the products.
+    """
+    balance, back = 2 * n * (n + 3), 2 * n * (2 * n + 1)
+    return ITERS * balance + 6 * n * n, ITERS * (balance + back + 4 * n) + 8 * n * n
+
+
 def _project_reference(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Any:
     return reference.project(x, weight, (a, b, c), bias, 1e-6)[:3]
 
 
 def _pre_reference(x: Tensor, *rest: Tensor) -> Any:
     h_pre, h_post, logits = _project_reference(x, *rest)
-    return reference.aggregate(x, h_pre), x.view_as(x), h_post, reference.sinkhorn(logits, 20, 1e-6)
+    return reference.aggregate(x, h_pre), x.view_as(x), h_post, reference.sinkhorn(logits, ITERS, 1e-6)
 
 
 CASES = (
     Case(
         "sinkhorn",
         mhc.sinkhorn,
-        lambda logits: reference.sinkhorn(logits, 20, 1e-6),
+        lambda logits: reference.sinkhorn(logits, ITERS, 1e-6),
         lambda z: [_randn(z.s, z.b, z.n, z.n)],
         lambda z: _coefficient_bytes(z, 2 * z.n * z.n),
         lambda z: _coefficient_bytes(z, 3 * z.n * z.n),
+        (TARGET, MANY),
+        _sinkhorn_instructions,
     ),
     Case(
         "aggregate",
@@ -192,11 +214,13 @@ def _measure(case: Case, size: Size, direction: str, budget_s: float) -> dict[st
     del first
     times = measure_device(calls, budget_s, ENQUEUE_US)
     count = case.forward_bytes if direction == "forward" else case.backward_bytes
+    least = case.instructions(size.n) if case.instructions else (0, 0)
     return {
         "op": case.op,
         "direction": direction,
         "size": size._asdict(),
         "bytes": count(size),
+        "warp_instructions": least[direction == "backward"] * size.tokens // WARP,
         "difference": error,
         "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
     }
@@ -213,11 +237,11 @@ def _host_pair(name: str, operator: Operator, call: Callable[[], Any]) -> dict[s
 
     noted = dataclasses.replace(plan, function=note)
     plans = dict(operator.plans._plans)
-    try:
-        operator.plans._plans.update(dict.fromkeys(plans, noted))
-        call()
-    finally:
-        operator.plans._plans.update(plans)
+    operator.plans.forget()
+    operator.plans._plans.update(dict.fromkeys(plans, noted))
+    call()
+    operator.plans.forget()
+    operator.plans._plans.update(plans)
     function, arguments = launches[0]
     return {f"bare {name}": lambda: function(*arguments), f"glulam.mhc.{name}, out given": call}
 
@@ -248,10 +272,11 @@ def run_mhc(options: Options) -> list[dict[str, Any]]:
     """One record for each (operator, direction), then one for each item of the host's time."""
     functorch_config.donated_buffer = False  # or backward could run only once
     cases = [case for case in CASES if not options.case or options.case in case.op]
-    share = options.budget_s / (2 * len(cases) + 1)
+    runs = [(case, size) for case in cases for size in case.sizes]
+    share = options.budget_s / (2 * len(runs) + 1)
     records = []
-    for case in track(cases, "mhc"):
+    for case, size in track(runs, "mhc"):
         for direction in ("forward", "backward"):
-            records.append(_measure(case, TARGET, direction, share))
+            records.append(_measure(case, size, direction, share))
             torch.cuda.empty_cache()
     return [*records, *_measure_host(share)]

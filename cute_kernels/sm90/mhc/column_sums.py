@@ -15,6 +15,8 @@ from .vectors import store_param
 # A CTA takes 32 columns, 128 bytes of a row, and its warps every 16th row each.
 WARPS = 16
 COLUMNS = 32
+THREADS = WARPS * COLUMNS
+SMEM_BYTES = TokenSums.num_bytes(COLUMNS, THREADS)
 
 
 class ColumnSums(Invariant):
@@ -28,15 +30,20 @@ class ColumnSums(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, rows, columns, out, form).launch(
             grid=(cute.ceil_div(columns, COLUMNS), 1, 1),
-            block=(WARPS * COLUMNS, 1, 1),
-            smem=TokenSums.num_bytes(COLUMNS, WARPS * COLUMNS),
+            block=(THREADS, 1, 1),
+            smem=SMEM_BYTES,
             stream=stream,
         )
 
     @cute.kernel
     def kernel(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, form: Int32):
-        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        self.add(block, partials, rows, columns, out, form)
+
+    @cute.jit
+    def add(self, block: Int32, partials: Int64, rows: Int32, columns: Int32, out: Int64, form: Int32):
+        """The block-th 32 columns, by all threads of a CTA; its shared memory: `SMEM_BYTES`."""
+        thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % COLUMNS, thread // COLUMNS
         column = block * COLUMNS + lane
         total = Float32(0.0)
@@ -44,7 +51,7 @@ class ColumnSums(Invariant):
             values = vector_at(Float32, partials + Int64(column) * 4)
             for row in cutlass.range(warp, rows, WARPS, unroll=8):
                 total += values[Int64(row) * columns]
-        sums = TokenSums(COLUMNS, WARPS * COLUMNS)
+        sums = TokenSums(COLUMNS, THREADS)
         sums.smem[lane, warp, 0] = total
         cute.arch.sync_threads()
         if (warp == 0) & (column < columns):

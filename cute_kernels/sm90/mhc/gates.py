@@ -9,11 +9,11 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
-from .shapes import GATE_WARPS, TOKEN_TILE, outputs
+from .shapes import GATE_WARPS, TOKEN_TILE, block_bytes, outputs
 from .vectors import form_of, load_params, run_at
 
 LANES = 32
@@ -164,6 +164,7 @@ class GatesBackward(Invariant):
         self.n = n
         self.outputs = outputs(n)
         self.rounds = -(-self.outputs // LANES)
+        self.in_blocks = dtype.width == 16
 
     @cute.jit
     def launch(
@@ -184,6 +185,8 @@ class GatesBackward(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
+        # The next kernel may start: it waits for this one's end before it reads anything from here.
+        cute.arch.griddepcontrol_launch_dependents()
         products, pairs, norms, sums = places
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // LANES)
         params = lane_params(gates, self.n)
@@ -200,17 +203,35 @@ class GatesBackward(Invariant):
                 if token < tokens:
                     norm = self._token(inputs, gates, params, token, columns, d_products[i, None], of_bias, of_alpha)
                 if lane == 0:
-                    vector_at(Float32, norms)[token] = norm
+                    self._place_of_norm(products, norms, token)[0] = norm
             for i in cutlass.range_constexpr(self.rounds):
                 k = lane + LANES * i
                 if k < self.outputs:
                     both = cute.make_rmem_tensor(2, self.dtype)
                     both.store(d_products[None, i].load().to(self.dtype))
-                    at = Int64(pair) * (2 * self.outputs) + k
-                    vector_at(self.dtype, products)[at] = both[0]
-                    vector_at(self.dtype, products)[at + self.outputs] = both[1]
-                    run_at(self.dtype, pairs, (Int64(pair) * self.outputs + k) * 2, 2).store(both.load())
+                    if const_expr(self.in_blocks):
+                        self._to_blocks(products, pair, k, both)
+                    else:
+                        at = Int64(pair) * (2 * self.outputs) + k
+                        vector_at(self.dtype, products)[at] = both[0]
+                        vector_at(self.dtype, products)[at + self.outputs] = both[1]
+                        run_at(self.dtype, pairs, (Int64(pair) * self.outputs + k) * 2, 2).store(both.load())
         self._leave_sums(of_bias, of_alpha, sums)
+
+    def _place_of_norm(self, products: Int64, norms: Int64, token: Int32) -> cute.Tensor:
+        """Where a token's factor goes: behind its tile's blocks, or among all tokens'."""
+        if self.in_blocks:
+            at = products + Int64(token // TOKEN_TILE) * block_bytes(self.n) + TOKEN_TILE * self.outputs * 2
+            return vector_at(Float32, at + token % TOKEN_TILE * 4)
+        return vector_at(Float32, norms + Int64(token) * 4)
+
+    @cute.jit
+    def _to_blocks(self, products: Int64, pair: Int32, k: Int32, both: cute.Tensor):
+        """Two tokens' gradients of p_k, see `shapes.block_bytes`."""
+        tile, token = pair // (TOKEN_TILE // 2), pair % (TOKEN_TILE // 2) * 2
+        place = vector_at(self.dtype, products + Int64(tile) * block_bytes(self.n))
+        at = (k // 8 * 2 + token // 8) * 64 + token % 8 * 8 + k % 8
+        place[at], place[at + 8] = both[0], both[1]
 
     @cute.jit
     def _token(

@@ -19,7 +19,7 @@ from ...invariant import Invariant
 from .column_sums import ColumnSums
 from .shapes import CTAS_PER_SM
 from .token_sums import TokenSums
-from .vectors import elements, floats, form_of, load_params, load_vector, store_param, store_vector
+from .vectors import elements, floats, form_of, load_params, load_vector, shared_at, store_param, store_vector
 
 FORWARD_THREADS = 256
 BACKWARD_THREADS = 128
@@ -129,9 +129,8 @@ class Coefficients(Invariant):
 
     def of_stream(self, j: int, buffer: Int32) -> cute.Tensor:
         """The n coefficients of stream j; those of h_post for j = n."""
-        at = (self.smem + (buffer * self.count + j * self.n)).align(min(16, 4 * self.n))
         values = cute.make_rmem_tensor(self.n, Float32)
-        values.store(cute.make_tensor(at, cute.make_layout(self.n)).load())
+        values.store(shared_at(Float32, self.smem + (buffer * self.count + j * self.n), self.n).load())
         return values
 
 
@@ -265,7 +264,7 @@ class PostMixBackward(Invariant):
         if gradients.x != 0:
             store_vector(self.dtype, gradients.x, token * vectors + column, d_added)
         if gradients.partials != 0:
-            mine = cute.make_tensor((bias_sums.iterator + column * count).align(16), cute.make_layout(count))
+            mine = shared_at(Float32, bias_sums.iterator + column * count, count)
             mine.store(mine.load() + d_added.load())
 
     @cute.jit

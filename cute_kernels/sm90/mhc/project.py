@@ -31,7 +31,7 @@ from .shapes import (
     ring_stages,
     slice_capacity,
 )
-from .vectors import VECTOR_BYTES, elements, floats, form_of, load_params, run_at
+from .vectors import VECTOR_BYTES, elements, floats, form_of, load_params, run_at, shared_at
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32
@@ -181,7 +181,7 @@ class Project(Invariant):
 
     def _weight_words(self, weights: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
         """A vector of a row of the slice, as 32-bit words."""
-        return cute.make_tensor((weights + (row * self.row_words + vector * WORDS)).align(16), cute.make_layout(WORDS))
+        return shared_at(Int32, weights + (row * self.row_words + vector * WORDS), WORDS)
 
     @cute.jit
     def _start(self, ring: cute.Pointer, problem: Problem, path: Path, first: Place) -> Place:
@@ -270,7 +270,7 @@ class Project(Invariant):
                 row = lane // LANES_PER_ROW + 8 * half
                 at = stage + (row * STEP_WORDS + _exchanged(row, vector) * WORDS)
                 raw = cute.make_rmem_tensor(WORDS, Int32)
-                raw.store(cute.make_tensor(at.align(16), cute.make_layout(WORDS)).load())
+                raw.store(shared_at(Int32, at, WORDS).load())
                 rows.append(as_operands(raw, self.dtype))
                 values = floats(cute.recast_tensor(raw, self.dtype))
                 total = Float32(0.0)

@@ -26,8 +26,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
-from .column_sums import ColumnSums
+from .column_sums import COLUMNS, SMEM_BYTES, THREADS, ColumnSums
 from .gates import GateInputs, Gates, GatesBackward
+from .project_tiles import Products as TileProducts
+from .project_tiles import Streams as TileStreams
+from .project_tiles import TileGradients
 from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, thread_columns
 from .vectors import floats, form_of, load_params, run_at, store_params
 from .warp_mma import WarpMma, as_operands
@@ -83,8 +86,9 @@ class ProjectBackward(Invariant):
         self.reads_rows_early = self.itemsize == 2 and n < 8
         self.reads_addends_early = self.addends and n < 8
         self.gates = GatesBackward(f"{name}_gates", dtype, n)
-        self.column_sums = ColumnSums(f"{name}_sums")
         self.part_sums = PartSums(f"{name}_weight")
+        if self.gates.in_blocks:
+            self.tiles = TileGradients(name, dtype, n, self.addends)
 
     @cute.jit
     def __call__(
@@ -102,15 +106,20 @@ class ProjectBackward(Invariant):
         if do_launch > 0:
             gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
             self.gates.launch(GateInputs(d_pre, d_post, d_res, stats), gates, at, tokens, columns, ctas, stream)
-            self.column_sums.launch(at[3], ctas, Int32(self.outputs + 3), d_sums, Int32(PARAM_FORM_F32), stream)
             streams = Streams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
-            warps = cute.ceil_div(width, LANES_IN_ROW * self.columns) * self.n
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form_of(forms, 0)).launch(
-                grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1), stream=stream
-            )
-            if d_weight != 0:
-                self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form_of(forms, 0), stream)
+            if const_expr(self.gates.in_blocks):
+                tile_streams = TileStreams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
+                self.tiles.launch(tile_streams, TileProducts(at[0], weights), weight, form_of(forms, 0), parts, stream)
+            else:
+                warps = cute.ceil_div(width, LANES_IN_ROW * self.columns) * self.n
+                self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+                self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form_of(forms, 0)).launch(
+                    grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1),
+                    # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
+                    min_blocks_per_mp=int(self.n == 2), stream=stream,
+                )  # fmt: skip
+            small = (at[3], ctas, Int32(self.outputs + 3), d_sums)
+            self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form_of(forms, 0), small, stream)
 
     @cute.kernel
     def kernel(self, streams: Streams, products: Products, weight: Int64, weight_form: Int32):
@@ -307,27 +316,39 @@ class PreBackward(ProjectBackward):
 
 
 class PartSums(Invariant):
-    """out[i] = sum over parts p of partials[p, i], in order; four elements a thread."""
+    """out[i] = sum over parts p of partials[p, i], in order, four elements a thread; CTAs behind those add the rows of
+    another matrix, whose sums are small: side by side they take no time of their own.
+    """
 
-    THREADS = 256
     RUN = 4
 
     def __init__(self, name: str):
         self.name = name
+        self.column_sums = ColumnSums(f"{name}_sums")
 
     @cute.jit
-    def launch(self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, stream: cuda.CUstream):
+    def launch(
+        self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, small: tuple, stream: cuda.CUstream
+    ):  # fmt: skip
+        """out: 0 if it is not wanted; small: address, rows and columns of the small matrix, and address of its sums."""
+        ctas = Int32(0)
+        if out != 0:
+            ctas = cute.ceil_div(size, THREADS * self.RUN)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(partials, parts, size, out, form).launch(
-            grid=(cute.ceil_div(size, self.THREADS * self.RUN), 1, 1), block=(self.THREADS, 1, 1), stream=stream
+        self.kernel(partials, parts, size, out, form, small, ctas).launch(
+            grid=(ctas + cute.ceil_div(small[2], COLUMNS), 1, 1), block=(THREADS, 1, 1), smem=SMEM_BYTES, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32):
+    def kernel(
+        self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, small: tuple, ctas: Int32
+    ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        first = (block * self.THREADS + thread) * self.RUN
-        if first < size:
+        first = (block * THREADS + thread) * self.RUN
+        if block >= ctas:
+            self.column_sums.add(block - ctas, small[0], small[1], small[2], small[3], Int32(PARAM_FORM_F32))
+        elif first < size:
             total = cute.make_rmem_tensor(self.RUN, Float32)
             total.fill(0.0)
             for part in cutlass.range(parts, unroll=4):

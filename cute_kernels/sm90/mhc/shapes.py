@@ -78,6 +78,18 @@ def thread_columns(n: int, itemsize: int) -> int:
     return 8 if itemsize == 2 and n < 8 else 4
 
 
+def row_vectors(n: int) -> int:
+    """Vectors of a token's row that a warp of the backward has, of 16-bit streams."""
+    return thread_columns(n, 2)
+
+
+def block_bytes(n: int) -> int:
+    """What the backward needs of a token tile of 16-bit streams besides x: dp in blocks of 8 tokens x 8 outputs, two of
+    each 8 outputs side by side, then the factors of x, float32.
+    """
+    return TOKEN_TILE * (2 * outputs(n) + 4)
+
+
 def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int) -> int:
     """Parts that the tokens are cut into, so that the last wave of CTAs is nearly full."""
     warps = n * -(-width // (8 * thread_columns(n, itemsize)))

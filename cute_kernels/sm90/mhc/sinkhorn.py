@@ -2,8 +2,11 @@
 
 With M0 = exp(l - rowmax), every step leaves M = diag(u) M0 diag(v), so a step is known by its 2n factors. Backward
 makes them again, keeps them in shared memory (in registers 20 iterations would be 160 numbers), and walks back. With
-H = gradient * M, elementwise, a step M' = M / (sum M + eps) turns H' into H = H' - M' sum H', rows and columns alike;
-the factors give M' anew at each step, so no rounding adds up and no matrix is stored.
+H = gradient * M, elementwise, a step M' = M / (sum M + eps) turns H' into H = H' - M' sum H', rows and columns alike.
+What is kept is Q with H = Q M0: then a step is Q -= u v^T scaled by sum (M0 Q'), 9 operations a line of 4, and the
+factors serve as they are. So no rounding adds up and no matrix is stored.
+
+M0 is at least SMALLEST, or a column of nothing else than zeros would drive its factor to infinity.
 """
 
 from __future__ import annotations
@@ -19,17 +22,19 @@ from .vectors import load_params, store_params
 
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
 THREADS = 32
+SMALLEST = 1e-30
 
 
 def _exponentials(logits: cute.Tensor, n: int) -> cute.Tensor:
-    """exp(l - rowmax), row-major."""
+    """M0 = exp(l - rowmax), row-major."""
     result = cute.make_rmem_tensor(n * n, Float32)
     for i in range(n):
         largest = logits[i * n]
         for j in range(1, n):
             largest = cute.arch.fmax(largest, logits[i * n + j])
         for j in range(n):
-            result[i * n + j] = cute.math.exp(logits[i * n + j] - largest, fastmath=True)
+            value = cute.math.exp(logits[i * n + j] - largest, fastmath=True)
+            result[i * n + j] = cute.arch.fmax(value, Float32(SMALLEST))
     return result
 
 
@@ -69,16 +74,16 @@ def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlas
     return m0
 
 
-def _step_back(m0: cute.Tensor, h: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
-    """H before the step that balanced the lines of which `ours` are the factors; arguments as in `_balance`."""
+def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
+    """Q before the step that balanced the lines of which `ours` are the factors; arguments as in `_balance`."""
     for i in range(n):
         at = [i * strides[0] + j * strides[1] for j in range(n)]
-        total = h[at[0]]
+        total = m0[at[0]] * q[at[0]]
         for j in range(1, n):
-            total += h[at[j]]
+            total += m0[at[j]] * q[at[j]]
         total = total * ours[i]
         for j in range(n):
-            h[at[j]] = h[at[j]] - m0[at[j]] * theirs[j] * total
+            q[at[j]] = q[at[j]] - theirs[j] * total
 
 
 def _through_maximum(m0: cute.Tensor, h: cute.Tensor, n: int):
@@ -161,7 +166,7 @@ class SinkhornBackward(Invariant):
         if matrix < matrices:
             size = self.n * self.n
             values = load_params(logits, forms, matrix * size, size)
-            h = load_params(d_out, forms, matrix * size, size)
+            q = load_params(d_out, forms, matrix * size, size)
             m0, u, v = _exponentials(values, self.n), _ones(self.n), _ones(self.n)
             factors = cute.make_tensor(cute.arch.get_dyn_smem(Float32, 16) + thread, cute.make_layout(UNBOUNDED))
             for k in cutlass.range(iters):
@@ -170,17 +175,19 @@ class SinkhornBackward(Invariant):
                     factors[((2 * k) * self.n + i) * THREADS] = u[i]
                     factors[((2 * k + 1) * self.n + i) * THREADS] = v[i]
             for i in cutlass.range_constexpr(size):
-                h[i] = h[i] * (m0[i] * u[i // self.n] * v[i % self.n])
+                q[i] = q[i] * (u[i // self.n] * v[i % self.n])
             for done in cutlass.range(iters):
                 before = iters - 2 - done
-                _step_back(m0, h, v, u, (1, self.n), self.n)
+                _step_back(m0, q, v, u, (1, self.n), self.n)
                 v.fill(1.0)
                 if before >= 0:
                     for i in cutlass.range_constexpr(self.n):
                         v[i] = factors[((2 * before + 1) * self.n + i) * THREADS]
-                _step_back(m0, h, u, v, (self.n, 1), self.n)
+                _step_back(m0, q, u, v, (self.n, 1), self.n)
                 if before >= 0:
                     for i in cutlass.range_constexpr(self.n):
                         u[i] = factors[(2 * before * self.n + i) * THREADS]
-            _through_maximum(m0, h, self.n)
-            store_params(d_logits, forms, matrix * size, h)
+            for i in cutlass.range_constexpr(size):
+                q[i] = q[i] * m0[i]
+            _through_maximum(m0, q, self.n)
+            store_params(d_logits, forms, matrix * size, q)

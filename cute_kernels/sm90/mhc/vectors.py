@@ -20,9 +20,18 @@ def elements(dtype: type[cutlass.Numeric]) -> int:
 
 def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: int) -> cute.Tensor:
     """`count` elements in memory from element `first` on, a multiple of `count` from a 16-byte-aligned address."""
-    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
+    itemsize = dtype.width // 8
+    align = min(VECTOR_BYTES, count * itemsize)
+    # Assumed, not made: `Pointer.align` rounds at run time.
+    pointer = cute.make_ptr(dtype, address + Int64(first) * itemsize, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def shared_at(dtype: type[cutlass.Numeric], place: cute.Pointer, count: int) -> cute.Tensor:
+    """`count` elements in shared memory, from a place that is a multiple of their size, or of 16 bytes."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
-    return cute.make_tensor((pointer + first).align(align), cute.make_layout(count))
+    pointer = cute.make_ptr(dtype, place.toint(), cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:

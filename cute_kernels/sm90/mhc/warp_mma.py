@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, TFloat32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from ...invariant import Invariant
+from .vectors import shared_at
 
 
 class WarpMma(Invariant):
@@ -53,3 +54,14 @@ def as_operands(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor
             rounded[i] = Int32(cute.arch.cvt_f32_tf32(values[i]))
         return rounded
     return words
+
+
+def read_matrices(row: cute.Pointer, dtype: type[cutlass.Numeric], count: int, transpose: bool) -> cute.Tensor:
+    """`count` matrices of 8 x 8 16-bit elements, or their transposes, a word of each to a lane: row g, elements 2t and
+    2t + 1. `row`: where in shared memory row lane % 8 of matrix lane / 8 begins.
+    """
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, count), dtype)
+    source = cute.make_tensor(shared_at(dtype, row, 8).iterator, cute.make_layout(2 * count))
+    target = cute.make_rmem_tensor(2 * count, dtype)
+    cute.copy(atom, source, target)
+    return cute.recast_tensor(target, Int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..backward.parts import once_differentiable, usable, without_graph
 from . import reference
@@ -30,7 +30,7 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
         GradientNotSupported: `out` is given and an argument requires a gradient.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
-    if recorded("aggregate", out, x, h_pre):
+    if is_grad_enabled() and recorded("aggregate", out, x, h_pre):
         return Aggregate.apply(x, h_pre)  # type: ignore[no-any-return, no-untyped-call]
     return AGGREGATE((x, h_pre), (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
 

@@ -1,7 +1,8 @@
 """How a hyper-connection operator runs: a plan found by its arguments' metadata, a launch, or the CPU reference.
 
-Kernels take nothing but addresses and numbers, so every tensor's metadata is in the key, and alignment is asked for at
-each call. Each operator, forward or backward, is one exported function and one operator of torch's.
+Kernels take nothing but addresses and numbers, so every tensor's metadata decides, and alignment is asked for at each
+call. Calls like the latest ones are known by a comparison (`recent`), others by a key. Each operator, forward or
+backward, is one exported function and one operator of torch's.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
-from ..plan import Plans, launch_nothing
+from ..plan import launch_nothing
 from ..signature import ALIGNMENT_BYTES, check_no_overlap, extent, refuse_out, runs_kernels
+from .recent import RecentPlans
 
 Tensors = Sequence[Tensor | None]
 
@@ -74,8 +76,9 @@ class Operator:
     schema: str
 
     def __init__(self) -> None:
-        self.plans: Plans[Plan] = Plans()
-        self.find = self.plans.find
+        self.plans: RecentPlans[Plan] = RecentPlans()
+        self.recent, self.known = self.plans.recent, self.plans.known
+        self.count = len(self.outputs)
         aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
         self.only_aligned = itemgetter(*aligned) if self.loose else None
 
@@ -100,14 +103,18 @@ class Operator:
         self, tensors: Tensors, options: tuple[Any, ...] = (), out: tuple[Tensor, ...] | None = None
     ) -> tuple[Any, ...]:
         """The outputs; `out` itself where it is given."""
-        key = None
+        key = plan = None
         if not is_dynamo_compiling():
             try:
                 given = tensors if out is None else (*tensors, *out)
-                # Unpacked, not by a function a tensor: that would cost a third of the call.
-                metadata = [None if t is None else (t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in given]
-                key = (options, tensors[0].__class__, *metadata)
-                plan = self.find(key)
+                plan = self.recent(given, options)
+                if plan is None:
+                    # Unpacked, not by a function a tensor: that would cost a third of the key.
+                    metadata = [
+                        None if t is None else (t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in given
+                    ]
+                    key = (options, tensors[0].__class__, *metadata)
+                    plan = self.known(key, given, options)
             except Exception:  # an argument that has no such attributes; the checks say which
                 key = plan = None
             if plan is not None:
@@ -188,7 +195,10 @@ class Operator:
                 return self.launch(plan, tensors, options, out)
         if plan.function is launch_nothing:  # sums over no tokens are zero
             return tuple(r if r is None else r.zero_() for r in out or self.results(tensors, options))
-        results = self.results(tensors, options) if out is None else self.completed(out, tensors, options)
+        if out is None:
+            results = self.results(tensors, options)
+        else:
+            results = out if len(out) == self.count else self.completed(out, tensors, options)
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
         if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses)) % ALIGNMENT_BYTES:
             self.refuse_alignment(addresses)
@@ -201,8 +211,8 @@ class Operator:
         return results
 
     def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-        """All outputs, where the first are given."""
-        return given if len(given) == len(self.outputs) else (*given, *self.results(tensors, options)[len(given) :])
+        """All outputs, where only the first are given."""
+        return (*given, *self.results(tensors, options)[len(given) :])
 
     def refuse_alignment(self, addresses: list[int]) -> None:
         for name, address in zip((*self.inputs, *self.outputs), addresses, strict=False):

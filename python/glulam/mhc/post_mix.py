@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from cute_kernels.sm90.mhc.shapes import CTAS_PER_SM
 
@@ -47,7 +47,7 @@ def post_mix(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     tensors = (residual, h_res, h_post, x, bias)
-    if recorded("post_mix", out, *tensors):
+    if is_grad_enabled() and recorded("post_mix", out, *tensors):
         return PostMix.apply(*tensors, transpose_res)  # type: ignore[no-any-return, no-untyped-call]
     return POST_MIX(tensors, (transpose_res,), None if out is None else (out,))[0]  # type: ignore[no-any-return]
 

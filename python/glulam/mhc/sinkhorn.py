@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..backward.parts import once_differentiable, usable, without_graph
 from . import reference
@@ -36,7 +36,7 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor 
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     options = (iters, eps)
-    if recorded("sinkhorn", out, logits):
+    if is_grad_enabled() and recorded("sinkhorn", out, logits):
         return Sinkhorn.apply(logits, *options)  # type: ignore[no-any-return, no-untyped-call]
     return SINKHORN((logits,), options, None if out is None else (out,))[0]  # type: ignore[no-any-return]
 
