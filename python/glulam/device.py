@@ -6,6 +6,7 @@ more than the rest of the call; they are the fallback should a name move.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,17 +36,26 @@ is_capturing: Callable[[], bool] = getattr(
 )
 """Whether the current stream of the current device is being captured into a graph."""
 
-_capturing_graph: Callable[[], Any] = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", object)
 
-
-def capturing_graph() -> Any:
-    """The graph that the current stream is captured into: one object throughout a capture. Where torch cannot tell, an
-    object that equals no other.
-    """
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
     try:
-        return _capturing_graph()
-    except RuntimeError:  # captured by other means than torch.cuda.CUDAGraph
-        return object()
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def capture_id() -> Any:
+    """What stands for the graph capture that the current stream is part of, the same throughout: the driver's number,
+    which torch does not pass on. Where the driver cannot tell, an object that equals no other.
+    """
+    status, number, driver = ctypes.c_int(), ctypes.c_uint64(), _driver()
+    if driver is not None and hasattr(driver, "cuStreamGetCaptureInfo_v2"):
+        stream = ctypes.c_void_p(raw_stream(current()))
+        got = (ctypes.byref(status), ctypes.byref(number), None, None, None)
+        if driver.cuStreamGetCaptureInfo_v2(stream, *got) == 0 and status.value:
+            return number.value
+    return object()
 
 
 class Gpu(NamedTuple):

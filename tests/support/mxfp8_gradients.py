@@ -21,7 +21,7 @@ TOLERANCE = {"cpu": 6e-3, "cuda": 1.2e-2}
 """In norm, of a row or an expert, root mean square. A result's own rounding to bfloat16 is 1.7e-3; and an element in
 some tens of h's gradient, on tensor cores in fewer, rounds to the other of two E4M3 numbers. What is not quantised that
 should be, or along another axis, errs by 2.6e-2 and more."""
-WORST = 0.2
+WORST = 0.3
 """Of a single row or expert."""
 
 

@@ -158,15 +158,15 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
         raise ValueError(f"{OP}: max_error is {max_error!r}; give a number of at least 0")
     if axis == "both":
         return FoldedWeights(*(prepare_mxfp8_weight(w, axis=one, max_error=max_error, report=report) for one in AXES))
-    experts = _experts(w, axis)
+    _check(w, axis)
     with torch.no_grad():
-        folded = _empty(experts, axis)
+        folded = _empty(w, axis)
         by_kernel = not isinstance(w, MXFP8Tensor) and folded.data.device.type == gpus.KERNEL_DEVICE
         if by_kernel:
             _fold_by_kernel(w, folded)
         if by_kernel and not report:
             return folded
-        tally = _fold_by_torch(experts, None if by_kernel else folded, report)
+        tally = _fold_by_torch(_experts(w, axis), None if by_kernel else folded, report)
         return folded if tally is None else dataclasses.replace(folded, report=_checked(tally, max_error))
 
 
@@ -208,28 +208,31 @@ class _Expert(NamedTuple):
         return self.data[part], self.exponents[part]
 
 
-def _experts(w: Any, axis: str) -> list[_Expert]:
+def _check(w: Any, axis: str) -> None:
     if isinstance(w, MXFP8Tensor):
         if w.axis != axis:
             raise ValueError(f"{OP}: w is quantised along its {w.axis}; axis {axis!r} needs a copy along that")
-        plain = w.plain()
         _check_shape(w.data, 3)
-        scales = plain.scale.view(torch.uint8)
-        pairs = [(d, s) if axis == "row" else (d.mT, s.mT) for d, s in zip(w.data, scales, strict=True)]
-        return [_Expert(d, s) for d, s in pairs]
-    if isinstance(w, Tensor):
-        _check_shape(w, 3)
-    elif not isinstance(w, (list, tuple)) or not w:
+        return
+    if not isinstance(w, (Tensor, list, tuple)) or (not isinstance(w, Tensor) and not w):
         raise TypeError(
             f"{OP}: w is {type(w).__name__}; give a tensor [E, N, K], a list of E of [N, K], or MXFP8Tensor"
         )
-    for matrix in w:
+    is_packed = isinstance(w, Tensor)
+    for matrix in [w] if is_packed else w:
         if not isinstance(matrix, Tensor) or matrix.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             got = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
             raise TypeError(f"{OP}: w holds {got}; give torch.bfloat16, torch.float16 or torch.float32")
-        _check_shape(matrix, 2)
-        if (matrix.shape, matrix.device) != (w[0].shape, w[0].device):
+        _check_shape(matrix, 3 if is_packed else 2)
+        if not is_packed and (matrix.shape, matrix.device) != (w[0].shape, w[0].device):
             raise ValueError(f"{OP}: w holds experts of different shapes or devices; all experts have one")
+
+
+def _experts(w: Any, axis: str) -> list[_Expert]:
+    if isinstance(w, MXFP8Tensor):
+        scales = w.plain().scale.view(torch.uint8)
+        pairs = [(d, s) if axis == "row" else (d.mT, s.mT) for d, s in zip(w.data, scales, strict=True)]
+        return [_Expert(d, s) for d, s in pairs]
     return [_Expert(matrix.detach() if axis == "row" else matrix.detach().mT, None) for matrix in w]
 
 
@@ -291,11 +294,13 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def _empty(experts: list[_Expert], axis: str) -> FoldedWeight:
-    first = experts[0].data
-    data = torch.empty(len(experts), *first.shape, dtype=DATA_DTYPE, device=first.device)
-    scale = torch.empty(data.shape[:2], dtype=SCALE_DTYPE, device=first.device)
-    return FoldedWeight(data, scale, axis, None)
+def _empty(w: Any, axis: str) -> FoldedWeight:
+    experts = w.data if isinstance(w, MXFP8Tensor) else w
+    rows, columns = experts.shape[1:] if isinstance(experts, Tensor) else experts[0].shape
+    shape = (len(experts), rows, columns) if axis == "row" else (len(experts), columns, rows)
+    device = (experts if isinstance(experts, Tensor) else experts[0]).device
+    data = torch.empty(shape, dtype=DATA_DTYPE, device=device)
+    return FoldedWeight(data, torch.empty(shape[:2], dtype=SCALE_DTYPE, device=device), axis, None)
 
 
 def _fold_by_kernel(w: Any, out: FoldedWeight) -> None:
@@ -309,12 +314,11 @@ def _fold_by_kernel(w: Any, out: FoldedWeight) -> None:
         experts = [matrix.detach() for matrix in w]
         whole = [m if _is_readable(m) else m.clone(memory_format=torch.contiguous_format) for m in experts]
         pieces = [(m[None], d[None], s) for m, d, s in zip(whole, data, scale, strict=True)]
+    fold = kernels.find(FoldMxfp8Spec(str(pieces[0][0].dtype).removeprefix("torch."), out.axis, arch)).function
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
         for source, its_data, its_scale in pieces:
-            dtype = str(source.dtype).removeprefix("torch.")
-            function = kernels.find(FoldMxfp8Spec(dtype, out.axis, arch)).function
             matrices = (source, its_data) if out.axis == "col" else (source.flatten(0, 1), its_data.flatten(0, 1))
-            function(*matrices, its_scale.data_ptr(), 1)
+            fold(*matrices, its_scale.data_ptr(), 1)
 
 
 def _is_readable(w: Tensor) -> bool:

@@ -105,9 +105,9 @@ class _Entry:
 
 
 class _InGraph(NamedTuple):
-    """What a graph prepares. `graph`: refers to it."""
+    """What a graph prepares. `capture`: stands for its capture."""
 
-    graph: weakref.ref[Any]
+    capture: Any
     entry: _Entry
 
 
@@ -184,11 +184,11 @@ class PreparedWeights:
         """What the graph that is being captured prepares of this version; the capture records it at its first use."""
         tensors = _tensors(w, scale)
         addresses = _addresses(tensors)
-        graph = gpus.capturing_graph()
+        capture = gpus.capture_id()
         found = self._in_graphs.pop((form, addresses), None)
-        if found is None or found.graph() is not graph or not found.entry.is_of(tensors):
+        if found is None or found.capture != capture or not found.entry.is_of(tensors):
             del found  # before memory is taken, so that what an older version had can serve
-            found = _InGraph(_reference(graph), _Entry(tensors, _prepare(form, w, scale, report=False)))
+            found = _InGraph(capture, _Entry(tensors, _prepare(form, w, scale, report=False)))
         with self._lock:
             self._in_graphs[form, addresses] = found
             self._trained_by_graphs.add(addresses)
@@ -215,14 +215,6 @@ class PreparedWeights:
 
 PREPARED = PreparedWeights()
 """Of this process."""
-
-
-def _reference(graph: Any) -> weakref.ref[Any]:
-    """To a graph, or to nothing where an object stands for it that nobody will meet again."""
-    try:
-        return weakref.ref(graph)
-    except TypeError:
-        return weakref.ref(set())
 
 
 def _tensors(w: Any, scale: Tensor | None) -> list[Tensor]:
