@@ -336,7 +336,11 @@ class PartSums(Invariant):
             ctas = cute.ceil_div(size, THREADS * self.RUN)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, parts, size, out, form, small, ctas).launch(
-            grid=(ctas + cute.ceil_div(small[2], COLUMNS), 1, 1), block=(THREADS, 1, 1), smem=SMEM_BYTES, stream=stream
+            grid=(ctas + cute.ceil_div(small[2], COLUMNS), 1, 1),
+            block=(THREADS, 1, 1),
+            smem=SMEM_BYTES,
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -346,6 +350,7 @@ class PartSums(Invariant):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         first = (block * THREADS + thread) * self.RUN
+        cute.arch.griddepcontrol_wait()
         if block >= ctas:
             self.column_sums.add(block - ctas, small[0], small[1], small[2], small[3], Int32(PARAM_FORM_F32))
         elif first < size:

@@ -72,6 +72,9 @@ class TileGradients(Invariant):
     # Whether neighbouring warps have neighbouring columns of a stream, or else the n streams' parts of the same columns
     # (then the addend that these share is read once); by `addends`.
     SIDE_BY_SIDE = (True, False)
+    # Whether a CTA's warps begin each tile together, so that its lines of x and d_x, which are neighbours, reach memory
+    # together (a page of DRAM is some KB), and dp is found in the L1 cache; by `addends`, with which warps share lines.
+    IN_STEP = (True, False)
     # Whether d_x goes through shared memory, so that 8 lanes store 128 bytes of one row rather than 64 of two.
     WHOLE_LINES = True
     # Of the ring; by `addends`, which make them larger.
@@ -84,6 +87,7 @@ class TileGradients(Invariant):
         self.addends = addends
         self.stages = self.STAGES[addends]
         self.side_by_side = self.SIDE_BY_SIDE[addends]
+        self.in_step = self.IN_STEP[addends]
         self.whole_lines = self.WHOLE_LINES
         # 8 streams' sums need more registers than three CTAs have.
         self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
@@ -135,7 +139,7 @@ class TileGradients(Invariant):
         if const_expr(self.side_by_side):
             stream, column = index // across, index % across
         column *= VECTOR * self.vectors
-        if (stream < self.n) & (column < streams.width):
+        if index < across * self.n:
             inside = cutlass.min(Int32(self.vectors), (streams.width - column) // VECTOR)
             place = Place(stream, stream * streams.width + column, inside)
             tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
@@ -146,23 +150,28 @@ class TileGradients(Invariant):
             fixed = self._fixed_operand(weight, weight_form, streams.width * self.n, place)
             # All before this line overlaps the gates' kernel, what follows reads what that has written.
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
             for stage in cutlass.range_constexpr(self.stages - 1):
                 self._advance(ring + stage * self.stage_words, streams, products, place, first + stage, last)
-            self._stream(ring, streams, products, place, fixed, first, last, sums)
+            threads = cutlass.min(Int32(SPREAD_WARPS), across * self.n - block * SPREAD_WARPS) * LANES
+            self._stream(ring, streams, products, place, fixed, first, last, threads, sums)
             if products.weights != 0:
                 self._leave(products.weights, streams.width * self.n, place, part, sums)
 
     @cute.jit
     def _stream(
         self, ring: cute.Pointer, streams: Streams, products: Products, place: Place, fixed: list, first: Int32,
-        last: Int32, sums: cute.Tensor,
+        last: Int32, threads: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """All tiles of a part."""
+        """All tiles of a part. threads: of this CTA, of those warps that have columns."""
         stage = Int32(0)
         for tile in cutlass.range(first, last):
             # All lanes have the oldest stage, and are done with the one before it, which is the next to be filled.
             AsyncCopy.wait(self.stages - 2)
-            cute.arch.sync_warp()
+            if const_expr(self.in_step):
+                cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+            else:
+                cute.arch.sync_warp()
             free = stage - 1
             if stage == 0:
                 free = Int32(self.stages - 1)
