@@ -33,6 +33,11 @@ SLOTS = 2
 PAIRS = 2
 
 
+def stage_k(tile: TileConfig) -> int:
+    """Elements of k of a stage: of a swapped tile of many rows half a k-tile's, since few whole ones would fit."""
+    return tile.k // 2 if tile.swapped and tile.m > 128 else tile.k
+
+
 def stages(tile: TileConfig, staging_slots: int, element_bytes: int, scales_columns: bool = False) -> int:
     """Stages of operand tiles that fit beside `staging_slots` of a CTA and, if it `scales_columns`, their scales."""
     stage = (tile.m + tile.n) * tile.k * element_bytes

@@ -39,8 +39,9 @@ from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
-# Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
-LOAD_REGISTERS, MMA_REGISTERS = 24, 240
+# A thread's, by MMA warpgroups of a CTA: one needs no redistribution, of more no more than the launch had. Two have 168
+# at the launch, 2 x 240 + 24 <= 3 x 168; four have 96, 4 x 112 + 24 <= 5 x 96. More would wait for them for ever.
+LOAD_REGISTERS, MMA_REGISTERS = 24, {2: 240, 4: 112}
 
 
 class PersistentGemm(Invariant):
@@ -91,7 +92,7 @@ class PersistentGemm(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        return store.staging_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self._slot_owners)
+        return store.smem_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self._slot_owners)
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
@@ -152,7 +153,7 @@ class PersistentGemm(Invariant):
                     self._epilogue_load_role(loads, inputs, ring)
         else:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                cute.arch.setmaxregister_increase(MMA_REGISTERS[self.num_warpgroups])
             index = warpgroup - 1
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
             slots = self._make_slots(own, index, thread % THREADS)

@@ -8,7 +8,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
-from .budget import SMALL_BYTES, SMEM_BYTES
+from .budget import SMALL_BYTES, SMEM_BYTES, stage_k
 from .decoding_mainloop import DecodingMainloop
 from .mainloop import Mainloop
 from .persistent import PersistentGemm
@@ -29,13 +29,19 @@ class SwappedGemm(PersistentGemm):
 
     @property
     def stages(self) -> int:
-        staging = self.num_warpgroups * self.epilogue.num_slots * self.epilogue.chunk_rows * store.ROW_BYTES
-        stage = (self.tile.n * Float8E4M3FN.width + self.tile.m * self.dtype.width) * self.tile.k // 8
-        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+        epilogue, tile = self.epilogue, self.tile
+        chunk_bytes = epilogue.chunk_rows * epilogue.chunk_columns * self.dtype.width // 8
+        stage = (tile.n * Float8E4M3FN.width + tile.m * self.dtype.width) * stage_k(tile) // 8
+        row_scales = tile.m * self.num_warpgroups * Float32.width // 8
+        # Row scales of more than 256 rows need more than the kibibyte that is theirs of what is small.
+        small = SMALL_BYTES + max(0, row_scales - SMALL_BYTES // 2)
+        return (SMEM_BYTES - small - self.num_warpgroups * epilogue.num_slots * chunk_bytes) // stage
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        rows = self.epilogue.chunk_rows
-        return store.staging_layout(self.dtype, self.epilogue.num_slots, self.num_warpgroups, rows)
+        epilogue = self.epilogue
+        owners = self.num_warpgroups
+        rows, cols = epilogue.chunk_rows, epilogue.chunk_columns
+        return store.smem_layout(self.dtype, epilogue.num_slots, owners, rows=rows, cols=cols)
 
     @property
     def _exponents_shape(self) -> tuple[int, int, int]:
@@ -77,6 +83,6 @@ class SwappedGemm(PersistentGemm):
         rows = Int32(w.shape[1])
         view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False)
         operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale)
-        stores = (store.make_store(y, self.epilogue.chunk_rows),)
+        stores = (store.make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
         grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
         self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)
