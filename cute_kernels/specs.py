@@ -115,9 +115,9 @@ class TileConfig:
         if self.accumulators > self.max_accumulators:
             mma_n, other = ("m", "n") if self.swapped else ("n", "m")
             raise SpecError(
-                f"a {self.schedule} tile of {self.m} x {self.n} has {self.accumulators} accumulators a thread, more than "
-                f"{self.max_accumulators}; choose tile {mma_n}={self.max_accumulators * 2 // self.slabs} or a smaller "
-                f"{other}"
+                f"a {self.schedule} tile of {self.m} x {self.n} has {self.accumulators} accumulators a thread, more "
+                f"than {self.max_accumulators}; choose tile {mma_n}={self.max_accumulators * 2 // self.slabs} "
+                f"or a smaller {other}"
             )
 
     @property
@@ -162,8 +162,8 @@ class TileConfig:
 
     @property
     def max_accumulators(self) -> int:
-        """Four MMA warpgroups have less than half the registers of two, a thread."""
-        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 2
+        """Of a thread. Four MMA warpgroups have less than half the registers of two: 64 spill."""
+        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
 
     @property
     def cluster_size(self) -> int:

@@ -7,9 +7,7 @@ while the wgmmas of the step before run: fragments of two steps take turns.
 A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
 16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: 2 bytes of shared memory, and the
 8 rows of a load are 8 x 8 bytes in banks of their own, by the swizzle.
-
-Which weight rows those are is the decoder's choice. Gated, a thread has rows of a and the rows of u that belong to
-them: of two slabs, one each; of one slab, r = 0 and r = 1.
+Which weight rows those are, swapped_rows.py says.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from .budget import stage_k
 from .epilogue import TileShare, registers
 from .mainloop import MMA_K, Mainloop, Operands
 from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
+from .swapped_rows import ROW_HALVES, SwappedRows
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .weights import ExpertAddress, expert_offset, lo_hi, row_of
@@ -38,46 +37,8 @@ SCALE_BLOCK = 32
 # A word of scale bytes is a row's for a k-tile.
 SCALES_PER_WORD = 4
 STEP = SCALE_BLOCK // MMA_K
-# 32-bit registers of a slab's fragment of one wgmma, and of a row's half of it.
+# 32-bit registers of a slab's fragment of one wgmma.
 FRAGMENT_REGS = 4
-ROW_HALVES = 2
-
-
-class SwappedRows:
-    """Which weight rows of a tile a thread has, by their number: two of each slab, `count` in all, those of a first.
-
-    The tile has the rows of each part (a, u) together. A warpgroup makes `columns` columns of the output, in chunks of
-    `chunk_columns`, of which a thread has `thread_columns`, 8 apart.
-    """
-
-    def __init__(self, tile: TileConfig, parts: int):
-        self.count = ROW_HALVES * tile.slabs
-        self.part_n = tile.n // parts
-        self.part_count = self.count // parts
-        self.thread_columns = min(ROW_HALVES, self.part_count)
-        self.columns = tile.slabs * ROWS // parts
-        self.chunk_columns = min(ROWS, self.columns)
-
-    def part(self, row: int) -> int:
-        return row // self.part_count
-
-    def below(self, row: int) -> int:
-        """How many rows of its part a row lies below the first one of its thread."""
-        chunk, place = divmod(row % self.part_count, ROW_HALVES)
-        return chunk * ROWS + place * 8
-
-    def distance(self, row: int) -> int:
-        """How many rows of the tile a row lies behind the first one of its thread."""
-        return self.part(row) * self.part_n + self.below(row)
-
-    def first_column(self, warpgroup: Int32) -> Int32:
-        """The first column that a warpgroup makes, of its tile's."""
-        return warpgroup * self.columns
-
-    def column(self, row: int, warpgroup: Int32, thread: Int32) -> Int32:
-        """The column that a row makes: its place in its part of the tile."""
-        in_slab = thread // 32 * (8 * self.thread_columns) + thread % 32 // 4
-        return self.first_column(warpgroup) + in_slab + self.below(row)
 
 
 class WeightScales(Invariant):
@@ -284,35 +245,37 @@ class DecodingMainloop(Mainloop):
         if num_k_tiles > 0:
             self._open(first, fragments[0], scales, Int32(0), stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            first_stage = state.clone()
+            state.advance()
+            last_stage = first_stage
+            if const_expr(steps > stage_steps):
+                last_stage = state.clone()
+                state.advance()
             for step in cutlass.range_constexpr(steps):
                 fragment, following = fragments[step % 2], fragments[(step + 1) % 2]
-                in_stage = step % stage_steps
-                if const_expr(in_stage == 0):
-                    before = current if const_expr(step > 0) else None
-                    current = state.clone()
-                    state.advance()
+                stage, in_stage = (first_stage if step < stage_steps else last_stage).index, step % stage_steps
                 if const_expr(in_stage + 1 < stage_steps):
-                    pairs = self._read(first, current.index, in_stage + 1)
+                    pairs = self._read(first, stage, in_stage + 1)
                 warpgroup.fence()
                 for i in cutlass.range_constexpr(STEP):
                     tiled_mma.set(
                         warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if const_expr(step + i == 0) else True
                     )
-                    b = tCrB[None, None, in_stage * STEP + i, current.index]
+                    b = tCrB[None, None, in_stage * STEP + i, stage]
                     cute.gemm(tiled_mma, acc, fragment[None, None, i], b, acc)
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
-                if const_expr(in_stage == 0 and step > 0):
-                    stages.consumer_release(before)
+                if const_expr(step == stage_steps):
+                    stages.consumer_release(first_stage)
                 if const_expr(in_stage + 1 < stage_steps):
                     self._decode(pairs, scales, following, step + 1)
                 elif const_expr(step + 1 < steps):
-                    stages.consumer_wait(state)
-                    self._decode(self._read(first, state.index, 0), scales, following, step + 1)
+                    stages.consumer_wait(last_stage)
+                    self._decode(self._read(first, last_stage.index, 0), scales, following, step + 1)
                 elif k_tile + 1 < num_k_tiles:
                     self._open(first, following, scales, k_tile + 1, stages, state)
             warpgroup.wait_group(0)
-            stages.consumer_release(current)
+            stages.consumer_release(last_stage)
         scales.spoil(acc)
         return state
 

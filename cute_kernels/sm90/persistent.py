@@ -39,9 +39,6 @@ from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
-# A thread's, by MMA warpgroups of a CTA: one needs no redistribution, of more no more than the launch had. Two have 168
-# at the launch, 2 x 240 + 24 <= 3 x 168; four have 96, 4 x 112 + 24 <= 5 x 96. More would wait for them for ever.
-LOAD_REGISTERS, MMA_REGISTERS = 24, {2: 240, 4: 112}
 
 
 class PersistentGemm(Invariant):
@@ -143,7 +140,7 @@ class PersistentGemm(Invariant):
 
         if warpgroup == 0:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+                cute.arch.setmaxregister_decrease(budget.LOAD_REGISTERS)
             if warp == LOAD_WARP:
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
@@ -153,7 +150,7 @@ class PersistentGemm(Invariant):
                     self._epilogue_load_role(loads, inputs, ring)
         else:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_increase(MMA_REGISTERS[self.num_warpgroups])
+                cute.arch.setmaxregister_increase(budget.MMA_REGISTERS[self.num_warpgroups])
             index = warpgroup - 1
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
             slots = self._make_slots(own, index, thread % THREADS)

@@ -20,11 +20,11 @@ from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec, TileConfig
 from .budget import stage_k
-from .decoding_mainloop import ROW_HALVES, SwappedRows
 from .epilogue import Epilogue, TileShare, registers
 from .quantize_mxfp8 import exponent_of, multiplier_of
 from .scales import power_of_two
 from .store import ROWS, SLOTS, SWIZZLE_CHUNK, Slots, narrowed, swizzle_of
+from .swapped_rows import SwappedRows
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
 from .weights import row_of
@@ -99,9 +99,9 @@ class SwappedState(Invariant):
 
 
 class SwappedEpilogue(Epilogue):
-    """Chunks of 64 columns, or 32 of a slab that has both a and u, and at most 64 rows, of which a tile has several.
+    """Chunks of at most 64 rows and 64 columns, or 32 of a slab that has both a and u.
 
-    `begin` returns a thread's biases, one for each of its weight rows, and puts the tile's row scales into shared memory.
+    `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory.
     """
 
     # Whether a row scale multiplies the bias alone, and counts only where there is one.
