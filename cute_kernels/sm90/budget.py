@@ -32,8 +32,8 @@ SLOTS = 2
 # power of two.
 PAIRS = 2
 
-# Registers a thread, the latter by MMA warpgroups of a CTA; one needs no redistribution. They share what the launch had,
-# 168 a thread of three warpgroups, 2 x 240 + 24 <= 3 x 168, or 96 of five, 4 x 112 + 24 <= 5 x 96: who asks for more
+# Registers a thread, the latter by MMA warpgroups of a CTA; one needs no redistribution. They share what a launch had:
+# 168 a thread of three warpgroups, 2 x 240 + 24 <= 3 x 168, or 96 of five, 4 x 112 + 24 <= 5 x 96. Who asks for more
 # waits for ever.
 LOAD_REGISTERS, MMA_REGISTERS = 24, {2: 240, 4: 112}
 
