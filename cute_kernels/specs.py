@@ -18,16 +18,16 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
-SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap"}
+SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
 # Float32 accumulators a thread can hold beside what an epilogue needs.
 MAX_ACCUMULATORS = 128
 PINGPONG_WARPGROUPS = 2
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
-# Of a swapped tile: the columns of a wgmma are rows of x, and a warpgroup has two slabs of weight rows.
-SWAPPED_TILE_M = (16, 32, 64, 128)
+# Of a swapped tile: the columns of a wgmma are rows of x, and a warpgroup has one or two slabs of weight rows.
+SWAPPED_TILE_M = (16, 32, 64, 128, 256)
 SWAPPED_TILE_N = (128, 256)
-SWAPPED_SLABS = 2
+SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
 # One 128-byte row of an operand's shared memory, by the width of an element.
 TILE_K = {16: 64, 8: 128}
 OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
@@ -91,7 +91,7 @@ class TileConfig:
     of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
     that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
-    its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each.
+    its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each. swapped_single: 64 each.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
     odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
@@ -112,10 +112,12 @@ class TileConfig:
         _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
             raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
-        if self.slabs * self.mma_n // 2 > MAX_ACCUMULATORS:
+        if self.accumulators > self.max_accumulators:
+            mma_n, other = ("m", "n") if self.swapped else ("n", "m")
             raise SpecError(
-                f"a {self.schedule} tile of {self.m} x {self.n} has {self.slabs * self.n // 2} accumulators a thread, "
-                f"more than {MAX_ACCUMULATORS}; choose tile n={MAX_ACCUMULATORS * 2 // self.slabs} or fewer rows"
+                f"a {self.schedule} tile of {self.m} x {self.n} has {self.accumulators} accumulators a thread, more "
+                f"than {self.max_accumulators}; choose tile {mma_n}={self.max_accumulators * 2 // self.slabs} "
+                f"or a smaller {other}"
             )
 
     @property
@@ -124,7 +126,7 @@ class TileConfig:
 
     @property
     def swapped(self) -> bool:
-        return self.schedule == "swapped"
+        return self.schedule in SWAPPED_SLABS
 
     @property
     def mma_rows(self) -> int:
@@ -140,7 +142,7 @@ class TileConfig:
     def warpgroups_per_tile(self) -> int:
         """MMA warpgroups that share a tile."""
         if self.swapped:
-            return self.n // (SWAPPED_SLABS * 64)
+            return self.n // (SWAPPED_SLABS[self.schedule] * 64)
         return 1 if self.takes_turns else self.m // 64
 
     @property
@@ -152,6 +154,16 @@ class TileConfig:
     def slabs(self) -> int:
         """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
         return self.mma_rows // 64 // self.warpgroups_per_tile
+
+    @property
+    def accumulators(self) -> int:
+        """Of a thread."""
+        return self.slabs * self.mma_n // 2
+
+    @property
+    def max_accumulators(self) -> int:
+        """Of a thread. Four MMA warpgroups have less than half the registers of two: 64 spill."""
+        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
 
     @property
     def cluster_size(self) -> int:

@@ -22,7 +22,7 @@ from support.routing import catalogue
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import LARGE8, LARGE_W8, SMALL8, SMALL_W8, activation_forms
+from cute_kernels.sm90.configs import LARGE8, LARGE_W8, MEDIUM_W8, SMALL8, SMALL_W8, activation_forms
 from cute_kernels.specs import GATED, GroupedMlpSpec, QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, recipes
 from glulam.mxfp8 import prepared as prepared_weights
@@ -222,13 +222,21 @@ class TestHostPath:
             check(c, y, recipe, weights)
 
     def test_rows_an_expert_choose_the_tile(self, fake_gpu: FakeGpu) -> None:
-        tiles = {"mxfp8": (SMALL8, LARGE8), "mxfp8_exact": (SMALL_W8, LARGE_W8)}
-        tiles["mxfp8_weight_only"] = tiles["mxfp8_exact"]
-        for recipe, (few, many) in tiles.items():
-            for rows, tile in ((2, few), (2 * few.m, few), (2 * few.m + 1, many)):
-                told = glulam.explain("grouped_mlp", (rows, 64), (2, 64, 64), (2, 64, 32), recipe=recipe)
+        decoded = [(1, SMALL_W8), (16, SMALL_W8), (16.5, MEDIUM_W8), (128, MEDIUM_W8), (128.5, LARGE_W8)]
+        for recipe in RECIPES:
+            for average, tile in [(1, SMALL8), (64, SMALL8), (64.5, LARGE8)] if recipe == "mxfp8" else decoded:
+                told = glulam.explain("grouped_mlp", (round(2 * average), 64), (2, 64, 64), (2, 64, 32), recipe=recipe)
                 assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == told.spec.fc2.tile == tile
-                assert tile.name in told.why and f"{few.m} rows an expert" in told.why_not[0]
+                assert told.why.endswith(tile.name)
+                assert len(told.why_not) == (1 if recipe == "mxfp8" else 2)
+
+    def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
+        told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")
+        assert told.why == f"34 rows over 2 experts are 17 an expert, more than 16 and at most 128: {MEDIUM_W8.name}"
+        assert told.why_not == (
+            f"{SMALL_W8.name}: for at most 16 rows an expert",
+            f"{LARGE_W8.name}: for more than 128 rows an expert",
+        )
 
     def test_out_may_not_be_x(self, fake_gpu: FakeGpu) -> None:
         c = case()

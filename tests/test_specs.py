@@ -65,6 +65,9 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
 def test_a_swapped_tile_counts_in_weight_rows() -> None:
     tile = TileConfig(m=16, n=256, k=128, schedule="swapped")
     assert (tile.warpgroups, tile.slabs, tile.mma_n, tile.name) == (2, 2, 16, "t16x256x128_c1x1_swap")
+    single = dataclasses.replace(tile, schedule="swapped_single")
+    assert (single.warpgroups, single.slabs, single.mma_n, single.name) == (4, 1, 16, "t16x256x128_c1x1_swap1")
+    assert TileConfig(m=256, n=128, k=128, schedule="swapped_single").accumulators == 128
 
 
 def test_round_trip_through_json() -> None:
@@ -108,11 +111,13 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
         (lambda: GroupedMlpSpec(GroupedGluSpec(save_preact=True)), "without save_preact"),
         (lambda: TileConfig(m=16), "tile m=16 is not supported; choose one of: 64, 128"),
-        (lambda: TileConfig(m=96, n=256, k=128, schedule="swapped"), "tile m=96.*16, 32, 64, 128"),
+        (lambda: TileConfig(m=96, n=256, k=128, schedule="swapped"), "tile m=96.*16, 32, 64, 128, 256"),
+        (lambda: TileConfig(m=256, k=128, schedule="swapped"), "256 accumulators.*more than 128; choose tile m=128"),
+        (lambda: TileConfig(m=128, k=128, schedule="swapped_single"), "64 acc.*than 32; choose tile m=64.*smaller n"),
         (lambda: TileConfig(n=64, k=128, schedule="swapped"), "tile n=64.*128, 256"),
         (lambda: TileConfig(k=128, cluster_m=2, schedule="swapped"), r"cluster \(m, n\)=\(2, 1\)"),
         (lambda: GroupedMmSpec(tile=LARGE_W8), "tile k=128 does not fit operands='16bit'"),
-        (lambda: GroupedMmSpec(tile=LARGE_W8, operands="mxfp8"), "schedule='swapped' does not fit operands='mxfp8'"),
+        (lambda: GroupedMmSpec(tile=LARGE_W8, operands="mxfp8"), "'swapped_single' does not fit operands='mxfp8'"),
         (
             lambda: GroupedMmSpec(tile=TileConfig(k=128), operands="mxfp8_weight_only"),
             "'cooperative' does not fit operands='mxfp8_weight_only'; choose schedule='swapped'",

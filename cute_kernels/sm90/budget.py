@@ -32,6 +32,16 @@ SLOTS = 2
 # power of two.
 PAIRS = 2
 
+# Registers a thread, the latter by MMA warpgroups of a CTA; one needs no redistribution. They share what a launch had:
+# 168 a thread of three warpgroups, 2 x 240 + 24 <= 3 x 168, or 96 of five, 4 x 112 + 24 <= 5 x 96. Who asks for more
+# waits for ever.
+LOAD_REGISTERS, MMA_REGISTERS = 24, {2: 240, 4: 112}
+
+
+def stage_k(tile: TileConfig) -> int:
+    """Elements of k of a stage: of a swapped tile of many rows half a k-tile's, since few whole ones would fit."""
+    return tile.k // 2 if tile.swapped and tile.m > 128 else tile.k
+
 
 def stages(tile: TileConfig, staging_slots: int, element_bytes: int, scales_columns: bool = False) -> int:
     """Stages of operand tiles that fit beside `staging_slots` of a CTA and, if it `scales_columns`, their scales."""

@@ -1,12 +1,13 @@
 """The mainloop of MXFP8 weights: decoded in registers, they are the rows of a 16-bit MMA whose columns are rows of x.
 
 wgmma reads its first operand from registers and the second from shared memory, so they are swapped: y^T = w x^T. A
-warpgroup has two slabs of 64 weight rows, gated one of a and the u that belong to it, and decodes a k-tile of 128 in
-steps of 32, the elements of a scale, while the wgmmas of the step before run: fragments of two steps take turns.
+warpgroup has one or two slabs of 64 weight rows and decodes a k-tile of 128 in steps of 32, the elements of a scale,
+while the wgmmas of the step before run: fragments of two steps take turns.
 
 A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
 16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: 2 bytes of shared memory, and the
-8 rows of a load are 8 x 8 bytes in banks of their own, by the 128-byte swizzle.
+8 rows of a load are 8 x 8 bytes in banks of their own, by the swizzle.
+Which weight rows those are, swapped_rows.py says.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import TileConfig
 from . import decode
+from .budget import stage_k
 from .epilogue import TileShare, registers
 from .mainloop import MMA_K, Mainloop, Operands
-from .store import ROW_BYTES, ROWS
+from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
+from .swapped_rows import ROW_HALVES, SwappedRows
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .weights import ExpertAddress, expert_offset, lo_hi, row_of
@@ -34,36 +37,8 @@ SCALE_BLOCK = 32
 # A word of scale bytes is a row's for a k-tile.
 SCALES_PER_WORD = 4
 STEP = SCALE_BLOCK // MMA_K
-SWIZZLE_CHUNK = 16
-# 32-bit registers of a slab's fragment of one wgmma, and of a row's half of it.
+# 32-bit registers of a slab's fragment of one wgmma.
 FRAGMENT_REGS = 4
-ROW_HALVES = 2
-
-
-class SwappedRows(Invariant):
-    """Which weight rows of a tile a thread has: for each slab two, 8 apart.
-
-    part: the rows of a and u lie in parts of the tile; else those of both slabs are neighbours.
-    """
-
-    def __init__(self, tile: TileConfig, parts: int, warpgroup_index: Int32, thread: Int32):
-        self.parts = parts
-        self.part_n = tile.n // parts
-        self.outputs = tile.slabs // parts * ROWS
-        self.warpgroup_index = warpgroup_index
-        self.thread = thread
-        self.row_in_slab = thread // 32 * 16 + thread % 32 // 4
-
-    def part(self, slab: int) -> int:
-        return slab if self.parts > 1 else 0
-
-    def column(self, slab: int) -> Int32:
-        """Where a slab begins in its part of the tile: the first column of the output that it makes."""
-        return self.warpgroup_index * self.outputs + (0 if self.parts > 1 else slab * ROWS)
-
-    def row(self, slab: int) -> Int32:
-        """The thread's upper row of a slab, in the tile."""
-        return self.part(slab) * self.part_n + self.column(slab) + self.row_in_slab
 
 
 class WeightScales(Invariant):
@@ -72,12 +47,11 @@ class WeightScales(Invariant):
     address: of the expert's. rows: where a row's begin. blocks: scales of a row. last: the last k-tile.
     """
 
-    def __init__(self, address: Int64, rows: list[Int32], blocks: Int32, last: Int32, slabs: int):
+    def __init__(self, address: Int64, rows: list[Int32], blocks: Int32, last: Int32):
         self.address = address
         self.rows = rows
         self.blocks = blocks
         self.last = last
-        self.slabs = slabs
         self.words = cute.make_rmem_tensor(len(rows), Int32)
         self.next = cute.make_rmem_tensor(len(rows), Int32)
         self.bad = cute.make_rmem_tensor(1, Int32)
@@ -118,8 +92,9 @@ class WeightScales(Invariant):
         for distance in cutlass.range_constexpr(1, 3):
             flags |= cute.arch.shuffle_sync_bfly(flags, distance)
         if flags != 0:
-            count = cute.size(acc) // self.slabs
-            for slab in cutlass.range_constexpr(self.slabs):
+            slabs = len(self.rows) // ROW_HALVES
+            count = cute.size(acc) // slabs
+            for slab in cutlass.range_constexpr(slabs):
                 values = registers(acc, slab * count, count)
                 for i in cutlass.range_constexpr(count):
                     row = ROW_HALVES * slab + i // 2 % ROW_HALVES
@@ -129,7 +104,7 @@ class WeightScales(Invariant):
 class DecodingMainloop(Mainloop):
     """A: `parts` ranges of an expert's E4M3 weight rows, B: tile.m rows of x at any row.
 
-    `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32].
+    `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, layout: str, stages: int):
@@ -137,20 +112,17 @@ class DecodingMainloop(Mainloop):
         self.tile = tile
         self.parts = parts
         self.part_n = tile.n // parts
+        self.rows = SwappedRows(tile, parts)
         self.layout = layout
         self.stages = stages
         self.x_k = ROW_BYTES * 8 // dtype.width
-        self.a_layout = self._k_major(E4M3, (tile.n, tile.k, stages))
-        self.b_layout = self._k_major(dtype, (tile.m, tile.k, stages))
-
-    def _k_major(self, dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
-        """(rows, k[, stages]) with 128-byte swizzle."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-        return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+        self.stage_k = stage_k(tile)
+        self.a_layout = swizzled_layout(E4M3, (tile.n, self.stage_k, stages))
+        self.b_layout = swizzled_layout(dtype, (tile.m, self.stage_k, stages))
 
     @property
     def stage_bytes(self) -> int:
-        return (self.tile.n * E4M3.width + self.tile.m * self.dtype.width) * self.tile.k // 8
+        return (self.tile.n * E4M3.width + self.tile.m * self.dtype.width) * self.stage_k // 8
 
     def tiled_mma(self) -> cute.TiledMma:
         """One warpgroup's 64 x tile.m wgmmas, A from registers."""
@@ -163,23 +135,27 @@ class DecodingMainloop(Mainloop):
     def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64) -> Operands:
         """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_box, x_box = (self.part_n, self.tile.k), (self.tile.m, self.x_k)
-        atom_a, a = cpasync.make_tiled_tma_atom(load, w, self._k_major(E4M3, w_box), w_box)
-        atom_b, b = cpasync.make_tiled_tma_atom(load, x, self._k_major(self.dtype, x_box), x_box)
+        w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
+        atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(E4M3, w_box), w_box)
+        atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
         return Operands(atom_a, a, atom_b, b, (address, rows), scales)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.b, mode=[1]), self.tile.k)
+
+    def _num_stages(self, operands: Operands, work: WorkTile) -> Int32:
+        """Of all k-tiles."""
+        return self.num_k_tiles(operands, work) * (self.tile.k // self.stage_k)
 
     @cute.jit
     def load_ahead(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile,
     ):  # fmt: skip
-        """The weights of as many k-tiles as there are stages."""
+        """The weights of as many stages as there are."""
         count = Int32(0)
         if work.expert >= 0:
-            count = cutlass.min(self.num_k_tiles(operands, work), Int32(self.stages))
+            count = cutlass.min(self._num_stages(operands, work), Int32(self.stages))
             self._load(operands, sA, sB, stages, state.clone(), work, Int32(0), count, False)
         return count
 
@@ -188,7 +164,7 @@ class DecodingMainloop(Mainloop):
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
     ):  # fmt: skip
-        return self._load(operands, sA, sB, stages, state, work, ahead, self.num_k_tiles(operands, work), True)
+        return self._load(operands, sA, sB, stages, state, work, ahead, self._num_stages(operands, work), True)
 
     @cute.jit
     def _load(
@@ -196,42 +172,38 @@ class DecodingMainloop(Mainloop):
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
         with_rows: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """`count` k-tiles, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
+        """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, _ = operands.extra
-        w_box, x_box = (self.part_n, self.tile.k), (self.tile.m, self.x_k)
+        w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
         tAsA, tAgA = _partition(
             operands.atom_a, cute.flat_divide(sA, w_box), cute.local_tile(operands.a, w_box, (None, None, None, None))
         )
         x_rows = cute.domain_offset((work.row, 0), operands.b)
         tBsB, tBgB = _partition(operands.atom_b, cute.flat_divide(sB, x_box), cute.local_tile(x_rows, x_box, (0, None)))
         first = expert_offset(address, work.expert)
-        x_tiles = self.tile.k // self.x_k
-        for k_tile in cutlass.range(count, unroll=1):
+        x_boxes = self.stage_k // self.x_k
+        for stage in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
-            if k_tile >= ahead:
+            if stage >= ahead:
                 stages.producer_acquire(state)
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
-                    source = tAgA[None, work.n_tile, k_tile, lo, hi]
+                    source = tAgA[None, work.n_tile, stage, lo, hi]
                     cute.copy(operands.atom_a, source, tAsA[None, part, 0, state.index], tma_bar_ptr=barrier)
             if const_expr(with_rows):
-                for i in cutlass.range_constexpr(x_tiles):
-                    source = tBgB[None, k_tile * x_tiles + i]
+                for i in cutlass.range_constexpr(x_boxes):
+                    source = tBgB[None, stage * x_boxes + i]
                     cute.copy(operands.atom_b, source, tBsB[None, 0, i, state.index], tma_bar_ptr=barrier)
             state.advance()
         return state
 
-    def rows_of(self, warpgroup_index: Int32) -> SwappedRows:
-        thread, _, _ = cute.arch.thread_idx()
-        return SwappedRows(self.tile, self.parts, warpgroup_index, thread % THREADS)
-
-    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[Int32, cute.Tensor]:
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
         """Where a thread's first two bytes of A lie, in the first stage and k-chunk 0, and B as wgmma's descriptors."""
-        rows = self.rows_of(slab)
-        lane = rows.thread % 32
-        # Rows 8 apart have the same swizzle: chunk c of 16 bytes lies at c ^ (row % 8).
-        swizzled = lane // 4 * SWIZZLE_CHUNK + lane % 4 * 2
-        first = Int32(sA.iterator.toint()) + rows.row(0) * ROW_BYTES + swizzled
+        thread = _thread_of_warpgroup()
+        lane = thread % 32
+        # Rows 8 apart have the same swizzle.
+        swizzled = swizzle_of(lane // 4, self.stage_k) * SWIZZLE_CHUNK + lane % 4 * 2
+        first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.stage_k + swizzled
         mma = self.tiled_mma()
         return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
 
@@ -242,18 +214,17 @@ class DecodingMainloop(Mainloop):
 
     def begin(self, operands: Operands, work: WorkTile, share: TileShare) -> WeightScales:
         _, expert_rows = operands.extra
-        rows = self.rows_of(share.first_slab)
+        thread = _thread_of_warpgroup()
         blocks = cute.size(operands.b, mode=[1]) // SCALE_BLOCK
         half = expert_rows // self.parts
         scale_rows = []
-        for slab in range(self.tile.slabs):
-            for i in range(ROW_HALVES):
-                # Rows past the last one are zeros and never stored: any row's scales will do.
-                column = work.n_tile * self.part_n + rows.column(slab) + rows.row_in_slab + 8 * i
-                row = row_of(self.layout, cutlass.min(column, half - 1), rows.part(slab), half)
-                scale_rows.append(row * blocks)
+        for i in range(self.rows.count):
+            # Rows past the last one are zeros and never stored: any row's scales will do.
+            column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, thread)
+            row = row_of(self.layout, cutlass.min(column, half - 1), self.rows.part(i), half)
+            scale_rows.append(row * blocks)
         address = operands.scales + Int64(work.expert) * (expert_rows * blocks)
-        scales = WeightScales(address, scale_rows, blocks, self.num_k_tiles(operands, work) - 1, self.tile.slabs)
+        scales = WeightScales(address, scale_rows, blocks, self.num_k_tiles(operands, work) - 1)
         scales.fetch(Int32(0))
         return scales
 
@@ -270,31 +241,41 @@ class DecodingMainloop(Mainloop):
         tiled_mma = self.tiled_mma()
         shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, SCALE_BLOCK))
         fragments = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
-        steps = self.tile.k // SCALE_BLOCK
+        steps, stage_steps = self.tile.k // SCALE_BLOCK, self.stage_k // SCALE_BLOCK
         if num_k_tiles > 0:
             self._open(first, fragments[0], scales, Int32(0), stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
-            release = state.clone()
+            first_stage = state.clone()
             state.advance()
+            last_stage = first_stage
+            if const_expr(steps > stage_steps):
+                last_stage = state.clone()
+                state.advance()
             for step in cutlass.range_constexpr(steps):
                 fragment, following = fragments[step % 2], fragments[(step + 1) % 2]
-                if const_expr(step + 1 < steps):
-                    pairs = self._read(first, release.index, step + 1)
+                stage, in_stage = (first_stage if step < stage_steps else last_stage).index, step % stage_steps
+                if const_expr(in_stage + 1 < stage_steps):
+                    pairs = self._read(first, stage, in_stage + 1)
                 warpgroup.fence()
                 for i in cutlass.range_constexpr(STEP):
                     tiled_mma.set(
                         warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if const_expr(step + i == 0) else True
                     )
-                    b = tCrB[None, None, step * STEP + i, release.index]
+                    b = tCrB[None, None, in_stage * STEP + i, stage]
                     cute.gemm(tiled_mma, acc, fragment[None, None, i], b, acc)
                 warpgroup.commit_group()
                 warpgroup.wait_group(1)
-                if const_expr(step + 1 < steps):
+                if const_expr(step == stage_steps):
+                    stages.consumer_release(first_stage)
+                if const_expr(in_stage + 1 < stage_steps):
                     self._decode(pairs, scales, following, step + 1)
+                elif const_expr(step + 1 < steps):
+                    stages.consumer_wait(last_stage)
+                    self._decode(self._read(first, last_stage.index, 0), scales, following, step + 1)
                 elif k_tile + 1 < num_k_tiles:
                     self._open(first, following, scales, k_tile + 1, stages, state)
             warpgroup.wait_group(0)
-            stages.consumer_release(release)
+            stages.consumer_release(last_stage)
         scales.spoil(acc)
         return state
 
@@ -309,15 +290,15 @@ class DecodingMainloop(Mainloop):
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
-        """A thread's pairs of bytes of a step, in the order of fragments: register, slab, wgmma."""
-        slab_bytes = (self.part_n if self.parts > 1 else ROWS) * ROW_BYTES
+        """A thread's pairs of bytes of a stage's step, in the order of fragments: register, slab, wgmma."""
         pairs = cute.make_rmem_tensor((FRAGMENT_REGS, self.tile.slabs, STEP), Int32)
         for i in range(STEP):
-            chunk = (first + stage * (self.tile.n * ROW_BYTES)) ^ Int32((step * STEP + i) * SWIZZLE_CHUNK)
+            chunk = (first + stage * (self.tile.n * self.stage_k)) ^ Int32((step * STEP + i) * SWIZZLE_CHUNK)
             for slab in range(self.tile.slabs):
                 for register in range(FRAGMENT_REGS):
-                    below, beside = register % ROW_HALVES * 8 * ROW_BYTES, register // ROW_HALVES * (SWIZZLE_CHUNK // 2)
-                    at = chunk + (slab * slab_bytes + below + beside)
+                    row = ROW_HALVES * slab + register % ROW_HALVES
+                    beside = register // ROW_HALVES * (SWIZZLE_CHUNK // 2)
+                    at = chunk + (self.rows.distance(row) * self.stage_k + beside)
                     pointer = cute.make_ptr(Uint16, at, cute.AddressSpace.smem, assumed_align=2)
                     pairs[register, slab, i] = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
         return pairs
@@ -333,6 +314,11 @@ class DecodingMainloop(Mainloop):
                         code = decode.codes(pairs[register, slab, i])
                         scales.peaks[row] = decode.greater(scales.peaks[row], code)
                         registers[register, slab, i] = decode.decoded(code, multiplier)
+
+
+def _thread_of_warpgroup() -> Int32:
+    thread, _, _ = cute.arch.thread_idx()
+    return thread % THREADS
 
 
 def _partition(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:

@@ -39,8 +39,6 @@ from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
-# Two MMA warpgroups: 2 x 128 x 240 + 128 x 24 registers = 63 K of the 64 K of an SM. One needs no redistribution.
-LOAD_REGISTERS, MMA_REGISTERS = 24, 240
 
 
 class PersistentGemm(Invariant):
@@ -91,7 +89,7 @@ class PersistentGemm(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        return store.staging_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self._slot_owners)
+        return store.smem_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self._slot_owners)
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
@@ -142,7 +140,7 @@ class PersistentGemm(Invariant):
 
         if warpgroup == 0:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+                cute.arch.setmaxregister_decrease(budget.LOAD_REGISTERS)
             if warp == LOAD_WARP:
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
@@ -152,7 +150,7 @@ class PersistentGemm(Invariant):
                     self._epilogue_load_role(loads, inputs, ring)
         else:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                cute.arch.setmaxregister_increase(budget.MMA_REGISTERS[self.num_warpgroups])
             index = warpgroup - 1
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
             slots = self._make_slots(own, index, thread % THREADS)

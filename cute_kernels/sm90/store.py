@@ -23,6 +23,8 @@ from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .turns import THREADS
 
+# A swizzle moves chunks of as many bytes.
+SWIZZLE_CHUNK = 16
 # Of a slot of 16-bit elements, as all but weight gradients have.
 COLS = ROW_BYTES // 2
 CHUNK_REGS = ROWS * COLS // THREADS
@@ -51,23 +53,31 @@ def columns(dtype: type[cutlass.Numeric]) -> int:
     return ROW_BYTES * 8 // dtype.width
 
 
-def smem_layout(dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS) -> cute.ComposedLayout:
+def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
+    """(row, column, *more) with a swizzle as wide as rows are, 64 bytes or 128, or as parts of 128 bytes of them."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW64 if shape[1] * dtype.width // 8 == ROW_BYTES // 2 else kinds.K_SW128
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=tuple(range(len(shape))))
+
+
+def swizzle_of(row: Int32, row_bytes: int) -> Int32:
+    """What the number of a 16-byte chunk is XORed with, in a row of 64 or 128 bytes with a swizzle as wide."""
+    return row % 8 // (ROW_BYTES // row_bytes)
+
+
+def smem_layout(
+    dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
+) -> cute.ComposedLayout:
     """(row, column, *more) of slots."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    order = tuple(range(2 + len(more)))
-    return cute.tile_to_shape(atom, (rows, columns(dtype), *more), order=order)
+    return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
 
 
-def staging_layout(dtype: type[cutlass.Numeric], slots: int, owners: int, rows: int = ROWS) -> cute.ComposedLayout:
-    """(row, column, slot, owner) of the staging buffer."""
-    return smem_layout(dtype, slots, owners, rows=rows)
-
-
-def make_store(tensor: cute.Tensor, rows: int = ROWS) -> RaggedStore:
+def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -> RaggedStore:
     """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
+    cols = columns(tensor.element_type) if cols is None else cols
     atom, view = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type, rows=rows),
-        (rows, columns(tensor.element_type)),
+        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type, rows=rows, cols=cols),
+        (rows, cols),
     )  # fmt: skip
     return RaggedStore(atom, view)
 

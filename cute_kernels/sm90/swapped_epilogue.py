@@ -1,8 +1,9 @@
 """Epilogues of a swapped tile: accumulators whose rows are columns of the output, and whose columns are its rows.
 
 What stands at (row, column) of a slab's accumulators in epilogue.py is here output column `row`, row `column`: thread t
-has columns 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and rows 8 j + 2 (t % 4) + v % 2 at register 4 j + v. stmatrix
-transposes them on their way into a slot. So a bias is a register and a row scale comes from shared memory.
+has columns 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and rows 8 j + 2 (t % 4) + v % 2 at register 4 j + v. Of a slab
+that is half a's and half u's, v / 2 is the part, and columns are 8 (t / 32) + (t % 32) / 4 of 32. stmatrix transposes
+results on their way into a slot. So a bias is a register and a row scale comes from shared memory.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec, TileConfig
-from .decoding_mainloop import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows
+from .budget import stage_k
 from .epilogue import Epilogue, TileShare, registers
 from .quantize_mxfp8 import exponent_of, multiplier_of
 from .scales import power_of_two
-from .store import ROW_BYTES, ROWS, SLOTS, Slots, narrowed
+from .store import ROWS, SLOTS, SWIZZLE_CHUNK, Slots, narrowed, swizzle_of
+from .swapped_rows import SwappedRows
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
 from .weights import row_of
 
 WARPS = THREADS // 32
-# Rows and columns of one stmatrix of four 8 x 8 matrices.
-PIECE = 16
+# Rows and columns of a matrix of stmatrix, which writes two or four.
+MATRIX = 8
+MATRICES = 4
 ABS_MASK = 0x7FFFFFFF
 
 
@@ -45,26 +48,32 @@ class SwappedSlots(Slots):
     """Slots of as many rows as a chunk has, filled from transposed accumulators."""
 
     def _partition(self) -> None:
-        """A lane's 16 bytes of a piece: row lane % 8 of matrix lane / 8, which are two of columns by two of rows."""
-        lane, matrix = self.thread % 32, self.thread % 32 // 8
-        column_chunk = self.thread // 32 * 2 + matrix % 2
-        row = matrix // 2 * 8 + lane % 8
-        # A slot's rows are 128 bytes, in which chunk c of 16 bytes lies at c ^ (row % 8).
-        swizzled = (column_chunk ^ (lane % 8)) * SWIZZLE_CHUNK
-        self.first = Int32(self.smem.iterator.toint()) + row * ROW_BYTES + swizzled
-        self.slot_bytes = cute.size(self.smem, mode=[0]) * ROW_BYTES
-        self.atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
+        """A lane's 16 bytes of a piece: row lane % 8 of matrix lane / 8, which are 1 or 2 of columns, then of rows."""
+        rows, columns = (cute.size(self.smem, mode=[i]) for i in range(2))
+        across = columns // (WARPS * MATRIX)
+        matrices = min(MATRICES, rows // MATRIX * across)
+        lane, matrix = self.thread % 32, self.thread % 32 // MATRIX
+        column_chunk = self.thread // 32 * across + matrix % across
+        row = matrix // across * MATRIX + lane % MATRIX
+        row_bytes = columns * self.dtype.width // 8
+        swizzled = (column_chunk ^ swizzle_of(lane % MATRIX, row_bytes)) * SWIZZLE_CHUNK
+        self.first = Int32(self.smem.iterator.toint()) + row * row_bytes + swizzled
+        self.slot_bytes = rows * row_bytes
+        self.piece_bytes = matrices // across * MATRIX * row_bytes
+        self.piece_values = 2 * matrices
+        self.atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), self.dtype)
 
     @cute.jit
     def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
         """Write a chunk of registers, in the order of accumulators."""
         converted = narrowed(values, self.dtype)
         self.acquire()
-        for piece in cutlass.range_constexpr(cute.size(values) // 8):
-            at = self.first + (slot * self.slot_bytes + piece * PIECE * ROW_BYTES)
+        count = self.piece_values
+        for piece in cutlass.range_constexpr(cute.size(values) // count):
+            at = self.first + (slot * self.slot_bytes + piece * self.piece_bytes)
             pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=16)
-            target = cute.make_tensor(pointer, cute.make_layout((8, 1)))
-            cute.copy(self.atom, cute.append_ones(registers(converted, 8 * piece, 8), 2), target)
+            target = cute.make_tensor(pointer, cute.make_layout((count, 1)))
+            cute.copy(self.atom, cute.append_ones(registers(converted, count * piece, count), 2), target)
 
     @cute.jit
     def skip(self):
@@ -90,9 +99,9 @@ class SwappedState(Invariant):
 
 
 class SwappedEpilogue(Epilogue):
-    """Chunks of 64 columns and at most 64 rows: a slab, or a and u together, makes as many as the tile has rows for.
+    """Chunks of at most 64 rows and 64 columns, or 32 of a slab that has both a and u.
 
-    `begin` returns a thread's biases, two a slab, and puts the tile's row scales into shared memory.
+    `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory.
     """
 
     # Whether a row scale multiplies the bias alone, and counts only where there is one.
@@ -101,10 +110,13 @@ class SwappedEpilogue(Epilogue):
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat"):
         super().__init__(dtype, tile, parts, layout)
-        self.chunk_rows = min(tile.m, ROWS)
+        self.rows = SwappedRows(tile, parts)
+        # Where stages are halves of k-tiles, slots are halves too: they make room for one more.
+        self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
+        self.chunk_columns = self.rows.chunk_columns
         self.row_chunks = tile.m // self.chunk_rows
-        self.output_slabs = self.slabs // parts
-        self.chunks = self.output_slabs * self.row_chunks
+        self.column_chunks = self.rows.columns // self.chunk_columns
+        self.chunks = self.column_chunks * self.row_chunks
         self.num_slots = min(SLOTS, self.chunks)
 
     def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Any, ring: Any) -> Any:
@@ -113,7 +125,7 @@ class SwappedEpilogue(Epilogue):
 
     @cute.jit
     def begin(self, state: SwappedState, work: WorkTile, share: TileShare) -> cute.Tensor:
-        biases = cute.make_rmem_tensor(ROW_HALVES * self.slabs, Float32)
+        biases = cute.make_rmem_tensor(self.rows.count, Float32)
         biases.fill(0.0)
         if state.has_bias():
             self._fetch_bias(state, biases, work, share)
@@ -135,51 +147,48 @@ class SwappedEpilogue(Epilogue):
         if state.addends.bias_table != 0:
             address = vector_at(Int64, state.addends.bias_table)[work.expert]
         bias = vector_at(self.dtype, address)
-        rows = SwappedRows(self.tile, self.parts, share.first_slab, state.slots.thread)
         half = state.bias_size // self.parts
-        for i in cutlass.range_constexpr(ROW_HALVES * self.slabs):
-            slab = i // ROW_HALVES
-            column = work.n_tile * self.part_n + rows.column(slab) + rows.row_in_slab + i % ROW_HALVES * 8
+        for i in cutlass.range_constexpr(self.rows.count):
+            column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
             if column < half:
-                biases[i] = Float32(bias[row_of(self.layout, column, rows.part(slab), half)])
+                biases[i] = Float32(bias[row_of(self.layout, column, self.rows.part(i), half)])
 
     @cute.jit
     def finish(
         self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
-        rows = SwappedRows(self.tile, self.parts, share.first_slab, state.slots.thread)
-        column = work.n_tile * self.part_n + rows.column(0)
+        first_column = work.n_tile * self.part_n + self.rows.first_column(share.first_slab)
         columns = state.bias_size // self.parts
+        size = self.chunk_rows, self.chunk_columns
         state.slots.sync()
-        for chunk in cutlass.range_constexpr(self.row_chunks):
-            for output in cutlass.range_constexpr(self.output_slabs):
-                row = chunk * self.chunk_rows
-                if (work.row + row < work.group_end) & (column + output * ROWS < columns):
-                    values = self._outputs(state, acc, biases, output, chunk)
-                    if const_expr(self.rounds):
-                        self._round(state, values)
-                    tile = stores[0].tile(work, work.row + row, column + output * ROWS, rows=self.chunk_rows)
-                    state.slots.put(values, stores[0], tile, (chunk * self.output_slabs + output) % self.num_slots)
-                else:
-                    state.slots.skip()
+        for i in cutlass.range_constexpr(self.chunks):
+            row, column = i // self.column_chunks * size[0], first_column + i % self.column_chunks * size[1]
+            if (work.row + row < work.group_end) & (column < columns):
+                values = self._outputs(state, acc, biases, i // self.column_chunks, i % self.column_chunks)
+                if const_expr(self.rounds):
+                    self._round(state, values)
+                tile = stores[0].tile(work, work.row + row, column, rows=size[0], cols=size[1])
+                state.slots.put(values, stores[0], tile, i % self.num_slots)
+            else:
+                state.slots.skip()
 
     @cute.jit
     def _outputs(
-        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, output: cutlass.Constexpr[int],
-        chunk: cutlass.Constexpr[int],
+        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, row_chunk: cutlass.Constexpr[int],
+        column_chunk: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """A chunk of results, float32."""
+        """A chunk of results, float32: for each 8 rows, the thread's columns by two rows."""
         slab_regs = cute.size(acc) // self.slabs
-        outputs = cute.make_rmem_tensor(slab_regs // self.row_chunks, Float32)
+        count = self.rows.thread_columns
+        outputs = cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32)
         for i in cutlass.range_constexpr(cute.size(outputs)):
-            index = chunk * cute.size(outputs) + i
-            row = index // 4 * 8 + 2 * (state.lane % 4) + index % 2
-            # Of the slabs that this output is made of, which are `output_slabs` apart.
-            sums = [registers(acc, slab * slab_regs)[index] for slab in range(output, self.slabs, self.output_slabs)]
-            first = ROW_HALVES * output + index // 2 % ROW_HALVES
-            addends = [biases[first + ROW_HALVES * self.output_slabs * part] for part in range(self.parts)]
-            outputs[i] = self._output(state, sums, addends, state.smem.scales[row])
+            eight = row_chunk * (self.chunk_rows // 8) + i // (2 * count)
+            row = 8 * eight + 2 * (state.lane % 4) + i % 2
+            first = count * column_chunk + i // 2 % count
+            rows = [first + part * self.rows.part_count for part in range(self.parts)]
+            sums = [registers(acc, r // 2 * slab_regs)[4 * eight + 2 * (r % 2) + i % 2] for r in rows]
+            outputs[i] = self._output(state, sums, [biases[r] for r in rows], state.smem.scales[row])
         return outputs
 
     def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
@@ -202,7 +211,7 @@ class SwappedLinearEpilogue(SwappedEpilogue):
 class SwappedActivationEpilogue(SwappedEpilogue):
     """act = activation(acc + bias) * scale[row]; of "mxfp8_exact", rounded to MXFP8 values, 32 columns a block.
 
-    Gated, the two slabs are a and u: a thread holds both halves of each of its outputs.
+    A thread holds both halves of each of its outputs.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
@@ -218,28 +227,33 @@ class SwappedActivationEpilogue(SwappedEpilogue):
 
     @cute.jit
     def _round(self, state: SwappedState, values: cute.Tensor):
-        """To what quantising to MXFP8 and back gives, from float32. A block of 32 columns is that of two warps."""
-        exponents = cute.make_rmem_tensor(cute.size(values) // 2, Int32)
+        """To what quantising to MXFP8 and back gives, from float32. A block of 32 columns is that of two warps or four.
+
+        A thread's columns, `count` of them, are of one block: exponent i is that of row i % 2 of the eight i / 2.
+        """
+        count = self.rows.thread_columns
+        exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
         for i in cutlass.range_constexpr(cute.size(exponents)):
             # Magnitudes as integers: a NaN is the greatest of them.
-            upper, lower = (values[i // 2 * 4 + i % 2 + 2 * half].bitcast(Int32) & ABS_MASK for half in range(2))
-            amax = cutlass.max(upper, lower)
+            amax = Int32(0)
+            for column in cutlass.range_constexpr(count):
+                amax = cutlass.max(amax, values[i // 2 * 2 * count + 2 * column + i % 2].bitcast(Int32) & ABS_MASK)
             for log_distance in cutlass.range_constexpr(2, 5):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1 << log_distance))
             exponents[i] = exponent_of(amax.bitcast(Float32))
         # The greater maximum has the greater exponent.
         self._exchange(state, exponents)
         for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = values[i] * multiplier_of(exponents[i // 4 * 2 + i % 2])
+            values[i] = values[i] * multiplier_of(exponents[i // (2 * count) * 2 + i % 2])
         rounded = cute.make_rmem_tensor(cute.size(values), Float8E4M3FN)
         rounded.store(values.load().to(Float8E4M3FN))
         values.store(rounded.load().to(Float32))
         for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = values[i] * power_of_two(exponents[i // 4 * 2 + i % 2])
+            values[i] = values[i] * power_of_two(exponents[i // (2 * count) * 2 + i % 2])
 
     @cute.jit
     def _exchange(self, state: SwappedState, exponents: cute.Tensor):
-        """The greater of each row's exponent and that of the warp which has the other 16 columns of the block."""
+        """The greatest of each row's exponent and those of the warps which have other columns of the block."""
         for i in cutlass.range_constexpr(cute.size(exponents)):
             if state.lane < 4:
                 row = i // 2 * 8 + 2 * state.lane + i % 2
@@ -247,5 +261,6 @@ class SwappedActivationEpilogue(SwappedEpilogue):
         state.slots.sync()
         for i in cutlass.range_constexpr(cute.size(exponents)):
             row = i // 2 * 8 + 2 * (state.lane % 4) + i % 2
-            other = Int32(state.smem.exponents[row, state.warp ^ 1]) & 0xFF
-            exponents[i] = cutlass.max(exponents[i], other)
+            for other in cutlass.range_constexpr(1, WARPS // self.rows.thread_columns):
+                exponent = Int32(state.smem.exponents[row, state.warp ^ other]) & 0xFF
+                exponents[i] = cutlass.max(exponents[i], exponent)

@@ -1,5 +1,7 @@
 """The grouped GEMM of MXFP8 weights, decoded on the way: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows."""
 
+import math
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -8,12 +10,16 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
-from .budget import SMALL_BYTES, SMEM_BYTES
+from .budget import SMEM_BYTES, stage_k
 from .decoding_mainloop import DecodingMainloop
 from .mainloop import Mainloop
 from .persistent import PersistentGemm
 from .swapped_epilogue import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
 from .weights import weight_view
+
+# Barriers and the ring's slots, at most; then row scales and exponents, before the first buffer.
+BARRIER_BYTES = 512
+ALIGNMENT = 1024
 
 
 class SwappedGemm(PersistentGemm):
@@ -29,13 +35,19 @@ class SwappedGemm(PersistentGemm):
 
     @property
     def stages(self) -> int:
-        staging = self.num_warpgroups * self.epilogue.num_slots * self.epilogue.chunk_rows * store.ROW_BYTES
-        stage = (self.tile.n * Float8E4M3FN.width + self.tile.m * self.dtype.width) * self.tile.k // 8
-        return (SMEM_BYTES - SMALL_BYTES - staging) // stage
+        epilogue, tile = self.epilogue, self.tile
+        chunk_bytes = epilogue.chunk_rows * epilogue.chunk_columns * self.dtype.width // 8
+        stage = (tile.n * Float8E4M3FN.width + tile.m * self.dtype.width) * stage_k(tile) // 8
+        row_scales = tile.m * self.num_warpgroups * Float32.width // 8
+        small = BARRIER_BYTES + row_scales + math.prod(self._exponents_shape)
+        before_stages = (small + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        return (SMEM_BYTES - before_stages - self.num_warpgroups * epilogue.num_slots * chunk_bytes) // stage
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        rows = self.epilogue.chunk_rows
-        return store.staging_layout(self.dtype, self.epilogue.num_slots, self.num_warpgroups, rows)
+        epilogue = self.epilogue
+        owners = self.num_warpgroups
+        rows, cols = epilogue.chunk_rows, epilogue.chunk_columns
+        return store.smem_layout(self.dtype, epilogue.num_slots, owners, rows=rows, cols=cols)
 
     @property
     def _exponents_shape(self) -> tuple[int, int, int]:
@@ -51,10 +63,10 @@ class SwappedGemm(PersistentGemm):
             load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
             ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, rows], 16]
-            exponents: cute.struct.Align[cute.struct.MemRange[Uint8, cute.size(self._exponents_shape)], 16]
-            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(mainloop.a_layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
-            staging: cute.struct.Align[cute.struct.MemRange[self.dtype, slots], 1024]
+            exponents: cute.struct.Align[cute.struct.MemRange[Uint8, math.prod(self._exponents_shape)], 16]
+            a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(mainloop.a_layout)], ALIGNMENT]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], ALIGNMENT]
+            staging: cute.struct.Align[cute.struct.MemRange[self.dtype, slots], ALIGNMENT]
 
         return Storage
 
@@ -77,6 +89,6 @@ class SwappedGemm(PersistentGemm):
         rows = Int32(w.shape[1])
         view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False)
         operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale)
-        stores = (store.make_store(y, self.epilogue.chunk_rows),)
+        stores = (store.make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
         grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
         self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)

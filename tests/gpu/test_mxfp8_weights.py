@@ -206,6 +206,37 @@ def test_nan_reaches_its_column_and_no_other(tile: TileConfig) -> None:
         assert torch.equal(y, wanted)
 
 
+def row_in_w1(layout: str, column: int, part: int, inter: int) -> int:
+    """The row of w1 that makes a column of its gate (part 0) or of its linear half (1)."""
+    interleaved32 = column // 32 * 64 + part * 32 + column % 32
+    return {"concat": part * inter + column, "interleaved": 2 * column + part, "interleaved32": interleaved32}[layout]
+
+
+@tiles
+@pytest.mark.parametrize("operands", DECODED)
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "interleaved32"])
+def test_nan_of_either_half_reaches_its_output_and_no_other(tile: TileConfig, operands: str, layout: str) -> None:
+    """Rounded to MXFP8, its block of 32."""
+    sizes, hidden, inter = [40, 20, 33], 160, 352
+    x, w2 = rows_of_x(sizes, hidden), random_weight(3, hidden, inter)
+    clean = random_weight(3, 2 * inter, hidden)
+    for column in range(0, inter, 11):
+        w1 = Weight(clean.data.clone(), clean.scales.clone())
+        places = {column: column % 2, (column + 139) % inter: 1 - column % 2}
+        for i, (at, part) in enumerate(places.items()):
+            row = row_in_w1(layout, at, part, inter)
+            if i:
+                w1.data[1, row, column % hidden] = 0xFF
+            else:
+                w1.scales[1, row, column % (hidden // BLOCK)] = 0xFF
+        mid, _ = run_mlp(tile, operands, ("swiglu", layout), x, w1, w2, sizes)
+        wanted = torch.zeros(sum(sizes), inter, dtype=torch.bool)
+        wanted[40:60, list(places)] = True
+        if operands == "mxfp8_exact":
+            wanted = wanted.view(-1, inter // BLOCK, BLOCK).any(dim=2).repeat_interleave(BLOCK, dim=1)
+        assert torch.equal(mid[: sum(sizes)].isnan().cpu(), wanted)
+
+
 def test_results_repeat_and_do_not_depend_on_the_tile() -> None:
     x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736)
     first, *others = (run_mm(tile, x, w, SIZES)[: sum(SIZES)] for tile in (*TILES_W8, *TILES_W8))

@@ -1,0 +1,53 @@
+"""Which weight rows of a swapped tile a thread has. Plain Python: `warpgroup` and `thread` are numbers of any kind.
+
+The decoder reads rows of its own choice into the rows of an MMA. A slab of 64 gives thread t of its warpgroup the rows
+16 (t / 32) + (t % 32) / 4 + 8 r, r = 0, 1. Gated, a thread has rows of a and the rows of u that belong to them: of two
+slabs one is a's and one u's; of one slab, r = 0 is a's and r = 1 is u's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..specs import TileConfig
+from .budget import ROWS
+
+# Rows of a slab that a thread has.
+ROW_HALVES = 2
+
+
+class SwappedRows:
+    """Which weight rows of a tile a thread has, by their number: two of each slab, `count` in all, those of a first.
+
+    The tile has the rows of each part (a, u) together. A warpgroup makes `columns` columns of the output, in chunks of
+    `chunk_columns`, of which a thread has `thread_columns`, 8 apart.
+    """
+
+    def __init__(self, tile: TileConfig, parts: int):
+        self.count = ROW_HALVES * tile.slabs
+        self.part_n = tile.n // parts
+        self.part_count = self.count // parts
+        self.thread_columns = min(ROW_HALVES, self.part_count)
+        self.columns = tile.slabs * ROWS // parts
+        self.chunk_columns = min(ROWS, self.columns)
+
+    def part(self, row: int) -> int:
+        return row // self.part_count
+
+    def below(self, row: int) -> int:
+        """How many rows of its part a row lies below the first one of its thread."""
+        chunk, place = divmod(row % self.part_count, ROW_HALVES)
+        return chunk * ROWS + place * 8
+
+    def distance(self, row: int) -> int:
+        """How many rows of the tile a row lies behind the first one of its thread."""
+        return self.part(row) * self.part_n + self.below(row)
+
+    def first_column(self, warpgroup: Any) -> Any:
+        """The first column that a warpgroup makes, of its tile's."""
+        return warpgroup * self.columns
+
+    def column(self, row: int, warpgroup: Any, thread: Any) -> Any:
+        """The column that a row makes: its place in its part of the tile."""
+        in_slab = thread // 32 * (8 * self.thread_columns) + thread % 32 // 4
+        return self.first_column(warpgroup) + in_slab + self.below(row)
