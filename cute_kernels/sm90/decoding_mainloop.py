@@ -55,9 +55,7 @@ class WeightScales(Invariant):
         self.words = cute.make_rmem_tensor(len(rows), Int32)
         self.next = cute.make_rmem_tensor(len(rows), Int32)
         self.bad = cute.make_rmem_tensor(1, Int32)
-        self.peaks = cute.make_rmem_tensor(len(rows), Int32)
         self.bad.fill(0)
-        self.peaks.fill(0)
 
     @cute.jit
     def fetch(self, k_tile: Int32):
@@ -85,20 +83,16 @@ class WeightScales(Invariant):
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
-        """Make NaN of the rows that had a weight that is no number, which other lanes may have seen."""
-        flags = Int32(0)
-        for i in cutlass.range_constexpr(len(self.rows)):
-            flags |= Int32(decode.has_nan(self.peaks[i], self.bad[0], i)) << i
-        for distance in cutlass.range_constexpr(1, 3):
-            flags |= cute.arch.shuffle_sync_bfly(flags, distance)
-        if flags != 0:
+        """Make NaN of the rows that had a bad scale."""
+        if self.bad[0] != 0:
             slabs = len(self.rows) // ROW_HALVES
             count = cute.size(acc) // slabs
             for slab in cutlass.range_constexpr(slabs):
                 values = registers(acc, slab * count, count)
                 for i in cutlass.range_constexpr(count):
                     row = ROW_HALVES * slab + i // 2 % ROW_HALVES
-                    values[i] = Float32(cutlass.select_((flags >> row & 1) != 0, Float32(float("nan")), values[i]))
+                    bad = decode.is_bad(self.bad[0], row)
+                    values[i] = Float32(cutlass.select_(bad, Float32(float("nan")), values[i]))
 
 
 class DecodingMainloop(Mainloop):
@@ -311,9 +305,7 @@ class DecodingMainloop(Mainloop):
                 multiplier = decode.multiplier_of(scales.words[row], step)
                 for i in range(STEP):
                     for register in range(half, FRAGMENT_REGS, ROW_HALVES):
-                        code = decode.codes(pairs[register, slab, i])
-                        scales.peaks[row] = decode.greater(scales.peaks[row], code)
-                        registers[register, slab, i] = decode.decoded(code, multiplier)
+                        registers[register, slab, i] = decode.decoded(pairs[register, slab, i], multiplier)
 
 
 def _thread_of_warpgroup() -> Int32:

@@ -12,7 +12,7 @@ from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Ti
 from ffi_bridge.worker import Worker
 
 OTHERS = [
-    TileConfig(m=128, n=256, k=128, schedule="swapped"),
+    TileConfig(m=32, n=256, k=128, schedule="swapped"),
     TileConfig(m=64, n=128, k=128, schedule="swapped"),
     TileConfig(m=32, n=256, k=128, schedule="swapped_single"),
     TileConfig(m=128, n=128, k=128, schedule="swapped_single"),
