@@ -222,9 +222,9 @@ class TestHostPath:
             check(c, y, recipe, weights)
 
     def test_rows_an_expert_choose_the_tile(self, fake_gpu: FakeGpu) -> None:
-        limits = {TINY_W8: 12, SMALL_W8: 48, MEDIUM_W8: 96}
+        limits = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128}
         decoded = [(1, TINY_W8), *((most, tile) for tile, most in limits.items())]
-        decoded += [(12.5, SMALL_W8), (48.5, MEDIUM_W8), (96.5, LARGE_W8)]
+        decoded += [(12.5, SMALL_W8), (60.5, MEDIUM_W8), (128.5, LARGE_W8)]
         for recipe in RECIPES:
             for average, tile in [(1, SMALL8), (64, SMALL8), (64.5, LARGE8)] if recipe == "mxfp8" else decoded:
                 told = glulam.explain("grouped_mlp", (round(2 * average), 64), (2, 64, 64), (2, 64, 32), recipe=recipe)
@@ -234,11 +234,11 @@ class TestHostPath:
 
     def test_a_choice_by_rows_says_what_others_are_for(self, fake_gpu: FakeGpu) -> None:
         told = glulam.explain("grouped_mlp", (34, 64), (2, 64, 64), (2, 64, 32), recipe="mxfp8_exact")
-        assert told.why == f"34 rows over 2 experts are 17 an expert, more than 12 and at most 48: {SMALL_W8.name}"
+        assert told.why == f"34 rows over 2 experts are 17 an expert, more than 12 and at most 60: {SMALL_W8.name}"
         assert told.why_not == (
             f"{TINY_W8.name}: for at most 12 rows an expert",
-            f"{MEDIUM_W8.name}: for more than 48 and at most 96 rows an expert",
-            f"{LARGE_W8.name}: for more than 96 rows an expert",
+            f"{MEDIUM_W8.name}: for more than 60 and at most 128 rows an expert",
+            f"{LARGE_W8.name}: for more than 128 rows an expert",
         )
 
     def test_out_may_not_be_x(self, fake_gpu: FakeGpu) -> None:

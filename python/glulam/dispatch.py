@@ -156,11 +156,12 @@ def _us(us: float) -> str:
 
 FP8_TILES: dict[str, dict[str, float]] = {
     "mxfp8": {"SMALL8": 64, "LARGE8": math.inf},
-    "mxfp8_exact": {"TINY_W8": 12, "SMALL_W8": 48, "MEDIUM_W8": 96, "LARGE_W8": math.inf},
+    "mxfp8_exact": {"TINY_W8": 12, "SMALL_W8": 60, "MEDIUM_W8": 128, "LARGE_W8": math.inf},
 }
 FP8_TILES["mxfp8_weight_only"] = FP8_TILES["mxfp8_exact"]
 """By operands: names of shipped tiles, each with the most rows an expert that it is for. Weights are decoded again for
-every row tile of an expert, so those tiles are for three quarters of their rows: some groups have more than the mean.
+every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller ones
+where random routing gives 10, 30 and 50 % of the groups more rows than one of them has.
 """
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
