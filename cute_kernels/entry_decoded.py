@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from .activation import ActivationParams
-from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes
+from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
 from .sm90.epilogue import Addends, Inputs
 from .sm90.swapped_epilogue import SwappedActivationEpilogue, SwappedLinearEpilogue
 from .sm90.swapped_gemm import SwappedGemm
@@ -73,15 +73,11 @@ class GroupedMlpDecodedEntry:
             self.fc2.launch(mid, w2, y, sizes, inputs2, num_sms, stream, after_launch=True)
 
 
-def _addresses(count: int) -> tuple[Int64, ...]:
-    return tuple(Int64(0) for _ in range(count))
-
-
 def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
     fakes = Fakes(DTYPE)
     n, k = fakes.dim(), fakes.dim(BLOCK)
     tensors = fakes.matrix(k), fakes.weight(n, k, E4M3), fakes.matrix(n)
-    return GroupedMmDecodedEntry(spec), (*tensors, *groups_fakes(), *_addresses(3), *tail_fakes(False))
+    return GroupedMmDecodedEntry(spec), (*tensors, *groups_fakes(), *address_fakes(3), *tail_fakes(False))
 
 
 def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
@@ -90,7 +86,7 @@ def _trace_mlp(spec: GroupedMlpSpec) -> tuple[Any, tuple]:
     w1_rows = fakes.dim() if spec.fc1.gated else intermediate
     weights = fakes.weight(w1_rows, hidden, E4M3), fakes.weight(out, intermediate, E4M3)
     tensors = fakes.matrix(hidden), *weights, fakes.matrix(intermediate), fakes.matrix(out)
-    return GroupedMlpDecodedEntry(spec), (*tensors, *groups_fakes(), *_addresses(6), *tail_fakes(True))
+    return GroupedMlpDecodedEntry(spec), (*tensors, *groups_fakes(), *address_fakes(6), *tail_fakes(True))
 
 
 def trace(spec: Spec) -> tuple[Any, tuple]:

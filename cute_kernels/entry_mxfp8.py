@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from .activation import ActivationParams
-from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes
+from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
 from .sm90.epilogue import Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
@@ -175,7 +175,7 @@ def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
     fakes = Fakes(DTYPES[spec.dtype])
     n, k = fakes.dim(), fakes.dim(BLOCK)
     tensors = fakes.matrix(k, E4M3), fakes.weight(n, k, E4M3), fakes.matrix(n)
-    return GroupedMmMxfp8Entry(spec), (*tensors, *groups_fakes(), *_addresses(4), *tail_fakes(False))
+    return GroupedMmMxfp8Entry(spec), (*tensors, *groups_fakes(), *address_fakes(4), *tail_fakes(False))
 
 
 def _trace_mlp(spec: GroupedMlpSpec | GroupedGluSpec) -> tuple[Any, tuple]:
@@ -188,7 +188,7 @@ def _trace_mlp(spec: GroupedMlpSpec | GroupedGluSpec) -> tuple[Any, tuple]:
     preact = (fakes.matrix(w1_rows),) if glu.save_preact else ()
     tensors = fakes.matrix(fakes.dim()), *weights, *quantised, *preact, fakes.matrix(out)
     entry = GroupedMlpMxfp8Entry(spec) if isinstance(spec, GroupedMlpSpec) else GroupedGluPreactMxfp8Entry(spec)
-    return entry, (*tensors, *groups_fakes(), *_addresses(8), *tail_fakes(True))
+    return entry, (*tensors, *groups_fakes(), *address_fakes(8), *tail_fakes(True))
 
 
 def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
@@ -199,11 +199,7 @@ def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
     tensors += fakes.matrix(columns), fakes.matrix(columns), fakes.matrix(width)
     tensors += fakes.weight(fakes.dim(), columns, E4M3), fakes.matrix(fakes.dim())
     tensors += fakes.matrix(hidden, E4M3), fakes.matrix(columns, E4M3)
-    return GroupedDgluMxfp8Entry(spec), (*tensors, *groups_fakes(), *_addresses(7), *tail_fakes(True))
-
-
-def _addresses(count: int) -> tuple[Int64, ...]:
-    return tuple(Int64(0) for _ in range(count))
+    return GroupedDgluMxfp8Entry(spec), (*tensors, *groups_fakes(), *address_fakes(7), *tail_fakes(True))
 
 
 def trace(spec: Spec) -> tuple[Any, tuple]:

@@ -45,9 +45,13 @@ def groups_fakes() -> tuple:
     return Int64(0), Int32(0), Int32(0)
 
 
+def address_fakes(count: int) -> tuple:
+    return tuple(Int64(0) for _ in range(count))
+
+
 def weight_fakes() -> tuple:
     """Table of experts, bias, table of biases."""
-    return Int64(0), Int64(0), Int64(0)
+    return address_fakes(3)
 
 
 def tail_fakes(with_params: bool) -> tuple:

@@ -78,7 +78,7 @@ def _budget(tile: TileConfig, slots: int) -> Budget:
         stages=stages(tile, slots, element_bytes),
         stage_bytes=(tile.m + tile.n) * tile.k * element_bytes,
         staging_bytes=slots * SLOT_BYTES,
-        accumulators=tile.slabs * tile.n // 2,
+        accumulators=tile.accumulators,
         threads=128 * (1 + tile.warpgroups),
     )
 

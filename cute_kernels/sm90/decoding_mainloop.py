@@ -25,7 +25,7 @@ from ..specs import TileConfig
 from . import decode
 from .budget import stage_k
 from .epilogue import TileShare, registers
-from .mainloop import MMA_K, Mainloop, Operands
+from .mainloop import MMA_K, Operands, WeightsFirst
 from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
 from .swapped_rows import ROW_HALVES, SwappedRows
 from .tile_scheduler import WorkTile
@@ -95,7 +95,7 @@ class WeightScales(Invariant):
                     values[i] = Float32(cutlass.select_(bad, Float32(float("nan")), values[i]))
 
 
-class DecodingMainloop(Mainloop):
+class DecodingMainloop(WeightsFirst):
     """A: `parts` ranges of an expert's E4M3 weight rows, B: tile.m rows of x at any row.
 
     `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
@@ -137,28 +137,8 @@ class DecodingMainloop(Mainloop):
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.b, mode=[1]), self.tile.k)
 
-    def _num_stages(self, operands: Operands, work: WorkTile) -> Int32:
-        """Of all k-tiles."""
+    def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
         return self.num_k_tiles(operands, work) * (self.tile.k // self.stage_k)
-
-    @cute.jit
-    def load_ahead(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile,
-    ):  # fmt: skip
-        """The weights of as many stages as there are."""
-        count = Int32(0)
-        if work.expert >= 0:
-            count = cutlass.min(self._num_stages(operands, work), Int32(self.stages))
-            self._load(operands, sA, sB, stages, state.clone(), work, Int32(0), count, False)
-        return count
-
-    @cute.jit
-    def load(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
-    ):  # fmt: skip
-        return self._load(operands, sA, sB, stages, state, work, ahead, self._num_stages(operands, work), True)
 
     @cute.jit
     def _load(

@@ -201,7 +201,41 @@ class Mainloop(Invariant):
         return state
 
 
-class GemmMainloop(Mainloop):
+class WeightsFirst(Mainloop):
+    """A mainloop whose weights depend on nothing that the kernel before writes: it begins with those of all stages."""
+
+    def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
+        """Stages that a tile takes: here a k-tile is one."""
+        return self.num_k_tiles(operands, work)
+
+    @cute.jit
+    def load_ahead(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        """The weights of as many stages as there are."""
+        count = Int32(0)
+        if work.expert >= 0:
+            count = cutlass.min(self.num_stages(operands, work), Int32(self.stages))
+            self._load(operands, sA, sB, stages, state.clone(), work, Int32(0), count, False)
+        return count
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+    ):  # fmt: skip
+        return self._load(operands, sA, sB, stages, state, work, ahead, self.num_stages(operands, work), True)
+
+    def _load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        """Fill `count` stages, the first `ahead` of which have their weights; `with_rows`: with rows of x as well."""
+        raise NotImplementedError
+
+
+class GemmMainloop(WeightsFirst):
     """A: `tile.m` rows of x at any row; groups need no alignment, rows past a group's end are computed and not stored.
     B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
     """
@@ -223,25 +257,6 @@ class GemmMainloop(Mainloop):
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
-
-    @cute.jit
-    def load_ahead(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile,
-    ):  # fmt: skip
-        """The weights of as many k-tiles as there are stages."""
-        count = Int32(0)
-        if work.expert >= 0:
-            count = cutlass.min(self.num_k_tiles(operands, work), Int32(self.stages))
-            self._load(operands, sA, sB, stages, state.clone(), work, Int32(0), count, False)
-        return count
-
-    @cute.jit
-    def load(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
-    ):  # fmt: skip
-        return self._load(operands, sA, sB, stages, state, work, ahead, self.num_k_tiles(operands, work), True)
 
     @cute.jit
     def _load(

@@ -1,6 +1,8 @@
 """The projection's gradients in one read of x: d_x = dp weight + norm x (+ addends), d_weight = dp^T x.
 
-A warp keeps the same columns for all of its tokens: 8 lanes of 8 columns each, in which the weight's rows are MMA
+Of 16-bit streams `project_tiles.py` makes them; here float32 ones are multiplied in TF32.
+
+A warp keeps the same columns for all of its tokens: 8 lanes of 4 columns each, in which the weight's rows are MMA
 operands that never change and d_weight's sums stay in registers. Per tile of 16 tokens a lane reads its columns of the
 four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4). They are its share of the left operand of d_weight's product,
 whose contraction runs over tokens; and of d_x's product, made transposed, a lane gets exactly the elements that it
@@ -29,8 +31,7 @@ from ...invariant import Invariant
 from .column_sums import COLUMNS, SMEM_BYTES, THREADS, ColumnSums
 from .gates import GateInputs, Gates, GatesBackward
 from .project_tiles import Products as TileProducts
-from .project_tiles import Streams as TileStreams
-from .project_tiles import TileGradients
+from .project_tiles import Streams, TileGradients
 from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, thread_columns
 from .vectors import floats, form_of, load_params, run_at, store_params
 from .warp_mma import WarpMma, as_operands
@@ -41,18 +42,6 @@ LANES_IN_ROW = 8
 OFFSETS = (0, 1, 8, 9)
 FLOAT_BYTES = 4
 PARAM_FORM_F32 = 0
-
-
-class Streams(NamedTuple):
-    """x and d_x [T, n, C]; addends of d_x: d_aggregate [T, C] times h_pre [T, n], and d_residual, as x, or 0."""
-
-    x: Int64
-    d_x: Int64
-    d_aggregate: Int64
-    h_pre: Int64
-    d_residual: Int64
-    tokens: Int32
-    width: Int32
 
 
 class Products(NamedTuple):
@@ -83,7 +72,6 @@ class ProjectBackward(Invariant):
         self.words = self.columns * self.itemsize // 4
         # Where registers are left for it.
         self.reads_pairs_early = n < 8
-        self.reads_rows_early = self.itemsize == 2 and n < 8
         self.reads_addends_early = self.addends and n < 8
         self.gates = GatesBackward(f"{name}_gates", dtype, n)
         self.part_sums = PartSums(f"{name}_weight")
@@ -108,8 +96,7 @@ class ProjectBackward(Invariant):
             self.gates.launch(GateInputs(d_pre, d_post, d_res, stats), gates, at, tokens, columns, ctas, stream)
             streams = Streams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
             if const_expr(self.gates.in_blocks):
-                tile_streams = TileStreams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
-                self.tiles.launch(tile_streams, TileProducts(at[0], weights), weight, form_of(forms, 0), parts, stream)
+                self.tiles.launch(streams, TileProducts(at[0], weights), weight, form_of(forms, 0), parts, stream)
             else:
                 warps = cute.ceil_div(width, LANES_IN_ROW * self.columns) * self.n
                 self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -169,17 +156,15 @@ class ProjectBackward(Invariant):
         place = cute.arch.lane_idx() % 4
         steps = []
         for step in range(self.outputs // 8):
-            rows = (2 * place, 2 * place + 1) if self.itemsize == 2 else (place, place + 4)
             low, high = (
-                load_params(weight, form, Int64(8 * step + row) * row_length + at, self.columns) for row in rows
+                load_params(weight, form, Int64(8 * step + row) * row_length + at, self.columns)
+                for row in (place, place + 4)
             )
             steps.append([self._left(low, high, i) for i in range(self.columns // 2)])
         return steps
 
     def _left(self, low: cute.Tensor, high: cute.Tensor, i: int) -> list:
-        """Columns 2i and 2i + 1 of two places of the contraction, `low` and `high`, which share words if 16-bit."""
-        if self.itemsize == 2:
-            return [_pack(low[2 * i + e], high[2 * i + e], self.dtype) for e in range(2)]
+        """Columns 2i and 2i + 1 of two places of the contraction, `low` and `high`."""
         pairs = [values[2 * i + e] for values in (low, high) for e in range(2)]
         return [Int32(cute.arch.cvt_f32_tf32(value)) for value in pairs]
 
@@ -192,14 +177,13 @@ class ProjectBackward(Invariant):
         columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
         chunks = range(self.outputs // 8)
         pairs = [self._pairs(products, tile, chunk) for chunk in chunks if self.reads_pairs_early]
-        rows = [self._rows(products, tile, half) for half in range(2) if self.reads_rows_early]
         norms = [vector_at(Float32, products.norms)[self._token(tile, j)] for j in range(len(OFFSETS))]
         addends = [self._addends(streams, tile, at, stream, j) for j in range(4) if self.reads_addends_early]
         if products.weights != 0:
             self._grow(products, tile, columns, pairs, sums)
         if streams.d_x != 0:
             for half in cutlass.range_constexpr(2):
-                made = self._product(fixed, _at(rows, half, self._rows, products, tile, half))
+                made = self._product(fixed, self._rows(products, tile, half))
                 for one in cutlass.range_constexpr(2):
                     j = 2 * half + one
                     values = cute.make_rmem_tensor(self.columns, Float32)
@@ -226,11 +210,8 @@ class ProjectBackward(Invariant):
         row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
         made = []
         for step in range(self.outputs // 8):
-            if self.itemsize == 2:
-                made.append([self._words(products.products, row + 8 * step + lane % 4 * 2, 2)[0]])
-            else:
-                places = (8 * step + lane % 4, 8 * step + lane % 4 + 4)
-                made.append([self._words(products.products, row + place, 1)[0] for place in places])
+            places = (8 * step + lane % 4, 8 * step + lane % 4 + 4)
+            made.append([self._words(products.products, row + place, 1)[0] for place in places])
         return made
 
     @cute.jit
@@ -250,24 +231,16 @@ class ProjectBackward(Invariant):
         return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
 
     def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
-        """sums += x^T dp over the tile's tokens: one step of 16 for 16-bit elements, two of 8 for TF32."""
+        """sums += x^T dp over the tile's tokens, in two steps of 8."""
         mma = WarpMma(self.dtype)
         for chunk in range(self.outputs // 8):
             near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
             for i in range(self.columns // 2):
                 target = sums[None, chunk, i]
-                if self.itemsize == 2:
-                    left = [
-                        _pack(columns[j][2 * i + e], columns[j + 1][2 * i + e], self.dtype)
-                        for j in (0, 2)
-                        for e in range(2)
-                    ]
-                    mma.add(target, left, [near[0], far[0]])
-                else:
-                    for half, right in enumerate((near, far)):
-                        values = [columns[2 * half + one][2 * i + e] for one in range(2) for e in range(2)]
-                        left = [Int32(cute.arch.cvt_f32_tf32(value)) for value in values]
-                        mma.add(target, left, [right[0], right[1]])
+                for half, right in enumerate((near, far)):
+                    values = [columns[2 * half + one][2 * i + e] for one in range(2) for e in range(2)]
+                    left = [Int32(cute.arch.cvt_f32_tf32(value)) for value in values]
+                    mma.add(target, left, [right[0], right[1]])
 
     def _product(self, fixed: list, rows: list) -> cute.Tensor:
         """(4, columns / 2): dp weight at a lane's columns of 8 tokens, transposed."""
@@ -300,13 +273,6 @@ class ProjectBackward(Invariant):
 def _at(early: list, index: int, read: Callable, *arguments):
     """What was read early, or else is read now."""
     return early[index] if early else read(*arguments)
-
-
-def _pack(low: cutlass.Numeric, high: cutlass.Numeric, dtype: type[cutlass.Numeric]) -> Int32:
-    """Two numbers as one word of 16-bit elements."""
-    pair = cute.make_rmem_tensor(2, dtype)
-    pair[0], pair[1] = dtype(low), dtype(high)
-    return cute.recast_tensor(pair, Int32)[0]
 
 
 class PreBackward(ProjectBackward):

@@ -75,8 +75,6 @@ class TileGradients(Invariant):
     # Whether a CTA's warps begin each tile together, so that its lines of x and d_x, which are neighbours, reach memory
     # together (a page of DRAM is some KB), and dp is found in the L1 cache; by `addends`, with which warps share lines.
     IN_STEP = (True, False)
-    # Whether d_x goes through shared memory, so that 8 lanes store 128 bytes of one row rather than 64 of two.
-    WHOLE_LINES = True
     # Of the ring; by `addends`, which make them larger.
     STAGES = (4, 2)
 
@@ -88,7 +86,6 @@ class TileGradients(Invariant):
         self.stages = self.STAGES[addends]
         self.side_by_side = self.SIDE_BY_SIDE[addends]
         self.in_step = self.IN_STEP[addends]
-        self.whole_lines = self.WHOLE_LINES
         # 8 streams' sums need more registers than three CTAs have.
         self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
         self.steps = outputs(n) // 8
@@ -298,7 +295,7 @@ class TileGradients(Invariant):
     def _spread(
         self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, place: Place, fixed: list, tile: Int32
     ):  # fmt: skip
-        """d_x of a tile."""
+        """d_x of a tile, by way of shared memory, so that 8 lanes store 128 bytes of one row rather than 64 of two."""
         lane = cute.arch.lane_idx()
         left = self._dp(blocks, False)
         norms = [self._float(blocks + (self.steps * 2 * BLOCK_WORDS + lane // 4 + 8 * half)) for half in range(2)]
@@ -311,20 +308,14 @@ class TileGradients(Invariant):
         cute.arch.sync_warp()  # all lanes have read x as matrices, so that d_x may take its place
         for group in cutlass.range_constexpr(self.groups):
             made = self._group(places[group], left, norms, fixed[group], weights, streams.d_residual)
-            if const_expr(self.whole_lines):
-                for half in cutlass.range_constexpr(2):
-                    shared_at(Int32, places[group][half], WORDS).store(made[half].load())
-            else:
-                for half in cutlass.range_constexpr(2):
-                    token = tile * TOKEN_TILE + lane // 4 + 8 * half
-                    self._store(streams, place, token, group * 4 + lane % 4, made[half])
-        if const_expr(self.whole_lines):
-            cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(TOKEN_TILE // self.copy_rows):
-                row, vector = lane // self.vectors + i * self.copy_rows, lane % self.vectors
-                words = cute.make_rmem_tensor(WORDS, Int32)
-                words.store(shared_at(Int32, stage + self._word(row, vector), WORDS).load())
-                self._store(streams, place, tile * TOKEN_TILE + row, vector, words)
+            for half in cutlass.range_constexpr(2):
+                shared_at(Int32, places[group][half], WORDS).store(made[half].load())
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(TOKEN_TILE // self.copy_rows):
+            row, vector = lane // self.vectors + i * self.copy_rows, lane % self.vectors
+            words = cute.make_rmem_tensor(WORDS, Int32)
+            words.store(shared_at(Int32, stage + self._word(row, vector), WORDS).load())
+            self._store(streams, place, tile * TOKEN_TILE + row, vector, words)
 
     def _float(self, place: cute.Pointer) -> Float32:
         return shared_at(Float32, place, 1)[0]
