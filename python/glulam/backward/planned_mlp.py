@@ -18,8 +18,6 @@ from .. import device as gpus
 from .. import workspace
 from ..activations import ActivationParams
 from ..dispatch import Problem
-from ..mxfp8 import prepared
-from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
@@ -176,8 +174,7 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
         self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
         b2: Tensor | None, y: Tensor, preact: Tensor,
     ) -> None:  # fmt: skip
-        get, trained = prepared.PREPARED.get, self.trained
-        weights = get(FOLDED_ROWS, w1, None, trained), get(FOLDED_ROWS, w2, None, trained)
+        weights = mxfp8.folded_rows(w1, w2, self.trained)
         b1_at, b2_at = (0, 0) if b1 is None else addresses(b1), (0, 0) if b2 is None else addresses(b2)
         mxfp8.launch_forward(
             self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), b1_at, b2_at, scale
@@ -187,9 +184,7 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
         self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
         results: DataGradients,
     ) -> None:  # fmt: skip
-        get, trained = prepared.PREPARED.get, self.trained
-        w1_ = None if w1 is None else get(FOLDED_COLUMNS, w1, None, trained)
-        w2_ = get(FOLDED_COLUMNS, w2, None, trained)
+        w1_, w2_ = mxfp8.folded_columns(w1, w2, self.trained)
         mxfp8.launch_backward(
             self, self.dglu, self.backward_memory, self.params, dy, w1_, w2_, preact, results, groups.data_ptr(), scale
         )

@@ -201,6 +201,17 @@ def _refuse_gradients(recipe: str) -> NoReturn:
     )
 
 
+def layout_of_rows(problem: Problem, launch: Launch, columns: int, dtype: torch.dtype) -> workspace.Layout:
+    """Of a matrix with the rows of x."""
+    return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
+
+
+def layouts_in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[workspace.Layout]:
+    """Of matrices with the rows of x and so many columns, and then of their scales."""
+    data = [layout_of_rows(problem, launch, width, DATA_DTYPE) for width in widths]
+    return [*data, *(layout_of_rows(problem, launch, -(-width // BLOCK), torch.uint8) for width in widths)]
+
+
 Memory = tuple[Tensor, ...]
 Given = tuple[tuple[Any, ...], tuple[int, ...], int]
 """The kernel's tensors, the addresses of scales behind the groups, and what to launch."""
@@ -468,17 +479,13 @@ class Mxfp8MlpCall(Call):
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
-        def layout(columns: int, dtype: torch.dtype) -> workspace.Layout:
-            return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
-
         hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
         common = {
             **vars(launch), "dtype": dtype, "width": problem.out_features,
             "params": ActivationParams(*map(float, self.params)),
         }  # fmt: skip
-        x8, mid8 = layout(hidden, DATA_DTYPE), layout(inner, DATA_DTYPE)
-        x_scales, mid_scales = (layout(-(-width // BLOCK), torch.uint8) for width in (hidden, inner))
-        mid, rows = layout(inner, dtype), layout(hidden, dtype)
+        x8, mid8, x_scales, mid_scales = layouts_in_mxfp8(problem, launch, hidden, inner)
+        mid, rows = (layout_of_rows(problem, launch, width, dtype) for width in (inner, hidden))
         if problem.operands == "mxfp8_weight_only":
             return WeightOnlyPlan(**common, memory=workspace.Layouts(mid))
         if problem.operands == "mxfp8_exact":

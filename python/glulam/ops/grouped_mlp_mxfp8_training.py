@@ -21,7 +21,7 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import find
 from ..mxfp8 import mlp_reference, prepared
-from ..mxfp8.layout import BLOCK, DATA_DTYPE
+from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..recipes import Recipe
@@ -39,7 +39,7 @@ from ..signature import (
     mismatch,
 )
 from .grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
-from .grouped_mlp_mxfp8 import QUANTISE, Mxfp8MlpCall, check_weight
+from .grouped_mlp_mxfp8 import QUANTISE, Mxfp8MlpCall, check_weight, layouts_in_mxfp8
 
 STAND_IN_ROWS = 8
 """Of a weight that a function takes and does not read."""
@@ -66,24 +66,26 @@ class BackwardMemory(NamedTuple):
 
 def forward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
     """Of ForwardMemory."""
-    return workspace.Layouts(*_in_mxfp8(problem, launch, problem.in_features, problem.intermediate))
+    return workspace.Layouts(*layouts_in_mxfp8(problem, launch, problem.in_features, problem.intermediate))
 
 
 def backward_layouts(problem: Problem, launch: Launch) -> tuple[workspace.Layouts, workspace.Layout]:
     """Of BackwardMemory, and of the counters of d_row_scale. `problem`: that of the data gradients."""
     partials, counters = row_sum_layouts(problem, launch)
-    in_mxfp8 = _in_mxfp8(problem, launch, problem.in_features, problem.w1_rows)
+    in_mxfp8 = layouts_in_mxfp8(problem, launch, problem.in_features, problem.w1_rows)
     return workspace.Layouts(*in_mxfp8, partials), counters
 
 
-def _in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[workspace.Layout]:
-    """Of matrices with so many columns, and then of their scales."""
+def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Prepared, Prepared]:
+    """Weights as forward reads them."""
+    get = prepared.PREPARED.get
+    return get(FOLDED_ROWS, w1, None, trained), get(FOLDED_ROWS, w2, None, trained)
 
-    def layout(columns: int, dtype: torch.dtype) -> workspace.Layout:
-        return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
 
-    scales = [layout(-(-width // BLOCK), torch.uint8) for width in widths]
-    return [*(layout(width, DATA_DTYPE) for width in widths), *scales]
+def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Prepared]:
+    """Weights as data gradients read them; w1 is None where dx is not wanted."""
+    get = prepared.PREPARED.get
+    return None if w1 is None else get(FOLDED_COLUMNS, w1, None, trained), get(FOLDED_COLUMNS, w2, None, trained)
 
 
 def launch_forward(
@@ -198,8 +200,7 @@ class ForwardPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, w2, groups, b1, b2, scale, out)
-        get = prepared.PREPARED.get
-        weights = get(FOLDED_ROWS, w1, None, self.trained), get(FOLDED_ROWS, w2, None, self.trained)
+        weights = folded_rows(w1, w2, self.trained)
         y = result = x.new_empty(self.rows, self.width) if out is None else out
         preact = x.new_empty(self.rows, self.preact_width)
         if self.rows == 1:
@@ -242,20 +243,15 @@ class ForwardCall(Mxfp8MlpCall):
         out = super().results(problem) if self.out is None else self.out
         return out, self.x.new_empty(problem.rows, problem.w1_rows)
 
-    def _weights(self) -> tuple[Prepared, Prepared]:
-        first, second = (
-            prepared.PREPARED.get(FOLDED_ROWS, getattr(self, name), None, self.trained) for name in self.weights
-        )
-        return first, second
-
     def prepared(self) -> Call:
         return super(Mxfp8MlpCall, self).prepared()
 
     def reference(self, problem: Problem) -> Any:
         out, preact = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
+        weights = folded_rows(self.w1, self.w2, self.trained)
         mlp_reference.grouped_mlp(
-            recipes.RECIPES[self.recipe], (self.x, None), self._weights(), self.host_ends(), (self.b1, self.b2),
+            recipes.RECIPES[self.recipe], (self.x, None), weights, self.host_ends(), (self.b1, self.b2),
             self.row_scale, form, out, preact,
         )  # fmt: skip
         return out, preact
@@ -337,8 +333,7 @@ class BackwardPlan(Launch):
         d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
         dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
         results = DataGradients(dpreact, act, dx, d_scale)
-        w2_ = prepared.PREPARED.get(FOLDED_COLUMNS, w2, None, self.trained)
-        w1_ = None if self.dx_width is None else prepared.PREPARED.get(FOLDED_COLUMNS, w1, None, self.trained)
+        w1_, w2_ = folded_columns(None if self.dx_width is None else w1, w2, self.trained)
         aligned = results if self.rows > 1 or dx is None else results._replace(dx=aligned_row(dx))
         launch_backward(
             self, self.function, self.memory, self.params, dy, w1_, w2_, preact, aligned, groups.data_ptr(), scale
@@ -444,9 +439,7 @@ class BackwardCall(Call):
 
     def reference(self, problem: Problem) -> DataGradients:
         results = self.results(problem)
-        get, trained = prepared.PREPARED.get, self.trained
-        w1 = get(FOLDED_COLUMNS, self.w1, None, trained) if self.input_grad else None
-        w2 = get(FOLDED_COLUMNS, self.w2, None, trained)
+        w1, w2 = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
         form = (self.activation, self.glu_layout, self.params)
         mlp_reference.data_gradients(
             recipes.RECIPES[self.recipe], self.dy, (w1, w2), self.preact, self.host_ends(), self.row_scale, form,
