@@ -16,8 +16,8 @@ from cutlass.cute.runtime import make_fake_stream
 
 from . import entry_decoded, entry_mxfp8
 from .activation import ActivationParams
-from .fakes import NO_PARAMS, Fakes, groups_fakes, tail_fakes, weight_fakes
-from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
+from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes, weight_fakes
+from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.fold_mxfp8 import FoldColumns, FoldRows
 from .sm90.grouped_gemm import GroupedGemm
@@ -29,7 +29,7 @@ from .sm90.mhc.project import Project
 from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
 from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8, RoundMxfp8
-from .sm90.tail import TailZeros
+from .sm90.tail import BackwardTail, RowSums
 from .sm90.tile_scheduler import Groups
 from .specs import (
     DECODED,
@@ -175,8 +175,7 @@ class GroupedDgluEntry:
     Where it is 1, w1 and dx are any tensors of their ranks: nothing looks at them. d_row_scale and dx are zero behind
     the last group.
 
-    `d_scale`: float32 [T] or 0. `partials`: float32 workspace of ceil(I / 128) T. `counters`: int32 workspace of
-    4 (T / 64 + E + 1) zeros, left as zeros.
+    `d_scale`: float32 [T] or 0. `partials`: float32 workspace of ceil(I / tile.n) T.
     """
 
     def __init__(self, spec: GroupedDgluSpec):
@@ -184,23 +183,21 @@ class GroupedDgluEntry:
         dtype = DTYPES[spec.dtype]
         self.dglu = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), transposed=True)
         self.dgrad = _mm(GroupedMmSpec(spec.dtype, True, spec.dgrad, spec.arch))
-        self.tail = TailZeros(spec.name, dtype)
+        self.tail = BackwardTail(spec.name, dtype)
 
     @cute.jit
     def __call__(
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
         w1: cute.Tensor, dx: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, w2_table: Int64,
-        w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64, counters: Int64, limit: Float32,
+        w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64, limit: Float32,
         alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
             sizes = (groups, group_form, num_groups)
             params = ActivationParams(limit, alpha, offset)
-            columns = self.tile.n * self.tile.cluster_n
+            sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], self.tile.n))
             inputs = DgluInputs(
-                Addends(Int64(0), Int64(0), scale), params, w2.shape[1], preact,
-                cute.ceil_div(act.shape[1], columns) * self.tile.cluster_n,
-                RowScaleGradient(d_scale, partials, counters),
+                Addends(Int64(0), Int64(0), scale), params, w2.shape[1], preact, sums
             )  # fmt: skip
             self.dglu.launch(dy, w2, (dpreact, act), sizes, w2_table, inputs, num_sms, stream)
             dx_columns = Int32(0)
@@ -209,7 +206,7 @@ class GroupedDgluEntry:
                 inputs_dx = Inputs(_no_addends(), params, dx.shape[1])
                 self.dgrad.launch(dpreact, w1, (dx,), sizes, w1_table, inputs_dx, num_sms, stream, after_launch=True)
             if (dx_columns > 0) | (d_scale != 0):
-                self.tail.launch(dx, dx_columns, d_scale, Groups(*sizes, dy.shape[0]), num_sms, stream)
+                self.tail.launch(dx, dx_columns, sums, Groups(*sizes, dy.shape[0]), num_sms, stream)
 
 
 class GroupedWgradEntry:
@@ -317,8 +314,7 @@ def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
     preact, dpreact = fakes.matrix(preact_cols), fakes.matrix(preact_cols)
     tensors: tuple = fakes.matrix(hidden), fakes.weight(hidden, width), preact, dpreact, fakes.matrix(width)
     tensors += fakes.weight(fakes.dim(), fakes.dim()), fakes.matrix(fakes.dim())
-    addresses = tuple(Int64(0) for _ in range(5))
-    return GroupedDgluEntry(spec), (*tensors, *groups_fakes(), *addresses, *tail_fakes(True))
+    return GroupedDgluEntry(spec), (*tensors, *groups_fakes(), *address_fakes(4), *tail_fakes(True))
 
 
 def _trace_wgrad(spec: GroupedWgradSpec) -> tuple[Any, tuple]:
@@ -335,9 +331,8 @@ def _trace_quantize(spec: QuantizeMxfp8Spec) -> tuple[Any, tuple]:
     x, stream = fakes.matrix(columns), make_fake_stream(use_tvm_ffi_env_stream=True)
     if spec.rounded:
         return RoundMxfp8Entry(spec), (x, fakes.packed(columns), Int64(0), Int32(0), Int32(0), stream)
-    addresses = tuple(Int64(0) for _ in range(5))
     numbers = tuple(Int32(0) for _ in range(4))
-    return QuantizeMxfp8Entry(spec), (x, *addresses, *numbers, stream)
+    return QuantizeMxfp8Entry(spec), (x, *address_fakes(5), *numbers, stream)
 
 
 def _trace_fold(spec: FoldMxfp8Spec) -> tuple[Any, tuple]:

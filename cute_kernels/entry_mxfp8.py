@@ -14,12 +14,12 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
 from .activation import ActivationParams
 from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
-from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs, RowScaleGradient
+from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs
 from .sm90.epilogue import Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedGemm
 from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
 from .sm90.quantizing_epilogue import QuantizingEpilogue
-from .sm90.tail import TailZeros
+from .sm90.tail import BackwardTail, RowSums
 from .sm90.tile_scheduler import Groups
 from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 
@@ -139,25 +139,24 @@ class GroupedDgluMxfp8Entry:
         self.quantize_dpreact = _quantize(spec)
         self.dglu = GroupedGemm(spec.name, E4M3, spec.tile, DgluEpilogue(dtype, spec))
         self.dgrad = _mm(GroupedMmSpec(spec.dtype, False, spec.dgrad, spec.arch, spec.operands))
-        self.tail = TailZeros(spec.name, dtype)
+        self.tail = BackwardTail(spec.name, dtype)
 
     @cute.jit
     def __call__(
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
         w1: cute.Tensor, dx: cute.Tensor, dy8: cute.Tensor, dpreact8: cute.Tensor, groups: Int64, group_form: Int32,
         num_groups: Int32, dy_scale: Int64, dpreact_scale: Int64, w2_scale: Int64, w1_scale: Int64, scale: Int64,
-        d_scale: Int64, partials: Int64, counters: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        d_scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32,
         num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
             sizes = (groups, group_form, num_groups)
             params = ActivationParams(limit, alpha, offset)
             _quantize_rows(self.quantize, dy, dy8, dy_scale, stream)
-            columns = self.tile.n * self.tile.cluster_n
+            sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], self.tile.n))
             inputs = DgluInputs(
-                Addends(Int64(0), Int64(0), scale), params, act.shape[1], preact,
-                cute.ceil_div(act.shape[1], columns) * self.tile.cluster_n,
-                RowScaleGradient(d_scale, partials, counters), w2_scale,
+                Addends(Int64(0), Int64(0), scale), params, act.shape[1], preact, sums,
+                w2_scale,
             )  # fmt: skip
             self.dglu.launch(dy8, w2, (dpreact, act), sizes, Int64(0), inputs, num_sms, stream, True, dy_scale)
             dx_columns = Int32(0)
@@ -168,7 +167,7 @@ class GroupedDgluMxfp8Entry:
                 inputs_dx = Inputs(no_addends, params, dx.shape[1], w1_scale)
                 self.dgrad.launch(dpreact8, w1, (dx,), sizes, Int64(0), inputs_dx, num_sms, stream, True, dpreact_scale)
             if (dx_columns > 0) | (d_scale != 0):
-                self.tail.launch(dx, dx_columns, d_scale, Groups(*sizes, dy.shape[0]), num_sms, stream)
+                self.tail.launch(dx, dx_columns, sums, Groups(*sizes, dy.shape[0]), num_sms, stream)
 
 
 def _trace_mm(spec: GroupedMmSpec) -> tuple[Any, tuple]:
@@ -199,7 +198,7 @@ def _trace_dglu(spec: GroupedDgluSpec) -> tuple[Any, tuple]:
     tensors += fakes.matrix(columns), fakes.matrix(columns), fakes.matrix(width)
     tensors += fakes.weight(fakes.dim(), columns, E4M3), fakes.matrix(fakes.dim())
     tensors += fakes.matrix(hidden, E4M3), fakes.matrix(columns, E4M3)
-    return GroupedDgluMxfp8Entry(spec), (*tensors, *groups_fakes(), *address_fakes(7), *tail_fakes(True))
+    return GroupedDgluMxfp8Entry(spec), (*tensors, *groups_fakes(), *address_fakes(6), *tail_fakes(True))
 
 
 def trace(spec: Spec) -> tuple[Any, tuple]:

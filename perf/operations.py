@@ -244,9 +244,8 @@ class Dglu(Operation):
         self.w2 = make.weights(case.hidden, case.intermediate, case.hidden)
         self.dpreact, self.act = make.out(case.rows, width), make.out(case.rows, case.intermediate)
         self.d_scale = make.out(case.rows, dtype=torch.float32)
-        columns = 2 * -(-case.intermediate // NARROWEST_TILE)
+        columns = -(-case.intermediate // NARROWEST_TILE)
         self.partials = make.out(columns, case.rows, dtype=torch.float32)
-        self.counters = torch.zeros(4 * (case.rows // 64 + case.experts + 1), dtype=torch.int32, device=self.dy.device)
         self.w1, self.dx = self.dy.new_empty(1, width, case.hidden), torch.empty_like(self.dy)
         self.weight, self.results = (self.w2,), (self.dpreact, self.act, self.d_scale)
         self.moved = (self.dy, self.preact, self.scale, *self.results)
@@ -258,7 +257,7 @@ class Dglu(Operation):
     def arguments(self) -> tuple[Any, ...]:
         unused = self.w1, self.dx  # of the data gradient, to which the function goes on if asked
         tensors = (self.dy, self.w2, self.preact, self.dpreact, self.act, *unused)
-        addresses = (tensor.data_ptr() for tensor in (self.scale, self.d_scale, self.partials, self.counters))
+        addresses = (tensor.data_ptr() for tensor in (self.scale, self.d_scale, self.partials))
         return (*tensors, *self.groups.arguments, 0, 0, *addresses, *PARAMS)
 
     def expected(self) -> tuple[Tensor, ...]:

@@ -39,15 +39,14 @@ class BareLaunches:
         act, preact, dpreact = (torch.empty_like(tensor) for tensor in (d.act, d.preact, d.dpreact))
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
         rows, experts, inner = x.shape[0], w1.shape[0], act.shape[1]
-        partials = torch.empty(2 * -(-inner // 128), rows, device=x.device)
-        counters = torch.zeros(rows // 64 + experts + 1, dtype=torch.int32, device=x.device)
+        partials = torch.empty(-(-inner // 64), rows, device=x.device)
         groups = (d.offs.data_ptr(), INT32_OFFSETS, experts)
-        packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr())
+        packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr())
         end = (scale.data_ptr(), *NO_PARAMS, sm_count, BOTH)
         forward, backward, weights = function(FORWARD), function(BACKWARD), function(WEIGHTS)
         wgrad_end = (*groups, 0, 0, 0, sm_count, 1)
         self.results: Results = (y, dx, dw1, dw2, d_scale)
-        self._kept = (partials, counters, scale)
+        self._kept = (partials, scale)
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
             (forward, (x, w1, act, preact, w2, y, *groups, *packed, *end)),
             (backward, (dy, w2, preact, dpreact, act, w1, dx, *groups, 0, 0, end[0], *sums, *end[1:])),

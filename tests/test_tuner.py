@@ -265,8 +265,6 @@ class TestArguments:
                 result.zero_()
             for arguments in tensors.launches(rows, offs):
                 MAKERS[spec.op](spec)(*arguments, SM_COUNT, tensors.do_launch)
-                if problem.op == "grouped_dglu":
-                    tensors.counters.zero_()
             assert all(bool(result.any()) and bool(result.isfinite().all()) for result in tensors.results_of(rows))
 
     def test_the_size_of_a_set_is_known_before_it_is_made(self) -> None:

@@ -2,10 +2,10 @@
 
     act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
 
-The activation is recomputed from the preactivation. The row sum spans the tiles of a row, which are on other CTAs: each
-warp leaves its partial sums in a workspace and counts itself in; the one that comes last for its rows adds the
-partials in the order of the tiles, whoever came when, and takes the count back to zero. So the sum is complete in one
-launch and has the same bits every time.
+The activation is recomputed from the preactivation. The row sum spans the tiles of a row, which are on other CTAs:
+each leaves its part in a workspace, and a kernel behind this one adds them (tail.py). To count parts in, so that the
+warp with the last one adds them here, took a fence and an atomic for each warp and tile: a quarter of the time where K
+is 2048.
 """
 
 from __future__ import annotations
@@ -21,32 +21,20 @@ from ..gmem import vector_at
 from ..specs import GroupedDgluSpec
 from . import budget
 from .epilogue import Addends, Begun, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
-from .mainloop import WARPS_PER_GROUP
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .store import COLS, ROWS, Slots
+from .tail import RowSums
 from .tile_scheduler import Groups, WorkTile
-
-# Rows that a warp has of a slab.
-WARP_ROWS = ROWS // WARPS_PER_GROUP
-
-
-class RowScaleGradient(NamedTuple):
-    """Addresses of d_row_scale (float32 [T], 0: not wanted), of partial sums (float32 [n_tiles, T]) and of counters."""
-
-    result: Int64
-    partials: Int64
-    counters: Int64
 
 
 class DgluInputs(NamedTuple):
-    """Run-time inputs: preact [T, 2I or I] or the loads from it, the row scale, and where its gradient goes."""
+    """Run-time inputs: preact [T, 2I or I] or the loads from it, the row scale, and where its gradient's parts go."""
 
     addends: Addends
     params: act.ActivationParams
     bias_size: Int32
     preact: cute.Tensor | PreactLoads
-    num_n_tiles: Int32
-    d_scale: RowScaleGradient
+    sums: RowSums
     w_scale: Int64 = Int64(0)
 
 
@@ -55,8 +43,7 @@ class DgluState(WarpgroupState):
         super().__init__(inputs, slots, smem)
         self.preact = PreactPair(ring, slots)
         self.ring = ring
-        self.num_n_tiles = inputs.num_n_tiles
-        self.d_scale = inputs.d_scale
+        self.sums = inputs.sums
         self.num_rows = groups.rows
 
 
@@ -134,10 +121,8 @@ class DgluEpilogue(Epilogue):
                 state.slots.drain()
                 state.ring.release(number)
             if const_expr(chunk_in_slab == self.chunks_per_slab - 1):
-                if state.d_scale.result != 0:
+                if state.sums.result != 0:
                     self._leave_sums(state, sums, work, row)
-        if state.d_scale.result != 0:
-            self._count_in(state, work, work.row + share.first_slab * ROWS)
 
     @cute.jit
     def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
@@ -166,49 +151,10 @@ class DgluEpilogue(Epilogue):
 
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
-        """Write the tile's share of a slab's d_row_scale where the last of the row's tiles will look for it."""
-        partials = vector_at(Float32, state.d_scale.partials)
+        """Write the tile's part of a slab's d_row_scale. An adaptive cluster may have a tile behind the last column."""
+        parts = vector_at(Float32, state.sums.parts)
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)
             at_row = row + state.row_in_slab + 8 * i
-            if (state.lane % 4 == 0) & (at_row < work.group_end):
-                partials[work.n_tile * state.num_rows + at_row] = total
-
-    @cute.jit
-    def _count_in(self, state: DgluState, work: WorkTile, row: Int32):
-        """Count this warp's rows of the share as summed; of the warps that had them, the last one adds the sums."""
-        cute.arch.sync_warp()
-        if row < work.group_end:
-            warp = state.slots.thread // 32
-            # 64-row slabs of different groups differ in this index: see the bound on `counters`.
-            index = (row // ROWS + work.expert) * WARPS_PER_GROUP + warp
-            counters = vector_at(Int32, state.d_scale.counters)
-            arrived = Int32(0)
-            if state.lane == 0:
-                # One lane's fence orders what the others wrote before the barrier.
-                cute.arch.fence_acq_rel_gpu()
-                arrived = cute.arch.atomic_add(counters.iterator + index, Int32(1), sem="acq_rel", scope="gpu")
-            arrived = cute.arch.shuffle_sync(arrived, 0)
-            num_n_tiles = self._num_arrivals(state, work)
-            if arrived == num_n_tiles - 1:
-                cute.arch.fence_acq_rel_gpu()
-                lane_row = state.lane // WARP_ROWS * ROWS + warp * WARP_ROWS + state.lane % WARP_ROWS
-                if (state.lane < self.slabs * WARP_ROWS) & (row + lane_row < work.group_end):
-                    self._complete(state, row + lane_row, num_n_tiles)
-                if state.lane == 0:
-                    counters[index] = Int32(0)
-
-    def _num_arrivals(self, state: DgluState, work: WorkTile) -> Int32:
-        """Tiles that sum a row of this tile. Where an adaptive cluster pairs columns, their number is even."""
-        if not self.tile.adaptive:
-            return state.num_n_tiles
-        return state.num_n_tiles + state.num_n_tiles % 2 * work.pairs_columns
-
-    @cute.jit
-    def _complete(self, state: DgluState, row: Int32, num_n_tiles: Int32):
-        """Add a row's partial sums in the order of the tiles, a lane a row; 16 loads under way hide most of latency."""
-        partials = vector_at(Float32, state.d_scale.partials)
-        total = Float32(0.0)
-        for tile in cutlass.range(num_n_tiles, unroll=16):
-            total += partials[tile * state.num_rows + row]
-        vector_at(Float32, state.d_scale.result)[row] = total
+            if (state.lane % 4 == 0) & (at_row < work.group_end) & (work.n_tile < state.sums.num_parts):
+                parts[work.n_tile * state.num_rows + at_row] = total

@@ -1,6 +1,8 @@
-"""Zeros behind the last group: the rows of a gradient that belong to no expert, and that no tile covers."""
+"""What a backward leaves for last: row sums that span tiles, and zeros in the rows that belong to no expert."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -14,12 +16,22 @@ from . import tile_scheduler as sched
 THREADS = 256
 WARP = 32
 VECTOR = 8  # 16-bit elements of one 16-byte store
+LOADS = 16  # partial sums under way a thread: a row of Mixtral-8x7B has 112
 
 
-class TailZeros(Invariant):
-    """Zeroes the tail of a 16-bit matrix and of a float32 vector, neither of which any kernel before it writes there.
+class RowSums(NamedTuple):
+    """Addresses of row sums (float32 [T], 0: not wanted) and of their parts (float32 [num_parts, T])."""
 
-    It comes behind a kernel of this package and starts while that one drains.
+    result: Int64
+    parts: Int64
+    num_parts: Int32
+
+
+class BackwardTail(Invariant):
+    """Adds parts of row sums in their order, and zeroes behind the last group a 16-bit matrix and the sums.
+
+    It comes behind the kernels of this package that made the parts and the matrix, which write nothing of what it
+    writes, and starts while they drain: zeros first, for the parts are there only when those have ended.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
@@ -28,32 +40,48 @@ class TailZeros(Invariant):
 
     @cute.jit
     def launch(
-        self, matrix: cute.Tensor, columns: Int32, vector: Int64, groups: sched.Groups, num_sms: Int32,
+        self, matrix: cute.Tensor, columns: Int32, sums: RowSums, groups: sched.Groups, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """`columns` of the matrix: 0 leaves it alone. `vector`: an address, 0 where there is none."""
+        """`columns` of the matrix: 0 leaves it alone."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(matrix, columns, vector, groups).launch(
+        self.kernel(matrix, columns, sums, groups).launch(
             grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, matrix: cute.Tensor, columns: Int32, vector: Int64, groups: sched.Groups):
+    def kernel(self, matrix: cute.Tensor, columns: Int32, sums: RowSums, groups: sched.Groups):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         end = sched.last_row_end(groups)
-        zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
-        zeros.fill(0.0)
-        lane, warps = thread % WARP, THREADS // WARP
         if columns > 0:
-            for row in cutlass.range(end + block * warps + thread // WARP, groups.rows, blocks * warps):
-                line = matrix[row, None]
-                for i in cutlass.range(lane, columns // VECTOR, WARP):
-                    at = (line.iterator + i * VECTOR).align(VECTOR * self.dtype.width // 8)
-                    cute.make_tensor(at, cute.make_layout(VECTOR)).store(zeros.load())
-        if vector != 0:
-            for row in cutlass.range(end + block * THREADS + thread, groups.rows, blocks * THREADS):
-                vector_at(Float32, vector)[row] = Float32(0.0)
+            self._zero_rows(matrix, columns, end + block * (THREADS // WARP) + thread // WARP, groups.rows, blocks)
+        first, step = block * THREADS + thread, blocks * THREADS
+        if sums.result != 0:
+            for row in cutlass.range(end + first, groups.rows, step):
+                vector_at(Float32, sums.result)[row] = Float32(0.0)
         # Whoever comes next in the stream may rely on the kernels before this one being done.
         cute.arch.griddepcontrol_wait()
+        if sums.result != 0:
+            for row in cutlass.range(first, end, step):
+                self._add(sums, row, groups.rows)
+
+    @cute.jit
+    def _zero_rows(self, matrix: cute.Tensor, columns: Int32, first: Int32, num_rows: Int32, blocks: Int32):
+        """A row a warp."""
+        zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
+        zeros.fill(0.0)
+        for row in cutlass.range(first, num_rows, blocks * (THREADS // WARP)):
+            line = matrix[row, None]
+            for i in cutlass.range(cute.arch.lane_idx(), columns // VECTOR, WARP):
+                at = (line.iterator + i * VECTOR).align(VECTOR * self.dtype.width // 8)
+                cute.make_tensor(at, cute.make_layout(VECTOR)).store(zeros.load())
+
+    @cute.jit
+    def _add(self, sums: RowSums, row: Int32, num_rows: Int32):
+        parts = vector_at(Float32, sums.parts)
+        total = Float32(0.0)
+        for part in cutlass.range(sums.num_parts, unroll=LOADS):
+            total += parts[part * num_rows + row]
+        vector_at(Float32, sums.result)[row] = total

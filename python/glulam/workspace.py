@@ -5,8 +5,6 @@ releases the GIL, and the two launches of another thread's call may fall between
 buffers a thread; it ends with the thread. A buffer belongs to the stream that it was allocated on, so dropping it
 returns its memory to torch's allocator in that stream's order, with work still queued on it.
 
-Memory that holds zeros between calls is kept apart from memory that holds anything.
-
 Under CUDA graph capture nothing here is used: the memory must belong to the graph, which outlives the call.
 """
 
@@ -32,17 +30,11 @@ GRANULE = 2 << 20
 
 
 class Layout:
-    """What a workspace is for: a row-major matrix on a device. Equal only to itself, so that looking it up is cheap.
+    """What a workspace is for: a row-major matrix on a device. Equal only to itself, so that looking it up is cheap."""
 
-    `zeroed`: it holds zeros, and whoever takes it leaves zeros behind.
-    """
+    __slots__ = ("device", "dtype", "index", "num_bytes", "shape")
 
-    __slots__ = ("device", "dtype", "index", "num_bytes", "shape", "zeroed")
-
-    def __init__(
-        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, index: int, zeroed: bool = False
-    ) -> None:
-        self.zeroed = zeroed
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, index: int) -> None:
         self.shape = shape
         self.dtype = dtype
         self.device = device
@@ -51,16 +43,14 @@ class Layout:
 
 
 class Layouts:
-    """Several matrices at once, none of them zeroed: they lie one behind the other in one piece of memory.
+    """Several matrices at once: they lie one behind the other in one piece of memory.
 
     A workspace that is taken is all of the stream's memory, so that what a call needs at the same time is one of these.
     """
 
-    __slots__ = ("begins", "device", "index", "num_bytes", "parts", "zeroed")
+    __slots__ = ("begins", "device", "index", "num_bytes", "parts")
 
     def __init__(self, *parts: Layout) -> None:
-        assert not any(part.zeroed for part in parts)
-        self.zeroed = False
         self.parts = parts
         self.device, self.index = parts[0].device, parts[0].index
         sizes = (-(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in parts)
@@ -72,18 +62,16 @@ class _Kept(threading.local):
         self.views: dict[tuple[Layout, int], Tensor] = {}
         self.views_of_several: dict[tuple[Layouts, int], tuple[Tensor, ...]] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
-        self.zeros: dict[tuple[int, int], Tensor] = {}
 
 
 _kept = _Kept()
 
 
 def take(layout: Layout) -> Tensor:
-    """A matrix, uninitialised or of zeros, that is the caller's until its work on the current stream is done."""
+    """An uninitialised matrix that is the caller's until its work on the current stream is done."""
     stream = gpus.raw_stream(layout.index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
-        make = torch.zeros if layout.zeroed else torch.empty
-        return make(layout.shape, dtype=layout.dtype, device=layout.device)
+        return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
     view = _kept.views.get((layout, stream))
     return _view(layout, stream) if view is None else view
 
@@ -125,7 +113,7 @@ def _cut(buffer: Tensor, layout: Layout) -> Tensor:
 def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     """The buffer of this device and stream, large enough."""
     key = (layout.index, stream)
-    buffers, make = (_kept.zeros, torch.zeros) if layout.zeroed else (_kept.buffers, torch.empty)
+    buffers = _kept.buffers
     buffer = buffers.get(key)
     if buffer is not None and buffer.numel() >= layout.num_bytes:
         return buffer
@@ -137,6 +125,6 @@ def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     if len(mine) >= MAX_STREAMS:
         del buffers[mine[0]]
     size = -(-layout.num_bytes // GRANULE) * GRANULE
-    fresh = make(size, dtype=torch.uint8, device=layout.device)
+    fresh = torch.empty(size, dtype=torch.uint8, device=layout.device)
     buffers[key] = fresh
     return fresh

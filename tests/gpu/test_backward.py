@@ -15,7 +15,6 @@ from support.routing import catalogue, one_takes_all, spread, zipf
 import glulam
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
-from glulam import workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -38,10 +37,6 @@ def padded(value: torch.Tensor, columns: int) -> torch.Tensor:
     return wide[:, : value.shape[1]]
 
 
-def assert_counters_are_zero() -> None:
-    assert not any(bool(buffer.any()) for buffer in workspace._kept.zeros.values())
-
-
 class TestDglu:
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
     @pytest.mark.parametrize("batch", BATCHES)
@@ -54,7 +49,6 @@ class TestDglu:
             got = glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, row_scale=scale, row_scale_grad=asked, **named)
             assert (got.d_row_scale is not None) == (scale is not None and asked)
             check_dglu(c, dy, h, got, form, row_scale=scale)
-        assert_counters_are_zero()
 
     @pytest.mark.parametrize("params", [(7.0, 1.702, 1.0), (1, 1, 0), (0.25, 2.5, -0.5), (math.inf, 1.0, 0.0)])
     def test_params_of_clamped_swiglu(self, params: tuple[float, float, float]) -> None:
@@ -79,7 +73,6 @@ class TestDglu:
                 check_dglu(c, dy, h, got, row_scale=c.row_scale)
                 first = got
             assert all(same_bits(a[: c.rows], b[: c.rows]) for a, b in zip(got, first, strict=True))
-        assert_counters_are_zero()
 
     @pytest.mark.parametrize(
         ("sizes", "hidden", "inter"),
@@ -99,7 +92,6 @@ class TestDglu:
         for w2 in (c.w2, list(c.w2.clone())):
             got = glulam.grouped_dglu(dy, w2, h, offs=c.offs, row_scale=c.row_scale)
             check_dglu(c, dy, h, got, row_scale=c.row_scale)
-        assert_counters_are_zero()
 
     @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
     def test_the_same_bits_every_time(self, rows: int) -> None:

@@ -78,7 +78,7 @@ def step(c: Case, given: dict[str, Any], dy: Tensor | None = None, **options: An
 def test_every_activation(form: tuple[str, str], dtype: torch.dtype, sizes: list[int]) -> None:
     c = case(sizes, form, dtype=dtype)
     given = leaves(c)
-    for _ in range(2):  # counters were left zero
+    for _ in range(2):  # memory is kept between calls
         for value in given.values():
             value.grad = None
         poison_allocator("cuda")

@@ -201,7 +201,7 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
 
     def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, at: int,
             form: int, count: int, w2_table: int, w1_table: int, scale: int, d_scale: int, partials: int,
-            counters: int, limit: float, alpha: float, offset: float, num_sms: int,
+            limit: float, alpha: float, offset: float, num_sms: int,
             do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
         _check_tensors(spec.dtype, [dy, w2, preact, dpreact, act, w1, dx])
@@ -222,22 +222,17 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         if do_launch > 1:
             dgrad(dpreact, w1, dx, at, form, count, w1_table, 0, 0, 0, num_sms, 1)
             dx[ends[-1] :] = 0
-        _row_sums(spec, ds, ends[-1], width, count, d_scale, partials, counters)
+        _row_sums(spec, ds, ends[-1], width, d_scale, partials)
 
     return run
 
 
-def _row_sums(
-    spec: GroupedDgluSpec, ds: Tensor, used: int, width: int, count: int, d_scale: int, partials: int, counters: int
-) -> None:
+def _row_sums(spec: GroupedDgluSpec, ds: Tensor, used: int, width: int, d_scale: int, partials: int) -> None:
     """What a kernel does to the memory for d_row_scale, and writes there."""
     if not d_scale:
         return
     rows = ds.shape[0]
-    zeros = _memory(counters, rows // 64 + count + 1, torch.int32)
-    assert not bool(zeros.any()), "counters are not zero"
-    tiles = spec.tile.n * spec.tile.cluster_n
-    _memory(partials, -(-width // tiles) * spec.tile.cluster_n * rows, torch.float32).fill_(torch.nan)
+    _memory(partials, -(-width // spec.tile.n) * rows, torch.float32).fill_(torch.nan)
     result = _memory(d_scale, rows, torch.float32)
     result[:used] = ds[:used].float()
     result[used:] = 0

@@ -137,7 +137,7 @@ def dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
 
     def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, dy8: Tensor,
             dpreact8: Tensor, at: int, form: int, count: int, dy_scale: int, dpreact_scale: int, w2_scale: int,
-            w1_scale: int, scale: int, d_scale: int, partials: int, counters: int, limit: float, alpha: float,
+            w1_scale: int, scale: int, d_scale: int, partials: int, limit: float, alpha: float,
             offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
         _check_tensors(spec.dtype, [dy, preact, dpreact, act, dx])
@@ -159,7 +159,7 @@ def dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         )  # fmt: skip
         _store(dpreact, dh, ends)
         _store(act, m, ends)
-        _row_sums(spec, ds, used, width, count, d_scale, partials, counters)
+        _row_sums(spec, ds, used, width, d_scale, partials)
         if do_launch > 1:
             again = Rows(dpreact8, dpreact_scale)
             again.poison()

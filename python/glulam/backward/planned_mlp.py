@@ -20,7 +20,7 @@ from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
+from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, partials_layout
 from ..ops.grouped_glu import WITH_FC2
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
@@ -119,12 +119,11 @@ class In16BitsPlan(MlpTrainingPlan):
 
     Attributes:
         act: where the activation of forward lies between its two launches; None allocates it.
-        partials, counters: memory for the row sums of d_row_scale; None where nothing asks for that.
+        partials: memory for parts of d_row_scale; None where nothing asks for that.
     """
 
     act: workspace.Layout | None
     partials: workspace.Layout | None
-    counters: workspace.Layout | None
 
     def forward(
         self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
@@ -144,15 +143,14 @@ class In16BitsPlan(MlpTrainingPlan):
         results: DataGradients,
     ) -> None:  # fmt: skip
         dpreact, act, dx, d_scale = results
-        d_scale_at = partials_at = counters_at = 0
-        if d_scale is not None and self.partials is not None and self.counters is not None:
-            # Held until all is launched: a graph's own are freed with them.
-            partials, counters = workspace.take(self.partials), workspace.take(self.counters)
-            d_scale_at, partials_at, counters_at = d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr()
+        d_scale_at = partials_at = 0
+        if d_scale is not None and self.partials is not None:
+            partials = workspace.take(self.partials)  # held until all is launched: a graph's own is freed with it
+            d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
         self.dglu(
             dy, w2, preact, dpreact, act, w2 if w1 is None else w1, dy if dx is None else dx,
             groups.data_ptr(), self.group_form, self.experts,
-            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at, *self.params,
+            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, *self.params,
             self.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
         )  # fmt: skip
 
@@ -167,7 +165,7 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
     """
 
     forward_memory: workspace.Layouts
-    backward_memory: tuple[workspace.Layouts, workspace.Layout]
+    backward_memory: workspace.Layouts
     trained: bool
 
     def forward(
@@ -277,12 +275,10 @@ def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
         return None
     launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
-    partials, counters = row_sum_layouts(problem, launch) if requires(call, "row_scale") else (None, None)
     return In16BitsPlan(
         **_fields(call, problem, launch),
         act=act if act.num_bytes <= SMALL_BYTES else None,
-        partials=partials,
-        counters=counters,
+        partials=partials_layout(problem, launch) if requires(call, "row_scale") else None,
     )
 
 

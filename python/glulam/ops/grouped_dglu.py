@@ -38,10 +38,8 @@ from ..signature import (
 DGLU_ALONE, WITH_DGRAD = 1, 2
 """What its function launches."""
 
-PARTIAL_COLUMNS = 128
-"""A row's sum has at most two partial sums in every 128 columns, however a kernel's tiles and clusters cut it."""
-COUNTED_ROWS, COUNTERS = 64, 4
-"""Counters for every 64 rows, the fewest that a warpgroup takes: one a warp. As many more for each group."""
+PARTIAL_COLUMNS = 64
+"""Columns of the narrowest tile: a row's sum has a part in each tile."""
 
 
 class GluGradients(NamedTuple):
@@ -130,22 +128,20 @@ def grouped_dglu(
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
 
-def row_sum_layouts(problem: Problem, launch: Launch) -> tuple[workspace.Layout, workspace.Layout]:
-    """What the kernel needs beside its results to make d_row_scale: partial sums, and counters that are zero."""
-    sums = 2 * -(-problem.intermediate // PARTIAL_COLUMNS)
-    count = COUNTERS * (problem.rows // COUNTED_ROWS + problem.experts + 1)
-    where = (launch.device, launch.index)
-    return (
-        workspace.Layout((sums, problem.rows), torch.float32, *where),
-        workspace.Layout((1, count), torch.int32, *where, zeroed=True),
-    )
+def partials_shape(problem: Problem) -> tuple[int, int]:
+    """Of the memory for parts of d_row_scale, float32: one a tile of any width."""
+    return -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
+
+
+def partials_layout(problem: Problem, launch: Launch) -> workspace.Layout:
+    return workspace.Layout(partials_shape(problem), torch.float32, launch.device, launch.index)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluPlan(Launch):
     """The constants of a grouped_dglu call. `width`: I; `w2_listed`: w2 is an ExpertList, not packed.
 
-    `partials`, `counters`: memory for the row sums of d_row_scale; None where there are none to make.
+    `partials`: memory for parts of d_row_scale; None where that is not wanted.
     """
 
     width: int
@@ -154,7 +150,6 @@ class GroupedDgluPlan(Launch):
     params: ActivationParams
     wants_d_scale: bool
     partials: workspace.Layout | None
-    counters: workspace.Layout | None
 
     def run(self, dy: Tensor, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None) -> GluGradients:
         if not self.only and gpus.current() != self.index:
@@ -167,15 +162,15 @@ class GroupedDgluPlan(Launch):
         if self.rows == 1:
             dy, preact = aligned_row(dy), aligned_row(preact)
         d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
-        d_scale_at = partials_at = counters_at = 0
-        if d_scale is not None and self.partials is not None and self.counters is not None:
-            partials, counters = workspace.take(self.partials), workspace.take(self.counters)
-            d_scale_at, partials_at, counters_at = d_scale.data_ptr(), partials.data_ptr(), counters.data_ptr()
+        d_scale_at = partials_at = 0
+        if d_scale is not None and self.partials is not None:
+            partials = workspace.take(self.partials)
+            d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
         limit, alpha, offset = self.params
         self.function(
             dy, w2, preact, dpreact, act, w2, dy,  # the last two stand for w1 and dx, which are not touched
             groups.data_ptr(), self.group_form, self.experts,
-            w2_table, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, counters_at,
+            w2_table, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at,
             limit, alpha, offset,
             self.sm_count, DGLU_ALONE,
         )  # fmt: skip
@@ -269,9 +264,6 @@ class GroupedDgluCall(Call):
         return results
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedDgluPlan:
-        partials = counters = None
-        if self.wants_d_row_scale and problem.rows:
-            partials, counters = row_sum_layouts(problem, launch)
         return GroupedDgluPlan(
             **vars(launch),
             width=problem.intermediate,
@@ -279,8 +271,7 @@ class GroupedDgluCall(Call):
             w2_listed=isinstance(self.w2, ExpertList),
             params=ActivationParams(*map(float, self.params)),
             wants_d_scale=self.wants_d_row_scale,
-            partials=partials,
-            counters=counters,
+            partials=partials_layout(problem, launch) if self.wants_d_row_scale and problem.rows else None,
         )
 
     def run(self, plan: GroupedDgluPlan) -> GluGradients:

@@ -38,7 +38,7 @@ from ..signature import (
     intermediate_width,
     mismatch,
 )
-from .grouped_dglu import DGLU_ALONE, WITH_DGRAD, row_sum_layouts
+from .grouped_dglu import DGLU_ALONE, WITH_DGRAD, partials_layout
 from .grouped_mlp_mxfp8 import QUANTISE, Mxfp8MlpCall, check_weight, layouts_in_mxfp8
 
 STAND_IN_ROWS = 8
@@ -69,11 +69,10 @@ def forward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
     return workspace.Layouts(*layouts_in_mxfp8(problem, launch, problem.in_features, problem.intermediate))
 
 
-def backward_layouts(problem: Problem, launch: Launch) -> tuple[workspace.Layouts, workspace.Layout]:
-    """Of BackwardMemory, and of the counters of d_row_scale. `problem`: that of the data gradients."""
-    partials, counters = row_sum_layouts(problem, launch)
+def backward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
+    """Of BackwardMemory. `problem`: that of the data gradients."""
     in_mxfp8 = layouts_in_mxfp8(problem, launch, problem.in_features, problem.w1_rows)
-    return workspace.Layouts(*in_mxfp8, partials), counters
+    return workspace.Layouts(*in_mxfp8, partials_layout(problem, launch))
 
 
 def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Prepared, Prepared]:
@@ -113,19 +112,14 @@ class DataGradients(NamedTuple):
 
 
 def launch_backward(
-    launch: Launch, function: Callable[..., Any], layouts: tuple[workspace.Layouts, workspace.Layout],
+    launch: Launch, function: Callable[..., Any], layouts: workspace.Layouts,
     params: ActivationParams, dy: Tensor, w1: Prepared | None, w2: Prepared, preact: Tensor, results: DataGradients,
     groups_at: int, scale: Tensor | None,
 ) -> None:  # fmt: skip
     """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's."""
     dpreact, act, dx, d_scale = results
-    memory = BackwardMemory(*workspace.take_all(layouts[0]))
-    d_scale_at = partials_at = counters_at = 0
-    counters = None
-    if d_scale is not None:
-        counters = workspace.take(layouts[1])  # held until all is launched, as the rest is
-        d_scale_at, partials_at = d_scale.data_ptr(), memory.partials.data_ptr()
-        counters_at = counters.data_ptr()
+    memory = BackwardMemory(*workspace.take_all(layouts))
+    sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials.data_ptr())
     if w1 is None:
         w1_data, w1_scale_at = dy.new_empty(1, STAND_IN_ROWS, dpreact.shape[1], dtype=DATA_DTYPE), 0
     else:
@@ -133,8 +127,8 @@ def launch_backward(
     function(
         dy, w2.data, preact, dpreact, act, w1_data, dy if dx is None else dx, memory.dy8, memory.dpreact8,
         groups_at, launch.group_form, launch.experts, memory.dy_scales.data_ptr(), memory.dpreact_scales.data_ptr(),
-        w2.scale.data_ptr(), w1_scale_at, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at,
-        counters_at, *params, launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
+        w2.scale.data_ptr(), w1_scale_at, 0 if scale is None else scale.data_ptr(), *sums, *params,
+        launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
     )  # fmt: skip
 
 
@@ -316,7 +310,7 @@ class BackwardPlan(Launch):
     dx_width: int | None
     wants_d_scale: bool
     trained: bool
-    memory: tuple[workspace.Layouts, workspace.Layout]
+    memory: workspace.Layouts
     params: ActivationParams
 
     def run(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..activations import ActivationParams
 from ..dispatch import Problem
-from ..ops.grouped_dglu import COUNTED_ROWS, COUNTERS, PARTIAL_COLUMNS
+from ..ops.grouped_dglu import partials_shape
 from .candidates import goes_on
 
 INT32_OFFSETS = 0  # group_form of the exported functions
@@ -94,8 +94,7 @@ class Tensors:
         self.dx = self._out(p.rows, width)
         self.scale = torch.rand(p.rows, device=self.device, generator=self.generator)
         self.d_scale = self._out(p.rows, dtype=torch.float32)
-        self.partials = self._out(2 * -(-p.intermediate // PARTIAL_COLUMNS) * p.rows, dtype=torch.float32)
-        self.counters = self._out(COUNTERS * (p.rows // COUNTED_ROWS + p.experts + 1), dtype=torch.int32)
+        self.partials = self._out(*partials_shape(p), dtype=torch.float32)
         self.results = (self.dpreact, self.act, self.d_scale, *([self.dx] if goes_on(p) else []))
 
     def _make_wgrad(self) -> None:
@@ -128,7 +127,7 @@ class Tensors:
             yield (self.x[:t], self.w1, self.act[:t], *groups, *ABSENT, 0, *PARAMS)
         elif p.op == "grouped_dglu":
             tensors = (self.dy[:t], self.w2, self.preact[:t], self.dpreact[:t], self.act[:t], self.w1, self.dx[:t])
-            addresses = (each.data_ptr() for each in (self.scale, self.d_scale, self.partials, self.counters))
+            addresses = (each.data_ptr() for each in (self.scale, self.d_scale, self.partials))
             yield (*tensors, *groups, 0, 0, *addresses, *PARAMS)
         else:
             for dy, x, dw in self.pairs:
