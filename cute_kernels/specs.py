@@ -19,8 +19,8 @@ UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
-# Float32 accumulators a thread can hold beside what an epilogue needs.
-MAX_ACCUMULATORS = 128
+# Float32 accumulators a thread can hold beside an epilogue, and where that only stores them, in turns.
+MAX_ACCUMULATORS, MAX_STORED_ACCUMULATORS = 128, 192
 PINGPONG_WARPGROUPS = 2
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
@@ -63,6 +63,8 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
     if tile.swapped != (operands in DECODED):
         needs = "schedule='swapped'" if operands in DECODED else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
+    if operands != "16bit":  # promotion and decoding compute, too
+        _check_accumulators(tile, tile.max_accumulators)
 
 
 def _check_decoded(operands: str, dtype: str) -> None:
@@ -112,13 +114,7 @@ class TileConfig:
         _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
             raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
-        if self.accumulators > self.max_accumulators:
-            mma_n, other = ("m", "n") if self.swapped else ("n", "m")
-            raise SpecError(
-                f"a {self.schedule} tile of {self.m} x {self.n} has {self.accumulators} accumulators a thread, more "
-                f"than {self.max_accumulators}; choose tile {mma_n}={self.max_accumulators * 2 // self.slabs} "
-                f"or a smaller {other}"
-            )
+        _check_accumulators(self, MAX_STORED_ACCUMULATORS if self.takes_turns else self.max_accumulators)
 
     @property
     def takes_turns(self) -> bool:
@@ -162,7 +158,9 @@ class TileConfig:
 
     @property
     def max_accumulators(self) -> int:
-        """Of a thread. Four MMA warpgroups have less than half the registers of two: 64 spill."""
+        """Of a thread that computes with them. Four MMA warpgroups have less than half the registers of two: 64
+        spill.
+        """
         return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
 
     @property
@@ -178,6 +176,15 @@ class TileConfig:
     def name(self) -> str:
         cluster = f"c{self.cluster_m}x{self.cluster_n}{'a' if self.adaptive else ''}"
         return f"t{self.m}x{self.n}x{self.k}_{cluster}_{SCHEDULES[self.schedule]}"
+
+
+def _check_accumulators(tile: TileConfig, most: int) -> None:
+    if tile.accumulators > most:
+        mma_n, other = ("m", "n") if tile.swapped else ("n", "m")
+        raise SpecError(
+            f"a {tile.schedule} tile of {tile.m} x {tile.n} has {tile.accumulators} accumulators a thread, more "
+            f"than {most}; choose tile {mma_n}={most * 2 // tile.slabs} or a smaller {other}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +236,7 @@ class GroupedGluSpec:
         _require("dtype", self.dtype, DTYPES)
         _require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile)
+        _check_accumulators(self.tile, self.tile.max_accumulators)
         _check_decoded(self.operands, self.dtype)
         _check_activation(self.activation, self.glu_layout)
         if self.save_preact and self.operands in DECODED:
@@ -277,6 +285,7 @@ class GroupedDgluSpec:
         _require("operands", self.operands, [operands for operands in OPERANDS if operands not in DECODED])
         for tile in (self.tile, self.dgrad):
             _check_operands(self.operands, tile)
+        _check_accumulators(self.tile, self.tile.max_accumulators)
         _check_activation(self.activation, self.glu_layout)
 
     @property

@@ -16,8 +16,16 @@ from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
 
 import ffi_bridge
 import glulam
-from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, SpecError, TileConfig, to_dict
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
+from cute_kernels.specs import (
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    SpecError,
+    TileConfig,
+    to_dict,
+)
 from ffi_bridge import BundleMissing, jit
 from glulam import kernels
 from glulam.dispatch import Problem, choose
@@ -94,9 +102,19 @@ def test_rows_per_expert_decide(experts: int) -> None:
         assert choice.why_not[0].startswith(f"{other.name}: about ") and "times as long" in choice.why_not[0]
 
 
+def test_rows_per_expert_decide_for_weight_gradients() -> None:
+    for average, out_dtype, tile in (
+        (8, "bfloat16", WGRAD), (113, "bfloat16", WGRAD_WIDE), (512, "bfloat16", WGRAD_WIDE), (513, "bfloat16", WGRAD),
+        (256, "float32", WGRAD),
+    ):  # fmt: skip
+        choice = choose(problem(op="grouped_wgrad", rows=16 * average, experts=16, out_dtype=out_dtype), ARCH)
+        assert isinstance(choice.spec, GroupedWgradSpec) and choice.spec.tile == tile
+        assert tile.name in choice.why and len(choice.why_not) == (2 if out_dtype == "bfloat16" else 0)
+
+
 def test_every_choice_is_shipped() -> None:
     shipped = set(shipped_specs())
-    for rows in (8, 100_000):
+    for rows in (8, 2000, 100_000):
         for dtype in ("bfloat16", "float16"):
             for transpose_w in (False, True):
                 mm = problem(op="grouped_mm", rows=rows, dtype=dtype, transpose_w=transpose_w, activation="none")

@@ -126,9 +126,9 @@ SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
 }
 
 
-ONE_TILE = {"grouped_dglu": "LARGE", "grouped_wgrad": "WGRAD", "quantize_mxfp8": "LARGE"}
-"""Operators with one tile for all numbers of rows, by its name among the shipped tiles: a weight gradient's tiles cut
-weights, not rows; grouped_dglu serves training, where experts have many; a quantiser's spec has no tile."""
+ONE_TILE = {"grouped_dglu": "LARGE", "quantize_mxfp8": "LARGE"}
+"""Operators with one tile for all numbers of rows, by its name among the shipped tiles: grouped_dglu serves training,
+where experts have many; a quantiser's spec has no tile."""
 
 
 def form(spec: Spec) -> Spec:
@@ -154,14 +154,23 @@ def _us(us: float) -> str:
     return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
 
 
-FP8_TILES: dict[str, dict[str, float]] = {
-    "mxfp8": {"SMALL8": 64, "LARGE8": math.inf},
-    "mxfp8_exact": {"TINY_W8": 12, "SMALL_W8": 60, "MEDIUM_W8": 128, "LARGE_W8": math.inf},
+Limits = tuple[tuple[str, float], ...]
+"""Names of shipped tiles, each with the most rows an expert that it is for."""
+WGRAD_TILES: dict[bool, Limits] = {
+    True: (("WGRAD", 112), ("WGRAD_WIDE", 512), ("WGRAD", math.inf)),
+    False: (("WGRAD", math.inf),),
+}
+"""By whether results are 16-bit. Between its limits the wide tile is 1.03 to 1.15 times as fast under even routing and
+as fast as the other under skew; with few rows it takes 5 % more. Twice the bytes of results leave it nothing to gain.
+"""
+FP8_TILES: dict[str, Limits] = {
+    "mxfp8": (("SMALL8", 64), ("LARGE8", math.inf)),
+    "mxfp8_exact": (("TINY_W8", 12), ("SMALL_W8", 60), ("MEDIUM_W8", 128), ("LARGE_W8", math.inf)),
 }
 FP8_TILES["mxfp8_weight_only"] = FP8_TILES["mxfp8_exact"]
-"""By operands: names of shipped tiles, each with the most rows an expert that it is for. Weights are decoded again for
-every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller ones
-where random routing gives 10, 30 and 50 % of the groups more rows than one of them has.
+"""By operands. Weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30
+and 1.55 times as long, as do the smaller ones where random routing gives 10, 30 and 50 % of the groups more rows than
+one of them has.
 """
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
@@ -179,12 +188,21 @@ def _span(under: float, most: float) -> str:
 
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert alone, until times of these tiles are known."""
-    tiles = [(getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[problem.operands].items()]
-    if problem.op in ONE_TILE or problem.save_preact:  # both directions of training
-        spec = SPEC_OF[problem.op](problem, tiles[-1][0], arch)
-        if isinstance(spec, GroupedDgluSpec):
-            spec = replace(spec, tile=CONFIGS[arch].DGLU8)
-        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
+    limits = FP8_TILES[problem.operands]
+    if problem.op not in ONE_TILE and not problem.save_preact:
+        return _choose_by_rows(problem, limits, arch)
+    spec = SPEC_OF[problem.op](problem, getattr(CONFIGS[arch], limits[-1][0]), arch)  # both directions of training
+    if isinstance(spec, GroupedDgluSpec):
+        spec = replace(spec, tile=CONFIGS[arch].DGLU8)
+    return Choice(spec, _one_kernel(problem), ())
+
+
+def _one_kernel(problem: Problem) -> str:
+    return f"every {problem.op} of this form has one kernel, whatever the number of rows"
+
+
+def _choose_by_rows(problem: Problem, limits: Limits, arch: str) -> Choice:
+    tiles = [(getattr(CONFIGS[arch], name), most) for name, most in limits]
     chosen = next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
     spans = [_span(tiles[i - 1][1] if i else 0, most) for i, (_, most) in enumerate(tiles)]
     tile, _ = tiles[chosen]
@@ -225,13 +243,28 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
     return _choose_fp8(problem, arch) if problem.operands in FP8_TILES else _choose_16bit(problem, arch)
 
 
-def _choose_16bit(problem: Problem, arch: str) -> Choice:
+def shipped_tiles(problem: Problem, arch: str) -> list[TileConfig]:
+    """Those that a 16-bit operator ships on."""
     configs = CONFIGS[arch]
-    faster = (FASTER,) if problem.op == "grouped_mlp" else ()
     if problem.op in ONE_TILE:
-        spec = SPEC_OF[problem.op](problem, getattr(configs, ONE_TILE[problem.op]), arch)
-        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", faster)
-    best, *others = choice.estimates(problem.parts, configs.TILES, arch)
+        return [getattr(configs, ONE_TILE[problem.op])]
+    if problem.op == "grouped_wgrad":
+        return [getattr(configs, name) for name, _ in _wgrad_tiles(problem)]
+    return [*configs.TILES]
+
+
+def _wgrad_tiles(problem: Problem) -> Limits:
+    return WGRAD_TILES[problem.out_dtype == problem.dtype]
+
+
+def _choose_16bit(problem: Problem, arch: str) -> Choice:
+    if problem.op == "grouped_wgrad":
+        return _choose_by_rows(problem, _wgrad_tiles(problem), arch)
+    tiles = shipped_tiles(problem, arch)
+    if problem.op in ONE_TILE:
+        return Choice(SPEC_OF[problem.op](problem, tiles[0], arch), _one_kernel(problem), ())
+    faster = (FASTER,) if problem.op == "grouped_mlp" else ()
+    best, *others = choice.estimates(problem.parts, tiles, arch)
     why = f"{_rows(problem)}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
     why_not = (f"{other.tile.name}: about {_us(other.us)}, {other.us / best.us:.2f} times as long" for other in others)
     return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, *faster))

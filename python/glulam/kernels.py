@@ -177,7 +177,7 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
         return [matrix, matrix, weight.to(getattr(torch, spec.out_dtype)), *groups, *addresses, *launch]
     if isinstance(spec, GroupedDgluSpec):
         h = matrix.repeat(1, 2 if spec.gated else 1)
-        return [matrix, weight, h, h, matrix, weight, matrix, *groups, *addresses, *addresses, *params, *launch]
+        return [matrix, weight, h, h, matrix, weight, matrix, *groups, *[0] * 5, *params, *launch]
     glu = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     w1 = weight.repeat(1, 2 if glu.gated else 1, 1)
     if isinstance(spec, GroupedMlpSpec):
@@ -200,7 +200,7 @@ def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
     wide8 = wide.to(data.dtype)
     if isinstance(spec, GroupedDgluSpec):
         tensors = [matrix, weight, wide, wide, matrix, wide8[None], matrix, data, wide8]
-        return [*tensors, *groups, *[0] * 8, *params, *launch]
+        return [*tensors, *groups, *[0] * 7, *params, *launch]
     preact = [wide] if isinstance(spec, GroupedGluSpec) else []
     tensors = [matrix, wide8.T.contiguous()[None], weight, data, data, *preact, matrix]
     return [*tensors, *groups, *[0] * 9, *params, *launch]

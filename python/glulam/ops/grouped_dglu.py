@@ -1,4 +1,4 @@
-"""grouped_dglu: the backward of grouped_glu and of the GEMM behind it, in one kernel."""
+"""grouped_dglu: the backward of grouped_glu and of the GEMM behind it, in one call."""
 
 from __future__ import annotations
 
