@@ -24,8 +24,6 @@ from .weights import row_of
 
 UPPER_HALF = -(1 << 16)
 
-UPPER_HALF = -(1 << 16)
-
 
 class Addends(NamedTuple):
     """Optional inputs of an epilogue as device addresses, 0 where absent.
