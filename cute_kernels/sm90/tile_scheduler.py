@@ -225,29 +225,48 @@ class GroupTileScheduler(Invariant):
         if lane > 0:
             first_tile = before
 
-        index = tile - first_tile
-        num_m_clusters = self._num_m_clusters(end - begin)
-        pairs_columns = Int32(0)
-        if const_expr(self.adaptive):
-            num_m_clusters = (end - begin + self.tile_m - 1) // self.tile_m // 2
-            pairs_columns = Int32(index >= num_m_clusters * self.grid.num_n)
-        band_tiles = RASTER_BAND * self.grid.num_n
-        band = index // band_tiles
-        in_band = index - band * band_tiles
-        band_height = cutlass.max(cutlass.min(num_m_clusters - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
-        n_cluster = in_band // band_height
-        m_cluster = band * RASTER_BAND + in_band - n_cluster * band_height
-
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank_m = rank % self.cluster_m
-        rank_n = rank // self.cluster_m
-        m_tile = m_cluster * self.cluster_m + rank_m
-        n_tile = n_cluster * self.cluster_n + rank_n
-        if const_expr(self.adaptive):
-            if pairs_columns > 0:
-                m_tile = num_m_clusters * 2
-                n_tile = (index - num_m_clusters * self.grid.num_n) * 2 + rank
+        place = self._adaptive_place if const_expr(self.adaptive) else self._place
+        m_tile, n_tile, pairs_columns = place(tile - first_tile, end - begin, rank)
         return WorkTile(window.base + lane, self._first_row(begin, m_tile), end, m_tile, n_tile, pairs_columns)
+
+    def _place(self, index: Int32, rows: Int32, rank: Int32) -> tuple[Int32, Int32, Int32]:
+        """Row tile and weight tile of this CTA in cluster tile `index` of a group; whether it pairs columns."""
+        num_m_clusters = self._num_m_clusters(rows)
+        band = index // (RASTER_BAND * self.grid.num_n)
+        in_band = index - band * RASTER_BAND * self.grid.num_n
+        height = cutlass.max(cutlass.min(num_m_clusters - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
+        n_cluster = in_band // height
+        m_cluster = band * RASTER_BAND + in_band - n_cluster * height
+        m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
+        return m_tile, n_cluster * self.cluster_n + rank // self.cluster_m, Int32(0)
+
+    @cute.jit
+    def _adaptive_place(self, index: Int32, rows: Int32, rank: Int32):
+        """The same where two CTAs have neighbouring row tiles or, at an odd row tile, neighbouring weight tiles.
+
+        An odd row tile joins the last band: its cluster tile comes right behind those of its two weight tiles, so that
+        these are read from memory once.
+        """
+        row_tiles = (rows + self.tile_m - 1) // self.tile_m
+        pairs, odd = row_tiles // 2, row_tiles % 2
+        last_band = cutlass.max(pairs - 1, Int32(0)) // RASTER_BAND
+        band = cutlass.min(index // (RASTER_BAND * self.grid.num_n), last_band)
+        in_band = index - band * RASTER_BAND * self.grid.num_n
+        height = cutlass.min(pairs - band * RASTER_BAND, Int32(RASTER_BAND))
+        joined = Int32(0)
+        if band == last_band:
+            joined = odd
+        of_two = 2 * height + joined
+        two = in_band // of_two
+        in_two = in_band - two * of_two
+        column = in_two // cutlass.max(height, Int32(1))
+        m_tile = (band * RASTER_BAND + in_two - column * height) * 2 + rank
+        n_tile = two * 2 + column
+        pairs_columns = Int32(0)
+        if (joined > 0) & ((column > 1) | (n_tile >= self.grid.num_n) | (height == 0)):
+            m_tile, n_tile, pairs_columns = row_tiles - 1, two * 2 + rank, Int32(1)
+        return m_tile, n_tile, pairs_columns
 
     @cute.jit
     def run(self, ring: WorkRing):

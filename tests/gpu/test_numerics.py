@@ -125,6 +125,7 @@ SIZES = {
     "wide and shallow": ([70, 200], 8, 2080),
     "one expert": ([777], HIDDEN, INTER),
     "one row": ([1], HIDDEN, INTER),
+    "bands of row tiles, odd and short ones": ([2049, 65, 64, 4160, 128, 2400], 72, 352),
     "512 experts": (zipf(1000, 512), 72, 96),
     "512 experts, many rows": (spread(512 * 66 + 5, 512), 72, 96),
     "512 experts, one takes all": (one_takes_all(555, 512, 511), 72, 96),
