@@ -11,7 +11,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
 from . import entry_decoded, entry_mxfp8
@@ -28,7 +28,7 @@ from .sm90.mhc.pre import Pre
 from .sm90.mhc.project import Project
 from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
-from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8, RoundMxfp8
+from .sm90.quantize_mxfp8 import STRIP, Form, Outputs, QuantizeMxfp8, RoundMxfp8
 from .sm90.tail import BackwardTail, RowSums
 from .sm90.tile_scheduler import Groups
 from .specs import (
@@ -232,7 +232,10 @@ class QuantizeMxfp8Entry:
     """
 
     def __init__(self, spec: QuantizeMxfp8Spec):
-        self.quantize = QuantizeMxfp8(spec.name, OUT_DTYPES[spec.dtype], spec.axis)
+        dtype = OUT_DTYPES[spec.dtype]
+        self.quantize = QuantizeMxfp8(spec.name, dtype, spec.axis)
+        self.strips = QuantizeMxfp8(f"{spec.name}_strips", dtype, spec.axis, STRIP)
+        self.has_strips = spec.axis == "both"
 
     @cute.jit
     def __call__(
@@ -241,7 +244,13 @@ class QuantizeMxfp8Entry:
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             outputs = Outputs(row_data, row_scale, col_data, col_scale)
-            self.quantize.launch(x, outputs, offs, num_groups, Form(wide, swizzled), stream)
+            arguments = (x, outputs, offs, num_groups, Form(wide, swizzled), stream)
+            if const_expr(not self.has_strips):
+                self.quantize.launch(*arguments)
+            elif (wide == 0) & (swizzled == 0):
+                self.strips.launch(*arguments)
+            else:
+                self.quantize.launch(*arguments)
 
 
 class RoundMxfp8Entry:

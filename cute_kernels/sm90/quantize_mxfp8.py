@@ -1,14 +1,17 @@
 """MXFP8 quantisation: x[T,K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
 
 A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay; magnitudes alone meet other threads,
-by shuffles along a row and through 2 or 4 KB of shared memory along a column. A tile is `run` rows of each quarter of
-a band of 128, since 2 x 4 such rows share a sector of swizzled scales (32 bytes), times some columns:
+by shuffles along a row and through 2 or 4 KB of shared memory along a column. A tile is some rows of a band of 128,
+times some columns:
 
-    rows alone       2 x 4 rows of 1024 columns; a thread has 8 rows of 16 bytes
-    columns, both    128 rows of 128 columns, an atom of scales along either axis; a thread has 16 rows of 16 bytes
+    rows             2 rows of each quarter, which share sectors of swizzled scales, by 1024; a thread has 8 x 16 bytes
+    columns          128 rows by 128, an atom of scales; a thread has 16 rows of 16 bytes, from here on
+    both             128 rows by 256 (float32: 128)
+    both, strips     32 rows by 512, where blocks are of 32 and scales plain, which a quarter of a band suffices for
 
-Either way 128 KB of loads are under way on an SM at most, where 4.3 TB/s and 1 us of latency ask for 33. Plain scales
-of a row are whole sectors where rows are quantised alone; for both axes they are stored four bytes at a time.
+128 KB of loads are under way on an SM at most, where 4.3 TB/s and 1 us of latency ask for 33. Tiles are wide for the
+plain scales of rows: a store of less than a sector (32 bytes) costs as much as one of two, and a row of 128 columns
+has 4 bytes of them, of 256 8, of a strip 16; rows alone store whole sectors.
 
 Bytes of a call, none of them moved twice: T K (width + copies (1 + 1/32)), width 2 or 4, copies 1 or 2: 3.03 an element
 for the rows of 16-bit numbers, 4.06 for both axes. Instructions are no bound: 9 and 13 an element, of the 21 and 28
@@ -35,9 +38,10 @@ BLOCK = 32
 BLOCKS = TILE // BLOCK
 QUARTERS = 4
 SECTOR_BYTES = 32
-WIDE_TILE = SECTOR_BYTES * BLOCK  # columns whose scales are a sector
 VECTOR_BYTES = 16
-WORDS = VECTOR_BYTES // 4
+WORD_BYTES = 4
+WORDS = VECTOR_BYTES // WORD_BYTES
+WARP = 32
 BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
 SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take 20 at most; loads under way want the rest as cache
 
@@ -154,23 +158,46 @@ class Strip(NamedTuple):
     inner_count: Int32
 
 
+class Tile(NamedTuple):
+    """What a CTA quantises: `run` rows of each quarter of a band of 128, or of one quarter, times some columns."""
+
+    run: int
+    quarters: int
+    columns: int
+    rows_per_thread: int
+
+
+# Scales of a row are a sector, or half of one.
+ROWS = Tile(2, QUARTERS, SECTOR_BYTES * BLOCK, 8)
+STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
+
+
+def tile_of(axis: str, vector: int) -> Tile:
+    """The tile that serves all forms, where a thread has `vector` elements of a row."""
+    columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
+    return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)
+
+
 class QuantizeMxfp8(Invariant):
     """Kernel of x, bfloat16, float16 or float32, whose rows start at multiples of 16 bytes and hold a multiple of 32.
 
-    `axis`: "row", "col" or "both".
+    `axis`: "row", "col" or "both". `tile`: STRIP for plain scales of 32 elements alone; by default one for all forms.
     """
 
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str):
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
         self.name = name
         self.dtype = dtype
         self.by_row = axis != "col"
         self.by_col = axis != "row"
         self.magnitudes = Magnitudes(dtype)
         self.vector = VECTOR_BYTES * 8 // dtype.width
-        self.run = BLOCK if self.by_col else 2
-        self.rows = QUARTERS * self.run
-        self.columns = TILE if self.by_col else WIDE_TILE
-        self.rows_per_thread = 16 if self.by_col else self.rows
+        tile = tile or tile_of(axis, self.vector)
+        self.all_forms = tile.quarters == QUARTERS
+        self.run = tile.run
+        self.rows = tile.quarters * tile.run
+        self.blocks_down = self.rows // BLOCK
+        self.columns = tile.columns
+        self.rows_per_thread = tile.rows_per_thread
         self.lanes = self.columns // self.vector  # threads along a row
         self.slots = self.rows // self.rows_per_thread
         self.threads = self.lanes * self.slots
@@ -288,7 +315,7 @@ class QuantizeMxfp8(Invariant):
             self._row_exponents(words, form, row_exponents)
             self._put_row_scales(x, row_exponents, row_scales, place, slot)
         if const_expr(self.by_col):
-            col_scales = smem.allocate_tensor(Uint8, cute.make_layout((BLOCKS, TILE)), 16)
+            col_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.blocks_down, self.columns)), 16)
             col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, self.slots)), 16)
             self._put_column_maxima(words, col_maxima, slot)
             cute.arch.sync_threads()
@@ -312,8 +339,9 @@ class QuantizeMxfp8(Invariant):
             for j in cutlass.range_constexpr(1, WORDS):
                 maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
         self._max_over_lanes(maxima, 1, BLOCK // self.vector)
-        if form.wide != 0:
-            self._max_over_lanes(maxima, BLOCK // self.vector, TILE // self.vector)
+        if const_expr(self.all_forms):
+            if form.wide != 0:
+                self._max_over_lanes(maxima, BLOCK // self.vector, TILE // self.vector)
         for i in cutlass.range_constexpr(self.rows_per_thread):
             exponents[i] = exponent_of(kind.greatest(maxima[i]))
 
@@ -342,13 +370,14 @@ class QuantizeMxfp8(Invariant):
         columns = cute.make_rmem_tensor(self.vector, self.dtype)
         maxima = cute.recast_tensor(columns, Int32)
         maxima.fill(0)
-        if form.wide != 0:
-            for other in cutlass.range_constexpr(self.slots):
-                self._max_with(maxima, col_maxima[None, lane, other])
-        else:
-            slots_per_block = self.slots // BLOCKS
-            for other in cutlass.range_constexpr(slots_per_block):
-                self._max_with(maxima, col_maxima[None, lane, slot // slots_per_block * slots_per_block + other])
+        slots_per_block = self.slots // self.blocks_down
+        first = slot // slots_per_block * slots_per_block
+        for other in cutlass.range_constexpr(slots_per_block):
+            self._max_with(maxima, col_maxima[None, lane, first + other])
+        if const_expr(self.all_forms):
+            if form.wide != 0:
+                for other in cutlass.range_constexpr(self.slots):
+                    self._max_with(maxima, col_maxima[None, lane, other])
         for c in cutlass.range_constexpr(self.vector):
             exponents[c] = exponent_of(columns[c].to(Float32))
 
@@ -377,7 +406,7 @@ class QuantizeMxfp8(Invariant):
         self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, place: Place, slot: Int32
     ):
         thread, _, _ = cute.arch.thread_idx()
-        slots_per_block = self.slots // BLOCKS
+        slots_per_block = self.slots // self.blocks_down
         if slot % slots_per_block == 0:
             for c in cutlass.range_constexpr(self.vector):
                 inside = place.row < x.shape[0]
@@ -419,11 +448,8 @@ class QuantizeMxfp8(Invariant):
         blocks = Int32(x.shape[1] // BLOCK)
         block0 = place.col0 // BLOCK
         if plain:
-            if const_expr(self.by_col):
-                self._store_words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
-            else:
-                self._store_strip(scales, Strip(address, place.row0, reach.stop, block0, blocks))
-        elif place.col0 < x.shape[1]:
+            self._store_words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
+        elif const_expr(self.all_forms):
             rows = Int32(x.shape[0])
             self._store_atoms(scales, ScaleGrid(address, place.row0, rows, reach.stop, block0, blocks))
 
@@ -433,10 +459,15 @@ class QuantizeMxfp8(Invariant):
         blocks = Int32(cute.ceil_div(x.shape[0], BLOCK))
         block0 = place.row0 // BLOCK
         if plain:
-            by_column = cute.make_tensor(scales.iterator, cute.make_layout((TILE, BLOCKS), stride=(BLOCKS, 1)))
-            self._store_strip(by_column, Strip(address, block0, blocks, place.col0, width))
-        elif place.col0 < width:
-            self._store_atoms(scales, ScaleGrid(address, place.col0, width, width, block0, blocks))
+            shape = self.columns, self.blocks_down
+            by_column = cute.make_tensor(scales.iterator, cute.make_layout(shape, stride=(self.blocks_down, 1)))
+            store = self._store_words if self.blocks_down == 1 else self._store_strip
+            store(by_column, Strip(address, block0, blocks, place.col0, width))
+        elif const_expr(self.all_forms):
+            for first in cutlass.range_constexpr(0, self.columns, TILE):
+                if place.col0 + first < width:
+                    atom = cute.local_tile(scales, (BLOCKS, TILE), (0, first // TILE))
+                    self._store_atoms(atom, ScaleGrid(address, place.col0 + first, width, width, block0, blocks))
 
     @cute.jit
     def _store_strip(self, scales: cute.Tensor, strip: Strip):
@@ -453,17 +484,21 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _store_words(self, scales: cute.Tensor, strip: Strip):
-        """(4, outer) scales, a row's four a thread: at once where the width of the matrix lets them be aligned."""
-        thread, _, _ = cute.arch.thread_idx()
-        outer = strip.outer0 + self._below(thread)
-        if (thread < self.rows) & (outer < strip.outer_count):
-            at = strip.address + Int64(outer) * strip.inner_count + strip.inner0
-            if strip.inner_count % BLOCKS == 0:
-                vector_at(Int32, at)[0] = cute.recast_tensor(scales[None, thread], Int32)[0]
-            else:
-                for block in cutlass.range_constexpr(BLOCKS):
-                    if strip.inner0 + block < strip.inner_count:
-                        vector_at(Uint8, at + block)[0] = scales[block, thread]
+        """(inner, outer) scales, four a thread where the width of the matrix lets them be aligned."""
+        if strip.inner_count % WORD_BYTES == 0:
+            thread, _, _ = cute.arch.thread_idx()
+            width = cute.size(scales, mode=[0]) // WORD_BYTES
+            words = cute.size(scales) // WORD_BYTES
+            for n in cutlass.range_constexpr(cute.ceil_div(words, self.threads)):
+                index = thread + n * self.threads
+                outer = strip.outer0 + self._below(index // width)
+                inner = strip.inner0 + index % width * WORD_BYTES
+                if (index < words) & (inner < strip.inner_count) & (outer < strip.outer_count):
+                    at = strip.address + Int64(outer) * strip.inner_count + inner
+                    mine = cute.recast_tensor(scales[None, index // width], Int32)
+                    vector_at(Int32, at)[0] = mine[index % width]
+        else:
+            self._store_strip(scales, strip)
 
     @cute.jit
     def _store_atoms(self, scales: cute.Tensor, grid: ScaleGrid):
