@@ -12,6 +12,8 @@ Which weight rows those are, swapped_rows.py says.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -29,7 +31,7 @@ from .mainloop import MMA_K, Operands, WeightsFirst
 from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
 from .swapped_rows import ROW_HALVES, SwappedRows
 from .tile_scheduler import WorkTile
-from .turns import THREADS, Turns
+from .turns import THREADS
 from .weights import ExpertAddress, expert_offset, lo_hi, row_of
 
 E4M3 = Float8E4M3FN
@@ -41,51 +43,90 @@ STEP = SCALE_BLOCK // MMA_K
 FRAGMENT_REGS = 4
 
 
-class WeightScales(Invariant):
-    """Scale bytes of a thread's rows, a word of four for each k-tile, loaded while the k-tile before is in work.
+class ScaleGrid(NamedTuple):
+    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles. share: a warpgroup's."""
 
-    address: of the expert's. rows: where a row's begin. blocks: scales of a row. last: the last k-tile.
+    address: Int64
+    rows: Int32
+    blocks: Int32
+    k_tiles: Int32
+    share: TileShare
+
+
+class WeightScales(Invariant):
+    """Scale bytes of a thread's rows, a word of four for each k-tile, asked for while the one before is in work; those
+    of a tile's first one during the last of the tile before.
+
+    expert: the address of its scales. begins: where a row's begin. bad: of the tile so far.
     """
 
-    def __init__(self, address: Int64, rows: list[Int32], blocks: Int32, last: Int32):
-        self.address = address
+    def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str):
+        self.grid = grid
         self.rows = rows
-        self.blocks = blocks
-        self.last = last
-        self.words = cute.make_rmem_tensor(len(rows), Int32)
-        self.next = cute.make_rmem_tensor(len(rows), Int32)
+        self.layout = layout
+        self.expert = cute.make_rmem_tensor(1, Int64)
+        self.begins = cute.make_rmem_tensor(rows.count, Int32)
+        self.words = cute.make_rmem_tensor(rows.count, Int32)
+        self.next = cute.make_rmem_tensor(rows.count, Int32)
         self.bad = cute.make_rmem_tensor(1, Int32)
         self.bad.fill(0)
 
     @cute.jit
-    def fetch(self, k_tile: Int32):
+    def begin(self, work: WorkTile):
+        """Ask for the first scales of a tile."""
+        self._aim(work)
+        self._fetch(Int32(0))
+
+    @cute.jit
+    def _aim(self, work: WorkTile):
+        """Fetch from a tile's rows from now on. The end mark's are an expert's like any other."""
+        grid = self.grid
+        half = grid.rows // self.rows.parts
+        thread = _thread_of_warpgroup()
+        self.expert[0] = grid.address + Int64(cutlass.max(work.expert, Int32(0))) * (grid.rows * grid.blocks)
+        for i in cutlass.range_constexpr(self.rows.count):
+            # Rows past the last one are zeros and never stored: any row's scales will do.
+            column = work.n_tile * self.rows.part_n + self.rows.column(i, grid.share.first_slab, thread)
+            row = row_of(self.layout, cutlass.min(column, half - 1), self.rows.part(i), half)
+            self.begins[i] = row * grid.blocks
+
+    @cute.jit
+    def _fetch(self, k_tile: Int32):
         """Ask for the scales of a k-tile: words, where a matrix of such rows has them aligned."""
-        first = cutlass.min(k_tile, self.last) * SCALES_PER_WORD
-        if (self.blocks | Int32(self.address)) % SCALES_PER_WORD == 0:
-            for i in cutlass.range_constexpr(len(self.rows)):
-                self.next[i] = vector_at(Int32, self.address + (self.rows[i] + first))[0]
+        first = k_tile * SCALES_PER_WORD
+        address, blocks = self.expert[0], self.grid.blocks
+        if (blocks | Int32(address)) % SCALES_PER_WORD == 0:
+            for i in cutlass.range_constexpr(self.rows.count):
+                self.next[i] = vector_at(Int32, address + (self.begins[i] + first))[0]
         else:
-            scales = vector_at(Uint8, self.address)
-            for i in cutlass.range_constexpr(len(self.rows)):
+            scales = vector_at(Uint8, address)
+            for i in cutlass.range_constexpr(self.rows.count):
                 word = Int32(0)
                 for byte in cutlass.range_constexpr(SCALES_PER_WORD):
-                    if first + byte < self.blocks:
-                        word |= (Int32(scales[self.rows[i] + first + byte]) & 0xFF) << 8 * byte
+                    if first + byte < blocks:
+                        word |= (Int32(scales[self.begins[i] + first + byte]) & 0xFF) << 8 * byte
                 self.next[i] = word
 
     @cute.jit
-    def take(self, k_tile: Int32):
-        """Make `words` of a k-tile's scales, which the call before asked for; ask for the next one's."""
-        for i in cutlass.range_constexpr(len(self.rows)):
+    def take(self):
+        """Make `words` of the scales that were asked for."""
+        for i in cutlass.range_constexpr(self.rows.count):
             self.words[i] = self.next[i]
             self.bad[0] |= decode.bad_scales(self.words[i], i)
-        self.fetch(k_tile + 1)
+
+    @cute.jit
+    def ask(self, k_tile: Int32, next_work: WorkTile):
+        """Ask for the scales of a k-tile; of the one behind the last, for the first of the next tile."""
+        if k_tile == self.grid.k_tiles:
+            self._aim(next_work)
+            k_tile = Int32(0)
+        self._fetch(k_tile)
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
         """Make NaN of the rows that had a bad scale."""
         if self.bad[0] != 0:
-            slabs = len(self.rows) // ROW_HALVES
+            slabs = self.rows.count // ROW_HALVES
             count = cute.size(acc) // slabs
             for slab in cutlass.range_constexpr(slabs):
                 values = registers(acc, slab * count, count)
@@ -93,6 +134,7 @@ class WeightScales(Invariant):
                     row = ROW_HALVES * slab + i // 2 % ROW_HALVES
                     bad = decode.is_bad(self.bad[0], row)
                     values[i] = Float32(cutlass.select_(bad, Float32(float("nan")), values[i]))
+            self.bad[0] = Int32(0)
 
 
 class DecodingMainloop(WeightsFirst):
@@ -186,26 +228,17 @@ class DecodingMainloop(WeightsFirst):
         shape = (self.tile.slabs * ROWS, self.tile.m)
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 
-    def begin(self, operands: Operands, work: WorkTile, share: TileShare) -> WeightScales:
+    def scales(self, operands: Operands, share: TileShare) -> WeightScales:
+        """A thread's, for all of its tiles."""
         _, expert_rows = operands.extra
-        thread = _thread_of_warpgroup()
-        blocks = cute.size(operands.b, mode=[1]) // SCALE_BLOCK
-        half = expert_rows // self.parts
-        scale_rows = []
-        for i in range(self.rows.count):
-            # Rows past the last one are zeros and never stored: any row's scales will do.
-            column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, thread)
-            row = row_of(self.layout, cutlass.min(column, half - 1), self.rows.part(i), half)
-            scale_rows.append(row * blocks)
-        address = operands.scales + Int64(work.expert) * (expert_rows * blocks)
-        scales = WeightScales(address, scale_rows, blocks, self.num_k_tiles(operands, work) - 1)
-        scales.fetch(Int32(0))
-        return scales
+        k = cute.size(operands.b, mode=[1])
+        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share)
+        return WeightScales(grid, self.rows, self.layout)
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, first: Int32, tCrB: cute.Tensor, scales: WeightScales, num_k_tiles: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
+        self, acc: cute.Tensor, first: Int32, tCrB: cute.Tensor, scales: WeightScales, next_work: WorkTile,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
@@ -216,9 +249,12 @@ class DecodingMainloop(WeightsFirst):
         shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, SCALE_BLOCK))
         fragments = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
         steps, stage_steps = self.tile.k // SCALE_BLOCK, self.stage_k // SCALE_BLOCK
+        num_k_tiles = scales.grid.k_tiles
         if num_k_tiles > 0:
-            self._open(first, fragments[0], scales, Int32(0), stages, state)
+            self._open(first, fragments[0], scales, stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            # At the top, and taken at the bottom: carried into the next round they would be moved, and so waited for.
+            scales.ask(k_tile + 1, next_work)
             first_stage = state.clone()
             state.advance()
             last_stage = first_stage
@@ -247,7 +283,7 @@ class DecodingMainloop(WeightsFirst):
                     stages.consumer_wait(last_stage)
                     self._decode(self._read(first, last_stage.index, 0), scales, following, step + 1)
                 elif k_tile + 1 < num_k_tiles:
-                    self._open(first, following, scales, k_tile + 1, stages, state)
+                    self._open(first, following, scales, stages, state)
             warpgroup.wait_group(0)
             stages.consumer_release(last_stage)
         scales.spoil(acc)
@@ -255,11 +291,11 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def _open(
-        self, first: Int32, fragment: cute.Tensor, scales: WeightScales, k_tile: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+        self, first: Int32, fragment: cute.Tensor, scales: WeightScales, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState,
     ):  # fmt: skip
-        """Wait for a k-tile and decode its first step."""
-        scales.take(k_tile)
+        """Wait for the next k-tile and decode its first step."""
+        scales.take()
         stages.consumer_wait(state)
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 

@@ -12,7 +12,8 @@ from . import store
 from . import tile_scheduler as sched
 from .budget import SMEM_BYTES, stage_k
 from .decoding_mainloop import DecodingMainloop
-from .mainloop import Mainloop
+from .epilogue import share_of
+from .mainloop import Mainloop, Operands
 from .persistent import PersistentGemm
 from .swapped_epilogue import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
 from .weights import weight_view
@@ -85,6 +86,30 @@ class SwappedGemm(PersistentGemm):
             return RowSmem(scales, None)
         exponents = storage.exponents.get_tensor(cute.make_layout(self._exponents_shape))
         return RowSmem(scales, exponents[None, None, index])
+
+    @cute.jit
+    def _mma_role(
+        self, mainloop: DecodingMainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
+        stages, ring: sched.WorkRing, index: Int32,
+    ):  # fmt: skip
+        """As any GEMM's, a tile ahead: the last k-tile of one asks for the first scales of the next."""
+        share = share_of(self.tile, Int32(0), index)
+        first, tCrB = mainloop.fragments(sA, sB, share.first_slab)
+        acc = mainloop.accumulators()
+        scales = mainloop.scales(operands, share)
+        ring_state = ring.consumer_state()
+        stage = mainloop.consumer_state()
+        work = ring.get(ring_state)
+        scales.begin(work)
+        cute.arch.griddepcontrol_wait()
+        while work.expert >= 0:
+            ring_state.advance()
+            next_work = ring.get(ring_state)
+            prefetched = self.epilogue.begin(state, work, share)
+            stage = mainloop.mma(acc, first, tCrB, scales, next_work, stages, stage)
+            self.epilogue.finish(state, acc, prefetched, stores, work, share)
+            work = next_work
+        state.slots.drain()
 
     @cute.jit
     def launch(

@@ -25,6 +25,7 @@ class SwappedRows:
 
     def __init__(self, tile: TileConfig, parts: int):
         self.count = ROW_HALVES * tile.slabs
+        self.parts = parts
         self.part_n = tile.n // parts
         self.part_count = self.count // parts
         self.thread_columns = min(ROW_HALVES, self.part_count)

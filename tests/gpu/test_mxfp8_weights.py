@@ -89,14 +89,14 @@ def num_sms() -> int:
 
 def run_mm(
     tile: TileConfig, x: Tensor, w: Weight, sizes: Sequence[int], *, bias: Tensor | None = None,
-    scale: Tensor | None = None, form: int = OFFS,
+    scale: Tensor | None = None, form: int = OFFS, ctas: int = 0,
 ) -> Tensor:  # fmt: skip
     y = nan_rows(x.shape[0], w.data.shape[1])
     groups = group_argument(sizes, form)
     function = kernels.find(GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")).function
     function(
         x, w.e4m3, y, groups.data_ptr(), form, len(sizes), w.scales.data_ptr(), address(bias), 0, address(scale),
-        num_sms(), 1,
+        ctas or num_sms(), 1,
     )  # fmt: skip
     assert bool(y[sum(sizes) :].isnan().all()), "the tail was written"
     return y
@@ -147,6 +147,20 @@ def test_scales_far_apart(tile: TileConfig) -> None:
     """A scale of another row, block or expert is a wrong result by powers of two."""
     x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, spread=20)
     check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
+
+
+@tiles
+@pytest.mark.parametrize("k", [32, 288, 1056])
+def test_scales_stay_with_their_tile(tile: TileConfig, k: int) -> None:
+    """One CTA has all tiles, and asks for the scales of each in the one before."""
+    sizes, n = [5, 0, 40, 3, 300, 1], 600
+    x, w = rows_of_x(sizes, k), random_weight(len(sizes), n, k, spread=9)
+    check_sum(run_mm(tile, x, w, sizes, ctas=1), x, w, sizes)
+    w.scales[2, 30, 0], w.scales[2, 520, -1] = mxfp8.NAN_SCALE, LAST_SCALE + 1
+    y = run_mm(tile, x, w, sizes, ctas=1)[: sum(sizes)].isnan().cpu()
+    wanted = torch.zeros_like(y)
+    wanted[5:45, [30, 520]] = True
+    assert torch.equal(y, wanted)
 
 
 @tiles
