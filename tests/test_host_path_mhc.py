@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
+from cute_kernels.sm90.mhc import shapes
 from glulam import mhc
 from glulam.mhc import recent, reference
 from glulam.mhc.operator import Operator
@@ -152,6 +154,25 @@ def test_no_workspace_where_none_is_needed(fake_gpu: FakeGpu) -> None:
     for bias in (given[4], given[4].detach(), None):
         mhc.post_mix(*given[:4], bias).sum().backward()
         assert bool(fake_gpu.launches[-1][11]) == (bias is given[4])
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_the_workspace_of_backward_has_room(n: int, itemsize: int) -> None:
+    """Whole token tiles, whole warps of columns, and a row of sums for each CTA of the gates."""
+    k = shapes.outputs(n)
+    for width, tokens, parts in product((8, 24, 264, 2056), (1, 15, 17, 129, 40003), (1, 7)):
+        ctas = shapes.gate_ctas(tokens, 132)
+        assert ctas == 264 or 128 * (ctas - 1) < tokens <= 128 * ctas
+        at = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts)
+        assert all(place % 16 == 0 for place in at)
+        rows = -(-tokens // 16) * 16
+        registers = shapes.spread_blocks(n, itemsize, width) * 128 * k * shapes.thread_columns(n, itemsize) // 4
+        assert registers >= k * n * width
+        least = (rows * k * itemsize, rows * k * itemsize, rows * 4, ctas * 2 * k * 4, parts * registers * 4)
+        for (start, end), size in zip(pairwise(at), least, strict=True):
+            assert end - start >= size
+        assert at.sums >= rows // 16 * shapes.block_bytes(n)
 
 
 def test_kernel_limits(fake_gpu: FakeGpu) -> None:

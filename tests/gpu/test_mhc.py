@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 import glulam
 from glulam import mhc
 from glulam.mhc import reference
+from glulam.mhc.project import PROJECT, PROJECT_BACKWARD
 
 pytestmark = pytest.mark.gpu
 
@@ -171,6 +173,67 @@ class TestNumerics:
         """More tokens than CTAs of any grid."""
         given = inputs(name, (4099,), 4, 64, BF16)
         check(name, given)
+
+
+class TestProjectBackward:
+    """Of its gates' kernel a warp has 8 tokens at a time, a CTA 128 and the grid 33792. The inputs are such as TF32 and
+    bfloat16 hold, so that sums over tokens, made in float32, show one token too few or too many.
+    """
+
+    def check(self, tokens: int, n: int, c: int, dtype: torch.dtype, present: tuple[bool, ...] = (True,) * 3) -> None:
+        """`present`: which of h_pre, h_post and h_res have a gradient."""
+        given = [t.to(BF16).to(t.dtype) for t in inputs("project", (tokens,), n, c, dtype)]
+        runs = []
+        for values in (given, [t.double().cpu() for t in given]):
+            leaves = [t.detach().requires_grad_() for t in values]
+            with torch.enable_grad():
+                results = listed(mhc.project(*leaves))
+                chosen = [(r, d) for r, d, p in zip(results, cotangents(results), present, strict=True) if p]
+                runs.append(torch.autograd.grad([r for r, _ in chosen], leaves, [d for _, d in chosen]))
+        (d_x, d_weight, *sums), (exact_x, exact_weight, *exact_sums) = runs
+        assert_near(d_weight, exact_weight, GRADIENT_ERROR[BF16], 0.999, "d_weight")
+        exact_x = exact_x.to(d_x.device)
+        error = (d_x.double() - exact_x).flatten(1).abs().amax(1) / exact_x.flatten(1).abs().amax(1)
+        assert float(error.max()) <= 3e-2, f"d_x of token {int(error.argmax())}"
+        for i, (got, exact) in enumerate(zip(sums, exact_sums, strict=True)):
+            if exact.any():
+                assert_near(got, exact, 1e-3, 0.9999, f"sum {i}", 0.3 * tokens**0.5)
+            else:
+                assert not got.any(), f"sum {i} has no gradient"
+
+    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_token_counts(self, dtype: torch.dtype, n: int) -> None:
+        for tokens in (1, 2, 7, 8, 9, 15, 17, 121, 128, 129, 391):
+            self.check(tokens, n, 136, dtype)
+
+    @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+    def test_more_tokens_than_a_grid_has(self, dtype: torch.dtype) -> None:
+        self.check(40003, 4, 16, dtype)
+
+    @pytest.mark.parametrize("present", [p for p in itertools.product([False, True], repeat=3) if any(p)], ids=str)
+    @pytest.mark.parametrize("n", COUNTS)
+    def test_absent_gradients(self, n: int, present: tuple[bool, ...]) -> None:
+        for dtype in (BF16, F32):
+            self.check(133, n, 72, dtype, present)
+
+    @pytest.mark.parametrize("of_weight", [False, True])
+    def test_calls_that_follow_each_other(self, of_weight: bool) -> None:
+        """A call's first kernel may start before the last call's has ended, whose workspace is the same."""
+        given = inputs("project", (4099,), 4, 1024, BF16)
+        *made, stats = PROJECT(given, (1e-6, True))
+        calls = []
+        for seed in range(2):
+            gradients = [randn(*r.shape, dtype=F32, seed=10 * seed + i) for i, r in enumerate(made) if r is not None]
+            calls.append((*gradients, *given, stats, None, None, None))
+        wanted = []
+        for call in calls:
+            wanted.append(PROJECT_BACKWARD(call, (1e-6, True, of_weight)))
+            torch.cuda.synchronize()
+        runs = [PROJECT_BACKWARD(call, (1e-6, True, of_weight)) for call in 10 * calls]
+        for i, run in enumerate(runs):
+            for got, want in zip(run, wanted[i % 2], strict=True):
+                assert got is want is None or (got is not None and want is not None and same_bits(got, want))
 
 
 class TestContract:

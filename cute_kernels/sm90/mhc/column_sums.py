@@ -38,11 +38,6 @@ class ColumnSums(Invariant):
     @cute.kernel
     def kernel(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, form: Int32):
         block, _, _ = cute.arch.block_idx()
-        self.add(block, partials, rows, columns, out, form)
-
-    @cute.jit
-    def add(self, block: Int32, partials: Int64, rows: Int32, columns: Int32, out: Int64, form: Int32):
-        """The block-th 32 columns, by all threads of a CTA; its shared memory: `SMEM_BYTES`."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % COLUMNS, thread // COLUMNS
         column = block * COLUMNS + lane

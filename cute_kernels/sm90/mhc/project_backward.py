@@ -28,11 +28,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
-from .column_sums import COLUMNS, SMEM_BYTES, THREADS, ColumnSums
-from .gates import GateInputs, Gates, GatesBackward
+from .gates import GateInputs, GateRows, Gates, GatesBackward, GateSums
 from .project_tiles import Products as TileProducts
 from .project_tiles import Streams, TileGradients
-from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, thread_columns
+from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, spread_blocks, thread_columns
 from .vectors import floats, form_of, load_params, run_at, store_params
 from .warp_mma import WarpMma, as_operands
 
@@ -40,8 +39,6 @@ LANES = 32
 LANES_IN_ROW = 8
 # Of a tile, a lane has the tokens 2t + OFFSETS.
 OFFSETS = (0, 1, 8, 9)
-FLOAT_BYTES = 4
-PARAM_FORM_F32 = 0
 
 
 class Products(NamedTuple):
@@ -73,10 +70,12 @@ class ProjectBackward(Invariant):
         # Where registers are left for it.
         self.reads_pairs_early = n < 8
         self.reads_addends_early = self.addends and n < 8
-        self.gates = GatesBackward(f"{name}_gates", dtype, n)
-        self.part_sums = PartSums(f"{name}_weight")
-        if self.gates.in_blocks:
+        if self.itemsize == 2:
             self.tiles = TileGradients(name, dtype, n, self.addends)
+            self.gates = GatesBackward(f"{name}_gates", dtype, n, self.tiles.carveout)
+        else:
+            self.part_sums = PartSums(f"{name}_weight", n)
+            self.gates = GatesBackward(f"{name}_gates", dtype, n)
 
     @cute.jit
     def __call__(
@@ -95,18 +94,18 @@ class ProjectBackward(Invariant):
             gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
             self.gates.launch(GateInputs(d_pre, d_post, d_res, stats), gates, at, tokens, columns, ctas, stream)
             streams = Streams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
+            rows, form = GateRows(at[3], ctas, d_sums), form_of(forms, 0)
             if const_expr(self.gates.in_blocks):
-                self.tiles.launch(streams, TileProducts(at[0], weights), weight, form_of(forms, 0), parts, stream)
+                products = TileProducts(at[0], weights)
+                self.tiles.launch(streams, products, rows, weight, form, d_weight, parts, stream)
             else:
-                warps = cute.ceil_div(width, LANES_IN_ROW * self.columns) * self.n
                 self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-                self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form_of(forms, 0)).launch(
-                    grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1),
+                self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form).launch(
+                    grid=(spread_blocks(self.n, self.itemsize, width), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1),
                     # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
                     min_blocks_per_mp=int(self.n == 2), stream=stream,
                 )  # fmt: skip
-            small = (at[3], ctas, Int32(self.outputs + 3), d_sums)
-            self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form_of(forms, 0), small, stream)
+                self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form, rows, stream)
 
     @cute.kernel
     def kernel(self, streams: Streams, products: Products, weight: Int64, weight_form: Int32):
@@ -282,43 +281,44 @@ class PreBackward(ProjectBackward):
 
 
 class PartSums(Invariant):
-    """out[i] = sum over parts p of partials[p, i], in order, four elements a thread; CTAs behind those add the rows of
-    another matrix, whose sums are small: side by side they take no time of their own.
+    """out[i] = sum over parts p of partials[p, i], in order, four elements a thread. The CTA behind those adds the
+    gates' sums: side by side they take no time of their own.
     """
 
     RUN = 4
+    WARPS = 16
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, n: int):
         self.name = name
-        self.column_sums = ColumnSums(f"{name}_sums")
+        self.gate_sums = GateSums(n, self.WARPS)
 
     @cute.jit
     def launch(
-        self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, small: tuple, stream: cuda.CUstream
+        self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, rows: GateRows,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        """out: 0 if it is not wanted; small: address, rows and columns of the small matrix, and address of its sums."""
-        ctas = Int32(0)
+        """out: 0 if it is not wanted."""
+        ctas, threads = Int32(0), self.WARPS * LANES
         if out != 0:
-            ctas = cute.ceil_div(size, THREADS * self.RUN)
+            ctas = cute.ceil_div(size, threads * self.RUN)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(partials, parts, size, out, form, small, ctas).launch(
-            grid=(ctas + cute.ceil_div(small[2], COLUMNS), 1, 1),
-            block=(THREADS, 1, 1),
-            smem=SMEM_BYTES,
+        self.kernel(partials, parts, size, out, form, rows).launch(
+            grid=(ctas + 1, 1, 1),
+            block=(threads, 1, 1),
+            smem=self.gate_sums.smem_bytes,
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(
-        self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, small: tuple, ctas: Int32
-    ):  # fmt: skip
+    def kernel(self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, rows: GateRows):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        first = (block * THREADS + thread) * self.RUN
+        blocks, _, _ = cute.arch.grid_dim()
+        first = (block * (self.WARPS * LANES) + thread) * self.RUN
         cute.arch.griddepcontrol_wait()
-        if block >= ctas:
-            self.column_sums.add(block - ctas, small[0], small[1], small[2], small[3], Int32(PARAM_FORM_F32))
+        if block == blocks - 1:
+            self.gate_sums.add(rows)
         elif first < size:
             total = cute.make_rmem_tensor(self.RUN, Float32)
             total.fill(0.0)

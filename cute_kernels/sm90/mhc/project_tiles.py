@@ -27,12 +27,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ...gmem import vector_at
 from ...invariant import Invariant
 from .async_copy import AsyncCopy
-from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, row_vectors
+from .gates import GateRows, GateSums
+from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
+from .tile_sums import TileSums
 from .vectors import floats, load_params, run_at, shared_at
+from .warp_columns import VECTOR, Place, WarpColumns
 from .warp_mma import WarpMma, read_matrices
 
 LANES = 32
-VECTOR = 8  # elements of 16 bytes
 WORDS = 4
 WORD_BYTES = 4
 BLOCK_WORDS = 32  # of 8 x 8 elements
@@ -58,19 +60,10 @@ class Products(NamedTuple):
     weights: Int64
 
 
-class Place(NamedTuple):
-    """A warp's columns: `stream`; `at`, the first of them in a token's row; `inside`, vectors that exist."""
-
-    stream: Int32
-    at: Int32
-    inside: Int32
-
-
 class TileGradients(Invariant):
     """Kernel of the projection's backward. `addends`: d_x gets those of `Streams`, too."""
 
-    # Whether neighbouring warps have neighbouring columns of a stream, or else the n streams' parts of the same columns
-    # (then the addend that these share is read once); by `addends`.
+    # See `WarpColumns`: with `addends` streams share one of these, which is then read once.
     SIDE_BY_SIDE = (True, False)
     # Whether a CTA's warps begin each tile together, so that its lines of x and d_x, which are neighbours, reach memory
     # together (a page of DRAM is some KB), and dp is found in the L1 cache; by `addends`, with which warps share lines.
@@ -84,18 +77,20 @@ class TileGradients(Invariant):
         self.n = n
         self.addends = addends
         self.stages = self.STAGES[addends]
-        self.side_by_side = self.SIDE_BY_SIDE[addends]
+        self.columns = WarpColumns(n, self.SIDE_BY_SIDE[addends])
         self.in_step = self.IN_STEP[addends]
         # 8 streams' sums need more registers than three CTAs have.
         self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
         self.steps = outputs(n) // 8
-        self.vectors = row_vectors(n)
+        self.vectors = self.columns.vectors
         self.copy_rows = LANES // self.vectors
         self.tile_words = TOKEN_TILE * self.vectors * WORDS
         self.block_words = block_bytes(n) // WORD_BYTES
         padded = -(-self.block_words // LANES) * LANES
         self.stage_words = self.tile_words * (3 if addends else 1) + padded
         self.groups = self.vectors // 4
+        self.gate_sums = GateSums(n, SPREAD_WARPS)
+        self.tile_sums = TileSums(f"{name}_weight", n, self.columns)
 
     @property
     def smem_bytes(self) -> int:
@@ -108,13 +103,14 @@ class TileGradients(Invariant):
 
     @cute.jit
     def launch(
-        self, streams: Streams, products: Products, weight: Int64, weight_form: Int32, parts: Int32,
-        stream: cuda.CUstream,
+        self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32, d_weight: Int64,
+        parts: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        warps = cute.ceil_div(streams.width, VECTOR * self.vectors) * self.n
+        """d_weight: of weight's form, or 0."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(streams, products, weight, weight_form).launch(
-            grid=(cute.ceil_div(warps, SPREAD_WARPS), parts, 1),
+        self.kernel(streams, products, rows, weight, weight_form).launch(
+            # One more, behind the last column, adds the gates' sums.
+            grid=(spread_blocks(self.n, 2, streams.width) + 1, parts, 1),
             block=(SPREAD_WARPS * LANES, 1, 1),
             smem=self.smem_bytes,
             min_blocks_per_mp=self.ctas_per_sm,
@@ -122,38 +118,45 @@ class TileGradients(Invariant):
             stream=stream,
             use_pdl=True,
         )
+        if d_weight != 0:
+            self.tile_sums.launch(products.weights, parts, streams.width, d_weight, weight_form, stream)
 
     @cute.kernel
-    def kernel(self, streams: Streams, products: Products, weight: Int64, weight_form: Int32):
+    def kernel(self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
-        _, parts, _ = cute.arch.grid_dim()
+        blocks, parts, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(thread // LANES)
         ring = cute.arch.get_dyn_smem(Int32, alignment=128) + warp * (self.stages * self.stage_words)
         index = block * SPREAD_WARPS + warp
-        across = cute.ceil_div(streams.width, VECTOR * self.vectors)
-        stream, column = index % self.n, index // self.n
-        if const_expr(self.side_by_side):
-            stream, column = index // across, index % across
-        column *= VECTOR * self.vectors
-        if index < across * self.n:
-            inside = cutlass.min(Int32(self.vectors), (streams.width - column) // VECTOR)
-            place = Place(stream, stream * streams.width + column, inside)
+        warps = self.columns.warps(streams.width)
+        if block == blocks - 1:
+            if part == 0:
+                cute.arch.griddepcontrol_wait()
+                self.gate_sums.add(rows)
+        elif index < warps:
+            place = self.columns.place(index, streams.width)
             tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
             per_part = cute.ceil_div(tiles, parts)
             first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
             sums = cute.make_rmem_tensor((4, self.steps, self.vectors // 2), Float32)
             sums.fill(0.0)
+            # The streams were there before the gates' kernel, which began when all before it had ended.
+            for stage in cutlass.range_constexpr(self.stages - 1):
+                if first + stage < last:
+                    self._copy_streams(ring + stage * self.stage_words, streams, place, first + stage)
             fixed = self._fixed_operand(weight, weight_form, streams.width * self.n, place)
             # All before this line overlaps the gates' kernel, what follows reads what that has written.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
             for stage in cutlass.range_constexpr(self.stages - 1):
-                self._advance(ring + stage * self.stage_words, streams, products, place, first + stage, last)
-            threads = cutlass.min(Int32(SPREAD_WARPS), across * self.n - block * SPREAD_WARPS) * LANES
+                if first + stage < last:
+                    self._copy_products(ring + stage * self.stage_words, products, first + stage)
+                AsyncCopy.commit()
+            threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
             self._stream(ring, streams, products, place, fixed, first, last, threads, sums)
             if products.weights != 0:
-                self._leave(products.weights, streams.width * self.n, place, part, sums)
+                self.tile_sums.leave(products.weights, part, block, blocks - 1, sums)
 
     @cute.jit
     def _stream(
@@ -192,12 +195,13 @@ class TileGradients(Invariant):
     ):  # fmt: skip
         """Start to fill a stage, if there is anything left."""
         if tile < last:
-            self._copy(stage, streams, products, place, tile)
+            self._copy_streams(stage, streams, place, tile)
+            self._copy_products(stage, products, tile)
         AsyncCopy.commit()
 
     @cute.jit
-    def _copy(self, stage: cute.Pointer, streams: Streams, products: Products, place: Place, tile: Int32):
-        """A tile of x, of the addends and of dp. Past the last token or vector the last one stands in."""
+    def _copy_streams(self, stage: cute.Pointer, streams: Streams, place: Place, tile: Int32):
+        """A tile of x and of the addends. Past the last token or vector the last one stands in."""
         lane = cute.arch.lane_idx()
         once, often = AsyncCopy(WORDS), AsyncCopy(WORDS, is_shared=True)
         vector = lane % self.vectors
@@ -213,6 +217,11 @@ class TileGradients(Invariant):
                 often.start(self._vector(streams.d_aggregate, of_token), target + self.tile_words)
                 if streams.d_residual != 0:
                     once.start(self._vector(streams.d_residual, first), target + 2 * self.tile_words)
+
+    @cute.jit
+    def _copy_products(self, stage: cute.Pointer, products: Products, tile: Int32):
+        """A tile of dp."""
+        lane, often = cute.arch.lane_idx(), AsyncCopy(WORDS, is_shared=True)
         count = self.block_words // WORDS
         blocks, source = stage + self._blocks_at, products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
         for i in cutlass.range_constexpr(-(-count // LANES)):
@@ -374,15 +383,3 @@ class TileGradients(Invariant):
         if (token < streams.tokens) & (vector < place.inside):
             first = Int64(token) * (streams.width * self.n) + (place.at + vector * VECTOR)
             self._vector(streams.d_x, first).store(words.load())
-
-    @cute.jit
-    def _leave(self, weights: Int64, row_length: Int32, place: Place, part: Int32, sums: cute.Tensor):
-        """This part's sums of d_weight, to the workspace: 8 lanes store 8 neighbours of a row."""
-        lane = cute.arch.lane_idx()
-        for step in cutlass.range_constexpr(self.steps):
-            for one in cutlass.range_constexpr(2):
-                row = Int64(part) * (8 * self.steps) + step * 8 + lane % 4 * 2 + one
-                line = vector_at(Float32, weights + (row * row_length + place.at) * WORD_BYTES)
-                for vector in cutlass.range_constexpr(self.vectors):
-                    if vector < place.inside:
-                        line[vector * VECTOR + lane // 4] = sums[vector % 2 * 2 + one, step, vector // 2]

@@ -22,7 +22,10 @@ MAX_EXTRA_SLICES = 5
 
 # Its backward.
 GATE_WARPS = 8
-GATE_CTAS_PER_SM = 5
+GATE_BATCH = 8
+"""Tokens that a warp of the gates' backward has at a time: of 4 streams 50 KB an SM are then under way."""
+GATE_BACKWARD_WARPS = 16
+GATE_CTAS_PER_SM = 2
 SPREAD_WARPS = 4
 SPREAD_CTAS_PER_SM = 3
 MAX_SPLITS = 16
@@ -90,25 +93,31 @@ def block_bytes(n: int) -> int:
     return TOKEN_TILE * (2 * outputs(n) + 4)
 
 
+def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
+    """CTAs of the backward that share a token's columns; `width` may be the compiler's."""
+    columns = 8 * thread_columns(n, itemsize)
+    return ((width + columns - 1) // columns * n + SPREAD_WARPS - 1) // SPREAD_WARPS
+
+
 def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int) -> int:
     """Parts that the tokens are cut into, so that the last wave of CTAs is nearly full."""
-    warps = n * -(-width // (8 * thread_columns(n, itemsize)))
-    blocks, slots = -(-warps // SPREAD_WARPS), SPREAD_CTAS_PER_SM * num_sms
+    blocks, slots = spread_blocks(n, itemsize, width), SPREAD_CTAS_PER_SM * num_sms
     most = max(1, min(MAX_SPLITS, -(-tokens // TOKEN_TILE)))
     use = [blocks * s / (-(-blocks * s // slots) * slots) for s in range(1, most + 1)]
     return next((s for s, u in enumerate(use, start=1) if u >= GOOD_USE), use.index(max(use)) + 1)
 
 
 def gate_ctas(tokens: int, num_sms: int) -> int:
-    return min(-(-tokens // TOKEN_TILE), GATE_CTAS_PER_SM * num_sms)
+    """Of the gates' backward: a batch of tokens to a warp, or several where the SMs are full."""
+    return min(-(-tokens // (GATE_BATCH * GATE_BACKWARD_WARPS)), GATE_CTAS_PER_SM * num_sms)
 
 
 class BackwardWorkspace(NamedTuple):
     """Where the parts of the backward's workspace begin, in bytes, and its end. T is padded to whole token tiles.
 
     products: the gradient of x weight^T, [T, K] in the streams' dtype. pairs: the same as [T / 2, K, 2], a column's two
-    tokens side by side. norms: float32 [T], the factor of x in its gradient. sums: float32 [gate CTAs, K + 3].
-    weights: float32 [splits, K, nC].
+    tokens side by side. norms: float32 [T], the factor of x in its gradient. sums: float32 [gate CTAs, 2 K].
+    weights: float32, d_weight's sums of each split, [K, nC], or of 16-bit streams as `tile_sums.py` has them.
     """
 
     products: Any
@@ -125,5 +134,8 @@ def backward_workspace(n: int, itemsize: int, width: Any, tokens: Any, ctas: Any
     pairs = rows * (outputs(n) * itemsize)
     norms = 2 * pairs
     sums = norms + rows * 4
-    weights = sums + (ctas * (4 * (outputs(n) + 3)) + 15) // 16 * 16
-    return BackwardWorkspace(rows * 0, pairs, norms, sums, weights, weights + splits * (width * (4 * n * outputs(n))))
+    weights = sums + ctas * (4 * 2 * outputs(n))
+    # Columns of all warps, also those behind the last.
+    columns = spread_blocks(n, itemsize, width) * (SPREAD_WARPS * 8 * thread_columns(n, itemsize))
+    end = weights + splits * (columns * (4 * outputs(n)))
+    return BackwardWorkspace(rows * 0, pairs, norms, sums, weights, end)
