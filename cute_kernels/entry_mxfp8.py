@@ -16,7 +16,7 @@ from .activation import ActivationParams
 from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs
 from .sm90.epilogue import Addends, Inputs, LinearEpilogue
-from .sm90.grouped_gemm import GroupedGemm
+from .sm90.grouped_gemm import GroupedFp8Gemm
 from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
 from .sm90.quantizing_epilogue import QuantizingEpilogue
 from .sm90.tail import BackwardTail, RowSums
@@ -30,13 +30,13 @@ E4M3 = Float8E4M3FN
 BLOCK = 32
 
 
-def _mm(spec: GroupedMmSpec) -> GroupedGemm:
+def _mm(spec: GroupedMmSpec) -> GroupedFp8Gemm:
     epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, scales_columns=True)
-    return GroupedGemm(spec.name, E4M3, spec.tile, epilogue)
+    return GroupedFp8Gemm(spec.name, spec.tile, epilogue)
 
 
-def _glu(spec: GroupedGluSpec) -> GroupedGemm:
-    return GroupedGemm(spec.name, E4M3, spec.tile, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+def _glu(spec: GroupedGluSpec) -> GroupedFp8Gemm:
+    return GroupedFp8Gemm(spec.name, spec.tile, QuantizingEpilogue(DTYPES[spec.dtype], spec))
 
 
 def _quantize(spec: GroupedMlpSpec | GroupedGluSpec | GroupedDgluSpec) -> QuantizeMxfp8:
@@ -137,7 +137,7 @@ class GroupedDgluMxfp8Entry:
         dtype = DTYPES[spec.dtype]
         self.quantize = _quantize(spec)
         self.quantize_dpreact = _quantize(spec)
-        self.dglu = GroupedGemm(spec.name, E4M3, spec.tile, DgluEpilogue(dtype, spec))
+        self.dglu = GroupedFp8Gemm(spec.name, spec.tile, DgluEpilogue(dtype, spec))
         self.dgrad = _mm(GroupedMmSpec(spec.dtype, False, spec.dgrad, spec.arch, spec.operands))
         self.tail = BackwardTail(spec.name, dtype)
 

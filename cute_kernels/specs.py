@@ -63,6 +63,11 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
     if tile.swapped != (operands in DECODED):
         needs = "schedule='swapped'" if operands in DECODED else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
+    if operands == "mxfp8" and tile.takes_turns:
+        raise SpecError(
+            f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
+            "another warpgroup of the tile; choose schedule='cooperative'"
+        )
     if operands != "16bit":  # promotion and decoding compute, too
         _check_accumulators(tile, tile.max_accumulators)
 

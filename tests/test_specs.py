@@ -116,6 +116,10 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: TileConfig(m=128, k=128, schedule="swapped_single"), "64 acc.*than 32; choose tile m=64.*smaller n"),
         (lambda: TileConfig(n=64, k=128, schedule="swapped"), "tile n=64.*128, 256"),
         (lambda: TileConfig(k=128, cluster_m=2, schedule="swapped"), r"cluster \(m, n\)=\(2, 1\)"),
+        (
+            lambda: GroupedMmSpec(tile=TileConfig(n=128, k=128, schedule="pingpong"), operands="mxfp8"),
+            "schedule='pingpong' does not fit operands='mxfp8'.*choose schedule='cooperative'",
+        ),
         (lambda: GroupedMmSpec(tile=LARGE_W8), "tile k=128 does not fit operands='16bit'"),
         (lambda: GroupedMmSpec(tile=LARGE_W8, operands="mxfp8"), "'swapped_single' does not fit operands='mxfp8'"),
         (

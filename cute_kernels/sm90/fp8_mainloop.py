@@ -25,7 +25,7 @@ from .mainloop import GemmMainloop, Operands
 from .scales import power_of_two
 from .store import ROWS
 from .tile_scheduler import WorkTile
-from .turns import THREADS, Turns
+from .turns import THREADS
 
 MMA_K = 32
 PIECE_N = 128
@@ -37,28 +37,44 @@ SCALE_BLOCK = 32
 class RowScales(Invariant):
     """Where the scales of a thread's rows lie, two rows a slab, and those of the next k-tile, on their way.
 
-    last: the last k-tile. has_rows: whether the warpgroup's share of the tile has any.
+    They are asked for while the k-tile before is in work: a tile's first ones before the epilogue of the tile before.
+    first_row: a thread's, in the tile. blocks: scales of a row. last: the last k-tile. begins: where a row's scales do.
     """
 
-    def __init__(self, rows: list[Int64], last: Int32, has_rows: Boolean):
-        self.rows = rows
+    def __init__(self, address: Int64, first_row: Int32, num_rows: int, blocks: Int32, last: Int32):
+        self.address = address
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.blocks = Int64(blocks)
         self.last = last
-        self.has_rows = has_rows
-        self.next = cute.make_rmem_tensor(len(rows), Int32)
+        self.begins = cute.make_rmem_tensor(num_rows, Int64)
+        self.next = cute.make_rmem_tensor(num_rows, Int32)
 
     @cute.jit
-    def fetch(self, k_tile: Int32):
+    def begin(self, work: WorkTile):
+        """Ask for a tile's first scales.
+
+        Rows behind the group's end are never stored, and the end mark has none: any row's will do.
+        """
+        first = work.row + self.first_row
+        for i in cutlass.range_constexpr(self.num_rows):
+            row = cutlass.max(cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1), Int32(0))
+            self.begins[i] = self.address + row * self.blocks
+        self._fetch(Int32(0))
+
+    @cute.jit
+    def _fetch(self, k_tile: Int32):
         block = cutlass.min(k_tile, self.last) * (PIECE_N // SCALE_BLOCK)
-        for i in cutlass.range_constexpr(len(self.rows)):
-            self.next[i] = Int32(vector_at(Uint8, self.rows[i])[block]) & 0xFF
+        for i in cutlass.range_constexpr(self.num_rows):
+            self.next[i] = Int32(vector_at(Uint8, self.begins[i])[block]) & 0xFF
 
     @cute.jit
     def take(self, k_tile: Int32) -> cute.Tensor:
         """The scales of a k-tile, which the call before asked for; asks for the next one's."""
-        scales = cute.make_rmem_tensor(len(self.rows), Float32)
-        for i in cutlass.range_constexpr(len(self.rows)):
+        scales = cute.make_rmem_tensor(self.num_rows, Float32)
+        for i in cutlass.range_constexpr(self.num_rows):
             scales[i] = power_of_two(self.next[i])
-        self.fetch(k_tile + 1)
+        self._fetch(k_tile + 1)
         return scales
 
 
@@ -83,18 +99,14 @@ class Fp8Mainloop(GemmMainloop):
         """A thread's accumulators: slab by slab, in the order that one wgmma of all columns would have."""
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
-    def begin(self, operands: Operands, work: WorkTile, share: TileShare) -> RowScales:
+    def scales(self, operands: Operands, share: TileShare) -> RowScales:
+        """A thread's, for all of its tiles."""
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % THREADS
-        first = work.row + share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
-        # Rows behind the group's end are never stored: any row's scale will do.
-        rows = (cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1) for i in range(2 * self.tile.slabs))
-        pitch = Int64(cute.size(operands.a, mode=[1]) // SCALE_BLOCK)
-        has_rows = work.row + share.first_slab * ROWS < work.group_end
-        last = self.num_k_tiles(operands, work) - 1
-        scales = RowScales([operands.scales + row * pitch for row in rows], last, has_rows)
-        scales.fetch(Int32(0))
-        return scales
+        first_row = share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
+        k = cute.size(operands.a, mode=[1])
+        last = cute.ceil_div(k, self.tile.k) - 1
+        return RowScales(operands.scales, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
@@ -107,16 +119,19 @@ class Fp8Mainloop(GemmMainloop):
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, num_k_tiles: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, has_rows: Boolean,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
+        """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+
+        has_rows: whether the warpgroup's share of the tile has any.
+        """
         acc.fill(0.0)
-        turns.wait()
-        if scales.has_rows:
+        num_k_tiles = scales.last + 1
+        if has_rows:
             state = self._multiply(acc, tCrA, tCrB, scales, num_k_tiles, stages, state)
         else:
             state = self._skip(num_k_tiles, stages, state)
-        turns.pass_on()
         return state
 
     @cute.jit
@@ -149,5 +164,12 @@ class Fp8Mainloop(GemmMainloop):
 
     @cute.jit
     def _promote(self, acc: cute.Tensor, partial: cute.Tensor, scales: cute.Tensor, slab: cutlass.Constexpr[int]):
-        for i in cutlass.range_constexpr(PIECE_REGS):
-            acc[i] += partial[i] * scales[2 * slab + i // 2 % 2]
+        """One row after the other, so that a scale is read by every second multiply-add alone (`.reuse`).
+
+        Two and two in turns, as they lie, four took 6 cycles where the scales were in different banks of registers, and
+        8 where they were not: 3 to 7 % of the whole loop, as ptxas likes.
+        """
+        for row in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(PIECE_REGS // 2):
+                at = i // 2 * 4 + row * 2 + i % 2
+                acc[at] += partial[at] * scales[2 * slab + row]

@@ -3,14 +3,14 @@
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
 from ..specs import TileConfig
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
 from .fp8_mainloop import Fp8Mainloop
-from .mainloop import GemmMainloop
+from .mainloop import GemmMainloop, Operands
 from .persistent import PersistentGemm
 from .weights import weight_view
 
@@ -30,8 +30,6 @@ class GroupedGemm(PersistentGemm):
         self.transposed = transposed
 
     def make_mainloop(self) -> GemmMainloop:
-        if self.dtype.width == 8:
-            return Fp8Mainloop(self.tile, self.epilogue.parts, self.stages)
         return GemmMainloop(self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages)
 
     def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
@@ -54,3 +52,40 @@ class GroupedGemm(PersistentGemm):
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = self.epilogue.kernel_inputs(inputs)
         self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)
+
+
+class GroupedFp8Gemm(GroupedGemm):
+    """Of rows in MXFP8 and folded weights, on a cooperative tile."""
+
+    def __init__(self, name: str, tile: TileConfig, epilogue: epi.Epilogue):
+        super().__init__(name, Float8E4M3FN, tile, epilogue)
+
+    def make_mainloop(self) -> Fp8Mainloop:
+        return Fp8Mainloop(self.tile, self.epilogue.parts, self.stages)
+
+    @cute.jit
+    def _mma_role(
+        self, mainloop: Fp8Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
+        stages, ring: sched.WorkRing, index: Int32,
+    ):  # fmt: skip
+        """As any GEMM's, but for scales: those of the next tile's first k-tile are on their way during an epilogue."""
+        cute.arch.griddepcontrol_wait()
+        first_slab = epi.share_of(self.tile, Int32(0), index).first_slab
+        tCrA, tCrB = mainloop.fragments(sA, sB, first_slab)
+        acc = mainloop.accumulators()
+        ring_state = ring.consumer_state()
+        stage = mainloop.consumer_state()
+        scales = mainloop.scales(operands, epi.share_of(self.tile, Int32(0), index))
+        work = ring.get(ring_state)
+        scales.begin(work)
+        while work.expert >= 0:
+            share = epi.share_of(self.tile, ring_state.count, index)
+            prefetched = self.epilogue.begin(state, work, share)
+            has_rows = work.row + first_slab * store.ROWS < work.group_end
+            stage = mainloop.mma(acc, tCrA, tCrB, scales, has_rows, stages, stage)
+            ring_state.advance()
+            next_work = ring.get(ring_state)
+            scales.begin(next_work)
+            self.epilogue.finish(state, acc, prefetched, stores, work, share)
+            work = next_work
+        state.slots.drain()
