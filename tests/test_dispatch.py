@@ -16,12 +16,11 @@ from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
 
 import ffi_bridge
 import glulam
-from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
+from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
 from cute_kernels.specs import (
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
-    GroupedWgradSpec,
     SpecError,
     TileConfig,
     to_dict,
@@ -100,16 +99,6 @@ def test_rows_per_expert_decide(experts: int) -> None:
         assert choice.spec.fc1.tile == choice.spec.fc2.tile == tile
         assert f"{rows} rows" in choice.why and f"{tile.name} takes about" in choice.why
         assert choice.why_not[0].startswith(f"{other.name}: about ") and "times as long" in choice.why_not[0]
-
-
-def test_rows_per_expert_decide_for_weight_gradients() -> None:
-    for average, out_dtype, tile in (
-        (8, "bfloat16", WGRAD), (113, "bfloat16", WGRAD_WIDE), (512, "bfloat16", WGRAD_WIDE), (513, "bfloat16", WGRAD),
-        (256, "float32", WGRAD),
-    ):  # fmt: skip
-        choice = choose(problem(op="grouped_wgrad", rows=16 * average, experts=16, out_dtype=out_dtype), ARCH)
-        assert isinstance(choice.spec, GroupedWgradSpec) and choice.spec.tile == tile
-        assert tile.name in choice.why and len(choice.why_not) == (2 if out_dtype == "bfloat16" else 0)
 
 
 def test_every_choice_is_shipped() -> None:

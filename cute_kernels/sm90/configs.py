@@ -34,11 +34,8 @@ ARCH = "sm_90a"
 # of dense cuBLAS on Qwen3-30B), and rows where they must, for a fixed (2, 1) leaves one of them idle at a group's odd
 # row tile (0.66 against 0.79 on Qwen3-30B under skew).
 LARGE = TileConfig(m=128, n=128, k=64, cluster_m=2, schedule="pingpong", adaptive=True)
-# Every tile of a weight gradient has its rows: nothing to adapt to. Where its contraction is neither so short that
-# bytes of the result bind nor so long that MMAs do, L2 does (85 % busy at 128 rows of gpt-oss-120b), of which a wider
-# tile takes a fifth less; its epilogue only stores, so that 192 accumulators a thread fit.
+# Every tile of a weight gradient has its rows: nothing to adapt to.
 WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
-WGRAD_WIDE = TileConfig(m=128, n=192, k=64, cluster_m=2, schedule="pingpong")
 # Few rows an expert: half the rows, and a deeper pipeline of weight tiles.
 SMALL = TileConfig(m=64, n=256, k=64)
 TILES = (LARGE, SMALL)
@@ -73,8 +70,7 @@ def shipped_specs() -> list[Spec]:
             fc1 = GroupedGluSpec(dtype, activation, layout, False, tile)
             specs += [fc1, GroupedGluSpec(dtype, activation, layout, True, tile), GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
-        specs += [GroupedWgradSpec(dtype, dtype, tile) for tile in (WGRAD, WGRAD_WIDE)]
-        specs += [GroupedWgradSpec(dtype, "float32", WGRAD)]
+        specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values

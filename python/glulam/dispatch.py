@@ -126,9 +126,9 @@ SPEC_OF: dict[str, Callable[[Problem, TileConfig, str], Spec]] = {
 }
 
 
-ONE_TILE = {"grouped_dglu": "LARGE", "quantize_mxfp8": "LARGE"}
-"""Operators with one tile for all numbers of rows, by its name among the shipped tiles: grouped_dglu serves training,
-where experts have many; a quantiser's spec has no tile."""
+ONE_TILE = {"grouped_dglu": "LARGE", "grouped_wgrad": "WGRAD", "quantize_mxfp8": "LARGE"}
+"""Operators with one tile for all numbers of rows, by its name among the shipped tiles: a weight gradient's tiles cut
+weights, not rows; grouped_dglu serves training, where experts have many; a quantiser's spec has no tile."""
 
 
 def form(spec: Spec) -> Spec:
@@ -156,13 +156,6 @@ def _us(us: float) -> str:
 
 Limits = tuple[tuple[str, float], ...]
 """Names of shipped tiles, each with the most rows an expert that it is for."""
-WGRAD_TILES: dict[bool, Limits] = {
-    True: (("WGRAD", 112), ("WGRAD_WIDE", 512), ("WGRAD", math.inf)),
-    False: (("WGRAD", math.inf),),
-}
-"""By whether results are 16-bit. Between its limits the wide tile is 1.03 to 1.15 times as fast under even routing and
-as fast as the other under skew; with few rows it takes 5 % more. Twice the bytes of results leave it nothing to gain.
-"""
 FP8_TILES: dict[str, Limits] = {
     "mxfp8": (("SMALL8", 64), ("LARGE8", math.inf)),
     "mxfp8_exact": (("TINY_W8", 12), ("SMALL_W8", 60), ("MEDIUM_W8", 128), ("LARGE_W8", math.inf)),
@@ -248,18 +241,10 @@ def shipped_tiles(problem: Problem, arch: str) -> list[TileConfig]:
     configs = CONFIGS[arch]
     if problem.op in ONE_TILE:
         return [getattr(configs, ONE_TILE[problem.op])]
-    if problem.op == "grouped_wgrad":
-        return [getattr(configs, name) for name, _ in _wgrad_tiles(problem)]
     return [*configs.TILES]
 
 
-def _wgrad_tiles(problem: Problem) -> Limits:
-    return WGRAD_TILES[problem.out_dtype == problem.dtype]
-
-
 def _choose_16bit(problem: Problem, arch: str) -> Choice:
-    if problem.op == "grouped_wgrad":
-        return _choose_by_rows(problem, _wgrad_tiles(problem), arch)
     tiles = shipped_tiles(problem, arch)
     if problem.op in ONE_TILE:
         return Choice(SPEC_OF[problem.op](problem, tiles[0], arch), _one_kernel(problem), ())
