@@ -26,7 +26,9 @@ from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 
 from ..gmem import vector_at
 from ..invariant import Invariant
-from .quantize_mxfp8 import BLOCK, E8M0_INF, VECTOR_BYTES, WORDS, Magnitudes, exponent_of, multiplier_of
+from .quantize_mxfp8 import VECTOR_BYTES, WORDS
+from .scale_stores import BLOCK
+from .scales import E8M0_INF, Magnitudes, exponent_of, multiplier_of
 
 WARP = 32
 WARPS = 8

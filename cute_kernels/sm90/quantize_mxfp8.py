@@ -31,23 +31,15 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 
 from ..gmem import vector_at
 from ..invariant import Invariant
-from .scales import power_of_two
+from .scale_stores import BLOCK, BLOCKS, QUARTERS, TILE, WORD_BYTES, ScaleGrid, ScaleStores, Strip
+from .scales import Magnitudes, chosen, exponent_of, multiplier_of, power_of_two
 
-TILE = 128
-BLOCK = 32
-BLOCKS = TILE // BLOCK
-QUARTERS = 4
 SECTOR_BYTES = 32
 VECTOR_BYTES = 16
-WORD_BYTES = 4
 WORDS = VECTOR_BYTES // WORD_BYTES
 WARP = 32
 BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
 SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take 20 at most; loads under way want the rest as cache
-
-E8M0_INF, E8M0_NAN = 0xFE, 0xFF
-F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
-F32_TWO_TO_MINUS_127 = 0x00400000
 
 
 class Outputs(NamedTuple):
@@ -86,76 +78,6 @@ class Place(NamedTuple):
     band: Int32
     row0: Int32
     col0: Int32
-
-
-def _select(condition: Boolean, if_true: Int32, if_false: Int32) -> Int32:
-    return Int32(cutlass.select_(condition, if_true, if_false))
-
-
-def exponent_of(amax: Float32) -> Int32:
-    """The biased exponent of the least power of two that is not below amax / 448; 0xFE for Inf, 0xFF for NaN.
-
-    A float32 quotient of mantissa 0 is that power; else the exponent is one up. 2^-127, exponent 0, is the subnormal
-    of mantissa 0x400000.
-    """
-    quotient = (amax * Float32(1 / 448)).bitcast(Int32)
-    carry = _select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
-    exponent = cutlass.min((quotient + carry) >> 23, Int32(E8M0_INF))
-    return _select(quotient > F32_INF, Int32(E8M0_NAN), exponent)
-
-
-def multiplier_of(exponent: Int32) -> Float32:
-    """2^(127 - exponent): every one of them is a float32, the last (0xFE) a subnormal. NaN for 0xFF."""
-    bits = (Int32(E8M0_INF) - exponent) << 23
-    bits = _select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
-    return _select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
-
-
-class Magnitudes:
-    """|x| as unsigned integers, two in a word where x is 16-bit: their order is that of the numbers, and NaN is above
-    Inf, so that a NaN reaches the scale."""
-
-    def __init__(self, dtype: type[cutlass.Numeric]):
-        self.dtype = dtype
-        self.packed = dtype.width == 16
-        self.mask = 0x7FFF7FFF if self.packed else 0x7FFFFFFF
-
-    def of(self, word: Int32) -> Int32:
-        return word & Int32(self.mask)
-
-    def max(self, a: Int32, b: Int32) -> Int32:
-        kind = "u16x2" if self.packed else "u32"
-        ptx = f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};"
-        return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
-
-    def greatest(self, word: Int32) -> Float32:
-        """The greater magnitude of a word."""
-        pair = cute.make_rmem_tensor(32 // self.dtype.width, self.dtype)
-        words = cute.recast_tensor(pair, Int32)
-        words[0] = self.max(word, word >> 16) if self.packed else word
-        return pair[0].to(Float32)
-
-
-class ScaleGrid(NamedTuple):
-    """Where the scales of a copy lie, [outer, blocks] of counts `outer_count` and `block_count`, the tile's first at
-    (outer0, block0). Those of outer indexes from `stop` on are not this call's, but zeros behind the last one are."""
-
-    address: Int64
-    outer0: Int32
-    outer_count: Int32
-    stop: Int32
-    block0: Int32
-    block_count: Int32
-
-
-class Strip(NamedTuple):
-    """Where plain scales lie as they do in memory, [outer, inner]: a tile's first at (outer0, inner0)."""
-
-    address: Int64
-    outer0: Int32
-    outer_count: Int32
-    inner0: Int32
-    inner_count: Int32
 
 
 class Tile(NamedTuple):
@@ -201,11 +123,8 @@ class QuantizeMxfp8(Invariant):
         self.lanes = self.columns // self.vector  # threads along a row
         self.slots = self.rows // self.rows_per_thread
         self.threads = self.lanes * self.slots
+        self.stores = ScaleStores(self.rows, self.run, self.threads)
         self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)
-
-    def _below(self, row: int | Int32) -> int | Int32:
-        """The tile's rows from its first one."""
-        return row // self.run * BLOCK + row % self.run
 
     def _tiles_along_k(self, x: cute.Tensor) -> Int32:
         return cute.ceil_div(x.shape[1], self.columns)
@@ -255,12 +174,12 @@ class QuantizeMxfp8(Invariant):
         if place.column < x.shape[1]:
             if place.band + TILE <= x.shape[0]:
                 for i in cutlass.range_constexpr(self.rows_per_thread):
-                    at = first + self._below(i) * row_bytes
+                    at = first + self.stores.below(i) * row_bytes
                     cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
             else:
                 for i in cutlass.range_constexpr(self.rows_per_thread):
-                    if place.row + self._below(i) < x.shape[0]:
-                        at = first + self._below(i) * row_bytes
+                    if place.row + self.stores.below(i) < x.shape[0]:
+                        at = first + self.stores.below(i) * row_bytes
                         cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
         return values
 
@@ -305,7 +224,7 @@ class QuantizeMxfp8(Invariant):
         if reach.end < place.band + TILE:
             for i in cutlass.range_constexpr(self.rows_per_thread):
                 for j in cutlass.range_constexpr(WORDS):
-                    words[j, i] = _select(place.row + self._below(i) < reach.end, words[j, i], Int32(0))
+                    words[j, i] = chosen(place.row + self.stores.below(i) < reach.end, words[j, i], Int32(0))
 
         smem = cutlass.utils.SmemAllocator()
         row_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.columns // BLOCK, self.rows)), 16)
@@ -398,7 +317,7 @@ class QuantizeMxfp8(Invariant):
             block = thread % self.lanes // lanes_per_block
             for i in cutlass.range_constexpr(self.rows_per_thread):
                 inside = place.column < x.shape[1]
-                scale = Uint8(_select(inside, exponents[i], Int32(0)))
+                scale = Uint8(chosen(inside, exponents[i], Int32(0)))
                 row_scales[block, slot * self.rows_per_thread + i] = scale
 
     @cute.jit
@@ -411,7 +330,7 @@ class QuantizeMxfp8(Invariant):
             for c in cutlass.range_constexpr(self.vector):
                 inside = place.row < x.shape[0]
                 column = thread % self.lanes * self.vector + c
-                col_scales[slot // slots_per_block, column] = Uint8(_select(inside, exponents[c], Int32(0)))
+                col_scales[slot // slots_per_block, column] = Uint8(chosen(inside, exponents[c], Int32(0)))
 
     @cute.jit
     def _store_data(
@@ -426,9 +345,9 @@ class QuantizeMxfp8(Invariant):
         first = Int64(place.row) * width + place.column
         if place.column < x.shape[1]:
             for i in cutlass.range_constexpr(self.rows_per_thread):
-                if place.row + self._below(i) < reach.stop:
+                if place.row + self.stores.below(i) < reach.stop:
                     numbers = values[None, i].load().to(Float32)
-                    at = first + self._below(i) * width
+                    at = first + self.stores.below(i) * width
                     if const_expr(self.by_row):
                         by_row = multiplier_of(row_exponents[i])
                         self._store(numbers * by_row, outputs.row_data + at)
@@ -448,10 +367,10 @@ class QuantizeMxfp8(Invariant):
         blocks = Int32(x.shape[1] // BLOCK)
         block0 = place.col0 // BLOCK
         if plain:
-            self._store_words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
+            self.stores.words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
         elif const_expr(self.all_forms):
             rows = Int32(x.shape[0])
-            self._store_atoms(scales, ScaleGrid(address, place.row0, rows, reach.stop, block0, blocks))
+            self.stores.atoms(scales, ScaleGrid(address, place.row0, rows, reach.stop, block0, blocks))
 
     @cute.jit
     def _store_column_scales(self, x: cute.Tensor, address: Int64, scales: cute.Tensor, place: Place, plain: Boolean):
@@ -461,59 +380,13 @@ class QuantizeMxfp8(Invariant):
         if plain:
             shape = self.columns, self.blocks_down
             by_column = cute.make_tensor(scales.iterator, cute.make_layout(shape, stride=(self.blocks_down, 1)))
-            store = self._store_words if self.blocks_down == 1 else self._store_strip
+            store = self.stores.words if self.blocks_down == 1 else self.stores.strip
             store(by_column, Strip(address, block0, blocks, place.col0, width))
         elif const_expr(self.all_forms):
             for first in cutlass.range_constexpr(0, self.columns, TILE):
                 if place.col0 + first < width:
                     atom = cute.local_tile(scales, (BLOCKS, TILE), (0, first // TILE))
-                    self._store_atoms(atom, ScaleGrid(address, place.col0 + first, width, width, block0, blocks))
-
-    @cute.jit
-    def _store_strip(self, scales: cute.Tensor, strip: Strip):
-        """(inner, outer) scales, a byte a thread: a warp's are neighbours, whatever the width of the matrix."""
-        thread, _, _ = cute.arch.thread_idx()
-        width = cute.size(scales, mode=[0])
-        for n in cutlass.range_constexpr(cute.ceil_div(cute.size(scales), self.threads)):
-            index = thread + n * self.threads
-            outer = strip.outer0 + self._below(index // width)
-            inner = strip.inner0 + index % width
-            if (inner < strip.inner_count) & (outer < strip.outer_count):
-                at = strip.address + Int64(outer) * strip.inner_count + inner
-                vector_at(Uint8, at)[0] = scales[index % width, index // width]
-
-    @cute.jit
-    def _store_words(self, scales: cute.Tensor, strip: Strip):
-        """(inner, outer) scales, four a thread where the width of the matrix lets them be aligned."""
-        if strip.inner_count % WORD_BYTES == 0:
-            thread, _, _ = cute.arch.thread_idx()
-            width = cute.size(scales, mode=[0]) // WORD_BYTES
-            words = cute.size(scales) // WORD_BYTES
-            for n in cutlass.range_constexpr(cute.ceil_div(words, self.threads)):
-                index = thread + n * self.threads
-                outer = strip.outer0 + self._below(index // width)
-                inner = strip.inner0 + index % width * WORD_BYTES
-                if (index < words) & (inner < strip.inner_count) & (outer < strip.outer_count):
-                    at = strip.address + Int64(outer) * strip.inner_count + inner
-                    mine = cute.recast_tensor(scales[None, index // width], Int32)
-                    vector_at(Int32, at)[0] = mine[index % width]
-        else:
-            self._store_strip(scales, strip)
-
-    @cute.jit
-    def _store_atoms(self, scales: cute.Tensor, grid: ScaleGrid):
-        """(blocks, outer) scales, four of a row or column a thread, neighbours in the order of the atom."""
-        thread, _, _ = cute.arch.thread_idx()
-        atoms = cute.ceil_div(grid.block_count, BLOCKS)
-        atom = grid.block0 // BLOCKS + thread // self.rows
-        word = thread % self.rows
-        outer = grid.outer0 + word % QUARTERS * BLOCK + word // QUARTERS
-        inside = (outer < grid.stop) | (outer >= grid.outer_count)
-        if (thread < cute.size(scales) // BLOCKS) & (atom < atoms) & inside:
-            first = (Int64(grid.outer0 // TILE) * atoms + atom) * (TILE * BLOCKS)
-            at = grid.address + first + grid.outer0 % TILE * (QUARTERS * BLOCKS) + word * BLOCKS
-            mine = scales[None, word % QUARTERS * self.run + word // QUARTERS]
-            vector_at(Int32, at)[0] = cute.recast_tensor(mine, Int32)[thread // self.rows]
+                    self.stores.atoms(atom, ScaleGrid(address, place.col0 + first, width, width, block0, blocks))
 
 
 class RoundMxfp8(QuantizeMxfp8):
@@ -533,9 +406,9 @@ class RoundMxfp8(QuantizeMxfp8):
         first = outputs.row_data + place.row * row_bytes + place.column * (self.dtype.width // 8)
         if place.column < x.shape[1]:
             for i in cutlass.range_constexpr(self.rows_per_thread):
-                if place.row + self._below(i) < reach.stop:
+                if place.row + self.stores.below(i) < reach.stop:
                     scaled = values[None, i].load().to(Float32) * multiplier_of(exponents[i])
                     rounded = scaled.to(Float8E4M3FN).to(Float32) * power_of_two(exponents[i])
                     result = cute.make_rmem_tensor(self.vector, self.dtype)
                     result.store(rounded.to(self.dtype))
-                    cute.autovec_copy(result, self._vector_at(self.dtype, first + self._below(i) * row_bytes))
+                    cute.autovec_copy(result, self._vector_at(self.dtype, first + self.stores.below(i) * row_bytes))

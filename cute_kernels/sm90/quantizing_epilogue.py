@@ -13,7 +13,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from ..gmem import vector_at
 from ..specs import GroupedGluSpec
 from .epilogue import ActivationEpilogue, ColumnSmem, WarpgroupState, registers
-from .quantize_mxfp8 import exponent_of, multiplier_of
+from .scales import exponent_of, multiplier_of
 from .store import CHUNK_REGS, COLS, SLOTS, Slots
 from .tile_scheduler import Groups, WorkTile
 

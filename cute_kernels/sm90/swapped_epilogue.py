@@ -21,8 +21,7 @@ from ..invariant import Invariant
 from ..specs import GroupedGluSpec, TileConfig
 from .budget import stage_k
 from .epilogue import Epilogue, TileShare, registers
-from .quantize_mxfp8 import exponent_of, multiplier_of
-from .scales import power_of_two
+from .scales import exponent_of, multiplier_of, power_of_two
 from .store import ROWS, SLOTS, SWIZZLE_CHUNK, Slots, narrowed, swizzle_of
 from .swapped_rows import SwappedRows
 from .tile_scheduler import Groups, WorkTile

@@ -28,7 +28,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
-from .gates import GateInputs, GateRows, Gates, GatesBackward, GateSums
+from .gates import Gates
+from .gates_backward import GateInputs, GateRows, GatesBackward, GateSums
 from .project_tiles import Products as TileProducts
 from .project_tiles import Streams, TileGradients
 from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, spread_blocks, thread_columns
