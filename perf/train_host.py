@@ -11,6 +11,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
 
+from .operations import INT32_OFFSETS, NARROWEST_TILE
 from .timing import Summary
 from .training import Results, TrainingData
 
@@ -22,7 +23,6 @@ ARCH = "sm_90a"
 FORWARD = GroupedGluSpec(save_preact=True, tile=SMALL)
 BACKWARD = GroupedDgluSpec(tile=LARGE, dgrad=LARGE)
 WEIGHTS = GroupedWgradSpec(tile=WGRAD)
-INT32_OFFSETS = 0  # group_form of the exported functions
 BOTH = 2  # do_launch: with the second GEMM
 NO_PARAMS = (0.0, 0.0, 0.0)  # swiglu reads none
 
@@ -39,7 +39,7 @@ class BareLaunches:
         act, preact, dpreact = (torch.empty_like(tensor) for tensor in (d.act, d.preact, d.dpreact))
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
         rows, experts, inner = x.shape[0], w1.shape[0], act.shape[1]
-        partials = torch.empty(-(-inner // 64), rows, device=x.device)
+        partials = torch.empty(-(-inner // NARROWEST_TILE), rows, device=x.device)
         groups = (d.offs.data_ptr(), INT32_OFFSETS, experts)
         packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr())
         end = (scale.data_ptr(), *NO_PARAMS, sm_count, BOTH)

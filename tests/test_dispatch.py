@@ -17,14 +17,7 @@ from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
 import ffi_bridge
 import glulam
 from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
-from cute_kernels.specs import (
-    GroupedGluSpec,
-    GroupedMlpSpec,
-    GroupedMmSpec,
-    SpecError,
-    TileConfig,
-    to_dict,
-)
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, SpecError, TileConfig, to_dict
 from ffi_bridge import BundleMissing, jit
 from glulam import kernels
 from glulam.dispatch import Problem, choose

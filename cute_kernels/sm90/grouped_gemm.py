@@ -70,18 +70,18 @@ class GroupedFp8Gemm(GroupedGemm):
     ):  # fmt: skip
         """As any GEMM's, but for scales: those of the next tile's first k-tile are on their way during an epilogue."""
         cute.arch.griddepcontrol_wait()
-        first_slab = epi.share_of(self.tile, Int32(0), index).first_slab
-        tCrA, tCrB = mainloop.fragments(sA, sB, first_slab)
+        share = epi.share_of(self.tile, Int32(0), index)
+        tCrA, tCrB = mainloop.fragments(sA, sB, share.first_slab)
         acc = mainloop.accumulators()
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
-        scales = mainloop.scales(operands, epi.share_of(self.tile, Int32(0), index))
+        scales = mainloop.scales(operands, share)
         work = ring.get(ring_state)
         scales.begin(work)
         while work.expert >= 0:
             share = epi.share_of(self.tile, ring_state.count, index)
             prefetched = self.epilogue.begin(state, work, share)
-            has_rows = work.row + first_slab * store.ROWS < work.group_end
+            has_rows = work.row + share.first_slab * store.ROWS < work.group_end
             stage = mainloop.mma(acc, tCrA, tCrB, scales, has_rows, stages, stage)
             ring_state.advance()
             next_work = ring.get(ring_state)

@@ -5,7 +5,7 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ..invariant import Invariant
 from ..specs import TileConfig
 from .budget import ROWS
-from .epilogue import TileShare
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
@@ -159,11 +158,7 @@ class Mainloop(Invariant):
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
-    def begin(self, operands: Operands, work: WorkTile, share: TileShare) -> Any:
-        """What `mma` needs of a tile beside its operands; its latency hides behind the tile before."""
-        return None
-
-    def loops(self, begun: Any, num_k_tiles: Int32) -> list[tuple[int, Int32]]:
+    def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[tuple[int, Int32]]:
         """The loops over k-tiles that `mma` is made of: how many slabs each multiplies, and how many k-tiles."""
         return [(self.tile.slabs, num_k_tiles)]
 
@@ -173,7 +168,7 @@ class Mainloop(Invariant):
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, begun: Any, num_k_tiles: Int32,
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, work: WorkTile, num_k_tiles: Int32,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
@@ -184,7 +179,7 @@ class Mainloop(Invariant):
         if const_expr(self.may_be_empty):
             acc.fill(0.0)
         turns.wait()
-        for slabs, count in self.loops(begun, num_k_tiles):
+        for slabs, count in self.loops(work, num_k_tiles):
             state, release = self._k_tiles(acc, tCrA, tCrB, slabs, count, stages, state, release)
         turns.pass_on()
         warpgroup.wait_group(0)
@@ -282,14 +277,11 @@ class GemmMainloop(WeightsFirst):
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
 
-    def begin(self, operands: Operands, work: WorkTile, share: TileShare) -> Any:
-        """Whether the tile has rows in its first slab alone."""
-        return work.group_end - work.row <= ROWS if self.skips_slabs else None
-
-    def loops(self, begun: Any, num_k_tiles: Int32) -> list[tuple[int, Int32]]:
+    def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[tuple[int, Int32]]:
         if not self.skips_slabs:
-            return super().loops(begun, num_k_tiles)
-        of_one = Int32(cutlass.select_(begun, num_k_tiles, Int32(0)))
+            return super().loops(work, num_k_tiles)
+        is_short = work.group_end - work.row <= ROWS
+        of_one = Int32(cutlass.select_(is_short, num_k_tiles, Int32(0)))
         return [(self.tile.slabs, num_k_tiles - of_one), (1, of_one)]
 
     @cute.jit

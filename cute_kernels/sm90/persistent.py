@@ -216,8 +216,7 @@ class PersistentGemm(Invariant):
             if mma_turns.is_mine(ring_state.count):
                 share = share_of(self.tile, ring_state.count, index)
                 prefetched = self.epilogue.begin(state, work, share)
-                begun = mainloop.begin(operands, work, share)
-                stage = mainloop.mma(acc, tCrA, tCrB, begun, num_k_tiles, stages, stage, mma_turns)
+                stage = mainloop.mma(acc, tCrA, tCrB, work, num_k_tiles, stages, stage, mma_turns)
                 epilogue_turns.wait()
                 self.epilogue.finish(state, acc, prefetched, stores, work, share)
                 epilogue_turns.pass_on()

@@ -154,16 +154,14 @@ def _us(us: float) -> str:
     return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
 
 
-Limits = tuple[tuple[str, float], ...]
-"""Names of shipped tiles, each with the most rows an expert that it is for."""
-FP8_TILES: dict[str, Limits] = {
-    "mxfp8": (("SMALL8", 64), ("LARGE8", math.inf)),
-    "mxfp8_exact": (("TINY_W8", 12), ("SMALL_W8", 60), ("MEDIUM_W8", 128), ("LARGE_W8", math.inf)),
+FP8_TILES: dict[str, dict[str, float]] = {
+    "mxfp8": {"SMALL8": 64, "LARGE8": math.inf},
+    "mxfp8_exact": {"TINY_W8": 12, "SMALL_W8": 60, "MEDIUM_W8": 128, "LARGE_W8": math.inf},
 }
 FP8_TILES["mxfp8_weight_only"] = FP8_TILES["mxfp8_exact"]
-"""By operands. Weights are decoded again for every row tile of an expert. A row tile of the next size takes 1.14, 1.30
-and 1.55 times as long, as do the smaller ones where random routing gives 10, 30 and 50 % of the groups more rows than
-one of them has.
+"""By operands: names of shipped tiles, each with the most rows an expert that it is for. Weights are decoded again for
+every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller ones
+where random routing gives 10, 30 and 50 % of the groups more rows than one of them has.
 """
 FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
 
@@ -181,21 +179,12 @@ def _span(under: float, most: float) -> str:
 
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert alone, until times of these tiles are known."""
-    limits = FP8_TILES[problem.operands]
-    if problem.op not in ONE_TILE and not problem.save_preact:
-        return _choose_by_rows(problem, limits, arch)
-    spec = SPEC_OF[problem.op](problem, getattr(CONFIGS[arch], limits[-1][0]), arch)  # both directions of training
-    if isinstance(spec, GroupedDgluSpec):
-        spec = replace(spec, tile=CONFIGS[arch].DGLU8)
-    return Choice(spec, _one_kernel(problem), ())
-
-
-def _one_kernel(problem: Problem) -> str:
-    return f"every {problem.op} of this form has one kernel, whatever the number of rows"
-
-
-def _choose_by_rows(problem: Problem, limits: Limits, arch: str) -> Choice:
-    tiles = [(getattr(CONFIGS[arch], name), most) for name, most in limits]
+    tiles = [(getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[problem.operands].items()]
+    if problem.op in ONE_TILE or problem.save_preact:  # both directions of training
+        spec = SPEC_OF[problem.op](problem, tiles[-1][0], arch)
+        if isinstance(spec, GroupedDgluSpec):
+            spec = replace(spec, tile=CONFIGS[arch].DGLU8)
+        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
     chosen = next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
     spans = [_span(tiles[i - 1][1] if i else 0, most) for i, (_, most) in enumerate(tiles)]
     tile, _ = tiles[chosen]
@@ -236,20 +225,13 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
     return _choose_fp8(problem, arch) if problem.operands in FP8_TILES else _choose_16bit(problem, arch)
 
 
-def shipped_tiles(problem: Problem, arch: str) -> list[TileConfig]:
-    """Those that a 16-bit operator ships on."""
-    configs = CONFIGS[arch]
-    if problem.op in ONE_TILE:
-        return [getattr(configs, ONE_TILE[problem.op])]
-    return [*configs.TILES]
-
-
 def _choose_16bit(problem: Problem, arch: str) -> Choice:
-    tiles = shipped_tiles(problem, arch)
-    if problem.op in ONE_TILE:
-        return Choice(SPEC_OF[problem.op](problem, tiles[0], arch), _one_kernel(problem), ())
+    configs = CONFIGS[arch]
     faster = (FASTER,) if problem.op == "grouped_mlp" else ()
-    best, *others = choice.estimates(problem.parts, tiles, arch)
+    if problem.op in ONE_TILE:
+        spec = SPEC_OF[problem.op](problem, getattr(configs, ONE_TILE[problem.op]), arch)
+        return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", faster)
+    best, *others = choice.estimates(problem.parts, configs.TILES, arch)
     why = f"{_rows(problem)}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
     why_not = (f"{other.tile.name}: about {_us(other.us)}, {other.us / best.us:.2f} times as long" for other in others)
     return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, *faster))

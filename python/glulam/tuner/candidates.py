@@ -83,7 +83,9 @@ def spec_on(problem: Problem, tiles: tuple[TileConfig, ...], arch: str) -> Spec:
 def shipped(problem: Problem, arch: str) -> list[Spec]:
     """What ships for a problem, the dispatcher's choice first."""
     chosen = dispatch.shipped_choice(problem, arch).spec
-    others = (dispatch.SPEC_OF[problem.op](problem, tile, arch) for tile in dispatch.shipped_tiles(problem, arch))
+    if problem.op in dispatch.ONE_TILE:
+        return [chosen]
+    others = (dispatch.SPEC_OF[problem.op](problem, tile, arch) for tile in dispatch.CONFIGS[arch].TILES)
     return list(dict.fromkeys([chosen, *others]))
 
 
