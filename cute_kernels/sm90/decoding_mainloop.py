@@ -151,6 +151,7 @@ class DecodingMainloop(WeightsFirst):
         self.rows = SwappedRows(tile, parts)
         self.layout = layout
         self.stages = stages
+        self.evicts_weights = tile.m <= ROWS
         self.x_k = ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
         self.a_layout = swizzled_layout(E4M3, (tile.n, self.stage_k, stages))
@@ -176,6 +177,9 @@ class DecodingMainloop(WeightsFirst):
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
         return Operands(atom_a, a, atom_b, b, (address, rows), scales)
 
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        return cute.size(operands.b, mode=[1])
+
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.b, mode=[1]), self.tile.k)
 
@@ -183,10 +187,10 @@ class DecodingMainloop(WeightsFirst):
         return self.num_k_tiles(operands, work) * (self.tile.k // self.stage_k)
 
     @cute.jit
-    def _load(
+    def _fill(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
-        with_rows: cutlass.Constexpr[bool],
+        with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, _ = operands.extra
@@ -205,7 +209,8 @@ class DecodingMainloop(WeightsFirst):
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
                     source = tAgA[None, work.n_tile, stage, lo, hi]
-                    cute.copy(operands.atom_a, source, tAsA[None, part, 0, state.index], tma_bar_ptr=barrier)
+                    target = tAsA[None, part, 0, state.index]
+                    cute.copy(operands.atom_a, source, target, tma_bar_ptr=barrier, cache_policy=policy)
             if const_expr(with_rows):
                 for i in cutlass.range_constexpr(x_boxes):
                     source = tBgB[None, stage * x_boxes + i]

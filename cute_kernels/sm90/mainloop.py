@@ -20,7 +20,7 @@ from .budget import ROWS
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
-from .weights import ExpertAddress, expert_offset, lo_hi
+from .weights import EVICT_FIRST, ExpertAddress, expert_offset, leave_first, lo_hi
 
 WARPS_PER_GROUP = 4
 MMA_K = 16
@@ -57,8 +57,10 @@ class _Source(Invariant):
             self.atom, self.rank, sharers, cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
         )
 
-    def copy(self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer) -> None:
-        cute.copy(self.atom, source, target, tma_bar_ptr=barrier, mcast_mask=self.mask)
+    def copy(
+        self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer, policy: Int64 | None = None
+    ) -> None:  # fmt: skip
+        cute.copy(self.atom, source, target, tma_bar_ptr=barrier, mcast_mask=self.mask, cache_policy=policy)
 
 
 class Mainloop(Invariant):
@@ -215,7 +217,17 @@ class Mainloop(Invariant):
 
 
 class WeightsFirst(Mainloop):
-    """A mainloop whose weights depend on nothing that the kernel before writes: it begins with those of all stages."""
+    """A mainloop whose weights depend on nothing that the kernel before writes: it begins with those of all stages.
+
+    `evicts_weights`: weights that are read once are the first to leave L2, so that what is read again stays: the data
+    gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
+    """
+
+    evicts_weights = False
+
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        """The distance of an expert's weight rows."""
+        raise NotImplementedError
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
         """Stages that a tile takes: here a k-tile is one."""
@@ -240,11 +252,33 @@ class WeightsFirst(Mainloop):
     ):  # fmt: skip
         return self._load(operands, sA, sB, stages, state, work, ahead, self.num_stages(operands, work), True)
 
+    @cute.jit
     def _load(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
+        with_rows: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Fill `count` stages, the first `ahead` of which have their weights; `with_rows`: with rows of x as well.
+
+        A branch, because a load with a policy, be it the usual one, costs up to 1 %.
+        """
+        tiles = (operands, sA, sB, stages)
+        rest = (work, ahead, count, with_rows)
+        if const_expr(self.evicts_weights):
+            if leave_first(work, self.tile.m, self.weight_row_bytes(operands)):
+                state = self._fill(*tiles, state, *rest, Int64(EVICT_FIRST))
+            else:
+                state = self._fill(*tiles, state, *rest, None)
+        else:
+            state = self._fill(*tiles, state, *rest, None)
+        return state
+
+    def _fill(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
+        policy: Int64 | None,
     ) -> pipeline.PipelineState:  # fmt: skip
-        """Fill `count` stages, the first `ahead` of which have their weights; `with_rows`: with rows of x as well."""
+        """The same, with L2's policy for the weights. Returns the advanced state."""
         raise NotImplementedError
 
 
@@ -258,7 +292,11 @@ class GemmMainloop(WeightsFirst):
     gpt-oss-120b, Dirichlet 0.5).
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int):
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int,
+        evicts_weights: bool,
+    ):  # fmt: skip
+        self.evicts_weights = evicts_weights
         self.skips_slabs = tile.takes_turns and tile.slabs == 2 and not transposed
         self.parts = parts
         self.part_n = tile.n // parts
@@ -274,6 +312,10 @@ class GemmMainloop(WeightsFirst):
             extra += self._tma(x, self.a_major, self.tile.m, 1), self._tma(w, self.b_major, self.part_n, 1)
         return Operands(atom_a, a, atom_b, b, extra, scales)
 
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        along = 1 if self.b_major == OperandMajorMode.K else 0
+        return cute.size(operands.b, mode=[along]) * (self.dtype.width // 8)
+
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
 
@@ -285,32 +327,32 @@ class GemmMainloop(WeightsFirst):
         return [(self.tile.slabs, num_k_tiles - of_one), (1, of_one)]
 
     @cute.jit
-    def _load(
+    def _fill(
         self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
-        with_rows: cutlass.Constexpr[bool],
+        with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """`count` k-tiles, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, *alone = operands.extra
         a_shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
         b_shared = _Source(operands.atom_b, operands.b, self.tile.cluster_m)
         tiles = (address, sA, sB, stages)
+        rest = (work, ahead, count, with_rows, policy)
         if const_expr(self.tile.adaptive):
             # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
             a_alone, b_alone = (_Source(atom, tensor, 1) for atom, tensor in alone)
             if work.pairs_columns > 0:
-                state = self._load_from(a_shared, b_alone, *tiles, state, work, ahead, count, with_rows)
+                state = self._load_from(a_shared, b_alone, *tiles, state, *rest)
             else:
-                state = self._load_from(a_alone, b_shared, *tiles, state, work, ahead, count, with_rows)
+                state = self._load_from(a_alone, b_shared, *tiles, state, *rest)
         else:
-            state = self._load_from(a_shared, b_shared, *tiles, state, work, ahead, count, with_rows)
+            state = self._load_from(a_shared, b_shared, *tiles, state, *rest)
         return state
 
     @cute.jit
     def _load_from(
         self, a: _Source, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
-        count: Int32, with_rows: cutlass.Constexpr[bool],
+        count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         tile = self.tile
         gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), (tile.m, tile.k), (0, None))
@@ -324,7 +366,7 @@ class GemmMainloop(WeightsFirst):
                 stages.producer_acquire(state)
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
-                    b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier)
+                    b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier, policy)
             if const_expr(with_rows):
                 a.copy(tAgA[None, k_tile], tAsA[None, state.index], barrier)
             state.advance()
