@@ -17,7 +17,8 @@ from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
 from .sm90.epilogue import Addends, Inputs
 from .sm90.swapped_epilogue import SwappedActivationEpilogue, SwappedLinearEpilogue
 from .sm90.swapped_gemm import SwappedGemm
-from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec, SpecError
+from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
+from .tiles import SpecError
 
 DTYPE = cutlass.BFloat16
 E4M3 = Float8E4M3FN

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+from .tiles import TILE_K, TILE_N, SpecError, TileConfig, check_accumulators, require
+
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
 QUANTIZE_AXES = ("row", "col", "both")
@@ -18,18 +20,6 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
-SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
-# Float32 accumulators a thread can hold beside an epilogue, and where that only stores them, in turns.
-MAX_ACCUMULATORS, MAX_STORED_ACCUMULATORS = 128, 192
-PINGPONG_WARPGROUPS = 2
-TILE_M = (64, 128)
-TILE_N = (64, 128, 192, 256)
-# Of a swapped tile: the columns of a wgmma are rows of x, and a warpgroup has one or two slabs of weight rows.
-SWAPPED_TILE_M = (16, 32, 64, 128, 256)
-SWAPPED_TILE_N = (128, 256)
-SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
-# One 128-byte row of an operand's shared memory, by the width of an element.
-TILE_K = {16: 64, 8: 128}
 OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
 """What a GEMM multiplies, and what its name says of it.
 
@@ -41,22 +31,11 @@ OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8
 """
 DECODED = ("mxfp8_weight_only", "mxfp8_exact")
 """Operands whose weights are decoded: from registers, so that they are the rows of the MMA, in a swapped tile."""
-CLUSTERS = ((1, 1), (2, 1), (1, 2))
 ARCHS = ("sm_90a",)
 
 
-class SpecError(ValueError):
-    """A spec that no kernel can be built from; the message names the field and the valid choices."""
-
-
-def _require(field: str, value: Any, valid: Any) -> None:
-    if value not in valid:
-        choices = ", ".join(str(v) for v in valid)
-        raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
-
-
 def _check_operands(operands: str, tile: TileConfig) -> None:
-    _require("operands", operands, OPERANDS)
+    require("operands", operands, OPERANDS)
     depth = TILE_K[16 if operands == "16bit" else 8]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
@@ -69,7 +48,7 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
             "another warpgroup of the tile; choose schedule='cooperative'"
         )
     if operands != "16bit":  # promotion and decoding compute, too
-        _check_accumulators(tile, tile.max_accumulators)
+        check_accumulators(tile, tile.max_accumulators)
 
 
 def _check_decoded(operands: str, dtype: str) -> None:
@@ -81,114 +60,12 @@ def _check_decoded(operands: str, dtype: str) -> None:
 
 
 def _check_activation(activation: str, glu_layout: str) -> None:
-    _require("activation", activation, ACTIVATIONS)
-    _require("glu_layout", glu_layout, GLU_LAYOUTS)
+    require("activation", activation, ACTIVATIONS)
+    require("glu_layout", glu_layout, GLU_LAYOUTS)
     if activation not in GATED and glu_layout != "concat":
         raise SpecError(
             f"glu_layout={glu_layout!r} has no meaning for activation={activation!r}, which has no gate; "
             "leave glu_layout at 'concat'"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TileConfig:
-    """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
-
-    m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
-    of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
-    cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
-    that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
-    its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each. swapped_single: 64 each.
-    adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
-    odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
-    """
-
-    m: int = 128
-    n: int = 256
-    k: int = 64
-    cluster_m: int = 1
-    cluster_n: int = 1
-    schedule: str = "cooperative"
-    adaptive: bool = False
-
-    def __post_init__(self) -> None:
-        _require("schedule", self.schedule, SCHEDULES)
-        _require("tile m", self.m, SWAPPED_TILE_M if self.swapped else TILE_M)
-        _require("tile n", self.n, SWAPPED_TILE_N if self.swapped else TILE_N)
-        _require("tile k", self.k, TILE_K.values())
-        _require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
-        if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
-            raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
-        _check_accumulators(self, MAX_STORED_ACCUMULATORS if self.takes_turns else self.max_accumulators)
-
-    @property
-    def takes_turns(self) -> bool:
-        return self.schedule == "pingpong"
-
-    @property
-    def swapped(self) -> bool:
-        return self.schedule in SWAPPED_SLABS
-
-    @property
-    def mma_rows(self) -> int:
-        """Rows of the tile as the MMA has them."""
-        return self.n if self.swapped else self.m
-
-    @property
-    def mma_n(self) -> int:
-        """Columns of one wgmma."""
-        return self.m if self.swapped else self.n
-
-    @property
-    def warpgroups_per_tile(self) -> int:
-        """MMA warpgroups that share a tile."""
-        if self.swapped:
-            return self.n // (SWAPPED_SLABS[self.schedule] * 64)
-        return 1 if self.takes_turns else self.m // 64
-
-    @property
-    def warpgroups(self) -> int:
-        """MMA warpgroups of a CTA."""
-        return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
-
-    @property
-    def slabs(self) -> int:
-        """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
-        return self.mma_rows // 64 // self.warpgroups_per_tile
-
-    @property
-    def accumulators(self) -> int:
-        """Of a thread."""
-        return self.slabs * self.mma_n // 2
-
-    @property
-    def max_accumulators(self) -> int:
-        """Of a thread that computes with them. Four MMA warpgroups have less than half the registers of two: 64
-        spill.
-        """
-        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
-
-    @property
-    def cluster_size(self) -> int:
-        return self.cluster_m * self.cluster_n
-
-    @property
-    def row_sharers(self) -> int:
-        """CTAs that share a row tile, always or, in an adaptive cluster, at times."""
-        return self.cluster_size if self.adaptive else self.cluster_n
-
-    @property
-    def name(self) -> str:
-        cluster = f"c{self.cluster_m}x{self.cluster_n}{'a' if self.adaptive else ''}"
-        return f"t{self.m}x{self.n}x{self.k}_{cluster}_{SCHEDULES[self.schedule]}"
-
-
-def _check_accumulators(tile: TileConfig, most: int) -> None:
-    if tile.accumulators > most:
-        mma_n, other = ("m", "n") if tile.swapped else ("n", "m")
-        raise SpecError(
-            f"a {tile.schedule} tile of {tile.m} x {tile.n} has {tile.accumulators} accumulators a thread, more "
-            f"than {most}; choose tile {mma_n}={most * 2 // tile.slabs} or a smaller {other}"
         )
 
 
@@ -204,8 +81,8 @@ class GroupedMmSpec:
     operands: str = "16bit"
 
     def __post_init__(self) -> None:
-        _require("dtype", self.dtype, DTYPES)
-        _require("arch", self.arch, ARCHS)
+        require("dtype", self.dtype, DTYPES)
+        require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile)
         _check_decoded(self.operands, self.dtype)
         if self.transpose_w and self.operands != "16bit":
@@ -238,10 +115,10 @@ class GroupedGluSpec:
     operands: str = "16bit"
 
     def __post_init__(self) -> None:
-        _require("dtype", self.dtype, DTYPES)
-        _require("arch", self.arch, ARCHS)
+        require("dtype", self.dtype, DTYPES)
+        require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile)
-        _check_accumulators(self.tile, self.tile.max_accumulators)
+        check_accumulators(self.tile, self.tile.max_accumulators)
         _check_decoded(self.operands, self.dtype)
         _check_activation(self.activation, self.glu_layout)
         if self.save_preact and self.operands in DECODED:
@@ -285,12 +162,12 @@ class GroupedDgluSpec:
     operands: str = "16bit"
 
     def __post_init__(self) -> None:
-        _require("dtype", self.dtype, DTYPES)
-        _require("arch", self.arch, ARCHS)
-        _require("operands", self.operands, [operands for operands in OPERANDS if operands not in DECODED])
+        require("dtype", self.dtype, DTYPES)
+        require("arch", self.arch, ARCHS)
+        require("operands", self.operands, [operands for operands in OPERANDS if operands not in DECODED])
         for tile in (self.tile, self.dgrad):
             _check_operands(self.operands, tile)
-        _check_accumulators(self.tile, self.tile.max_accumulators)
+        check_accumulators(self.tile, self.tile.max_accumulators)
         _check_activation(self.activation, self.glu_layout)
 
     @property
@@ -350,12 +227,12 @@ class GroupedWgradSpec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        _require("dtype", self.dtype, DTYPES)
-        _require("out_dtype", self.out_dtype, (self.dtype, "float32"))
+        require("dtype", self.dtype, DTYPES)
+        require("out_dtype", self.out_dtype, (self.dtype, "float32"))
         _check_operands("16bit", self.tile)
         if self.tile.adaptive:
             raise SpecError("a weight gradient has no ragged row tiles to adapt to; choose adaptive=False")
-        _require("arch", self.arch, ARCHS)
+        require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
@@ -377,9 +254,9 @@ class QuantizeMxfp8Spec:
     rounded: bool = False
 
     def __post_init__(self) -> None:
-        _require("dtype", self.dtype, QUANTIZED_DTYPES)
-        _require("axis", self.axis, ("row",) if self.rounded else QUANTIZE_AXES)
-        _require("arch", self.arch, ARCHS)
+        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("axis", self.axis, ("row",) if self.rounded else QUANTIZE_AXES)
+        require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
@@ -397,9 +274,9 @@ class FoldMxfp8Spec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        _require("dtype", self.dtype, QUANTIZED_DTYPES)
-        _require("axis", self.axis, FOLD_AXES)
-        _require("arch", self.arch, ARCHS)
+        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("axis", self.axis, FOLD_AXES)
+        require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
@@ -469,10 +346,10 @@ class MhcSpec:
     arch: str = "sm_90a"
 
     def __post_init__(self) -> None:
-        _require("kernel", self.kernel, MHC_KERNELS)
-        _require("dtype", self.dtype, ("float32",) if self.kernel in _ANY_STREAM else STREAM_DTYPES)
-        _require("n", self.n, STREAM_COUNTS)
-        _require("arch", self.arch, ARCHS)
+        require("kernel", self.kernel, MHC_KERNELS)
+        require("dtype", self.dtype, ("float32",) if self.kernel in _ANY_STREAM else STREAM_DTYPES)
+        require("n", self.n, STREAM_COUNTS)
+        require("arch", self.arch, ARCHS)
 
     @property
     def arguments(self) -> MhcArguments:
@@ -531,5 +408,5 @@ def from_dict(data: dict[str, Any]) -> Spec:
     """The spec that `to_dict` described. Raises SpecError on an unknown operator or field."""
     fields = dict(data)
     op = fields.pop("op", None)
-    _require("op", op, _SPEC_TYPES)
+    require("op", op, _SPEC_TYPES)
     return _build(_SPEC_TYPES[op], fields)

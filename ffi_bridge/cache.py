@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.specs import Spec, SpecError, from_dict, to_dict
+from cute_kernels.specs import Spec, from_dict, to_dict
+from cute_kernels.tiles import SpecError
 
 from . import loader, manifest, toolchain
 from .compiler import DEFAULT_TRACER, OPTIONS

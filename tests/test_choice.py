@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_kernels.sm90.configs import LARGE, SMALL, TILES
-from cute_kernels.specs import TileConfig
+from cute_kernels.tiles import TileConfig
 from glulam import choice, cost, dispatch
 from glulam.choice import MODELLED, Curve, Part, Table, estimates
 from glulam.cost import EVEN, SKEWED, Gemm

@@ -16,16 +16,8 @@ import pytest
 import glulam
 from cute_kernels.sm90 import budget
 from cute_kernels.sm90.configs import SMALL, shipped_specs
-from cute_kernels.specs import (
-    GroupedDgluSpec,
-    GroupedGluSpec,
-    GroupedMlpSpec,
-    GroupedMmSpec,
-    GroupedWgradSpec,
-    Spec,
-    SpecError,
-    TileConfig,
-)
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import cache, jit, loader, manifest
 from glulam import dispatch, kernels, loadable, preferences, tuned, validity
 from glulam.dispatch import Problem, choose

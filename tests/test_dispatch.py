@@ -17,7 +17,8 @@ from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
 import ffi_bridge
 import glulam
 from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, SpecError, TileConfig, to_dict
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, to_dict
+from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
 from glulam import kernels
 from glulam.dispatch import Problem, choose

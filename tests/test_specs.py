@@ -23,11 +23,10 @@ from cute_kernels.specs import (
     GroupedMmSpec,
     GroupedWgradSpec,
     MhcSpec,
-    SpecError,
-    TileConfig,
     from_dict,
     to_dict,
 )
+from cute_kernels.tiles import SpecError, TileConfig
 
 
 def test_shipped_names_are_unique_symbols() -> None:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from cute_kernels.sm90.swapped_rows import ROW_HALVES, SwappedRows
-from cute_kernels.specs import SWAPPED_SLABS, SWAPPED_TILE_M, SWAPPED_TILE_N, SpecError, TileConfig
+from cute_kernels.tiles import SWAPPED_SLABS, SWAPPED_TILE_M, SWAPPED_TILE_N, SpecError, TileConfig
 
 THREADS = 128
 LANES_OF_A_ROW = 4

@@ -17,7 +17,8 @@ from support.fake_gpu import MAKERS, SM_COUNT
 
 import glulam
 from cute_kernels.sm90.configs import LARGE, SMALL, TILES
-from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig
+from cute_kernels.specs import GroupedMlpSpec, Spec
+from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError
 from glulam import dispatch, kernels, loadable, tuned
 from glulam.dispatch import Problem, choose

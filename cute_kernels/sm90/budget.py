@@ -6,16 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..specs import (
-    GroupedDgluSpec,
-    GroupedGluSpec,
-    GroupedMlpSpec,
-    GroupedMmSpec,
-    GroupedWgradSpec,
-    Spec,
-    SpecError,
-    TileConfig,
-)
+from ..specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from ..tiles import SpecError, TileConfig
 
 SMEM_BYTES = 227 * 1024
 # Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.

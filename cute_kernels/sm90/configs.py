@@ -25,8 +25,8 @@ from ..specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
-    TileConfig,
 )
+from ..tiles import TileConfig
 
 ARCH = "sm_90a"
 # Pingpong: an epilogue that runs beside the other warpgroup's MMAs is worth more than the operand traffic that a tile

@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from . import decode
 from .budget import stage_k
 from .epilogue import TileShare, registers

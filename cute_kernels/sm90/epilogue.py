@@ -15,7 +15,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import GroupedGluSpec, TileConfig
+from ..specs import GroupedGluSpec
+from ..tiles import TileConfig
 from .scales import power_of_two
 from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile

@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from .epilogue import TileShare, registers
 from .mainloop import GemmMainloop, Operands
 from .scales import power_of_two

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched

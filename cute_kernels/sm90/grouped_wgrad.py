@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from . import store
 from . import tile_scheduler as sched
 from .epilogue import ColumnSmem, TileShare, registers

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from .budget import ROWS
 from .ragged import clipped, ragged_rows
 from .tile_scheduler import WorkTile

@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from . import budget, store
 from . import tile_scheduler as sched
 from .epilogue import ColumnSmem, share_of

@@ -18,7 +18,8 @@ from cutlass.cute.nvgpu import warp
 from .. import activation as act
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import GroupedGluSpec, TileConfig
+from ..specs import GroupedGluSpec
+from ..tiles import TileConfig
 from .budget import stage_k
 from .epilogue import Epilogue, TileShare, registers
 from .scales import exponent_of, multiplier_of, power_of_two

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..specs import TileConfig
+from ..tiles import TileConfig
 from .budget import ROWS
 
 # Rows of a slab that a thread has.

@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import TileConfig
+from ..tiles import TileConfig
 
 # Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
 # and a weight tile is read from memory once for 8 uses.

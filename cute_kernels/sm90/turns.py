@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from ..invariant import Invariant
-from ..specs import PINGPONG_WARPGROUPS
+from ..tiles import PINGPONG_WARPGROUPS
 
 THREADS = 128
 # Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).

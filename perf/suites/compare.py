@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from cute_kernels.specs import GroupedMlpSpec, Spec, TileConfig, from_dict, operands_of, to_dict
+from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
+from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
 from glulam.dispatch import form
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_kernels.specs import TileConfig
+from cute_kernels.tiles import TileConfig
 
 from .cost import Gemm, time_us
 

@@ -12,7 +12,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from cute_kernels.specs import TileConfig
+from cute_kernels.tiles import TileConfig
 
 BYTES = 2  # an element
 EVEN, SKEWED = "uniform", "dirichlet"

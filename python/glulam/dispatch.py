@@ -22,8 +22,8 @@ from cute_kernels.specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
-    TileConfig,
 )
+from cute_kernels.tiles import TileConfig
 
 from . import choice, preferences, tuned
 from .choice import Part

@@ -20,10 +20,10 @@ from cute_kernels.specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
-    TileConfig,
     from_dict,
     operands_of,
 )
+from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleError
 
 from . import device as gpus

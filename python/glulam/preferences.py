@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from cute_kernels.specs import Spec, SpecError, from_dict, to_dict
+from cute_kernels.specs import Spec, from_dict, to_dict
+from cute_kernels.tiles import SpecError
 
 from . import loadable
 

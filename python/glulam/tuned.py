@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cute_kernels.specs import Spec, SpecError, from_dict, to_dict
+from cute_kernels.specs import Spec, from_dict, to_dict
+from cute_kernels.tiles import SpecError
 from ffi_bridge import toolchain
 
 from . import loadable

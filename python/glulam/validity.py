@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cute_kernels.sm90 import budget
-from cute_kernels.specs import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, Spec, SpecError, TileConfig
+from cute_kernels.specs import Spec
+from cute_kernels.tiles import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 
 ADAPTIVE = "adaptive"
 MakeSpec = Callable[[TileConfig], Spec]

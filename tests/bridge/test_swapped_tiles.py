@@ -8,7 +8,8 @@ import pytest
 
 from cute_kernels.sm90.budget import LOAD_REGISTERS, MMA_REGISTERS
 from cute_kernels.sm90.configs import TILES_W8
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, TileConfig
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.tiles import TileConfig
 from ffi_bridge.worker import Worker
 
 OTHERS = [

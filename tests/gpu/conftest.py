@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.inputs import poison_allocator
 
-from cute_kernels.specs import TileConfig
+from cute_kernels.tiles import TileConfig
 from glulam import choice, workspace
 from glulam.choice import Estimate, Part
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms
-from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, TileConfig
+from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.tiles import TileConfig
 from glulam import kernels
 from glulam.activations import ActivationParams
 from glulam.mxfp8 import FoldedWeight

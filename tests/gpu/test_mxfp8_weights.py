@@ -12,7 +12,8 @@ from support import mxfp8, oracle
 from torch import Tensor
 
 from cute_kernels.sm90.configs import TILES_W8, activation_forms
-from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, TileConfig
+from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.tiles import TileConfig
 from glulam import kernels
 
 pytestmark = pytest.mark.gpu

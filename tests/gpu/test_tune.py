@@ -20,7 +20,8 @@ import torch
 from support.inputs import make_case
 
 import glulam
-from cute_kernels.specs import GroupedDgluSpec, GroupedWgradSpec, TileConfig
+from cute_kernels.specs import GroupedDgluSpec, GroupedWgradSpec
+from cute_kernels.tiles import TileConfig
 from ffi_bridge import ToolchainError, build, cache, jit, loader
 from glulam import device, dispatch, kernels, loadable, preferences, tuned
 from glulam.dispatch import Problem

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from cute_kernels.specs import GroupedDgluSpec, GroupedMlpSpec, Spec, SpecError, TileConfig
+from cute_kernels.specs import GroupedDgluSpec, GroupedMlpSpec, Spec
+from cute_kernels.tiles import SpecError, TileConfig
 
 from .. import dispatch, validity
 from ..cost import EVEN, Gemm, routed_us, time_us

@@ -1,0 +1,132 @@
+"""How a GEMM cuts its work: tiles, clusters and warpgroups, and which of them a thread's registers allow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
+# Float32 accumulators a thread can hold beside an epilogue, and where that only stores them, in turns.
+MAX_ACCUMULATORS, MAX_STORED_ACCUMULATORS = 128, 192
+PINGPONG_WARPGROUPS = 2
+TILE_M = (64, 128)
+TILE_N = (64, 128, 192, 256)
+# Of a swapped tile: the columns of a wgmma are rows of x, and a warpgroup has one or two slabs of weight rows.
+SWAPPED_TILE_M = (16, 32, 64, 128, 256)
+SWAPPED_TILE_N = (128, 256)
+SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
+# One 128-byte row of an operand's shared memory, by the width of an element.
+TILE_K = {16: 64, 8: 128}
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+
+
+class SpecError(ValueError):
+    """A spec that no kernel can be built from; the message names the field and the valid choices."""
+
+
+def require(field: str, value: Any, valid: Any) -> None:
+    if value not in valid:
+        choices = ", ".join(str(v) for v in valid)
+        raise SpecError(f"{field}={value!r} is not supported; choose one of: {choices}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
+
+    m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
+    of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
+    cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
+    that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
+    its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each. swapped_single: 64 each.
+    adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
+    odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
+    """
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    cluster_m: int = 1
+    cluster_n: int = 1
+    schedule: str = "cooperative"
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        require("schedule", self.schedule, SCHEDULES)
+        require("tile m", self.m, SWAPPED_TILE_M if self.swapped else TILE_M)
+        require("tile n", self.n, SWAPPED_TILE_N if self.swapped else TILE_N)
+        require("tile k", self.k, TILE_K.values())
+        require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
+        if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
+            raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
+        check_accumulators(self, MAX_STORED_ACCUMULATORS if self.takes_turns else self.max_accumulators)
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.schedule == "pingpong"
+
+    @property
+    def swapped(self) -> bool:
+        return self.schedule in SWAPPED_SLABS
+
+    @property
+    def mma_rows(self) -> int:
+        """Rows of the tile as the MMA has them."""
+        return self.n if self.swapped else self.m
+
+    @property
+    def mma_n(self) -> int:
+        """Columns of one wgmma."""
+        return self.m if self.swapped else self.n
+
+    @property
+    def warpgroups_per_tile(self) -> int:
+        """MMA warpgroups that share a tile."""
+        if self.swapped:
+            return self.n // (SWAPPED_SLABS[self.schedule] * 64)
+        return 1 if self.takes_turns else self.m // 64
+
+    @property
+    def warpgroups(self) -> int:
+        """MMA warpgroups of a CTA."""
+        return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
+
+    @property
+    def slabs(self) -> int:
+        """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
+        return self.mma_rows // 64 // self.warpgroups_per_tile
+
+    @property
+    def accumulators(self) -> int:
+        """Of a thread."""
+        return self.slabs * self.mma_n // 2
+
+    @property
+    def max_accumulators(self) -> int:
+        """Of a thread that computes with them. Four MMA warpgroups have less than half the registers of two: 64
+        spill.
+        """
+        return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def row_sharers(self) -> int:
+        """CTAs that share a row tile, always or, in an adaptive cluster, at times."""
+        return self.cluster_size if self.adaptive else self.cluster_n
+
+    @property
+    def name(self) -> str:
+        cluster = f"c{self.cluster_m}x{self.cluster_n}{'a' if self.adaptive else ''}"
+        return f"t{self.m}x{self.n}x{self.k}_{cluster}_{SCHEDULES[self.schedule]}"
+
+
+def check_accumulators(tile: TileConfig, most: int) -> None:
+    if tile.accumulators > most:
+        mma_n, other = ("m", "n") if tile.swapped else ("n", "m")
+        raise SpecError(
+            f"a {tile.schedule} tile of {tile.m} x {tile.n} has {tile.accumulators} accumulators a thread, more "
+            f"than {most}; choose tile {mma_n}={most * 2 // tile.slabs} or a smaller {other}"
+        )
