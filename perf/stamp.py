@@ -58,12 +58,12 @@ def versions() -> dict[str, str]:
 
 def _smi() -> dict[str, str]:
     query = ",".join(SMI_FIELDS.values())
-    line = _output_of(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", _device_uuid()])
+    line = _output_of(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", device_uuid()])
     values = line.splitlines()[0].split(", ") if line else [UNKNOWN] * len(SMI_FIELDS)
     return dict(zip(SMI_FIELDS, values, strict=False))
 
 
-def _device_uuid() -> str:
+def device_uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 

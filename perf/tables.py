@@ -10,6 +10,7 @@ from typing import Any
 from .cases import Case
 from .fp8_tables import fp8_parts
 from .mhc_tables import mhc_tables
+from .power_tables import power_parts
 from .results import Result
 from .targets import copy_target, target
 from .timing import Summary
@@ -310,6 +311,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "graph": graph_tables,
     "training-curves": curves_tables,
     "quantize": quantize_tables,
+    "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"])],
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "compare": compare_tables,

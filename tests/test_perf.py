@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shlex
 import sys
 
@@ -14,7 +15,7 @@ from support import fake_gpu
 
 from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
-from perf import contestants, fp8, operations, plots, report, results, stamp, tables, train_host, training
+from perf import contestants, fp8, operations, plots, readings, report, results, stamp, tables, train_host, training
 from perf.cases import (
     DECODE,
     DEEPSEEK,
@@ -37,7 +38,7 @@ from perf.cases import (
 from perf.options import Options, command_line
 from perf.problem import MAX_COPIES, ROTATION_BYTES, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
-from perf.suites import SUITES, quantize
+from perf.suites import SUITES, power, quantize
 from perf.suites.compare import make_sets
 from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, WITH_OUT, WITHOUT_OUT, derived
 from perf.suites.train import HOST_ITEMS, needed_bytes, saved_bytes
@@ -495,6 +496,12 @@ def graph_result():
     return results.make_result("graph", STAMP, LIMITS, [record])
 
 
+def power_result():
+    alone = {"us": 3000.0, "mhz": 1400.0, "watts": 690.4, "capped": 1.0}
+    record = {"case": dataclasses.asdict(MIXTRAL), "op": "fc1", "alone": {"glulam": alone}}
+    return results.make_result("power", STAMP, LIMITS, [record])
+
+
 def train_record(op, **medians):
     return {
         "case": dataclasses.asdict(QWEN3),
@@ -644,6 +651,7 @@ ALL_RESULTS = {
     "graph": graph_result,
     "train": train_result,
     CURVES: curves_result,
+    "power": power_result,
     "quantize": quantize_result,
     "fp8": fp8_result,
     "mhc": mhc_result,
@@ -654,6 +662,38 @@ ALL_RESULTS = {
 
 def test_every_suite_has_tables_and_a_command():
     assert set(ALL_RESULTS) == {*SUITES, CURVES} == set(tables.TABLES) == {*cli.SUITE_NAMES, CURVES}
+
+
+def test_power_is_shown_with_the_share_of_peak_at_its_clock():
+    (table, _) = tables.tables_of(power_result())
+    flop = 2 * MIXTRAL.rows * MIXTRAL.hidden * 2 * MIXTRAL.intermediate
+    share = flop / 3000e-6 / (4096 * STAMP["sms"] * 1400e6)
+    assert table.rows[0][1:] == ("glulam", "3000", "641", "1400", "690", "100%", f"{share:.2f}") and 0.5 < share < 1
+
+
+def test_readings_are_averaged_over_their_time():
+    now = itertools.count()
+    taken = readings.Readings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readings.time, "monotonic", lambda: float(next(now)))
+        taken.follow(iter(["1400, 690.5, Active", "[N/A], 1, Active", "1500, 700.5, Not Active", "9, 9, Active"]))
+    assert taken.mean(0.0, 1.0) == (1450.0, 695.5, 0.5)
+    with pytest.raises(RuntimeError, match="nvidia-smi gave none of"):
+        taken.mean(5.0, 6.0)
+
+
+def test_a_contestant_alone_is_timed_after_settling(monkeypatch):
+    now = itertools.count()
+    monkeypatch.setattr(power.time, "monotonic", lambda: float(next(now)))
+    events = itertools.cycle([2.0, 4.0])
+    event = type("Event", (), {"record": int, "synchronize": int, "elapsed_time": lambda *_: next(events)})
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event())
+    log = readings.Readings()
+    log.taken = [(2.0, readings.Reading(1.0, 1.0, 1.0)), (8.0, readings.Reading(1400.0, 690.0, 1.0))]
+    calls = []
+    alone = power.run_alone(calls.append, 10.0, log)
+    assert alone == {"us": 100.0, "mhz": 1400.0, "watts": 690.0, "capped": 1.0}  # of 100, 200, 100
+    assert len(calls) == 7 * power.CALLS_PER_SAMPLE  # four samples of the settling time, three after it
 
 
 def test_quantising_counts_every_byte_once():

@@ -13,6 +13,7 @@ from .fp8 import run_fp8
 from .graph import run_graph
 from .host import run_host
 from .mhc import run_mhc
+from .power import run_power
 from .quantize import run_quantize
 from .tiles import run_tiles
 from .train import run_train
@@ -24,6 +25,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "skew": run_skew,
     "backward": run_backward,
     "train": run_train,
+    "power": run_power,
     "host": run_host,
     "graph": run_graph,
     "quantize": run_quantize,

@@ -20,7 +20,7 @@ from ..timing import measure_device
 Records = list[dict[str, Any]]
 
 
-def _prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...]) -> tuple[list[Library], Any]:
+def prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...]) -> tuple[list[Library], Any]:
     """Who can compete on this problem, and what was chosen in tuning. In decode, where weights are all that counts, not
     Dense: it reads one expert's only.
     """
@@ -38,7 +38,7 @@ def _prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...]
     return chosen, tunings
 
 
-def _checked(contestants: list[Library], op: str, problem: Problem) -> dict[str, float]:
+def checked(contestants: list[Library], op: str, problem: Problem) -> dict[str, float]:
     """Each contestant's error. A peer that fails or is wrong is left out with a warning; we may not."""
     errors = {}
     for library in contestants:
@@ -52,7 +52,7 @@ def _checked(contestants: list[Library], op: str, problem: Problem) -> dict[str,
 
 
 def _record(problem: Problem, op: str, contestants: list[Library], budget_s: float) -> dict[str, Any]:
-    errors = _checked(contestants, op, problem)
+    errors = checked(contestants, op, problem)
     competing = [library for library in contestants if library.name in errors]
     times = measure_device({library.name: calls(library, op, problem.sets) for library in competing}, budget_s)
     return {
@@ -68,7 +68,7 @@ def _record(problem: Problem, op: str, contestants: list[Library], budget_s: flo
 
 def _measure(case: Case, ops: tuple[str, ...], contestants: list[Library], budget_s: float) -> Records:
     problem = make_problem(case)
-    competing, tunings = _prepared(contestants, problem, ops)
+    competing, tunings = prepared(contestants, problem, ops)
     records = [_record(problem, op, competing, budget_s / len(ops)) for op in ops]
     for record in records:
         record["tuning"] = tunings

@@ -148,6 +148,8 @@ class TestWgrad:
             (spread(300, 4), 1504, 736),
             ([3, 0, 5], 8, 8),
             ([70, 3], 8, 4096),
+            ([40, 0, 90], 1208, 4744),  # bands of either side, the last one lower than the others
+            ([40, 0, 90], 4744, 1208),
             ([4097], 264, 8),
             (zipf(1000, 512), 72, 96),
             ([1], INTER, HIDDEN),
