@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import shlex
 import sys
+import time
 
 import pytest
 import torch
@@ -680,6 +681,23 @@ def test_readings_are_averaged_over_their_time():
     assert taken.mean(0.0, 1.0) == (1450.0, 695.5, 0.5)
     with pytest.raises(RuntimeError, match="nvidia-smi gave none of"):
         taken.mean(5.0, 6.0)
+
+
+def test_the_gpu_is_followed_until_the_block_ends(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nwhile :; do echo '1400, 690.50, Active'; sleep 0.01; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(readings, "device_uuid", lambda: "GPU-0")
+    begin = time.monotonic()
+    with readings.follow_gpu() as taken:
+        while len(taken.taken) < 3:
+            assert time.monotonic() < begin + 10
+            time.sleep(0.01)
+    assert taken.mean(begin, time.monotonic()) == (1400.0, 690.5, 1.0)
+    after = len(taken.taken)
+    time.sleep(0.05)
+    assert len(taken.taken) == after
 
 
 def test_a_contestant_alone_is_timed_after_settling(monkeypatch):
