@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
+
+from .chosen import chosen
 
 LOG2_E = 1.4426950408889634
 SQRT_2_OVER_PI = 0.7978845608028654
@@ -28,16 +29,12 @@ class ActivationParams(NamedTuple):
     offset: Float32
 
 
-def _select(condition: cutlass.Boolean, if_true: Float32, if_false: Float32) -> Float32:
-    return Float32(cutlass.select_(condition, if_true, if_false))
-
-
 def _at_most(x: Float32, bound: Float32) -> Float32:
-    return _select(x > bound, bound, x)
+    return chosen(x > bound, bound, x)
 
 
 def _relu(x: Float32) -> Float32:
-    return _select(x < Float32(0.0), Float32(0.0), x)
+    return chosen(x < Float32(0.0), Float32(0.0), x)
 
 
 def _sigmoid(x: Float32) -> Float32:
@@ -95,8 +92,8 @@ def _d_clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Floa
     linear = -_at_most(-_at_most(u, p.limit), p.limit)
     sigmoid = _sigmoid(p.alpha * gate)
     d_gate = sigmoid + p.alpha * gate * sigmoid * (Float32(1.0) - sigmoid)
-    d_a = _select(a > p.limit, zero, (linear + p.offset) * d_gate)
-    d_u = _select(u > p.limit, zero, _select(u < -p.limit, zero, gate * sigmoid))
+    d_a = chosen(a > p.limit, zero, (linear + p.offset) * d_gate)
+    d_u = chosen(u > p.limit, zero, chosen(u < -p.limit, zero, gate * sigmoid))
     return gate * sigmoid * (linear + p.offset), d_a, d_u
 
 
@@ -115,7 +112,7 @@ def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
 
 def _d_reglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
     relu = _relu(a)
-    return relu * u, _select(a > Float32(0.0), u, Float32(0.0)), relu
+    return relu * u, chosen(a > Float32(0.0), u, Float32(0.0)), relu
 
 
 def _with_d_srelu(a: Float32) -> tuple[Float32, Float32]:

@@ -21,6 +21,7 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..tiles import TileConfig
@@ -133,7 +134,7 @@ class WeightScales(Invariant):
                 for i in cutlass.range_constexpr(count):
                     row = ROW_HALVES * slab + i // 2 % ROW_HALVES
                     bad = decode.is_bad(self.bad[0], row)
-                    values[i] = Float32(cutlass.select_(bad, Float32(float("nan")), values[i]))
+                    values[i] = chosen(bad, Float32(float("nan")), values[i])
             self.bad[0] = Int32(0)
 
 

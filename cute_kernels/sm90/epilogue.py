@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 
 from .. import activation as act
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec
@@ -305,7 +306,7 @@ class ActivationEpilogue(Epilogue):
             return column
         half = state.bias_size // 2
         element = row_of(self.layout, column, part, half)
-        return Int32(cutlass.select_(column < half, element, state.bias_size))
+        return chosen(column < half, element, state.bias_size)
 
     @cute.jit
     def finish_slab(

@@ -24,6 +24,7 @@ import cutlass.cute as cute
 import cutlass.utils
 from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from .quantize_mxfp8 import VECTOR_BYTES, WORDS
@@ -41,10 +42,6 @@ FOUR = 4  # E4M3 numbers of a word
 STRIP_LANES = 8  # threads side by side: 128 bytes of a row
 SLOTS = WARP // STRIP_LANES
 RUN = BLOCK // SLOTS  # rows of a block that a thread has
-
-
-def _select(condition: Boolean, if_true: Int32, if_false: Int32) -> Int32:
-    return Int32(cutlass.select_(condition, if_true, if_false))
 
 
 def quantised_max(amax: Float32) -> Float32:
@@ -149,7 +146,7 @@ class FoldRows(FoldMxfp8):
         warp = thread // WARP
         row = block * (WARPS // warps_a_row) + warp // warps_a_row
         lane = warp % warps_a_row * WARP + thread % WARP
-        columns = _select(row < w.shape[0], Int32(w.shape[1]), Int32(0))
+        columns = chosen(row < w.shape[0], Int32(w.shape[1]), Int32(0))
         span = Span(
             w.iterator.toint() + Int64(row) * w.stride[0] * (self.dtype.width // 8),
             data.iterator.toint() + Int64(row) * w.shape[1],

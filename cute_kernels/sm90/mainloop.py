@@ -14,6 +14,7 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from ..chosen import chosen
 from ..invariant import Invariant
 from ..tiles import TileConfig
 from .budget import ROWS
@@ -323,7 +324,7 @@ class GemmMainloop(WeightsFirst):
         if not self.skips_slabs:
             return super().loops(work, num_k_tiles)
         is_short = work.group_end - work.row <= ROWS
-        of_one = Int32(cutlass.select_(is_short, num_k_tiles, Int32(0)))
+        of_one = chosen(is_short, num_k_tiles, Int32(0))
         return [(self.tile.slabs, num_k_tiles - of_one), (1, of_one)]
 
     @cute.jit

@@ -29,10 +29,11 @@ import cutlass.utils
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from .scale_stores import BLOCK, BLOCKS, QUARTERS, TILE, WORD_BYTES, ScaleGrid, ScaleStores, Strip
-from .scales import Magnitudes, chosen, exponent_of, multiplier_of, power_of_two
+from .scales import Magnitudes, exponent_of, multiplier_of, power_of_two
 
 SECTOR_BYTES = 32
 VECTOR_BYTES = 16

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
+
+from ..chosen import chosen
 
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
 F32_TWO_TO_MINUS_127 = 0x00400000
-
-
-def chosen(condition: Boolean, if_true: Int32, if_false: Int32) -> Int32:
-    return Int32(cutlass.select_(condition, if_true, if_false))
 
 
 def power_of_two(byte: Int32) -> Float32:

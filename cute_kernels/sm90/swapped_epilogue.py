@@ -16,6 +16,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import warp
 
 from .. import activation as act
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..specs import GroupedGluSpec
@@ -131,7 +132,7 @@ class SwappedEpilogue(Epilogue):
             self._fetch_bias(state, biases, work, share)
         address = state.addends.scale
         if const_expr(self.scales_bias):
-            address = Int64(cutlass.select_(state.has_bias(), address, Int64(0)))
+            address = chosen(state.has_bias(), address, Int64(0))
         for i in cutlass.range_constexpr((self.tile.m + THREADS - 1) // THREADS):
             row = state.slots.thread + i * THREADS
             scale = Float32(1.0)

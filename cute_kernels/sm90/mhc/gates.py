@@ -13,10 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...gmem import vector_at
 from ...invariant import Invariant
-from .shapes import (
-    GATE_WARPS,
-    outputs,
-)
+from .shapes import GATE_WARPS, outputs
 from .vectors import form_of, load_params
 
 LANES = 32
