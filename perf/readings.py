@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .stamp import device_uuid
+from .stamp import smi_query
 
 FIELDS = ("clocks.sm", "power.draw.instant", "clocks_event_reasons.sw_power_cap")
 PERIOD_MS = 20
@@ -56,9 +56,8 @@ class Readings:
 @contextmanager
 def follow_gpu() -> Iterator[Readings]:
     """Readings of the current device until the block ends."""
-    query = f"--query-gpu={','.join(FIELDS)}"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--loop-ms={PERIOD_MS}", "-i", device_uuid()]
     readings = Readings()
+    command = [*smi_query(FIELDS), f"--loop-ms={PERIOD_MS}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as smi:
         assert smi.stdout is not None
         thread = threading.Thread(target=readings.follow, args=(smi.stdout,), daemon=True)

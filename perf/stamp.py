@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,16 @@ def versions() -> dict[str, str]:
     }
 
 
+def smi_query(fields: Iterable[str]) -> list[str]:
+    """The command that prints these fields of the current device, a line of numbers separated by commas."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
+
+
 def _smi() -> dict[str, str]:
-    query = ",".join(SMI_FIELDS.values())
-    line = _output_of(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", device_uuid()])
+    line = _output_of(smi_query(SMI_FIELDS.values()))
     values = line.splitlines()[0].split(", ") if line else [UNKNOWN] * len(SMI_FIELDS)
     return dict(zip(SMI_FIELDS, values, strict=False))
-
-
-def device_uuid() -> str:
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _under_load() -> dict[str, str]:

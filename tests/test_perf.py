@@ -7,6 +7,7 @@ import itertools
 import shlex
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -688,7 +689,8 @@ def test_the_gpu_is_followed_until_the_block_ends(tmp_path, monkeypatch):
     smi.write_text("#!/bin/sh\nwhile :; do echo '1400, 690.50, Active'; sleep 0.01; done\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(readings, "device_uuid", lambda: "GPU-0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="0"))
     begin = time.monotonic()
     with readings.follow_gpu() as taken:
         while len(taken.taken) < 3:

@@ -38,8 +38,8 @@ def prepared(contestants: list[Library], problem: Problem, ops: tuple[str, ...])
     return chosen, tunings
 
 
-def checked(contestants: list[Library], op: str, problem: Problem) -> dict[str, float]:
-    """Each contestant's error. A peer that fails or is wrong is left out with a warning; we may not."""
+def checked(contestants: list[Library], op: str, problem: Problem) -> tuple[list[Library], dict[str, float]]:
+    """Who computes `op`, and each one's error. A peer that fails or is wrong is left out with a warning; we may not."""
     errors = {}
     for library in contestants:
         try:
@@ -48,12 +48,11 @@ def checked(contestants: list[Library], op: str, problem: Problem) -> dict[str, 
             if library is contestants[0]:
                 raise
             warnings.warn(f"{problem.case.label}, {op}: {library.name} is left out: {error}", stacklevel=2)
-    return errors
+    return [library for library in contestants if library.name in errors], errors
 
 
 def _record(problem: Problem, op: str, contestants: list[Library], budget_s: float) -> dict[str, Any]:
-    errors = checked(contestants, op, problem)
-    competing = [library for library in contestants if library.name in errors]
+    competing, errors = checked(contestants, op, problem)
     times = measure_device({library.name: calls(library, op, problem.sets) for library in competing}, budget_s)
     return {
         "case": dataclasses.asdict(problem.case),

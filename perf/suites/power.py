@@ -46,9 +46,8 @@ def run_alone(call: Callable[[int], object], seconds: float, readings: Readings)
 
 def _measure(case: Case, contestants: list[Library], seconds: float, readings: Readings) -> dict[str, Any]:
     problem = make_problem(case)
-    competing, tunings = prepared(contestants, problem, (OP,))
-    errors = checked(competing, OP, problem)
-    competing = [library for library in competing if library.name in errors]
+    candidates, tunings = prepared(contestants, problem, (OP,))
+    competing, errors = checked(candidates, OP, problem)
     return {
         "case": dataclasses.asdict(case),
         "op": OP,
