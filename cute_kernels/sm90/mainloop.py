@@ -224,7 +224,7 @@ class WeightsFirst(Mainloop):
     gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
     """
 
-    evicts_weights = False
+    evicts_weights: bool
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
         """The distance of an expert's weight rows."""
