@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from glulam import reference
 from glulam.activations import ActivationParams
+from glulam.ops.grouped_dglu import partials_shape
 
 from .cases import Case
 from .problem import offsets
@@ -24,7 +25,6 @@ from .routing import group_sizes
 INT32_OFFSETS = 0  # group_form of the exported functions
 ABSENT = (0, 0, 0)  # table of experts, bias, table of biases
 PARAMS = ActivationParams()
-NARROWEST_TILE = 64  # of any kernel, in columns: the workspace below serves every tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +244,7 @@ class Dglu(Operation):
         self.w2 = make.weights(case.hidden, case.intermediate, case.hidden)
         self.dpreact, self.act = make.out(case.rows, width), make.out(case.rows, case.intermediate)
         self.d_scale = make.out(case.rows, dtype=torch.float32)
-        columns = -(-case.intermediate // NARROWEST_TILE)
-        self.partials = make.out(columns, case.rows, dtype=torch.float32)
+        self.partials = make.out(*partials_shape(case.rows, case.intermediate), dtype=torch.float32)
         self.w1, self.dx = self.dy.new_empty(1, width, case.hidden), torch.empty_like(self.dy)
         self.weight, self.results = (self.w2,), (self.dpreact, self.act, self.d_scale)
         self.moved = (self.dy, self.preact, self.scale, *self.results)

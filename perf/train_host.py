@@ -10,8 +10,9 @@ import torch
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
+from glulam.ops.grouped_dglu import partials_shape
 
-from .operations import INT32_OFFSETS, NARROWEST_TILE
+from .operations import INT32_OFFSETS
 from .timing import Summary
 from .training import Results, TrainingData
 
@@ -39,7 +40,7 @@ class BareLaunches:
         act, preact, dpreact = (torch.empty_like(tensor) for tensor in (d.act, d.preact, d.dpreact))
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
         rows, experts, inner = x.shape[0], w1.shape[0], act.shape[1]
-        partials = torch.empty(-(-inner // NARROWEST_TILE), rows, device=x.device)
+        partials = torch.empty(partials_shape(rows, inner), device=x.device)
         groups = (d.offs.data_ptr(), INT32_OFFSETS, experts)
         packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr())
         end = (scale.data_ptr(), *NO_PARAMS, sm_count, BOTH)

@@ -128,13 +128,14 @@ def grouped_dglu(
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
 
-def partials_shape(problem: Problem) -> tuple[int, int]:
+def partials_shape(rows: int, intermediate: int) -> tuple[int, int]:
     """Of the memory for parts of d_row_scale, float32: one a tile of any width."""
-    return -(-problem.intermediate // PARTIAL_COLUMNS), problem.rows
+    return -(-intermediate // PARTIAL_COLUMNS), rows
 
 
 def partials_layout(problem: Problem, launch: Launch) -> workspace.Layout:
-    return workspace.Layout(partials_shape(problem), torch.float32, launch.device, launch.index)
+    shape = partials_shape(problem.rows, problem.intermediate)
+    return workspace.Layout(shape, torch.float32, launch.device, launch.index)
 
 
 @dataclasses.dataclass(frozen=True)

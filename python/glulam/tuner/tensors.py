@@ -94,7 +94,7 @@ class Tensors:
         self.dx = self._out(p.rows, width)
         self.scale = torch.rand(p.rows, device=self.device, generator=self.generator)
         self.d_scale = self._out(p.rows, dtype=torch.float32)
-        self.partials = self._out(*partials_shape(p), dtype=torch.float32)
+        self.partials = self._out(*partials_shape(p.rows, p.intermediate), dtype=torch.float32)
         self.results = (self.dpreact, self.act, self.d_scale, *([self.dx] if goes_on(p) else []))
 
     def _make_wgrad(self) -> None:
