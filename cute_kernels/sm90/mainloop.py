@@ -19,6 +19,7 @@ from ..invariant import Invariant
 from ..tiles import TileConfig
 from .budget import ROWS
 from .ragged import clipped, ragged_rows
+from .row_boxes import acquire, box_rows, num_boxes
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .weights import EVICT_FIRST, ExpertAddress, expert_offset, leave_first, lo_hi
@@ -284,7 +285,8 @@ class WeightsFirst(Mainloop):
 
 
 class GemmMainloop(WeightsFirst):
-    """A: `tile.m` rows of x at any row; groups need no alignment, rows past a group's end are computed and not stored.
+    """A: `tile.m` rows of x at any row; groups need no alignment, rows past a group's end are computed, not stored, and
+    loaded only where their box (row_boxes.py) has others.
     B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
 
     A warpgroup with a tile of its own leaves out the second slab where that has no rows. Two loops, one of which has no
@@ -306,11 +308,11 @@ class GemmMainloop(WeightsFirst):
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, scales: Int64) -> Operands:
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
-        atom_a, a = self._tma(x, self.a_major, self.tile.m, self.tile.row_sharers)
+        atom_a, a = self._tma(x, self.a_major, box_rows(self.tile), self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
         if self.tile.adaptive:
-            extra += self._tma(x, self.a_major, self.tile.m, 1), self._tma(w, self.b_major, self.part_n, 1)
+            extra += self._tma(x, self.a_major, box_rows(self.tile), 1), self._tma(w, self.b_major, self.part_n, 1)
         return Operands(atom_a, a, atom_b, b, extra, scales)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
@@ -356,20 +358,24 @@ class GemmMainloop(WeightsFirst):
         count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         tile = self.tile
-        gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), (tile.m, tile.k), (0, None))
-        tAsA, tAgA = a.partition(sA, gA)
-        gB = cute.local_tile(b.tensor, (self.part_n, tile.k), (None, None, None, None))
-        tBsB, tBgB = b.partition(cute.flat_divide(sB, (self.part_n, tile.k)), gB)
+        x_box, w_box = (box_rows(tile), tile.k), (self.part_n, tile.k)
+        gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
+        tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
+        gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
+        tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
         first = expert_offset(address, work.expert)
+        boxes = num_boxes(tile, work)
+        num_bytes = (boxes * box_rows(tile) + tile.n) * (tile.k * self.dtype.width // 8)
         for k_tile in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
             if k_tile >= ahead:
-                stages.producer_acquire(state)
+                acquire(stages, state, num_bytes)
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
                     b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier, policy)
             if const_expr(with_rows):
-                a.copy(tAgA[None, k_tile], tAsA[None, state.index], barrier)
+                for box in cutlass.range(boxes, unroll=1):
+                    a.copy(tAgA[None, box, k_tile], tAsA[None, box, 0, state.index], barrier)
             state.advance()
         return state
 
