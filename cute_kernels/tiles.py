@@ -109,6 +109,15 @@ class TileConfig:
         return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
 
     @property
+    def box_rows(self) -> int:
+        """Rows of one load: a tile of 64 has four such boxes, a larger one of 64 rows each.
+
+        Any multiple of the 8 rows of a swizzle atom would do. 8 are as fast as 16 where a group has few rows, and 0.5 %
+        slower where it has 64.
+        """
+        return 16 if self.m <= 64 else 64
+
+    @property
     def cluster_size(self) -> int:
         return self.cluster_m * self.cluster_n
 

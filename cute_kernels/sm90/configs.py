@@ -48,12 +48,14 @@ SMALL8 = TileConfig(m=64, n=256, k=128)
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
 # MXFP8 weights alone. Many rows an expert: a weight is decoded once for 256 of them. Few: four warpgroups decode, which
-# hide each other's latencies, and the fewer columns an MMA has, the less of x goes to every CTA beside its weights.
+# hide each other's latencies, and the fewer columns an MMA has, the less of x goes to every CTA beside its weights. Few
+# experts: two warpgroups a CTA on twice as many SMs.
 LARGE_W8 = TileConfig(m=256, n=128, k=128, schedule="swapped_single")
 MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
 TINY_W8 = TileConfig(m=16, n=256, k=128, schedule="swapped_single")
-TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8)
+NARROW_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
+TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8, NARROW_W8)
 
 
 def activation_forms() -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from ..invariant import Invariant
 from ..tiles import TileConfig
 from .budget import ROWS
 from .ragged import clipped, ragged_rows
-from .row_boxes import acquire, box_rows, num_boxes
+from .row_boxes import acquire, num_boxes
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .weights import EVICT_FIRST, ExpertAddress, expert_offset, leave_first, lo_hi
@@ -308,11 +308,11 @@ class GemmMainloop(WeightsFirst):
 
     def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, scales: Int64) -> Operands:
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
-        atom_a, a = self._tma(x, self.a_major, box_rows(self.tile), self.tile.row_sharers)
+        atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
         if self.tile.adaptive:
-            extra += self._tma(x, self.a_major, box_rows(self.tile), 1), self._tma(w, self.b_major, self.part_n, 1)
+            extra += self._tma(x, self.a_major, self.tile.box_rows, 1), self._tma(w, self.b_major, self.part_n, 1)
         return Operands(atom_a, a, atom_b, b, extra, scales)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
@@ -358,14 +358,14 @@ class GemmMainloop(WeightsFirst):
         count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         tile = self.tile
-        x_box, w_box = (box_rows(tile), tile.k), (self.part_n, tile.k)
+        x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
         gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
         tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
         gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
         first = expert_offset(address, work.expert)
         boxes = num_boxes(tile, work)
-        num_bytes = (boxes * box_rows(tile) + tile.n) * (tile.k * self.dtype.width // 8)
+        num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
         for k_tile in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
             if k_tile >= ahead:

@@ -13,24 +13,13 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32
 
 from ..tiles import TileConfig
-from .budget import ROWS
 from .tile_scheduler import WorkTile
-
-# Any multiple of the 8 rows of a swizzle atom would do. 8 are as fast as 16 where a group has few rows, and 0.5 %
-# slower where it has 64.
-FEW_ROWS = 16
-
-
-def box_rows(tile: TileConfig) -> int:
-    """Rows of one load: a tile has two or four boxes."""
-    return FEW_ROWS if tile.m <= ROWS else ROWS
 
 
 def num_boxes(tile: TileConfig, work: WorkTile) -> Int32:
     """Boxes of a tile that hold rows of its group; a cluster's last tile may begin behind the group's end."""
-    box = box_rows(tile)
     rows = cutlass.max(cutlass.min(work.group_end - work.row, Int32(tile.m)), Int32(0))
-    return cute.ceil_div(rows, box)
+    return cute.ceil_div(rows, tile.box_rows)
 
 
 def acquire(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, num_bytes: Int32) -> None:

@@ -40,22 +40,19 @@ class Machine:
     """What the kernels reach on a GPU; microseconds, and bytes or FLOP a microsecond.
 
     launch_us: from launch to the first tile, and from the last to the end. cluster_us: more where CTAs form clusters.
-    memory: of the whole GPU, reading. operands: bytes that an SM receives while all ask. clipped: bytes of rows behind
-    the last one, for which an SM waits though nothing is read. flop: of an SM. turn_us: an epilogue of 128 x 128
-    elements. again: how much of the weights is read twice where two clusters want them. sharpness: how little memory
-    and tiles wait for each other.
+    memory: of the whole GPU, reading. operands: bytes that an SM receives while all ask. flop: of an SM. again: how
+    much of the weights is read twice where two clusters want them. sharpness: how little memory and tiles wait for each
+    other.
     """
 
     sms: int = 132
     launch_us: float = 7.0
-    cluster_us: float = 0.4
-    memory: float = 4.45e6
-    operands: float = 62e3
-    clipped: float = 38e3
-    flop: float = 6.1e6  # 805 TF/s over 132 SMs, cuBLAS at 8192^3; not fitted
-    turn_us: float = 0.14
-    again: float = 0.5
-    sharpness: float = 6.0
+    cluster_us: float = 0.75
+    memory: float = 4.28e6
+    operands: float = 60.8e3
+    flop: float = 5.2e6
+    again: float = 0.26
+    sharpness: float = 6.5
 
 
 H200 = Machine()
@@ -90,9 +87,10 @@ def row_tiles(average: float, height: int, routing: str) -> float:
     return tiles
 
 
-def clipped_share(rows: int, height: int) -> float:
-    """The share of loaded rows that lie behind the last one of all, where tiles of `height` rows begin anywhere."""
-    return height / (2 * rows) if rows > height else 1 - rows / (2 * height)
+def _loaded_rows(gemm: Gemm, tile: TileConfig, routing: str) -> float:
+    """Of an average tile: boxes that hold any row are loaded."""
+    boxes = row_tiles(gemm.average, tile.box_rows, routing)
+    return tile.box_rows * boxes / row_tiles(gemm.average, tile.m, routing)
 
 
 def _pairs_rows(gemm: Gemm, tile: TileConfig) -> bool:
@@ -109,20 +107,15 @@ def _memory_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> 
     return BYTES * (weights + gemm.rows * (gemm.depth + gemm.stored)) / machine.memory
 
 
-def _tile_us(gemm: Gemm, tile: TileConfig, busy: float, machine: Machine) -> float:
-    """One tile among many of a CTA, while the share `busy` of all CTAs has one. Cooperative warpgroups stop for an
-    epilogue; of two that take turns one goes on.
-    """
+def _tile_us(gemm: Gemm, tile: TileConfig, routing: str, busy: float, machine: Machine) -> float:
+    """One tile among many of a CTA, while the share `busy` of all CTAs has one; its epilogue hides behind the next."""
     pairs_rows = _pairs_rows(gemm, tile)
     share_weights = tile.cluster_m if pairs_rows else 1
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
-    clipped = tile.m * clipped_share(max(gemm.rows, 1), tile.m)
-    asked = (tile.m - clipped) / share_rows + tile.n / share_weights
-    load = busy * BYTES * tile.k * (asked / machine.operands + clipped / machine.clipped)
+    asked = _loaded_rows(gemm, tile, routing) / share_rows + tile.n / share_weights
+    load = busy * BYTES * tile.k * asked / machine.operands
     mma = 2 * tile.m * tile.n * tile.k / machine.flop
-    body = math.ceil(gemm.depth / tile.k) * max(mma, load)
-    turn = machine.turn_us * tile.m * tile.n / 2**14
-    return max(body, (body + turn) / 2) if tile.takes_turns else body + turn
+    return math.ceil(gemm.depth / tile.k) * max(mma, load)
 
 
 def _tiles_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
@@ -132,7 +125,7 @@ def _tiles_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> f
     tiles = gemm.experts * row_tiles(gemm.average, tile.m * high, routing) * across
     share = tiles / (machine.sms // (high * wide))
     rounds = math.ceil(share) if routing == EVEN else max(share + 0.5, 1.0)
-    return rounds * _tile_us(gemm, tile, min(share, 1.0), machine)
+    return rounds * _tile_us(gemm, tile, routing, min(share, 1.0), machine)
 
 
 def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H200) -> float:
