@@ -62,6 +62,13 @@ DECODE = (
     dataclasses.replace(DEEPSEEK, name="DeepSeek decode", rows=256),
     dataclasses.replace(MIXTRAL, name="Mixtral decode", rows=64),
 )
+# One token: a row for each of the experts that it is routed to, of those that a GPU has.
+TOKEN = (
+    dataclasses.replace(QWEN3, name="Qwen3 token", rows=8, routing="token:8"),
+    dataclasses.replace(GPT_OSS, name="gpt-oss token", rows=4, routing="token:4"),
+    dataclasses.replace(DEEPSEEK, name="DeepSeek EP8 token", rows=1, routing="token:1"),
+    dataclasses.replace(MIXTRAL, name="Mixtral token", rows=2, routing="token:2"),
+)
 # What else tuning tables cover: the models above at other sizes, and at other shares of experts a GPU.
 OTHER_MODELS = (
     Case("Mixtral-8x22B", 8, 6144, 16384, 8192),
@@ -88,8 +95,8 @@ def forward_cases(wanted: str | None = None) -> list[Case]:
 
 
 def decode_cases(wanted: str | None = None) -> list[Case]:
-    """A step of decoding: a few rows an expert, and weights are all that counts."""
-    return select(with_routings(DECODE, ("uniform", "zipf")), wanted)
+    """A step of decoding: a few rows an expert, or a single token, and weights are all that counts."""
+    return select([*with_routings(DECODE, ("uniform", "zipf")), *TOKEN], wanted)
 
 
 def models(wanted: str | None, default: tuple[Case, ...]) -> list[Case]:

@@ -13,6 +13,7 @@ from .routing import group_sizes
 
 ROTATION_BYTES = 2**30  # 17 times the L2 of an H200
 MAX_COPIES = 8
+TOKENS = 16  # that take turns, where a case is one token: an expert leaves L2 before it is read again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,10 @@ def offsets(sizes: list[int], device: str) -> torch.Tensor:
     return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=device)
 
 
+def _starts(offs: torch.Tensor) -> torch.Tensor:
+    return torch.cat([offs.new_zeros(1), offs])
+
+
 def _buffers(case: Case, sizes: list[int], dtype: torch.dtype, device: str, generator: torch.Generator) -> Buffers:
     experts, hidden, inner, rows = case.experts, case.hidden, case.intermediate, case.rows
 
@@ -67,10 +72,19 @@ def _buffers(case: Case, sizes: list[int], dtype: torch.dtype, device: str, gene
         w2=random(experts, hidden, inner, scale=inner**-0.5),
         mid=random(rows, inner),
         offs=offs,
-        starts=torch.cat([offs.new_zeros(1), offs]),
+        starts=_starts(offs),
         act=torch.empty(rows, inner, dtype=dtype, device=device),
         y=torch.empty(rows, hidden, dtype=dtype, device=device),
     )
+
+
+def _tokens(case: Case, layer: Buffers) -> list[Buffers]:
+    """The same layer for one token after the other, each with experts of its own."""
+    sets = []
+    for token in range(TOKENS):
+        offs = offsets(group_sizes(dataclasses.replace(case, seed=case.seed + token)), str(layer.offs.device))
+        sets.append(dataclasses.replace(layer, offs=offs, starts=_starts(offs)))
+    return sets
 
 
 def make_problem(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Problem:
@@ -78,5 +92,7 @@ def make_problem(case: Case, dtype: torch.dtype = torch.bfloat16, device: str = 
     assert dtype.itemsize == BYTES_PER_ELEMENT
     generator = torch.Generator(device).manual_seed(case.seed)
     sizes = group_sizes(case)
+    if case.routing.startswith("token"):
+        return Problem(case, sizes, _tokens(case, _buffers(case, sizes, dtype, device, generator)))
     sets = [_buffers(case, sizes, dtype, device, generator) for _ in range(copies_needed(case))]
     return Problem(case, sizes, sets)

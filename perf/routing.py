@@ -42,14 +42,21 @@ def _half_empty(experts: int, rng: random.Random, _: float) -> list[float]:
     return weights
 
 
+def _token(experts: int, rng: random.Random, chosen: float) -> list[float]:
+    weights = [float(expert < chosen) for expert in range(experts)]
+    rng.shuffle(weights)
+    return weights
+
+
 ROUTINGS: dict[str, Weights] = {
     "uniform": _uniform,
     "dirichlet": _dirichlet,
     "zipf": _zipf,
     "one": _one_expert,
     "half-empty": _half_empty,
+    "token": _token,
 }
-PARAMETERS = {"dirichlet": 0.5, "zipf": 1.0}  # where a routing names none
+PARAMETERS = {"dirichlet": 0.5, "zipf": 1.0, "token": 8.0}  # where a routing names none
 
 
 def _parameter(routing: str, name: str, text: str) -> float:

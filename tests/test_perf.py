@@ -27,6 +27,7 @@ from perf.cases import (
     QWEN3,
     SONIC,
     TINY,
+    TOKEN,
     Case,
     backward_cases,
     decode_cases,
@@ -38,7 +39,7 @@ from perf.cases import (
     train_cases,
 )
 from perf.options import Options, command_line
-from perf.problem import MAX_COPIES, ROTATION_BYTES, copies_needed, make_problem, offsets
+from perf.problem import MAX_COPIES, ROTATION_BYTES, TOKENS, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
 from perf.suites import SUITES, power, quantize
 from perf.suites.compare import make_sets
@@ -87,7 +88,7 @@ def test_sweeps_cover_their_ranges():
 
 def test_select_keeps_what_matches_and_names_the_choices_otherwise():
     known = forward_cases() + decode_cases()
-    assert {case.name for case in select(known, "mixtral")} == {"Mixtral-8x7B", "Mixtral decode"}
+    assert {case.name for case in select(known, "mixtral")} == {"Mixtral-8x7B", "Mixtral decode", "Mixtral token"}
     assert {case.name for case in select(known, "qwen3 DECODE")} == {"Qwen3 decode"}
     assert {case.routing for case in select(known, "zipf")} == {"zipf"}
     assert select(forward_cases(), None) == forward_cases()
@@ -219,6 +220,20 @@ def test_copies_keep_repeated_calls_out_of_the_cache(case):
 
 def tiny_problem():
     return make_problem(dataclasses.replace(TINY, routing="zipf"), device="cpu")
+
+
+def test_tokens_of_a_case_share_a_layer_and_have_experts_of_their_own():
+    case = dataclasses.replace(TINY, rows=2, routing="token:2")
+    problem = make_problem(case, device="cpu")
+    assert len(problem.sets) == TOKENS and problem.active_experts == 2
+    assert len({b.w1.data_ptr() for b in problem.sets}) == 1
+    chosen = [tuple(b.offs.diff(prepend=b.offs.new_zeros(1)).tolist()) for b in problem.sets]
+    assert len(set(chosen)) > TOKENS // 2 and all(sorted(sizes) == [0] * 6 + [1, 1] for sizes in chosen)
+    assert all(b.starts.tolist() == [0, *b.offs.tolist()] for b in problem.sets)
+    assert list(chosen[0]) == problem.sizes
+    for case in TOKEN:
+        assert case in decode_cases() and case.decode
+        assert sorted(group_sizes(case)) == [0] * (case.experts - case.rows) + [1] * case.rows
 
 
 def test_problem_has_the_shapes_that_the_operators_take():
