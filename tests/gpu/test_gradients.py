@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, F16 = torch.bfloat16, torch.float16
 HIDDEN, INTER = 200, 352
-EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
+EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 5000, 13
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,17 @@ from support.inputs import Case, make_case, poisoned
 from support.routing import catalogue, one_takes_all, spread, zipf
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
-from cute_kernels.specs import GATED
+from cute_kernels.sm90.configs import TILES, activation_forms
+from cute_kernels.specs import GATED, GroupedMmSpec
+from cute_kernels.tiles import TileConfig
+from glulam import kernels
 
 pytestmark = pytest.mark.gpu
 
 BF16, F16 = torch.bfloat16, torch.float16
 FORMS = activation_forms()
 HIDDEN, INTER = 200, 352
-EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
+EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 5000, 13
 BATCHES = {"few rows": zipf(FEW_ROWS, EXPERTS), "many rows": zipf(MANY_ROWS, EXPERTS)}
 
 
@@ -148,6 +150,34 @@ def test_sizes(name: str) -> None:
     transposed = c.w1.mT.contiguous()
     check_mm(c, c.w1, glulam.grouped_mm(c.x, c.w1, offs=c.offs))
     check_mm(c, transposed, glulam.grouped_mm(c.x, transposed, offs=c.offs, transpose_w=True), transpose_w=True)
+
+
+# Sizes around the ends of boxes of 16 and 64 rows, and of tiles; every other group holds NaN.
+BESIDE_NAN = [64, 1, 128, 15, 257, 16, 300, 17, 64, 48, 130, 49, 200, 63, 128, 65, 1, 127, 190, 129, 31, 193]
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_rows_of_other_groups_reach_no_result(tile: TileConfig, transpose_w: bool) -> None:
+    """Shared memory behind a tile's own rows keeps what other tiles had there."""
+    c = case(BESIDE_NAN)
+    w = c.w1.mT.contiguous() if transpose_w else c.w1
+    function = kernels.find(GroupedMmSpec("bfloat16", transpose_w, tile)).function
+    offs, sms = c.offs, torch.cuda.get_device_properties(0).multi_processor_count
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        y = poisoned(c.x.shape[0], 2 * INTER, c.x)
+        function(x, w, y, offs.data_ptr(), 0, len(c.sizes), 0, 0, 0, 0, sms, 1)
+        return y
+
+    clean = product(c.x)
+    check_mm(c, w, clean, transpose_w=transpose_w)
+    x = c.x.clone()
+    for group in x[: c.rows].split(c.sizes)[::2]:
+        group.fill_(math.nan)
+    got, want = (y[: c.rows].split(c.sizes) for y in (product(x), clean))
+    assert all(bool(y.isnan().all()) for y in got[::2])
+    assert all(same_bits(y, clean_y) for y, clean_y in zip(got[1::2], want[1::2], strict=True))
 
 
 def test_layouts_agree() -> None:
