@@ -90,7 +90,7 @@ class Choice:
 
 
 def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
-    return GroupedMmSpec(problem.dtype, problem.transpose_w, tile, arch, problem.operands)
+    return GroupedMmSpec(problem.dtype, problem.transpose_w, CONFIGS[arch].fc2_tile(tile), arch, problem.operands)
 
 
 def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:

@@ -17,7 +17,7 @@ from support.mxfp8_mlp import values, weight_values
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms
+from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, fc2_tile
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam import kernels
@@ -104,7 +104,7 @@ def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tens
 
 def spec_of(form: tuple[str, str], tile: TileConfig, saves: bool) -> Any:
     fc1 = GroupedGluSpec("bfloat16", *form, saves, tile, operands="mxfp8")
-    return fc1 if saves else GroupedMlpSpec(fc1, GroupedMmSpec(tile=tile, operands="mxfp8"))
+    return fc1 if saves else GroupedMlpSpec(fc1, GroupedMmSpec(tile=fc2_tile(tile), operands="mxfp8"))
 
 
 @pytest.mark.parametrize(
