@@ -227,8 +227,7 @@ class GroupTileScheduler(Invariant):
 
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         place = self._adaptive_place if const_expr(self.adaptive) else self._place
-        m_tile, n_tile, pairs_columns = place(tile - first_tile, end - begin, rank)
-        return WorkTile(window.base + lane, self._first_row(begin, m_tile), end, m_tile, n_tile, pairs_columns)
+        return WorkTile(window.base + lane, *place(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
         """Where cluster tile `index` lies among `banded` x `swept`: bands of the former, swept along the latter."""
@@ -242,20 +241,21 @@ class GroupTileScheduler(Invariant):
         """Row and column of cluster tile `index` of a group."""
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
-    def _place(self, index: Int32, rows: Int32, rank: Int32) -> tuple[Int32, Int32, Int32]:
-        """Row tile and weight tile of this CTA in cluster tile `index` of a group; whether it pairs columns."""
-        m_cluster, n_cluster = self._cluster_place(index, rows)
+    def _place(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
+        """The work of this CTA in cluster tile `index` of a group, from `row` on."""
+        m_cluster, n_cluster = self._cluster_place(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
-        return m_tile, n_cluster * self.cluster_n + rank // self.cluster_m, Int32(0)
+        n_tile = n_cluster * self.cluster_n + rank // self.cluster_m
+        return self._first_row(begin, m_tile), end, m_tile, n_tile, Int32(0)
 
     @cute.jit
-    def _adaptive_place(self, index: Int32, rows: Int32, rank: Int32):
+    def _adaptive_place(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
         """The same where two CTAs have neighbouring row tiles or, at an odd row tile, neighbouring weight tiles.
 
         An odd row tile joins the last band: its cluster tile comes right behind those of its two weight tiles, so that
-        these are read from memory once.
+        these are read from memory once. Where it meets a lone weight tile, each CTA has half of its rows.
         """
-        row_tiles = (rows + self.tile_m - 1) // self.tile_m
+        row_tiles = (end - begin + self.tile_m - 1) // self.tile_m
         pairs, odd = row_tiles // 2, row_tiles % 2
         last_band = cutlass.max(pairs - 1, Int32(0)) // RASTER_BAND
         band = cutlass.min(index // (RASTER_BAND * self.grid.num_n), last_band)
@@ -271,9 +271,15 @@ class GroupTileScheduler(Invariant):
         m_tile = (band * RASTER_BAND + in_two - column * height) * 2 + rank
         n_tile = two * 2 + column
         pairs_columns = Int32(0)
+        half = Int32(0)
         if (joined > 0) & ((column > 1) | (n_tile >= self.grid.num_n) | (height == 0)):
             m_tile, n_tile, pairs_columns = row_tiles - 1, two * 2 + rank, Int32(1)
-        return m_tile, n_tile, pairs_columns
+            if two * 2 + 1 == self.grid.num_n:
+                n_tile, pairs_columns, half = two * 2, Int32(0), Int32(self.tile_m // 2)
+        row = self._first_row(begin, m_tile)
+        if (half > 0) & (rank == 0):
+            end = cutlass.min(end, row + half)
+        return row + rank * half, end, m_tile, n_tile, pairs_columns
 
     @cute.jit
     def run(self, ring: WorkRing):
