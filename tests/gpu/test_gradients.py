@@ -22,9 +22,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, F16 = torch.bfloat16, torch.float16
 HIDDEN, INTER = 200, 352
-EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 5000, 13
-# Among more rows there are preactivations that 16 bits move across reglu's kink, where its gradient jumps.
-FORM_ROWS = 1500
+EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +56,7 @@ def test_routings(name: str, rows: int, dtype: torch.dtype, recompute: bool) -> 
 
 @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
 def test_every_form(form: tuple[str, str]) -> None:
-    c = case(zipf(FORM_ROWS, EXPERTS), form[0] in GATED)
+    c = case(zipf(MANY_ROWS, EXPERTS), form[0] in GATED)
     given, dy = leaves(c), gradient(c)
     glulam.grouped_mlp(**given, offs=c.offs, activation=form[0], glu_layout=form[1]).backward(dy)
     check_gradients(c, dy, grads(given), form)

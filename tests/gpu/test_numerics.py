@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
 FORMS = activation_forms()
 HIDDEN, INTER = 200, 352
-EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 5000, 13
+EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
 BATCHES = {"few rows": zipf(FEW_ROWS, EXPERTS), "many rows": zipf(MANY_ROWS, EXPERTS)}
 
 
