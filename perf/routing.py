@@ -36,16 +36,14 @@ def _one_expert(experts: int, rng: random.Random, _: float) -> list[float]:
     return weights
 
 
-def _half_empty(experts: int, rng: random.Random, _: float) -> list[float]:
-    weights = [float(expert < -(-experts // 2)) for expert in range(experts)]
-    rng.shuffle(weights)
-    return weights
-
-
 def _token(experts: int, rng: random.Random, chosen: float) -> list[float]:
     weights = [float(expert < chosen) for expert in range(experts)]
     rng.shuffle(weights)
     return weights
+
+
+def _half_empty(experts: int, rng: random.Random, _: float) -> list[float]:
+    return _token(experts, rng, -(-experts // 2))
 
 
 ROUTINGS: dict[str, Weights] = {

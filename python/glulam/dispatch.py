@@ -202,13 +202,12 @@ def _choose_fp8(problem: Problem, arch: str) -> Choice:
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
     chosen = next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
     spans = [_span(tiles[i - 1][1] if i else 0, most) for i, (_, most) in enumerate(tiles)]
-    tile, _ = tiles[chosen]
-    why = f"{_rows(problem)}, {spans[chosen]}: {tile.name}"
+    tile, reason = tiles[chosen][0], spans[chosen]
     why_not = [f"{tiles[i][0].name}: for {span} rows an expert" for i, span in enumerate(spans) if i != chosen]
     if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs):
         why_not.insert(0, f"{tile.name}: leaves SMs idle, since so few experts have rows")
-        tile = configs.NARROW_W8
-        why = f"{_rows(problem)}, {spans[chosen]}, and few experts have rows: {tile.name}"
+        tile, reason = configs.NARROW_W8, f"{reason}, and few experts have rows"
+    why = f"{_rows(problem)}, {reason}: {tile.name}"
     return Choice(SPEC_OF[problem.op](problem, tile, arch), why, tuple(why_not))
 
 
