@@ -1,4 +1,4 @@
-"""grouped_mlp by the recipes that quantise: arguments in their forms, plans, and what the plans pass to kernels.
+"""grouped_mlp by the recipes that quantise: arguments in their forms, and what is checked of them.
 
 An argument in MXFP8 is two tensors from here on, data and scale, so that a call is made of plain tensors, as torch's
 operators are. A weight is what a caller gave (`scale` None: to be prepared) or what kernels read.
@@ -24,7 +24,7 @@ from ..experts import find
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
-from ..plan import Launch, Plans, addresses, aligned_row, bare, launch_nothing
+from ..plan import Launch, Plans, bare, launch_nothing
 from ..recipes import Recipe
 from ..signature import (
     Experts,
@@ -33,7 +33,6 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
-    check_no_overlap,
     check_out,
     check_params,
     check_scale,
@@ -44,10 +43,17 @@ from ..signature import (
     requiring_grad,
     runs_kernels,
 )
+from .mxfp8_mlp_plans import (
+    ExactPlan,
+    Mxfp8MlpPlan,
+    QuantisedPlan,
+    ReadyPlan,
+    WeightOnlyPlan,
+    layout_of_rows,
+    layouts_in_mxfp8,
+)
 
 OP = "grouped_mlp"
-QUANTISE, READY = 1, 2
-"""What `do_launch` says of x: to be quantised first, or in MXFP8 already."""
 
 
 def grouped_mlp_mxfp8(
@@ -199,114 +205,6 @@ def _refuse_gradients(recipe: str) -> NoReturn:
         f"{OP}: recipe {recipe!r} has no gradient, and an argument requires one; call it under torch.no_grad() or "
         "torch.inference_mode(), detach() its arguments, or choose recipe 'bf16'"
     )
-
-
-def layout_of_rows(problem: Problem, launch: Launch, columns: int, dtype: torch.dtype) -> workspace.Layout:
-    """Of a matrix with the rows of x."""
-    return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
-
-
-def layouts_in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[workspace.Layout]:
-    """Of matrices with the rows of x and so many columns, and then of their scales."""
-    data = [layout_of_rows(problem, launch, width, DATA_DTYPE) for width in widths]
-    return [*data, *(layout_of_rows(problem, launch, -(-width // BLOCK), torch.uint8) for width in widths)]
-
-
-Memory = tuple[Tensor, ...]
-Given = tuple[tuple[Any, ...], tuple[int, ...], int]
-"""The kernel's tensors, the addresses of scales behind the groups, and what to launch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Mxfp8MlpPlan(Launch):
-    """The constants of a call. `dtype`: of the result; `width`: its columns; `memory`: what a call needs besides."""
-
-    width: int
-    memory: workspace.Layouts
-    params: ActivationParams
-
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        """What of the kernel's arguments the recipes differ in."""
-        raise NotImplementedError
-
-    def run(
-        self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w1_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-        groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        if not self.only and gpus.current() != self.index:
-            with torch.cuda.device(self.index):
-                return self.run(x, x_scale, w1, w1_scale, w2, w2_scale, groups, b1, b2, scale, out)
-        if out is None:
-            out = x.new_empty(self.rows, self.width, dtype=self.dtype)
-        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
-            check_no_overlap(self.op, "out", out, "x", x)
-        y = out
-        if self.rows == 1:
-            x, y = aligned_row(x), aligned_row(y)
-        b1_at = b1_table = b2_at = b2_table = 0
-        if b1 is not None:
-            b1_at, b1_table = addresses(b1)
-        if b2 is not None:
-            b2_at, b2_table = addresses(b2)
-        memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
-        tensors, scales, do_launch = self.given(memory, x, x_scale, w1, w2, y, groups)
-        limit, alpha, offset = self.params
-        self.function(
-            *tensors,
-            groups.data_ptr(), self.group_form, self.experts, *scales,
-            w1_scale.data_ptr(), b1_at, b1_table, w2_scale.data_ptr(), b2_at, b2_table,
-            0 if scale is None else scale.data_ptr(), limit, alpha, offset,
-            self.sm_count, do_launch,
-        )  # fmt: skip
-        return out
-
-
-class QuantisedPlan(Mxfp8MlpPlan):
-    """FP8 GEMMs; x in 16 bits, which the same function quantises. `memory`: x and the activation, and their scales."""
-
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        x8, mid8, x_scales, mid_scales = memory
-        return (x, w1, w2, x8, mid8, y), (x_scales.data_ptr(), mid_scales.data_ptr()), QUANTISE
-
-
-class ReadyPlan(Mxfp8MlpPlan):
-    """FP8 GEMMs on an x in MXFP8. `memory`: the activation and its scales."""
-
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        mid8, mid_scales = memory
-        at: int = x_scale.data_ptr()  # type: ignore[union-attr]
-        return (y, w1, w2, x, mid8, y), (at, mid_scales.data_ptr()), READY
-
-
-class WeightOnlyPlan(Mxfp8MlpPlan):
-    """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
-
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        (mid,) = memory
-        return (x, w1, w2, mid, y), (), 1
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactPlan(Mxfp8MlpPlan):
-    """The same of rows that are rounded to MXFP8 values, by a call of its own. `memory`: the activation, such rows."""
-
-    round: Callable[..., Any]
-
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        mid, rows = memory
-        has_offs = self.group_form == 0
-        self.round(x, rows, groups.data_ptr() if has_offs else 0, self.experts if has_offs else 1, 1)
-        return (rows, w1, w2, mid, y), (), 1
 
 
 PLANS: Plans[Any] = Plans()

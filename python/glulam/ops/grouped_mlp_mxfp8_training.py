@@ -39,7 +39,8 @@ from ..signature import (
     mismatch,
 )
 from .grouped_dglu import DGLU_ALONE, WITH_DGRAD, partials_layout
-from .grouped_mlp_mxfp8 import QUANTISE, Mxfp8MlpCall, check_weight, layouts_in_mxfp8
+from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
+from .mxfp8_mlp_plans import QUANTISE, layouts_in_mxfp8
 
 STAND_IN_ROWS = 8
 """Of a weight that a function takes and does not read."""
