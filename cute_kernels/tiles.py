@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
-# Float32 accumulators a thread can hold beside an epilogue, and where that only stores them, in turns.
-MAX_ACCUMULATORS, MAX_STORED_ACCUMULATORS = 128, 192
+# Float32 accumulators a thread can hold beside an epilogue, and in turns, where a forward's takes them chunk by chunk.
+MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
 PINGPONG_WARPGROUPS = 2
 TILE_M = (64, 128)
 TILE_N = (64, 128, 192, 256)
@@ -34,7 +34,7 @@ def require(field: str, value: Any, valid: Any) -> None:
 class TileConfig:
     """How one kernel cuts its work: CTA tile (rows, weight rows, depth), cluster and warpgroup schedule.
 
-    m: rows, in slabs of 64. n: columns of one wgmma, in 64-column chunks of the epilogue. k: one 128-byte swizzle row
+    m: rows, in slabs of 64. n: columns of one wgmma, in chunks of the epilogue. k: one 128-byte swizzle row
     of an operand. A cluster shares weight tiles (cluster_m) or row tiles (cluster_n) by multicast.
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
     that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
@@ -59,7 +59,7 @@ class TileConfig:
         require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
             raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
-        check_accumulators(self, MAX_STORED_ACCUMULATORS if self.takes_turns else self.max_accumulators)
+        check_accumulators(self, MAX_TURN_ACCUMULATORS if self.takes_turns else self.max_accumulators)
 
     @property
     def takes_turns(self) -> bool:
@@ -103,7 +103,7 @@ class TileConfig:
 
     @property
     def max_accumulators(self) -> int:
-        """Of a thread that computes with them. Four MMA warpgroups have less than half the registers of two: 64
+        """Of a thread with the longest epilogues. Four MMA warpgroups have less than half the registers of two: 64
         spill.
         """
         return MAX_ACCUMULATORS if self.warpgroups <= 2 else MAX_ACCUMULATORS // 4
@@ -116,6 +116,11 @@ class TileConfig:
         slower where it has 64.
         """
         return 16 if self.m <= 64 else 64
+
+    @property
+    def chunk_columns(self) -> int:
+        """Columns that an epilogue of rows stores at a time: as many as cut both halves of a gated tile."""
+        return 64 if self.n % 128 == 0 else 32
 
     @property
     def cluster_size(self) -> int:

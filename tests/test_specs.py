@@ -106,7 +106,10 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: GroupedGluSpec(activation="tanh"), "activation='tanh'.*swiglu"),
         (lambda: GroupedGluSpec(glu_layout="rows"), "glu_layout='rows'.*interleaved32"),
         (lambda: GroupedGluSpec(activation="silu", glu_layout="interleaved"), "no gate; leave glu_layout"),
-        (lambda: GroupedGluSpec(tile=TileConfig(n=192)), "tile n=192 cannot be halved.*128, 256"),
+        (
+            lambda: GroupedGluSpec(tile=TileConfig(n=128, k=128), operands="mxfp8"),
+            "tile n=128: a scale of an activation in MXFP8 is of 256 weight rows",
+        ),
         (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
         (lambda: GroupedMlpSpec(GroupedGluSpec(save_preact=True)), "without save_preact"),
         (lambda: TileConfig(m=16), "tile m=16 is not supported; choose one of: 64, 128"),

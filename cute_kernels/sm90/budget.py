@@ -35,11 +35,11 @@ def stage_k(tile: TileConfig) -> int:
     return tile.k // 2 if tile.swapped and tile.m > 128 else tile.k
 
 
-def stages(tile: TileConfig, staging_slots: int, element_bytes: int, scales_columns: bool = False) -> int:
-    """Stages of operand tiles that fit beside `staging_slots` of a CTA and, if it `scales_columns`, their scales."""
+def stages(tile: TileConfig, staging_bytes: int, element_bytes: int, scales_columns: bool = False) -> int:
+    """Stages of operand tiles that fit beside `staging_bytes` of stores and, if it `scales_columns`, their scales."""
     stage = (tile.m + tile.n) * tile.k * element_bytes
     small = SMALL_BYTES + (SCALE_BYTES if scales_columns else 0)
-    return (SMEM_BYTES - small - staging_slots * SLOT_BYTES) // stage
+    return (SMEM_BYTES - small - staging_bytes) // stage
 
 
 def dglu_slots(gated: bool) -> int:
@@ -63,20 +63,24 @@ class Budget(NamedTuple):
         return self.stages * self.stage_bytes + self.staging_bytes
 
 
-def _budget(tile: TileConfig, slots: int) -> Budget:
+def _budget(tile: TileConfig, staging_bytes: int) -> Budget:
     element_bytes = 2
     return Budget(
         tile=tile,
-        stages=stages(tile, slots, element_bytes),
+        stages=stages(tile, staging_bytes, element_bytes),
         stage_bytes=(tile.m + tile.n) * tile.k * element_bytes,
-        staging_bytes=slots * SLOT_BYTES,
+        staging_bytes=staging_bytes,
         accumulators=tile.accumulators,
         threads=128 * (1 + tile.warpgroups),
     )
 
 
-def _of_tile(tile: TileConfig) -> Budget:
-    return _budget(tile, tile.warpgroups * SLOTS)
+def _of_rows(tile: TileConfig) -> Budget:
+    return _budget(tile, tile.warpgroups * SLOTS * ROWS * tile.chunk_columns * 2)
+
+
+def _of_weights(tile: TileConfig) -> Budget:
+    return _budget(tile, tile.warpgroups * SLOTS * SLOT_BYTES)
 
 
 def budgets(spec: Spec) -> tuple[Budget, ...]:
@@ -86,9 +90,11 @@ def budgets(spec: Spec) -> tuple[Budget, ...]:
     if isinstance(spec, GroupedMlpSpec):
         return *budgets(spec.fc1), *budgets(spec.fc2)
     if isinstance(spec, GroupedDgluSpec):
-        return _budget(spec.tile, dglu_slots(spec.gated)), _of_tile(spec.dgrad)
-    if isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedWgradSpec)):
-        return (_of_tile(spec.tile),)
+        return _budget(spec.tile, dglu_slots(spec.gated) * SLOT_BYTES), _of_rows(spec.dgrad)
+    if isinstance(spec, (GroupedMmSpec, GroupedGluSpec)):
+        return (_of_rows(spec.tile),)
+    if isinstance(spec, GroupedWgradSpec):
+        return (_of_weights(spec.tile),)
     return ()
 
 

@@ -22,7 +22,7 @@ from ..specs import GroupedDgluSpec
 from . import budget
 from .epilogue import Addends, Begun, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
-from .store import COLS, ROWS, Slots
+from .store import COLS, ROW_BYTES, ROWS, Slots
 from .tail import RowSums
 from .tile_scheduler import Groups, WorkTile
 
@@ -60,6 +60,7 @@ class DgluEpilogue(Epilogue):
         super().__init__(dtype, spec.tile, scales_columns=spec.operands == "mxfp8")
         self.spec = spec
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
+        self.slot_row_bytes = ROW_BYTES
         self.chunks_per_slab = spec.tile.n // COLS
         self.chunks_per_share = self.slabs * self.chunks_per_slab
         self.num_slots = budget.dglu_slots(spec.gated)
@@ -109,7 +110,7 @@ class DgluEpilogue(Epilogue):
             act_slot = state.ring.act_slot(number)
             state.ring.wait(number)
             for piece in cutlass.range_constexpr(COLS // PIECE):
-                dm = registers(chunk_of(acc, chunk), piece * PIECE_REGS, PIECE_REGS)
+                dm = registers(chunk_of(acc, chunk, COLS), piece * PIECE_REGS, PIECE_REGS)
                 parts = state.preact.read(number, piece)
                 outputs, gradients = self._backward(state, dm, parts, registers(scales, 2 * slab, 2), sums)
                 state.preact.write(number, piece, gradients)

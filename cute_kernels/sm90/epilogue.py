@@ -19,12 +19,14 @@ from ..invariant import Invariant
 from ..specs import GroupedGluSpec
 from ..tiles import TileConfig
 from .scales import power_of_two
-from .store import CHUNK_REGS, COLS, ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
+from .store import ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
 from .weights import row_of
 
 UPPER_HALF = -(1 << 16)
+# Of one half before as many of the other, in the layout interleaved32.
+INTERLEAVED_ROWS = 32
 
 
 class Addends(NamedTuple):
@@ -44,9 +46,10 @@ def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cut
     return cute.make_tensor(acc.iterator + first, cute.make_layout(count))
 
 
-def chunk_of(acc: cute.Tensor, chunk: int) -> cute.Tensor:
-    """A thread's accumulators of one chunk of COLS columns."""
-    return registers(acc, chunk * CHUNK_REGS, CHUNK_REGS)
+def chunk_of(acc: cute.Tensor, chunk: int, cols: int) -> cute.Tensor:
+    """A thread's accumulators of one chunk of `cols` columns."""
+    regs = ROWS * cols // THREADS
+    return registers(acc, chunk * regs, regs)
 
 
 class TileShare(NamedTuple):
@@ -115,7 +118,8 @@ class Epilogue(Invariant):
     scales_columns: weights are folded, with a scale for each of their rows.
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
     num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: of the ring, if any.
-    chunks_per_slab: 64-column chunks that a slab of 64 rows stores, over all outputs.
+    cols: of a chunk, which a slot holds. slot_row_bytes: of its rows.
+    chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
     """
 
     shares_slots = False
@@ -131,11 +135,13 @@ class Epilogue(Invariant):
         self.parts = parts
         self.part_n = tile.n // parts
         self.layout = layout
+        self.cols = tile.chunk_columns
         self.dtype = dtype
         self.slot_dtype = dtype
+        self.slot_row_bytes = self.cols * dtype.width // 8
         self.num_slots = SLOTS
         self.num_barriers = 0
-        self.chunks_per_slab = self.part_n // COLS + extra_chunks
+        self.chunks_per_slab = self.part_n // self.cols + extra_chunks
 
     def kernel_inputs(self, inputs: Any) -> Any:
         """Host side: the epilogue's inputs as the kernel takes them."""
@@ -280,9 +286,9 @@ class LinearEpilogue(Epilogue):
     ):  # fmt: skip
         self._scale_columns(state, acc)
         self._add_bias(state, acc, scales[0], scales[1])
-        for chunk in cutlass.range_constexpr(self.tile_n // COLS):
-            tile = stores[0].tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
-            state.slots.put(chunk_of(acc, chunk), stores[0], tile, (first_slot + chunk) % SLOTS)
+        for chunk in cutlass.range_constexpr(self.tile_n // self.cols):
+            tile = stores[0].tile(work, row, work.n_tile * self.tile_n + chunk * self.cols, cols=self.cols)
+            state.slots.put(chunk_of(acc, chunk, self.cols), stores[0], tile, (first_slot + chunk) % SLOTS)
 
 
 class ActivationEpilogue(Epilogue):
@@ -293,7 +299,7 @@ class ActivationEpilogue(Epilogue):
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         self.spec = spec
-        self.preact_chunks = spec.tile.n // COLS if spec.save_preact else 0
+        self.preact_chunks = spec.tile.n // spec.tile.chunk_columns if spec.save_preact else 0
         super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
 
     def store_views(self, outputs: tuple) -> tuple:
@@ -317,9 +323,9 @@ class ActivationEpilogue(Epilogue):
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row, first_slot)
-        for chunk in cutlass.range_constexpr(self.part_n // COLS):
+        for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             values = self._activated(state, acc, chunk, scales)
-            tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * COLS)
+            tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * self.cols, cols=self.cols)
             state.slots.put(values, stores[0], tile, (first_slot + self.preact_chunks + chunk) % SLOTS)
 
     @cute.jit
@@ -327,14 +333,14 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], scales: cute.Tensor
     ) -> cute.Tensor:
         """One chunk of outputs, from its accumulators and, gated, from their partners half a tile on."""
-        a = chunk_of(acc, chunk)
-        outputs = cute.make_rmem_tensor(CHUNK_REGS, Float32)
+        a = chunk_of(acc, chunk, self.cols)
+        outputs = cute.make_rmem_tensor(cute.size(a), Float32)
         if const_expr(self.spec.gated):
-            u = chunk_of(acc, self.part_n // COLS + chunk)
-            for i in cutlass.range(CHUNK_REGS, unroll_full=True):
+            u = chunk_of(acc, self.part_n // self.cols + chunk, self.cols)
+            for i in cutlass.range(cute.size(a), unroll_full=True):
                 outputs[i] = act.GATED[self.spec.activation](a[i], u[i], state.params) * scales[i // 2 % 2]
         else:
-            for i in cutlass.range(CHUNK_REGS, unroll_full=True):
+            for i in cutlass.range(cute.size(a), unroll_full=True):
                 outputs[i] = act.UNGATED[self.spec.activation](a[i]) * scales[i // 2 % 2]
         return outputs
 
@@ -344,14 +350,14 @@ class ActivationEpilogue(Epilogue):
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
         """The accumulators in the order that `glu_layout` gives the columns of w1."""
-        for chunk in cutlass.range_constexpr(self.part_n // COLS):
-            a = chunk_of(acc, chunk)
+        for chunk in cutlass.range_constexpr(self.part_n // self.cols):
+            a = chunk_of(acc, chunk, self.cols)
             if const_expr(self.spec.gated):
-                u = chunk_of(acc, self.part_n // COLS + chunk)
-                column = work.n_tile * self.part_n + chunk * COLS
+                u = chunk_of(acc, self.part_n // self.cols + chunk, self.cols)
+                column = work.n_tile * self.part_n + chunk * self.cols
                 store_gate_pair(state.slots, self.layout, a, u, target, work, row, column, first_slot)
             else:
-                tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * COLS)
+                tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * self.cols, cols=self.cols)
                 state.slots.put(a, target, tile, (first_slot + chunk) % SLOTS)
 
 
@@ -360,23 +366,25 @@ def store_gate_pair(
     slots: Slots, layout: cutlass.Constexpr[str], a: cute.Tensor, u: cute.Tensor, target: RaggedStore, work: WorkTile,
     row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store 64 columns of each half, from `column` of a half on, as the 128 columns that `layout` makes of them.
+    """Store a slot's columns of each half, from `column` of a half on, as the two slots that `layout` makes of them.
 
-    Takes two slots. `target` has a mode for the half where the layout is concat.
+    `target` has a mode for the half where the layout is concat.
     """
+    cols, half = slots.cols, cute.size(a) // 2
     for i in cutlass.range_constexpr(2):
         slot = (first_slot + i) % SLOTS
         if const_expr(layout == "concat"):
             slots.fill(a if const_expr(i == 0) else u, slot)
-            tile = target.tile(work, row, column, i)
+            tile = target.tile(work, row, column, i, cols)
         else:
-            half_a = registers(a, i * (CHUNK_REGS // 2), CHUNK_REGS // 2)
-            half_u = registers(u, i * (CHUNK_REGS // 2), CHUNK_REGS // 2)
-            if const_expr(layout == "interleaved32"):
-                slots.fill(_joined(half_a, half_u), slot)
-            else:
+            half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
+            if const_expr(layout == "interleaved"):
                 _fill_interleaved(slots, half_a, half_u, slot)
-            tile = target.tile(work, row, 2 * column + i * COLS)
+            elif const_expr(cols == INTERLEAVED_ROWS):
+                slots.fill(a if const_expr(i == 0) else u, slot)
+            else:
+                slots.fill(_joined(half_a, half_u), slot)
+            tile = target.tile(work, row, 2 * column + i * cols, cols=cols)
         slots.store(target, tile, slot)
 
 
@@ -390,10 +398,10 @@ def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def _fill_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
-    """64 columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
+    """A slot's columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
     lane = slots.thread % 32
     slots.acquire()
-    for i in cutlass.range_constexpr(CHUNK_REGS // 4):
+    for i in cutlass.range_constexpr(cute.size(a) // 2):
         quad = cute.make_rmem_tensor(4, a.element_type)
         for pair in cutlass.range_constexpr(2):
             quad[2 * pair] = a[2 * i + pair]

@@ -36,6 +36,9 @@ class GroupedGemm(PersistentGemm):
             self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages, evicts_weights
         )  # fmt: skip
 
+    def _make_store(self, view: cute.Tensor) -> store.RaggedStore:
+        return store.make_store(view, cols=store.columns(view.element_type, self.epilogue.slot_row_bytes))
+
     def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
         return sched.GroupTileScheduler(self.tile, groups, grid)
 
@@ -51,7 +54,7 @@ class GroupedGemm(PersistentGemm):
         """
         view, address = weight_view(w, w_table, self.epilogue.parts, self.epilogue.layout, self.transposed)
         operands = self.make_mainloop().operands(x, view, address, Int64(x_scale))
-        stores = tuple(store.make_store(view) for view in self.epilogue.store_views(outputs))
+        stores = tuple(self._make_store(view) for view in self.epilogue.store_views(outputs))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = self.epilogue.kernel_inputs(inputs)

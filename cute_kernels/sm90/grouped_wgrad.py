@@ -53,6 +53,7 @@ class WgradEpilogue(Invariant):
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig):
         self.dtype = self.slot_dtype = dtype
+        self.slot_row_bytes = store.ROW_BYTES
         self.num_slots = store.SLOTS
         self.num_barriers = 0
         self.tile = tile

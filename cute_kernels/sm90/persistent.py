@@ -66,7 +66,8 @@ class PersistentGemm(Invariant):
     @property
     def stages(self) -> int:
         slots = self._slot_owners * self.epilogue.num_slots
-        return budget.stages(self.tile, slots, self.dtype.width // 8, self.epilogue.scales_columns)
+        staging = slots * store.ROWS * self.epilogue.slot_row_bytes
+        return budget.stages(self.tile, staging, self.dtype.width // 8, self.epilogue.scales_columns)
 
     @cute.jit
     def start(
@@ -89,7 +90,9 @@ class PersistentGemm(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        return store.smem_layout(self.epilogue.slot_dtype, self.epilogue.num_slots, self._slot_owners)
+        epilogue = self.epilogue
+        cols = store.columns(epilogue.slot_dtype, epilogue.slot_row_bytes)
+        return store.smem_layout(epilogue.slot_dtype, epilogue.num_slots, self._slot_owners, cols=cols)
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())

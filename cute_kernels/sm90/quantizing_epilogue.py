@@ -14,11 +14,12 @@ from ..gmem import vector_at
 from ..specs import GroupedGluSpec
 from .epilogue import ActivationEpilogue, ColumnSmem, WarpgroupState, registers
 from .scales import exponent_of, multiplier_of
-from .store import CHUNK_REGS, COLS, SLOTS, Slots
+from .store import ROWS, SLOTS, Slots
 from .tile_scheduler import Groups, WorkTile
+from .turns import THREADS
 
 BLOCK_COLS = 128
-BLOCK_REGS = BLOCK_COLS // COLS * CHUNK_REGS
+BLOCK_REGS = ROWS * BLOCK_COLS // THREADS
 SCALE_COLS = 32
 SCALES = BLOCK_COLS // SCALE_COLS
 ABS_MASK = 0x7FFFFFFF
@@ -59,9 +60,10 @@ class QuantizingEpilogue(ActivationEpilogue):
             self._store_preact(state, acc, stores[1], work, row, first_slot)
         for block in cutlass.range_constexpr(self.blocks):
             values = cute.make_rmem_tensor(BLOCK_REGS, Float32)
-            for half in cutlass.range_constexpr(BLOCK_COLS // COLS):
-                chunk = self._activated(state, acc, block * (BLOCK_COLS // COLS) + half, scales)
-                registers(values, half * CHUNK_REGS, CHUNK_REGS).store(chunk.load())
+            chunks = BLOCK_COLS // self.cols
+            for i in cutlass.range_constexpr(chunks):
+                chunk = self._activated(state, acc, block * chunks + i, scales)
+                registers(values, i * cute.size(chunk), cute.size(chunk)).store(chunk.load())
             column = work.n_tile * self.part_n + block * BLOCK_COLS
             self._quantize(state, values, work, row, column)
             tile = stores[0].tile(work, row, column, cols=BLOCK_COLS)

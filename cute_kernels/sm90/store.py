@@ -25,9 +25,8 @@ from .turns import THREADS
 
 # A swizzle moves chunks of as many bytes.
 SWIZZLE_CHUNK = 16
-# Of a slot of 16-bit elements, as all but weight gradients have.
+# Of a slot of 16-bit elements, as all but weight gradients and narrow chunks have.
 COLS = ROW_BYTES // 2
-CHUNK_REGS = ROWS * COLS // THREADS
 # Named barrier 0 is the CTA's own.
 FIRST_BARRIER = 1
 
@@ -48,9 +47,9 @@ class RaggedStore(NamedTuple):
         return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
 
 
-def columns(dtype: type[cutlass.Numeric]) -> int:
+def columns(dtype: type[cutlass.Numeric], row_bytes: int = ROW_BYTES) -> int:
     """Columns of a slot."""
-    return ROW_BYTES * 8 // dtype.width
+    return row_bytes * 8 // dtype.width
 
 
 def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
@@ -109,6 +108,7 @@ class Slots(Invariant):
         # Chunk c of every tile takes slot c % SLOTS. With an odd count a tile's first slot is the one before's last.
         self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
         self.smem = smem
+        self.cols = cute.size(smem, mode=[1])
         self.warpgroup_index = warpgroup_index
         self.chunks_per_tile = chunks_per_tile
         self.barrier = FIRST_BARRIER + warpgroup_index
@@ -121,7 +121,7 @@ class Slots(Invariant):
         dtype = self.dtype
         if dtype.width == 16:
             mma = sm90_utils.make_trivial_tiled_mma(
-                dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)
+                dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, self.cols)
             )
             atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
             self.tiled_copy = cute.make_tiled_copy_C(atom, mma)

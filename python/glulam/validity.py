@@ -54,7 +54,9 @@ def _wanted(tile: tuple[int, int, int], cluster: tuple[int, int] | str, schedule
             f"a tile of {m} rows: a warpgroup's wgmma has 64 rows, and registers hold the accumulators of 64 or 128"
         )
     if n not in TILE_N:
-        raise SpecError(f"a tile of {n} weight rows: a wgmma has at most 256 columns, and results leave 64 at a time")
+        raise SpecError(
+            f"a tile of {n} weight rows: a wgmma has at most 256 columns, and an epilogue has them in steps of 64"
+        )
     if k not in TILE_K.values():
         raise SpecError(
             f"a tile of depth {k}: an operand's row in shared memory is a swizzle of 128 bytes, 64 elements"
