@@ -30,6 +30,7 @@ from .sm90.mhc.project_backward import PreBackward, ProjectBackward
 from .sm90.mhc.sinkhorn import Sinkhorn, SinkhornBackward
 from .sm90.quantize_mxfp8 import STRIP, Form, Outputs, QuantizeMxfp8, RoundMxfp8
 from .sm90.tail import BackwardTail, RowSums
+from .sm90.tickets import after
 from .sm90.tile_scheduler import Groups
 from .specs import (
     DECODED,
@@ -89,12 +90,12 @@ class GroupedMmEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, do_launch: Int32,
+        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, do_launch: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
-                x, w, (y,), (groups, group_form, num_groups), w_table,
+                x, w, (y,), (groups, group_form, num_groups, tickets), w_table,
                 Inputs(Addends(bias, bias_table, scale), _no_params(), y.shape[1]), num_sms, stream,
             )  # fmt: skip
 
@@ -108,12 +109,12 @@ class GroupedGluEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
-        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
+        offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
-                x, w1, (act,), (groups, group_form, num_groups), w_table,
+                x, w1, (act,), (groups, group_form, num_groups, tickets), w_table,
                 Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w1.shape[1]),
                 num_sms, stream,
             )  # fmt: skip
@@ -132,18 +133,18 @@ class GroupedGluPreactEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, w2: cute.Tensor, y: cute.Tensor,
-        groups: Int64, group_form: Int32, num_groups: Int32, w1_table: Int64, b1: Int64, b1_table: Int64,
-        w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
-        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, w1_table: Int64, b1: Int64,
+        b1_table: Int64, w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
+        offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
             self.fc1.launch(x, w1, (act, preact), sizes, w1_table, inputs1, num_sms, stream)
             if do_launch > 1:
                 inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1])
-                self.fc2.launch(act, w2, (y,), sizes, w2_table, inputs2, num_sms, stream, after_launch=True)
+                self.fc2.launch(act, w2, (y,), after(sizes), w2_table, inputs2, num_sms, stream, after_launch=True)
 
 
 class GroupedMlpEntry:
@@ -156,17 +157,17 @@ class GroupedMlpEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, mid: cute.Tensor, y: cute.Tensor, groups: Int64,
-        group_form: Int32, num_groups: Int32, w1_table: Int64, b1: Int64, b1_table: Int64, w2_table: Int64, b2: Int64,
-        b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
-        do_launch: Int32, stream: cuda.CUstream,
+        group_form: Int32, num_groups: Int32, tickets: Int64, w1_table: Int64, b1: Int64, b1_table: Int64,
+        w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1])
             self.fc1.launch(x, w1, (mid,), sizes, w1_table, inputs1, num_sms, stream)
-            self.fc2.launch(mid, w2, (y,), sizes, w2_table, inputs2, num_sms, stream, after_launch=True)
+            self.fc2.launch(mid, w2, (y,), after(sizes), w2_table, inputs2, num_sms, stream, after_launch=True)
 
 
 class GroupedDgluEntry:
@@ -188,12 +189,12 @@ class GroupedDgluEntry:
     @cute.jit
     def __call__(
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
-        w1: cute.Tensor, dx: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, w2_table: Int64,
-        w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64, limit: Float32,
+        w1: cute.Tensor, dx: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64,
+        w2_table: Int64, w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64, limit: Float32,
         alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], self.tile.n))
             inputs = DgluInputs(
@@ -204,7 +205,9 @@ class GroupedDgluEntry:
             if do_launch > 1:
                 dx_columns = dx.shape[1]
                 inputs_dx = Inputs(_no_addends(), params, dx.shape[1])
-                self.dgrad.launch(dpreact, w1, (dx,), sizes, w1_table, inputs_dx, num_sms, stream, after_launch=True)
+                self.dgrad.launch(
+                    dpreact, w1, (dx,), after(sizes), w1_table, inputs_dx, num_sms, stream, after_launch=True
+                )
             if (dx_columns > 0) | (d_scale != 0):
                 self.tail.launch(dx, dx_columns, sums, Groups(*sizes, dy.shape[0]), num_sms, stream)
 
@@ -218,10 +221,11 @@ class GroupedWgradEntry:
     @cute.jit
     def __call__(
         self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        tickets: Int64, dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, do_launch: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             self.wgrad.launch(dy, x, dw, sizes, dw_table, mask, accumulate, num_sms, stream)
 
 

@@ -42,13 +42,13 @@ class GroupedMmDecodedEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, do_launch: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, do_launch: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             params = ActivationParams(*(Float32(p) for p in NO_PARAMS))
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale)
-            self.gemm.launch(x, w, y, (groups, group_form, num_groups), inputs, num_sms, stream)
+            self.gemm.launch(x, w, y, (groups, group_form, num_groups, tickets), inputs, num_sms, stream)
 
 
 class GroupedMlpDecodedEntry:
@@ -61,12 +61,12 @@ class GroupedMlpDecodedEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, mid: cute.Tensor, y: cute.Tensor, groups: Int64,
-        group_form: Int32, num_groups: Int32, w1_scale: Int64, b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64,
-        b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
-        do_launch: Int32, stream: cuda.CUstream,
+        group_form: Int32, num_groups: Int32, tickets: Int64, w1_scale: Int64, b1: Int64, b1_table: Int64,
+        w2_scale: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, w2.shape[1], w2_scale)

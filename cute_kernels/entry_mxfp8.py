@@ -20,6 +20,7 @@ from .sm90.grouped_gemm import GroupedFp8Gemm
 from .sm90.quantize_mxfp8 import Form, Outputs, QuantizeMxfp8
 from .sm90.quantizing_epilogue import QuantizingEpilogue
 from .sm90.tail import BackwardTail, RowSums
+from .sm90.tickets import after
 from .sm90.tile_scheduler import Groups
 from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 
@@ -60,13 +61,13 @@ class GroupedMmMxfp8Entry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        x_scale: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32,
+        tickets: Int64, x_scale: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32,
         do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             params = ActivationParams(*(Float32(p) for p in NO_PARAMS))
             inputs = Inputs(Addends(bias, bias_table, scale), params, y.shape[1], w_scale)
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, Int64(0), inputs, num_sms, stream, x_scale=x_scale)
 
 
@@ -84,19 +85,19 @@ class GroupedMlpMxfp8Entry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, x8: cute.Tensor, mid8: cute.Tensor, y: cute.Tensor,
-        groups: Int64, group_form: Int32, num_groups: Int32, x_scale: Int64, mid_scale: Int64, w1_scale: Int64,
-        b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32,
-        alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, x_scale: Int64, mid_scale: Int64,
+        w1_scale: Int64, b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64, b2_table: Int64, scale: Int64,
+        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             if do_launch == 1:
                 _quantize_rows(self.quantize, x, x8, x_scale, stream)
             inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, mid_scale)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1], w2_scale)
             self.fc1.launch(x8, w1, (mid8,), sizes, Int64(0), inputs1, num_sms, stream, True, x_scale)
-            self.fc2.launch(mid8, w2, (y,), sizes, Int64(0), inputs2, num_sms, stream, True, mid_scale)
+            self.fc2.launch(mid8, w2, (y,), after(sizes), Int64(0), inputs2, num_sms, stream, True, mid_scale)
 
 
 class GroupedGluPreactMxfp8Entry:
@@ -110,20 +111,20 @@ class GroupedGluPreactMxfp8Entry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, x8: cute.Tensor, mid8: cute.Tensor,
-        preact: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, x_scale: Int64,
-        mid_scale: Int64, w1_scale: Int64, b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64, b2_table: Int64,
-        scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32,
-        stream: cuda.CUstream,
+        preact: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64,
+        x_scale: Int64, mid_scale: Int64, w1_scale: Int64, b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64,
+        b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             if do_launch == 1:
                 _quantize_rows(self.quantize, x, x8, x_scale, stream)
             inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, mid_scale)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1], w2_scale)
             self.fc1.launch(x8, w1, (mid8, preact), sizes, Int64(0), inputs1, num_sms, stream, True, x_scale)
-            self.fc2.launch(mid8, w2, (y,), sizes, Int64(0), inputs2, num_sms, stream, True, mid_scale)
+            self.fc2.launch(mid8, w2, (y,), after(sizes), Int64(0), inputs2, num_sms, stream, True, mid_scale)
 
 
 class GroupedDgluMxfp8Entry:
@@ -145,12 +146,12 @@ class GroupedDgluMxfp8Entry:
     def __call__(
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
         w1: cute.Tensor, dx: cute.Tensor, dy8: cute.Tensor, dpreact8: cute.Tensor, groups: Int64, group_form: Int32,
-        num_groups: Int32, dy_scale: Int64, dpreact_scale: Int64, w2_scale: Int64, w1_scale: Int64, scale: Int64,
-        d_scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32,
-        num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        num_groups: Int32, tickets: Int64, dy_scale: Int64, dpreact_scale: Int64, w2_scale: Int64, w1_scale: Int64,
+        scale: Int64, d_scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
-            sizes = (groups, group_form, num_groups)
+            sizes = (groups, group_form, num_groups, tickets)
             params = ActivationParams(limit, alpha, offset)
             _quantize_rows(self.quantize, dy, dy8, dy_scale, stream)
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], self.tile.n))
@@ -165,7 +166,9 @@ class GroupedDgluMxfp8Entry:
                 _quantize_rows(self.quantize_dpreact, dpreact, dpreact8, dpreact_scale, stream)
                 no_addends = Addends(Int64(0), Int64(0), Int64(0))
                 inputs_dx = Inputs(no_addends, params, dx.shape[1], w1_scale)
-                self.dgrad.launch(dpreact8, w1, (dx,), sizes, Int64(0), inputs_dx, num_sms, stream, True, dpreact_scale)
+                self.dgrad.launch(
+                    dpreact8, w1, (dx,), after(sizes), Int64(0), inputs_dx, num_sms, stream, True, dpreact_scale
+                )
             if (dx_columns > 0) | (d_scale != 0):
                 self.tail.launch(dx, dx_columns, sums, Groups(*sizes, dy.shape[0]), num_sms, stream)
 

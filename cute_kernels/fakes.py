@@ -42,7 +42,8 @@ class Fakes:
 
 
 def groups_fakes() -> tuple:
-    return Int64(0), Int32(0), Int32(0)
+    """Group sizes, their form and number, and counters for tickets."""
+    return Int64(0), Int32(0), Int32(0), Int64(0)
 
 
 def address_fakes(count: int) -> tuple:

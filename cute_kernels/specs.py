@@ -387,6 +387,14 @@ def operands_of(spec: Spec) -> str:
     return str(getattr(first, "operands", "16bit"))
 
 
+def draws_tickets(spec: Spec) -> bool:
+    """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
+    if isinstance(spec, GroupedMlpSpec):
+        return draws_tickets(spec.fc1) or draws_tickets(spec.fc2)
+    tiles = (getattr(spec, name, None) for name in ("tile", "dgrad"))
+    return any(tile is not None and tile.adaptive for tile in tiles)
+
+
 def to_dict(spec: Spec) -> dict[str, Any]:
     """A JSON-ready dict that `from_dict` turns back into an equal spec."""
     return {"op": spec.op, **dataclasses.asdict(spec)}

@@ -17,6 +17,7 @@ from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, 
 from glulam import reference
 from glulam.activations import ActivationParams
 from glulam.ops.grouped_dglu import partials_shape
+from glulam.workspace import NUM_COUNTERS
 
 from .cases import Case
 from .problem import offsets
@@ -29,21 +30,24 @@ PARAMS = ActivationParams()
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """How the rows are split: sizes on the host, offs int32 [E] on the device."""
+    """How the rows are split: sizes on the host, offs int32 [E] on the device. counters: for tickets, zeros."""
 
     sizes: list[int]
     ends: list[int]
     offs: Tensor
+    counters: Tensor
 
     @property
-    def arguments(self) -> tuple[int, int, int]:
-        return self.offs.data_ptr(), INT32_OFFSETS, self.offs.numel()
+    def arguments(self) -> tuple[int, int, int, int]:
+        """As exported functions take them, with counters for tickets, which no other stream shares."""
+        return self.offs.data_ptr(), INT32_OFFSETS, self.offs.numel(), self.counters.data_ptr()
 
 
 def make_groups(case: Case, device: str) -> Groups:
     sizes = group_sizes(case)
     offs = offsets(sizes, device)
-    return Groups(sizes, offs.tolist(), offs)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+    return Groups(sizes, offs.tolist(), offs, counters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
 from glulam.ops.grouped_dglu import partials_shape
+from glulam.workspace import NUM_COUNTERS
 
 from .operations import INT32_OFFSETS
 from .timing import Summary
@@ -41,13 +42,14 @@ class BareLaunches:
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
         rows, experts, inner = x.shape[0], w1.shape[0], act.shape[1]
         partials = torch.empty(partials_shape(rows, inner), device=x.device)
-        groups = (d.offs.data_ptr(), INT32_OFFSETS, experts)
+        counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device)
+        groups = (d.offs.data_ptr(), INT32_OFFSETS, experts, counters.data_ptr())
         packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr())
         end = (scale.data_ptr(), *NO_PARAMS, sm_count, BOTH)
         forward, backward, weights = function(FORWARD), function(BACKWARD), function(WEIGHTS)
         wgrad_end = (*groups, 0, 0, 0, sm_count, 1)
         self.results: Results = (y, dx, dw1, dw2, d_scale)
-        self._kept = (partials, scale)
+        self._kept = (partials, scale, counters)
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
             (forward, (x, w1, act, preact, w2, y, *groups, *packed, *end)),
             (backward, (dy, w2, preact, dpreact, act, w1, dx, *groups, 0, 0, end[0], *sums, *end[1:])),

@@ -155,7 +155,7 @@ class TestWork:
         assert fake_gpu.work == WORK[name]
         for work, launch in zip(fake_gpu.work, fake_gpu.launches, strict=True):
             if work.startswith("dglu"):
-                assert bool(launch[13]) == (name == "row_scale"), "the row scale's reduction"
+                assert bool(launch[14]) == (name == "row_scale"), "the row scale's reduction"
 
     @pytest.mark.parametrize("name", INPUTS)
     def test_saved(self, name: str) -> None:

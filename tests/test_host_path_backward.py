@@ -62,8 +62,8 @@ def test_row_sums_are_asked_for_only_where_needed(fake_gpu: FakeGpu) -> None:
             gradient(c), c.w2, preactivation(c), offs=c.offs, row_scale=scale, row_scale_grad=asked
         )
         assert got.d_row_scale is None and not workspace._kept.buffers
-        assert fake_gpu.launches[-1][13:15] == (0, 0)
-        assert bool(fake_gpu.launches[-1][12]) == (scale is not None)
+        assert fake_gpu.launches[-1][14:16] == (0, 0)
+        assert bool(fake_gpu.launches[-1][13]) == (scale is not None)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])

@@ -9,7 +9,7 @@ import torch
 from support.fake_gpu import FakeGpu
 
 from glulam import workspace
-from glulam.workspace import GRANULE, MAX_STREAMS, MAX_VIEWS, Layout
+from glulam.workspace import GRANULE, MAX_STREAMS, MAX_VIEWS, NUM_COUNTERS, Layout
 
 pytest_plugins = ["support.fixtures"]
 
@@ -86,6 +86,32 @@ def test_capture_takes_memory_of_its_own(fake_gpu: FakeGpu) -> None:
     assert captured.data_ptr() != kept.data_ptr()
     assert workspace.take(shared) is not captured
     assert (0, 5) not in workspace._kept.buffers
+
+
+CPU = torch.device("cpu")
+
+
+def test_counters_are_a_stream_s_and_a_thread_s_own(fake_gpu: FakeGpu) -> None:
+    mine = workspace.counters(CPU, 0)
+    assert mine.dtype == torch.int32 and mine.tolist() == [0] * NUM_COUNTERS
+    assert workspace.counters(CPU, 0) is mine is not workspace.counters(CPU, 1)
+    theirs: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: theirs.append(workspace.counters(CPU, 0)))
+    thread.start()
+    thread.join()
+    fake_gpu.stream = 7
+    addresses = {each.data_ptr() for each in (mine, *theirs, workspace.counters(CPU, 0))}
+    assert len(addresses) == 3
+    for stream in range(3 * MAX_STREAMS):
+        fake_gpu.stream = stream
+        workspace.counters(CPU, 0)
+    assert sum(index == 0 for index, _ in workspace._kept.counters) == MAX_STREAMS
+
+
+def test_a_captured_call_has_counters_of_its_own(fake_gpu: FakeGpu) -> None:
+    fake_gpu.stream, fake_gpu.capturing = 5, True
+    first, second = workspace.counters(CPU, 0), workspace.counters(CPU, 0)
+    assert first.data_ptr() != second.data_ptr() and not workspace._kept.counters
 
 
 def test_no_rows() -> None:

@@ -24,10 +24,11 @@ SLOTS = 2
 # power of two.
 PAIRS = 2
 
-# Registers a thread, the latter by MMA warpgroups of a CTA; one needs no redistribution. They share what a launch had:
-# 168 a thread of three warpgroups, 2 x 240 + 24 <= 3 x 168, or 96 of five, 4 x 112 + 24 <= 5 x 96. Who asks for more
-# waits for ever.
-LOAD_REGISTERS, MMA_REGISTERS = 24, {2: 240, 4: 112}
+# Registers a thread of the load warpgroup and of the others, by MMA warpgroups of a CTA; one needs no redistribution.
+# They share what a launch had: 168 a thread of three warpgroups, 24 + 2 x 240 <= 3 x 168, or 96 of five, 24 + 4 x 112
+# <= 5 x 96. Who asks for more waits for ever. A scheduler that draws tickets needs more than 40.
+REGISTERS = {2: (24, 240), 4: (24, 112)}
+DRAWING_REGISTERS = {2: (56, 224)}
 
 
 def stage_k(tile: TileConfig) -> int:

@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
+from ..chosen import chosen
 from ..tiles import TileConfig
 from . import epilogue as epi
 from . import store
@@ -12,7 +13,15 @@ from . import tile_scheduler as sched
 from .fp8_mainloop import Fp8Mainloop
 from .mainloop import GemmMainloop, Operands
 from .persistent import PersistentGemm
+from .ticket_scheduler import TicketScheduler
+from .tickets import Tickets
 from .weights import weight_view
+
+# At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
+# fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
+LIGHT_ROWS = 64
+# Contraction of tiles that are drawn. Shallower ones end before the next is found: with 512, dealing is 3 % faster.
+MIN_DEPTH = 768
 
 
 class GroupedGemm(PersistentGemm):
@@ -27,6 +36,8 @@ class GroupedGemm(PersistentGemm):
         transposed: bool = False,
     ):
         super().__init__(name, dtype, tile, epilogue)
+        # An epilogue with loads of its own has no registers to give away, and gains nothing (grouped_dglu).
+        self.draws_tickets = tile.adaptive and epilogue.num_barriers == 0
         self.transposed = transposed
 
     def make_mainloop(self) -> GemmMainloop:
@@ -39,12 +50,16 @@ class GroupedGemm(PersistentGemm):
     def _make_store(self, view: cute.Tensor) -> store.RaggedStore:
         return store.make_store(view, cols=store.columns(view.element_type, self.epilogue.slot_row_bytes))
 
-    def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
-        return sched.GroupTileScheduler(self.tile, groups, grid)
+    def make_scheduler(
+        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
+    ) -> sched.GroupTileScheduler:
+        if tickets is None:
+            return sched.GroupTileScheduler(self.tile, groups, grid)
+        return TicketScheduler(self.tile, groups, grid, LIGHT_ROWS, tickets)
 
     @cute.jit
     def launch(
-        self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32], w_table: Int64,
+        self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         inputs: epi.Inputs, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
         x_scale: Int64 | int = 0,
     ):  # fmt: skip
@@ -55,6 +70,7 @@ class GroupedGemm(PersistentGemm):
         view, address = weight_view(w, w_table, self.epilogue.parts, self.epilogue.layout, self.transposed)
         operands = self.make_mainloop().operands(x, view, address, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in self.epilogue.store_views(outputs))
+        groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), groups[3])
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = self.epilogue.kernel_inputs(inputs)

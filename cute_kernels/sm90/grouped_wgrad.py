@@ -22,6 +22,7 @@ from . import tile_scheduler as sched
 from .epilogue import ColumnSmem, TileShare, registers
 from .mainloop import WgradMainloop
 from .persistent import PersistentGemm
+from .tickets import Tickets
 from .turns import THREADS
 from .weights import ExpertAddress, expert_offset, lo_hi, weight_view
 
@@ -111,13 +112,15 @@ class GroupedWgrad(PersistentGemm):
     def make_mainloop(self) -> WgradMainloop:
         return WgradMainloop(self.dtype, self.tile, self.stages)
 
-    def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
+    def make_scheduler(
+        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
+    ) -> sched.GroupTileScheduler:
         return sched.WgradTileScheduler(self.tile, groups, grid)
 
     @cute.jit
     def launch(
-        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: tuple[Int64, Int32, Int32], dw_table: Int64,
-        mask: Int64, accumulate: Int32, num_sms: Int32, stream: cuda.CUstream,
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
+        dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, stream: cuda.CUstream,
         after_launch: cutlass.Constexpr[bool] = False,
     ):  # fmt: skip
         """Launch on `stream`. See PersistentGemm.start for `after_launch`."""

@@ -13,9 +13,11 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     cooperative: the n = tile.m / 64 warpgroups share every tile, 64 rows each. pingpong: n = 2 warpgroups take every
     other tile each; one's epilogue runs while the other's MMAs do.
 
-    ring    WorkRing, 4 slots. full: 1 arrival (scheduler); empty: 1 a consumer warp. All warpgroups read it.
+    ring    WorkRing, 4 slots, or 2 where tickets are drawn. full: 1 arrival (scheduler); empty: 1 a consumer warp. All
+            warpgroups read it.
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
+    mail    a cluster's tickets, where it draws them (tickets.py).
     loads   what the epilogue reads beside its accumulators, if that comes by TMA (preact.py).
     turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
             these, named barriers 5 + warpgroup.
@@ -36,13 +38,19 @@ from . import budget, store
 from . import tile_scheduler as sched
 from .epilogue import ColumnSmem, share_of
 from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
+from .tickets import MAILS, NUM_BARRIERS, Tickets
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
 
 class PersistentGemm(Invariant):
-    """A tile configuration and an epilogue. A subclass says which mainloop feeds it and how its tiles are scheduled."""
+    """A tile configuration and an epilogue. A subclass says which mainloop feeds it and how its tiles are scheduled.
+
+    draws_tickets: the scheduler takes Tickets.
+    """
+
+    draws_tickets = False
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue):
         self.name = name
@@ -56,8 +64,15 @@ class PersistentGemm(Invariant):
     def make_mainloop(self) -> Mainloop:
         raise NotImplementedError
 
-    def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
+    def make_scheduler(
+        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
+    ) -> sched.GroupTileScheduler:
         raise NotImplementedError
+
+    @property
+    def _registers(self) -> tuple[int, int]:
+        """Of a thread of the load warpgroup and of an MMA warpgroup."""
+        return (budget.DRAWING_REGISTERS if self.draws_tickets else budget.REGISTERS)[self.num_warpgroups]
 
     @property
     def _slot_owners(self) -> int:
@@ -102,7 +117,9 @@ class PersistentGemm(Invariant):
         class Storage:
             stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
+            ticket_barriers: cute.struct.MemRange[Int64, NUM_BARRIERS * self.draws_tickets]
             load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
+            mail: cute.struct.MemRange[Int32, MAILS * self.draws_tickets]
             ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
             bias: cute.struct.Align[cute.struct.MemRange[self.epilogue.dtype, columns], 16]
             scales: cute.struct.Align[cute.struct.MemRange[BFloat16, columns * self.epilogue.scales_columns], 16]
@@ -128,7 +145,14 @@ class PersistentGemm(Invariant):
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
         has_loads = self.epilogue.num_barriers > 0
         consumer_warps = 1 + has_loads + WARPS_PER_GROUP * self.num_warpgroups
-        ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps)
+        ring_stages = sched.TICKET_STAGES if self.draws_tickets else sched.STAGES
+        ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
+        tickets = None
+        if const_expr(self.draws_tickets):
+            barriers, mail = storage.ticket_barriers.data_ptr(), storage.mail.data_ptr()
+            tickets = Tickets(groups.tickets, barriers, mail, self.cluster_size)
+            if warp == SCHEDULER_WARP:
+                tickets.make_barriers()
         slots_layout = self._staging_layout()
         staging = storage.staging.get_tensor(slots_layout.outer, swizzle=slots_layout.inner)
         loads = self.epilogue.make_ring(storage.load_barriers.data_ptr(), staging) if const_expr(has_loads) else None
@@ -143,17 +167,17 @@ class PersistentGemm(Invariant):
 
         if warpgroup == 0:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_decrease(budget.LOAD_REGISTERS)
+                cute.arch.setmaxregister_decrease(self._registers[0])
             if warp == LOAD_WARP:
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
-                self.make_scheduler(groups, grid).run(ring)
+                self.make_scheduler(groups, grid, tickets).run(ring)
             elif warp == EPILOGUE_LOAD_WARP:
                 if const_expr(has_loads):
                     self._epilogue_load_role(loads, inputs, ring)
         else:
             if const_expr(self.num_warpgroups > 1):
-                cute.arch.setmaxregister_increase(budget.MMA_REGISTERS[self.num_warpgroups])
+                cute.arch.setmaxregister_increase(self._registers[1])
             index = warpgroup - 1
             own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
             slots = self._make_slots(own, index, thread % THREADS)

@@ -16,6 +16,7 @@ from .epilogue import share_of
 from .mainloop import Mainloop, Operands
 from .persistent import PersistentGemm
 from .swapped_epilogue import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
+from .tickets import Tickets
 from .weights import weight_view
 
 # Barriers and the ring's slots, at most; then row scales and exponents, before the first buffer.
@@ -35,7 +36,9 @@ class SwappedGemm(PersistentGemm):
     def make_mainloop(self) -> DecodingMainloop:
         return DecodingMainloop(self.dtype, self.tile, self.epilogue.parts, self.epilogue.layout, self.stages)
 
-    def make_scheduler(self, groups: sched.Groups, grid: sched.TileGrid) -> sched.GroupTileScheduler:
+    def make_scheduler(
+        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
+    ) -> sched.GroupTileScheduler:
         return sched.GroupTileScheduler(self.tile, groups, grid)
 
     @property
@@ -113,8 +116,8 @@ class SwappedGemm(PersistentGemm):
 
     @cute.jit
     def launch(
-        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32], inputs: epi.Inputs,
-        num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
+        inputs: epi.Inputs, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
     ):  # fmt: skip
         """Launch on `stream`. See PersistentGemm.start for `after_launch`."""
         rows = Int32(w.shape[1])

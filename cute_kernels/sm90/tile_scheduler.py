@@ -4,7 +4,8 @@ Cluster c of a persistent grid of C clusters takes cluster tiles c, c + C, c + 2
 order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight tiles outermost, so that the CTAs that
 run at once share a few weight tiles and a few row tiles, both out of L2. One warp a CTA walks the groups, 32 experts a
 step, one a lane, and hands each tile to the other warps through a small ring in shared memory: nobody else reads
-group sizes, and the latency of reading them hides behind the MMAs of the tile before.
+group sizes, and the latency of reading them hides behind the MMAs of the tile before. ticket_scheduler.py is the same
+for clusters that draw tickets instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, const_expr
 
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..tiles import TileConfig
@@ -23,19 +25,24 @@ from ..tiles import TileConfig
 # Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
 # and a weight tile is read from memory once for 8 uses.
 RASTER_BAND = 8
-# Two tiles in work, by pingpong warpgroups, one being loaded, one to come.
-STAGES = 4
+# Two tiles in work, by pingpong warpgroups, one being loaded, one to come. Fewer where tickets are drawn, late: tiles
+# that begin together are neighbours then (1 % of DeepSeek-V3's FC1 under skew).
+STAGES, TICKET_STAGES = 4, 2
 SLOT_WORDS = 6
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 
 
 class Groups(NamedTuple):
-    """Group sizes on the device: an address, what lies there (OFFS_INT32, ...), how many, and the buffer's rows."""
+    """Group sizes on the device: an address, what lies there (OFFS_INT32, ...), how many, and the buffer's rows.
+
+    tickets: the address of a counter that clusters may draw from (tickets.py), or 0.
+    """
 
     address: Int64
     form: Int32
     count: Int32
+    tickets: Int64
     rows: Int32
 
 
@@ -65,7 +72,7 @@ class TileGrid(NamedTuple):
     num_n: Int32
 
 
-class _GroupWindow(NamedTuple):
+class GroupWindow(NamedTuple):
     """32 consecutive groups, one a lane: row range and, inclusive, the linear tile index where the group ends."""
 
     base: Int32
@@ -74,7 +81,7 @@ class _GroupWindow(NamedTuple):
     tiles_end: Int32
 
 
-def _clamp(value: Int32, low: Int32, high: Int32) -> Int32:
+def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
     return cutlass.max(low, cutlass.min(value, high))
 
 
@@ -88,23 +95,23 @@ def _inclusive_scan(value: Int32, lane: Int32) -> Int32:
     return value
 
 
-def _last_lane(value: Int32) -> Int32:
+def last_lane(value: Int32) -> Int32:
     return cute.arch.shuffle_sync(value, 31)
 
 
-def _int32_at(groups: Groups, index: Int32) -> Int32:
+def int32_at(groups: Groups, index: Int32) -> Int32:
     return vector_at(Int32, groups.address)[index]
 
 
 @cute.jit
-def _group_size(groups: Groups, index: Int32) -> Int32:
+def group_size(groups: Groups, index: Int32) -> Int32:
     """Rows of a group given by its size, clamped to the buffer: no garbage can overflow a sum of 32."""
     size = Int32(0)
     if groups.form == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]
         size = Int32(cutlass.max(Int64(0), cutlass.min(wide, Int64(groups.rows))))
     else:
-        size = _clamp(_int32_at(groups, index), Int32(0), groups.rows)
+        size = clamp(int32_at(groups, index), Int32(0), groups.rows)
     return size
 
 
@@ -115,11 +122,11 @@ def last_row_end(groups: Groups) -> Int32:
     lane = cute.arch.lane_idx()
     if groups.form == OFFS_INT32:
         for group in cutlass.range(lane, groups.count, 32):
-            end = cutlass.max(end, _clamp(_int32_at(groups, group), Int32(0), groups.rows))
+            end = cutlass.max(end, clamp(int32_at(groups, group), Int32(0), groups.rows))
         end = cute.arch.warp_reduction(end, cutlass.max, threads_in_group=32)
     else:
         for group in cutlass.range(lane, groups.count, 32):
-            end = cutlass.min(end + _group_size(groups, group), groups.rows)
+            end = cutlass.min(end + group_size(groups, group), groups.rows)
         end = cutlass.min(cute.arch.warp_reduction(end, lambda x, y: x + y, threads_in_group=32), groups.rows)
     return end
 
@@ -127,21 +134,22 @@ def last_row_end(groups: Groups) -> Int32:
 class WorkRing(Invariant):
     """The ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
 
-    def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int):
+    def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int, stages: int = STAGES):
+        self.stages = stages
         self.pipeline = pipeline.PipelineAsync.create(
             barrier_storage=barriers,
-            num_stages=STAGES,
+            num_stages=stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, num_consumer_warps),
             defer_sync=True,
         )
-        self.slots = cute.make_tensor(slots, cute.make_layout((SLOT_WORDS, STAGES)))
+        self.slots = cute.make_tensor(slots, cute.make_layout((SLOT_WORDS, stages)))
 
     def producer_state(self) -> pipeline.PipelineState:
-        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
 
     def consumer_state(self) -> pipeline.PipelineState:
-        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
 
     @cute.jit
     def put(self, state: pipeline.PipelineState, work: WorkTile):
@@ -189,9 +197,15 @@ class GroupTileScheduler(Invariant):
     def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
         return begin + m_tile * self.tile_m
 
+    def _is_of(self, kind: str, rows: Int32) -> Boolean:
+        """Whether a group of `rows` is of a kind."""
+        raise NotImplementedError
+
     @cute.jit
-    def _load_window(self, base: Int32, rows_before: Int32, tiles_before: Int32) -> _GroupWindow:
-        """Groups base .. base + 31. Lanes past the last group hold empty groups."""
+    def _load_window(
+        self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
+    ) -> GroupWindow:
+        """Groups base .. base + 31. Lanes past the last group hold empty ones; groups of another kind have no tiles."""
         groups = self.groups
         lane = cute.arch.lane_idx()
         group = base + lane
@@ -200,22 +214,24 @@ class GroupTileScheduler(Invariant):
         end = Int32(0)
         if groups.form == OFFS_INT32:
             if present:
-                end = _clamp(_int32_at(groups, group), Int32(0), groups.rows)
+                end = clamp(int32_at(groups, group), Int32(0), groups.rows)
                 if group > 0:
-                    begin = _clamp(_int32_at(groups, group - 1), Int32(0), end)
+                    begin = clamp(int32_at(groups, group - 1), Int32(0), end)
         else:
             size = Int32(0)
             if present:
-                size = _group_size(groups, group)
+                size = group_size(groups, group)
             end = cutlass.min(rows_before + _inclusive_scan(size, lane), groups.rows)
             begin = cutlass.max(end - size, Int32(0))
         tiles = Int32(0)
         if present:
             tiles = self._num_clusters(end - begin)
-        return _GroupWindow(base, begin, end, tiles_before + _inclusive_scan(tiles, lane))
+            if const_expr(kind is not None):
+                tiles = chosen(self._is_of(kind, end - begin), tiles, Int32(0))
+        return GroupWindow(base, begin, end, tiles_before + _inclusive_scan(tiles, lane))
 
     @cute.jit
-    def _tile_in_window(self, window: _GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
+    def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
         """The work of this CTA in cluster tile `tile`, which lies in one of the window's groups."""
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
         begin = cute.arch.shuffle_sync(window.begin, lane)
@@ -281,9 +297,13 @@ class GroupTileScheduler(Invariant):
             end = cutlass.min(end, row + half)
         return row + rank * half, end, m_tile, n_tile, pairs_columns
 
+    def run(self, ring: WorkRing) -> None:
+        """The scheduler warp's whole life."""
+        self.deal(ring)
+
     @cute.jit
-    def run(self, ring: WorkRing):
-        """The scheduler warp's whole life: walk the groups, put this CTA's tiles into the ring, then the end mark."""
+    def deal(self, ring: WorkRing):
+        """Walk the groups, put this CTA's tiles into the ring, then the end mark."""
         cluster_size = self.cluster_m * self.cluster_n
         bidx, _, _ = cute.arch.block_idx()
         gdim, _, _ = cute.arch.grid_dim()
@@ -293,13 +313,13 @@ class GroupTileScheduler(Invariant):
         state = ring.producer_state()
         tiles_before = Int32(0)
         window = self._load_window(Int32(0), Int32(0), tiles_before)
-        window_end = _last_lane(window.tiles_end)
+        window_end = last_lane(window.tiles_end)
         more = Boolean(True)
         while more:
             while (tile >= window_end) & (window.base + 32 < self.groups.count):
                 tiles_before = window_end
-                window = self._load_window(window.base + 32, _last_lane(window.end), tiles_before)
-                window_end = _last_lane(window.tiles_end)
+                window = self._load_window(window.base + 32, last_lane(window.end), tiles_before)
+                window_end = last_lane(window.tiles_end)
             more = tile < window_end
             work = WorkTile(*[Int32(word) for word in NO_WORK])
             if more:

@@ -51,7 +51,7 @@ def chosen() -> GroupedMlpSpec:
 def _bare_items(b: Buffers) -> dict[str, Item]:
     bundle = loader.load(ARCH)
     sms = torch.cuda.get_device_properties(b.x.device).multi_processor_count
-    groups = (b.offs.data_ptr(), INT32_OFFSETS, b.offs.numel())
+    groups = (b.offs.data_ptr(), INT32_OFFSETS, b.offs.numel(), 0)  # tiles of few rows draw no tickets
     absent = (0, 0, 0)  # table of experts, bias, table of biases
     spec = chosen()
     mlp = bundle.function(spec.name)

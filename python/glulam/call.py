@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from cute_kernels.specs import draws_tickets
+
 from . import device as gpus
 from . import dispatch, experts, groups, kernels
 from .dispatch import Problem
@@ -182,7 +184,8 @@ class Call:
         lead, index = self.lead, self.lead.get_device()
         out = getattr(self, "out", None)
         gpu = gpus.gpu(index)
-        kernel = kernels.find(dispatch.choose(problem, gpu.arch, gpu.name).spec)
+        spec = dispatch.choose(problem, gpu.arch, gpu.name).spec
+        kernel = kernels.find(spec)
         return Launch(
             op=self.op,
             function=kernel.function if problem.rows else launch_nothing,
@@ -191,6 +194,7 @@ class Call:
             only=gpus.is_only_one(),
             dtype=lead.dtype,
             group_form=groups.form(self.groups, is_offs=self.splits is None),
+            draws_tickets=draws_tickets(spec),
             experts=problem.experts,
             sm_count=gpu.sm_count,
             rows=problem.rows,

@@ -159,7 +159,7 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
     dtype = getattr(torch, spec.dtype)
     matrix = torch.empty(DUMMY_SIZE, DUMMY_SIZE, dtype=dtype, device=device)
     weight = matrix[None]
-    groups, addresses, params, launch = [0, 0, 1], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
+    groups, addresses, params, launch = [0, 0, 1, 0], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, QuantizeMxfp8Spec):
         if spec.rounded:
             return [matrix, matrix, 0, 1, 0]
@@ -191,7 +191,7 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
 
 def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
     data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    weight, groups, params, launch = data[None], [0, 0, 1], [0.0, 0.0, 0.0], [1, 0]
+    weight, groups, params, launch = data[None], [0, 0, 1, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, GroupedMmSpec):
         return [data, weight, matrix, *groups, *[0] * 5, *launch]
     assert isinstance(spec, (GroupedMlpSpec, GroupedGluSpec, GroupedDgluSpec))
@@ -208,7 +208,7 @@ def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
 
 def _dummy_decoded_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
     weight = torch.empty(1, *matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    groups, params, launch = [0, 0, 1], [0.0, 0.0, 0.0], [1, 0]
+    groups, params, launch = [0, 0, 1, 0], [0.0, 0.0, 0.0], [1, 0]
     if isinstance(spec, GroupedMmSpec):
         return [matrix, weight, matrix, *groups, *[0] * 4, *launch]
     assert isinstance(spec, GroupedMlpSpec)

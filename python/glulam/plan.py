@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from . import workspace
 from .experts import ExpertList
 from .signature import ALIGNMENT_ELEMENTS
 
@@ -41,6 +42,7 @@ class Launch:
         function: takes tensors, addresses and numbers, as `cute_kernels.entry` lists them.
         index: of the device; `only`: the process sees no other GPU.
         group_form: how to read group sizes (`groups.form`).
+        draws_tickets: the function's kernels do, from `counters`.
         sm_count: of the device, the size of the kernels' persistent grid.
         rows: T.
         x_extent, out_extent: bytes from the first element of x, or of a given output, to behind its last.
@@ -53,11 +55,16 @@ class Launch:
     only: bool
     dtype: torch.dtype
     group_form: int
+    draws_tickets: bool
     experts: int
     sm_count: int
     rows: int
     x_extent: int
     out_extent: int
+
+    def counters(self) -> Tensor | None:
+        """What the function's kernels draw tickets from, if they do; to be held until they are launched."""
+        return workspace.counters(self.device, self.index) if self.draws_tickets else None
 
 
 def bare(tensor: Any) -> tuple[Hashable, ...]:
@@ -68,6 +75,11 @@ def bare(tensor: Any) -> tuple[Hashable, ...]:
 def addresses(bias: Any) -> tuple[int, int]:
     """A bias as the kernels take it: the address of a packed one and of a list's table, 0 for the other."""
     return (0, bias.address) if bias.__class__ is ExpertList else (bias.data_ptr(), 0)
+
+
+def address(tensor: Tensor | None) -> int:
+    """0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def launch_nothing(*_: Any) -> None:

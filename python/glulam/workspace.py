@@ -21,6 +21,8 @@ from . import device as gpus
 
 MAX_STREAMS = 8
 """Buffers kept by a thread on one device; the one made longest ago is dropped."""
+NUM_COUNTERS = 2
+"""Of a call: the second kernel of one may begin before the first has ended."""
 MAX_VIEWS = 256
 """Shapes of the buffers that a thread remembers; a view costs 2 us to make, and the count of shapes has no end."""
 ALIGNMENT_BYTES = 128
@@ -62,6 +64,7 @@ class _Kept(threading.local):
         self.views: dict[tuple[Layout, int], Tensor] = {}
         self.views_of_several: dict[tuple[Layouts, int], tuple[Tensor, ...]] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
+        self.counters: dict[tuple[int, int], Tensor] = {}
 
 
 _kept = _Kept()
@@ -83,6 +86,29 @@ def take_all(layouts: Layouts) -> tuple[Tensor, ...]:
         return tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in layouts.parts)
     views = _kept.views_of_several.get((layouts, stream))
     return _views(layouts, stream) if views is None else views
+
+
+def counters(device: torch.device, index: int) -> Tensor:
+    """What a call's kernels draw tickets from: int32, zeros between calls; to be held until all is launched."""
+    stream = gpus.raw_stream(index)
+    if stream and gpus.is_capturing():
+        return _new_counters(device)
+    found = _kept.counters.get((index, stream))
+    if found is None:
+        _make_room(_kept.counters, index)
+        found = _kept.counters[index, stream] = _new_counters(device)
+    return found
+
+
+def _new_counters(device: torch.device) -> Tensor:
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+def _make_room(kept: dict[tuple[int, int], Tensor], index: int) -> None:
+    """For one more stream of a device."""
+    mine = [other for other in kept if other[0] == index]
+    if len(mine) >= MAX_STREAMS:
+        del kept[mine[0]]
 
 
 def _view(layout: Layout, stream: int) -> Tensor:
@@ -121,9 +147,7 @@ def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     _kept.views_of_several.clear()
     buffers.pop(key, None)
     del buffer  # before the larger one is taken, so that its memory can serve
-    mine = [other for other in buffers if other[0] == layout.index]
-    if len(mine) >= MAX_STREAMS:
-        del buffers[mine[0]]
+    _make_room(buffers, layout.index)
     size = -(-layout.num_bytes // GRANULE) * GRANULE
     fresh = torch.empty(size, dtype=torch.uint8, device=layout.device)
     buffers[key] = fresh

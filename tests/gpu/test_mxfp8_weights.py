@@ -96,7 +96,7 @@ def run_mm(
     groups = group_argument(sizes, form)
     function = kernels.find(GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")).function
     function(
-        x, w.e4m3, y, groups.data_ptr(), form, len(sizes), w.scales.data_ptr(), address(bias), 0, address(scale),
+        x, w.e4m3, y, groups.data_ptr(), form, len(sizes), 0, w.scales.data_ptr(), address(bias), 0, address(scale),
         ctas or num_sms(), 1,
     )  # fmt: skip
     assert bool(y[sum(sizes) :].isnan().all()), "the tail was written"
@@ -113,7 +113,7 @@ def run_mlp(
     function = kernels.find(GroupedMlpSpec(GroupedGluSpec("bfloat16", *form, False, tile, operands=operands), fc2))
     groups = group_argument(sizes, OFFS)
     function.function(
-        x, w1.e4m3, w2.e4m3, mid, y, groups.data_ptr(), OFFS, len(sizes), w1.scales.data_ptr(), address(b1), 0,
+        x, w1.e4m3, w2.e4m3, mid, y, groups.data_ptr(), OFFS, len(sizes), 0, w1.scales.data_ptr(), address(b1), 0,
         w2.scales.data_ptr(), address(b2), 0, address(scale), *PARAMS, num_sms(), 1,
     )  # fmt: skip
     assert bool(mid[sum(sizes) :].isnan().all() and y[sum(sizes) :].isnan().all()), "the tail was written"

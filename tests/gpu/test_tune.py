@@ -17,10 +17,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import check_glu, check_mlp
 from support.inputs import make_case
 
 import glulam
-from cute_kernels.specs import GroupedDgluSpec, GroupedWgradSpec
+from cute_kernels.specs import (
+    GLU_LAYOUTS,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+)
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import ToolchainError, build, cache, jit, loader
 from glulam import device, dispatch, kernels, loadable, preferences, tuned
@@ -120,6 +128,33 @@ def test_compiled_kernels_compute_what_shipped_ones_do() -> None:
     assert glulam.explain("grouped_mm", c.x, c.w1, offs=c.offs).source == "jit"
     for got, wanted in zip(results(c), want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 * float(wanted.float().abs().max()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("tile", [TileConfig(128, 192, 64, 2, 1, "pingpong", True), TileConfig(64, 64, 64)])
+def test_gated_tiles_with_chunks_of_32_columns(tile: TileConfig) -> None:
+    """What no shipped kernel has, in every layout, plain and with all that an epilogue may do."""
+    c = make_case([300, 0, 17, 64, 129], 256, 224, tail=5, device="cuda")
+    specs: list[GroupedGluSpec | GroupedMlpSpec] = []
+    for layout in GLU_LAYOUTS:
+        fc1 = GroupedGluSpec("bfloat16", "swiglu", layout, False, tile)
+        specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(tile=tile)))
+        if (tile.n, layout) != (192, "interleaved"):  # spills by a register, and is refused
+            specs.append(dataclasses.replace(fc1, save_preact=True))
+    with CompilePool(default_jobs()) as pool:
+        for spec in specs:
+            pool.start(spec)
+        for spec in specs:
+            assert callable(pool.wait(spec)), spec.name
+            glulam.compile(spec)
+    for layout in GLU_LAYOUTS:
+        for addends in ({}, {"bias": c.b1, "row_scale": c.row_scale}):
+            made = glulam.grouped_glu(c.x, c.w1, offs=c.offs, return_preact=True, glu_layout=layout, **addends)
+            check_glu(c, *made, ("swiglu", layout), **addends)
+        more = {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
+        y = glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, glu_layout=layout, **more)
+        check_mlp(c, y, ("swiglu", layout), **more)
+    assert glulam.explain("grouped_mlp", c.x, c.w1, c.w2, offs=c.offs).source == "jit"
 
 
 @needs_compiler

@@ -26,8 +26,9 @@ from cute_kernels.specs import (
     GroupedWgradSpec,
     QuantizeMxfp8Spec,
     Spec,
+    draws_tickets,
 )
-from glulam import device, experts, groups, kernels
+from glulam import device, experts, groups, kernels, workspace
 from glulam.kernels import Kernel
 from glulam.plan import forget_plans
 
@@ -56,6 +57,12 @@ def _check_tensors(spec_dtype: str, tensors: list[Tensor]) -> None:
             raise ValueError("misaligned tensor")
         if any(size % 8 for size in tensor.shape[1:]):
             raise ValueError("dimension is not divisible by 8")
+
+
+def _check_counters(spec: Spec, tickets: int) -> None:
+    """What kernels that draw tickets must be given: memory of zeros."""
+    if draws_tickets(spec):
+        assert not _memory(tickets, workspace.NUM_COUNTERS, torch.int32).any()
 
 
 def _equal(*sizes: int) -> int:
@@ -105,8 +112,8 @@ def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
 
         return fake_mxfp8.mm(spec) if spec.operands == "mxfp8" else fake_mxfp8.decoded_mm(spec)
 
-    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, table: int, bias: int, bias_table: int,
-            scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int, table: int, bias: int,
+            bias_table: int, scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
         _check_tensors(spec.dtype, [x, w, y])
         contracted, width = (1, 2) if spec.transpose_w else (2, 1)
         rows = _equal(x.shape[0], y.shape[0])
@@ -114,6 +121,7 @@ def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
         _equal(y.shape[1], w.shape[width])
         assert num_sms == SM_COUNT
         if do_launch and rows:
+            _check_counters(spec, tickets)
             ends = _ends(at, form, count, rows)
             result = oracle.grouped_mm(
                 x, _weights(w, table, count), ends, bias=_biases(bias, bias_table, count, y.shape[1], x.dtype),
@@ -125,8 +133,9 @@ def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
 
 
 def _fc1(spec: GroupedGluSpec) -> Callable[..., None]:
-    def run(tensors: tuple[Tensor, ...], at: int, form: int, count: int, table: int, bias: int, bias_table: int,
-            scale: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+    def run(tensors: tuple[Tensor, ...], at: int, form: int, count: int, tickets: int, table: int, bias: int,
+            bias_table: int, scale: int, limit: float, alpha: float, offset: float, num_sms: int,
+            do_launch: int) -> None:  # fmt: skip
         x, w1, act, *preact = tensors
         _check_tensors(spec.dtype, list(tensors))
         rows = _equal(x.shape[0], act.shape[0])
@@ -134,6 +143,7 @@ def _fc1(spec: GroupedGluSpec) -> Callable[..., None]:
         _equal(w1.shape[1], act.shape[1] * (2 if spec.gated else 1), *(h.shape[1] for h in preact))
         assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
         if do_launch and rows:
+            _check_counters(spec, tickets)
             ends = _ends(at, form, count, rows)
             result, h = oracle.grouped_glu(
                 x, _weights(w1, table, count), ends, bias=_biases(bias, bias_table, count, w1.shape[1], x.dtype),
@@ -162,12 +172,12 @@ def _glu_preact(spec: GroupedGluSpec) -> Callable[..., None]:
     fc1, fc2 = _fc1(spec), _mm(GroupedMmSpec(spec.dtype, False, spec.tile, spec.arch))
 
     def run(x: Tensor, w1: Tensor, act: Tensor, preact: Tensor, w2: Tensor, y: Tensor, at: int, form: int, count: int,
-            w1_table: int, b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int, limit: float,
-            alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+            tickets: int, w1_table: int, b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int,
+            limit: float, alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
         _check_tensors(spec.dtype, [w2, y])
         _equal(x.shape[0], y.shape[0])
-        groups, tail = (at, form, count), (num_sms, do_launch)
+        groups, tail = (at, form, count, tickets), (num_sms, do_launch)
         fc1((x, w1, act, preact), *groups, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
         if do_launch > 1:
             fc2(act, w2, y, *groups, w2_table, b2, b2_table, scale, *tail)
@@ -182,12 +192,12 @@ def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
         return fake_mxfp8.mlp(spec)
     fc1, fc2 = _glu(spec.fc1), _mm(spec.fc2)
 
-    def run(x: Tensor, w1: Tensor, w2: Tensor, mid: Tensor, y: Tensor, at: int, form: int, count: int, w1_table: int,
-            b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int, limit: float, alpha: float,
-            offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+    def run(x: Tensor, w1: Tensor, w2: Tensor, mid: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int,
+            w1_table: int, b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int, limit: float,
+            alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
         tail = (num_sms, do_launch)
-        fc1(x, w1, mid, at, form, count, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
-        fc2(mid, w2, y, at, form, count, w2_table, b2, b2_table, scale, *tail)
+        fc1(x, w1, mid, at, form, count, tickets, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
+        fc2(mid, w2, y, at, form, count, tickets, w2_table, b2, b2_table, scale, *tail)
 
     return run
 
@@ -200,7 +210,7 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
     dgrad = _mm(GroupedMmSpec(spec.dtype, True, spec.dgrad, spec.arch))
 
     def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, at: int,
-            form: int, count: int, w2_table: int, w1_table: int, scale: int, d_scale: int, partials: int,
+            form: int, count: int, tickets: int, w2_table: int, w1_table: int, scale: int, d_scale: int, partials: int,
             limit: float, alpha: float, offset: float, num_sms: int,
             do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
@@ -212,6 +222,7 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
         if not do_launch or not rows:
             return
+        _check_counters(spec, tickets)
         ends = _ends(at, form, count, rows)
         dh, m, ds = oracle.grouped_dglu(
             dy, _weights(w2, w2_table, count), preact, ends, row_scale=_scale(scale, rows),
@@ -220,7 +231,7 @@ def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         _store(dpreact, dh, ends)
         _store(act, m, ends)
         if do_launch > 1:
-            dgrad(dpreact, w1, dx, at, form, count, w1_table, 0, 0, 0, num_sms, 1)
+            dgrad(dpreact, w1, dx, at, form, count, tickets, w1_table, 0, 0, 0, num_sms, 1)
             dx[ends[-1] :] = 0
         _row_sums(spec, ds, ends[-1], width, d_scale, partials)
 
@@ -239,7 +250,7 @@ def _row_sums(spec: GroupedDgluSpec, ds: Tensor, used: int, width: int, d_scale:
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Callable[..., None]:
-    def run(dy: Tensor, x: Tensor, dw: Tensor, at: int, form: int, count: int, dw_table: int, mask: int,
+    def run(dy: Tensor, x: Tensor, dw: Tensor, at: int, form: int, count: int, tickets: int, dw_table: int, mask: int,
             accumulate: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
         _check_tensors(spec.dtype, [dy, x])
         _check_tensors(spec.out_dtype, [dw])

@@ -15,7 +15,19 @@ from torch import Tensor
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, QuantizeMxfp8Spec
 
 from . import mxfp8, oracle
-from .fake_gpu import SM_COUNT, _biases, _check_tensors, _ends, _equal, _memory, _read, _row_sums, _scale, _store
+from .fake_gpu import (
+    SM_COUNT,
+    _biases,
+    _check_counters,
+    _check_tensors,
+    _ends,
+    _equal,
+    _memory,
+    _read,
+    _row_sums,
+    _scale,
+    _store,
+)
 from .mxfp8_mlp import values
 
 E4M3 = "float8_e4m3fn"
@@ -80,8 +92,8 @@ def _check_mlp(glu: GroupedGluSpec, x: Tensor, w1: Tensor, w2: Tensor, y: Tensor
 
 
 def mm(spec: GroupedMmSpec) -> Callable[..., None]:
-    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, x_scale: int, w_scale: int, bias: int,
-            bias_table: int, scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int, x_scale: int, w_scale: int,
+            bias: int, bias_table: int, scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
         _check_tensors(spec.dtype, [y])
         _check_fp8(x, w)
         rows = _equal(x.shape[0], y.shape[0])
@@ -89,6 +101,7 @@ def mm(spec: GroupedMmSpec) -> Callable[..., None]:
         _equal(y.shape[1], w.shape[1])
         assert w.is_contiguous() and num_sms == SM_COUNT
         if do_launch and rows:
+            _check_counters(spec, tickets)
             ends = _ends(at, form, count, rows)
             result = oracle.grouped_mm(
                 Rows(x, x_scale).read(ends[-1]), _folded(w, w_scale), ends,
@@ -100,8 +113,8 @@ def mm(spec: GroupedMmSpec) -> Callable[..., None]:
 
 
 def decoded_mm(spec: GroupedMmSpec) -> Callable[..., None]:
-    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, w_scale: int, bias: int, bias_table: int,
-            scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
+    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int, w_scale: int, bias: int,
+            bias_table: int, scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
         _check_tensors(spec.dtype, [x, y])
         _check_fp8(w)
         rows = _equal(x.shape[0], y.shape[0])
@@ -136,8 +149,8 @@ def dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
     dgrad = mm(GroupedMmSpec(spec.dtype, False, spec.dgrad, spec.arch, spec.operands))
 
     def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, dy8: Tensor,
-            dpreact8: Tensor, at: int, form: int, count: int, dy_scale: int, dpreact_scale: int, w2_scale: int,
-            w1_scale: int, scale: int, d_scale: int, partials: int, limit: float, alpha: float,
+            dpreact8: Tensor, at: int, form: int, count: int, tickets: int, dy_scale: int, dpreact_scale: int,
+            w2_scale: int, w1_scale: int, scale: int, d_scale: int, partials: int, limit: float, alpha: float,
             offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
         _check_tensors(spec.dtype, [dy, preact, dpreact, act, dx])
@@ -149,6 +162,7 @@ def dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
         assert w1.is_contiguous() and w2.is_contiguous() and num_sms == SM_COUNT
         if not do_launch or not rows:
             return
+        _check_counters(spec, tickets)
         ends, params = _ends(at, form, count, rows), (limit, alpha, offset)
         used, grad = ends[-1], Rows(dy8, dy_scale)
         grad.poison()
@@ -164,7 +178,7 @@ def dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
             again = Rows(dpreact8, dpreact_scale)
             again.poison()
             again.write(dpreact, used)
-            dgrad(dpreact8, w1, dx, at, form, count, dpreact_scale, w1_scale, 0, 0, 0, num_sms, 1)
+            dgrad(dpreact8, w1, dx, at, form, count, tickets, dpreact_scale, w1_scale, 0, 0, 0, num_sms, 1)
             dx[used:] = 0
 
     return run
@@ -176,8 +190,8 @@ def _quantised(spec: GroupedMlpSpec) -> Callable[..., None]:
 
 def _mlp(glu: GroupedGluSpec) -> Callable[..., None]:
     def run(x: Tensor, w1: Tensor, w2: Tensor, x8: Tensor, mid8: Tensor, y: Tensor, at: int, form: int, count: int,
-            x_scale: int, mid_scale: int, w1_scale: int, b1: int, b1_table: int, w2_scale: int, b2: int, b2_table: int,
-            scale: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int,
+            tickets: int, x_scale: int, mid_scale: int, w1_scale: int, b1: int, b1_table: int, w2_scale: int, b2: int,
+            b2_table: int, scale: int, limit: float, alpha: float, offset: float, num_sms: int, do_launch: int,
             preact: Tensor | None = None) -> None:  # fmt: skip
         assert do_launch in (0, 1, 2)
         _check_mlp(glu, x, w1, w2, y, count, num_sms)
@@ -187,6 +201,7 @@ def _mlp(glu: GroupedGluSpec) -> Callable[..., None]:
         _equal(mid8.shape[1], w2.shape[2])
         if not do_launch or not rows:
             return
+        _check_counters(glu, tickets)
         ends, params = _ends(at, form, count, rows), (limit, alpha, offset)
         xq, mid, used = Rows(x8, x_scale), Rows(mid8, mid_scale), ends[-1]
         if do_launch == 1:
@@ -213,9 +228,9 @@ def _mlp(glu: GroupedGluSpec) -> Callable[..., None]:
 def _weights_alone(spec: GroupedMlpSpec) -> Callable[..., None]:
     is_exact = spec.fc1.operands == "mxfp8_exact"
 
-    def run(x: Tensor, w1: Tensor, w2: Tensor, mid: Tensor, y: Tensor, at: int, form: int, count: int, w1_scale: int,
-            b1: int, b1_table: int, w2_scale: int, b2: int, b2_table: int, scale: int, limit: float, alpha: float,
-            offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
+    def run(x: Tensor, w1: Tensor, w2: Tensor, mid: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int,
+            w1_scale: int, b1: int, b1_table: int, w2_scale: int, b2: int, b2_table: int, scale: int, limit: float,
+            alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
         assert do_launch in (0, 1)
         _check_mlp(spec.fc1, x, w1, w2, y, count, num_sms)
         _check_tensors(spec.dtype, [mid])

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import device as gpus
+from .. import workspace
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
+from ..plan import address
 from . import mm
 from .layout import flatten
 from .parts import ORDINARY, Targets, as_result, once_differentiable, taken, usable, without_graph
@@ -80,9 +82,10 @@ class PlannedMm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out = targets.out
         y = x.new_empty(plan.rows, plan.width) if out is None else out
+        counters = plan.counters()
         plan.function(
             x, w, y,
-            groups.data_ptr(), plan.group_form, plan.experts,
+            groups.data_ptr(), plan.group_form, plan.experts, address(counters),
             0, 0 if bias is None else bias.data_ptr(), 0, 0 if scale is None else scale.data_ptr(),
             plan.sm_count, 1,
         )  # fmt: skip
@@ -103,14 +106,15 @@ class PlannedMm(torch.autograd.Function):
         dx = dw = db = None
         if for_x:
             dx = targets.new_grad_input(dy, plan.contracted)
-            plan.dgrad(dy, w, dx, *where, 0, 0, 0, 0, plan.sm_count, 1)
+            counters = workspace.counters(plan.device, plan.index)
+            plan.dgrad(dy, w, dx, *where, counters.data_ptr(), 0, 0, 0, 0, plan.sm_count, 1)
         if for_w:
             left, right = (x, dy) if plan.transpose_w else (dy, x)
             if "w" in targets.weights:
                 dw = targets.weights["w"](left, right, by_groups)
             else:
                 dw = dy.new_empty(plan.w_shape)
-                plan.wgrad(left, right, dw, *where, 0, 0, 0, plan.sm_count, 1)
+                plan.wgrad(left, right, dw, *where, 0, 0, 0, 0, plan.sm_count, 1)
         if for_bias:
             db = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         return None, None, dx, dw, None, db, None

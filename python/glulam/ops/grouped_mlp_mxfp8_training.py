@@ -23,7 +23,7 @@ from ..experts import find
 from ..mxfp8 import mlp_reference, prepared
 from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
-from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..plan import Launch, Plans, address, addresses, aligned_row, bare
 from ..recipes import Recipe
 from ..signature import (
     Experts,
@@ -94,11 +94,11 @@ def launch_forward(
 ) -> None:  # fmt: skip
     """y and preact. `b1`, `b2`: as of `plan.addresses`; `launch.function`: a grouped_glu's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
-    memory = ForwardMemory(*workspace.take_all(layouts))
+    memory, counters = ForwardMemory(*workspace.take_all(layouts)), launch.counters()
     launch.function(
         x, w1, w2, memory.x8, memory.mid8, preact, y,
-        groups_at, launch.group_form, launch.experts, memory.x_scales.data_ptr(), memory.mid_scales.data_ptr(),
-        w1_scale.data_ptr(), *b1, w2_scale.data_ptr(), *b2, 0 if scale is None else scale.data_ptr(), *params,
+        groups_at, launch.group_form, launch.experts, address(counters), memory.x_scales.data_ptr(),
+        memory.mid_scales.data_ptr(), w1_scale.data_ptr(), *b1, w2_scale.data_ptr(), *b2, address(scale), *params,
         launch.sm_count, QUANTISE,
     )  # fmt: skip
 
@@ -120,6 +120,7 @@ def launch_backward(
     """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's."""
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
+    counters = workspace.counters(launch.device, launch.index)
     sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials.data_ptr())
     if w1 is None:
         w1_data, w1_scale_at = dy.new_empty(1, STAND_IN_ROWS, dpreact.shape[1], dtype=DATA_DTYPE), 0
@@ -127,8 +128,8 @@ def launch_backward(
         w1_data, w1_scale_at = w1.data, w1.scale.data_ptr()
     function(
         dy, w2.data, preact, dpreact, act, w1_data, dy if dx is None else dx, memory.dy8, memory.dpreact8,
-        groups_at, launch.group_form, launch.experts, memory.dy_scales.data_ptr(), memory.dpreact_scales.data_ptr(),
-        w2.scale.data_ptr(), w1_scale_at, 0 if scale is None else scale.data_ptr(), *sums, *params,
+        groups_at, launch.group_form, launch.experts, counters.data_ptr(), memory.dy_scales.data_ptr(),
+        memory.dpreact_scales.data_ptr(), w2.scale.data_ptr(), w1_scale_at, address(scale), *sums, *params,
         launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
     )  # fmt: skip
 

@@ -123,7 +123,7 @@ class GroupedWgradPlan(Launch):
         dw, table = (out.lowest, out.address) if self.listed else (out, 0)
         self.function(
             dy, x, dw,
-            groups.data_ptr(), self.group_form, self.experts,
+            groups.data_ptr(), self.group_form, self.experts, 0,
             table, 0 if mask is None else mask.data_ptr(), self.accumulate,
             self.sm_count, 1,
         )  # fmt: skip

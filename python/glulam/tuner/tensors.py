@@ -11,6 +11,7 @@ from torch import Tensor
 from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
+from ..workspace import NUM_COUNTERS
 from .candidates import goes_on
 
 INT32_OFFSETS = 0  # group_form of the exported functions
@@ -30,6 +31,7 @@ class Tensors:
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.do_launch = WITH_NEXT if goes_on(problem) else ALONE
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
         {
             "grouped_mm": self._make_mm,
             "grouped_glu": self._make_glu,
@@ -112,9 +114,9 @@ class Tensors:
 
     def launches(self, rows: int, offs: Tensor) -> list[Arguments]:
         """Arguments of the calls that make one step, up to `num_sms` and `do_launch`, on the first `rows` rows."""
-        return list(self._launches(rows, (offs.data_ptr(), INT32_OFFSETS, offs.numel())))
+        return list(self._launches(rows, (offs.data_ptr(), INT32_OFFSETS, offs.numel(), self.counters.data_ptr())))
 
-    def _launches(self, t: int, groups: tuple[int, int, int]) -> Iterator[Arguments]:
+    def _launches(self, t: int, groups: tuple[int, int, int, int]) -> Iterator[Arguments]:
         p = self.problem
         if p.op == "grouped_mm":
             yield (self.x[:t], self.w, self.y[:t], *groups, *ABSENT, 0)
