@@ -63,7 +63,7 @@ class Launch:
     out_extent: int
 
     def counters(self) -> Tensor | None:
-        """What the function's kernels draw tickets from, if they do; to be held until they are launched."""
+        """What the function's kernels draw tickets from, if they do."""
         return workspace.counters(self.device, self.index) if self.draws_tickets else None
 
 

@@ -88,20 +88,18 @@ def take_all(layouts: Layouts) -> tuple[Tensor, ...]:
     return _views(layouts, stream) if views is None else views
 
 
-def counters(device: torch.device, index: int) -> Tensor:
-    """What a call's kernels draw tickets from: int32, zeros between calls; to be held until all is launched."""
+def counters(device: torch.device, index: int) -> Tensor | None:
+    """What a call's kernels draw tickets from: int32, zeros between calls. None under capture: tiles are dealt then,
+    since replays may run beside calls on other streams.
+    """
     stream = gpus.raw_stream(index)
     if stream and gpus.is_capturing():
-        return _new_counters(device)
+        return None
     found = _kept.counters.get((index, stream))
     if found is None:
         _make_room(_kept.counters, index)
-        found = _kept.counters[index, stream] = _new_counters(device)
+        found = _kept.counters[index, stream] = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
     return found
-
-
-def _new_counters(device: torch.device) -> Tensor:
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _make_room(kept: dict[tuple[int, int], Tensor], index: int) -> None:

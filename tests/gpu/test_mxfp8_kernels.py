@@ -23,6 +23,7 @@ from cute_kernels.tiles import TileConfig
 from glulam import kernels, workspace
 from glulam.activations import ActivationParams
 from glulam.mxfp8 import FoldedWeight
+from glulam.plan import address
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +93,7 @@ def assert_quantised(got: Quantised, wanted: Tensor) -> None:
 
 def tickets() -> int:
     """The address of this thread's counters."""
-    return workspace.counters(torch.device("cuda"), torch.cuda.current_device()).data_ptr()
+    return address(workspace.counters(torch.device("cuda"), torch.cuda.current_device()))
 
 
 def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tensor | None) -> dict[str, Any]:

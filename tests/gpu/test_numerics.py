@@ -21,6 +21,7 @@ from cute_kernels.sm90.configs import TILES, activation_forms
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam import kernels, workspace
+from glulam.plan import address
 
 pytestmark = pytest.mark.gpu
 
@@ -168,7 +169,7 @@ def test_rows_of_other_groups_reach_no_result(tile: TileConfig, transpose_w: boo
 
     def product(x: torch.Tensor) -> torch.Tensor:
         y = poisoned(c.x.shape[0], c.w1.shape[1], c.x)
-        function(x, w, y, offs.data_ptr(), 0, len(c.sizes), counters.data_ptr(), 0, 0, 0, 0, sms, 1)
+        function(x, w, y, offs.data_ptr(), 0, len(c.sizes), address(counters), 0, 0, 0, 0, sms, 1)
         return y
 
     clean = product(c.x)

@@ -151,7 +151,7 @@ class In16BitsPlan(MlpTrainingPlan):
         counters = workspace.counters(self.device, self.index)
         self.dglu(
             dy, w2, preact, dpreact, act, w2 if w1 is None else w1, dy if dx is None else dx,
-            groups.data_ptr(), self.group_form, self.experts, counters.data_ptr(),
+            groups.data_ptr(), self.group_form, self.experts, address(counters),
             0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, *self.params,
             self.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
         )  # fmt: skip

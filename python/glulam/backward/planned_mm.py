@@ -107,7 +107,7 @@ class PlannedMm(torch.autograd.Function):
         if for_x:
             dx = targets.new_grad_input(dy, plan.contracted)
             counters = workspace.counters(plan.device, plan.index)
-            plan.dgrad(dy, w, dx, *where, counters.data_ptr(), 0, 0, 0, 0, plan.sm_count, 1)
+            plan.dgrad(dy, w, dx, *where, address(counters), 0, 0, 0, 0, plan.sm_count, 1)
         if for_w:
             left, right = (x, dy) if plan.transpose_w else (dy, x)
             if "w" in targets.weights:

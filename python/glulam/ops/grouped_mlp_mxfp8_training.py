@@ -128,7 +128,7 @@ def launch_backward(
         w1_data, w1_scale_at = w1.data, w1.scale.data_ptr()
     function(
         dy, w2.data, preact, dpreact, act, w1_data, dy if dx is None else dx, memory.dy8, memory.dpreact8,
-        groups_at, launch.group_form, launch.experts, counters.data_ptr(), memory.dy_scales.data_ptr(),
+        groups_at, launch.group_form, launch.experts, address(counters), memory.dy_scales.data_ptr(),
         memory.dpreact_scales.data_ptr(), w2.scale.data_ptr(), w1_scale_at, address(scale), *sums, *params,
         launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
     )  # fmt: skip
