@@ -42,7 +42,7 @@ class Launch:
         function: takes tensors, addresses and numbers, as `cute_kernels.entry` lists them.
         index: of the device; `only`: the process sees no other GPU.
         group_form: how to read group sizes (`groups.form`).
-        draws_tickets: the function's kernels do, from `counters`.
+        draws_tickets: whether the function's kernels do, and so take `tickets`.
         sm_count: of the device, the size of the kernels' persistent grid.
         rows: T.
         x_extent, out_extent: bytes from the first element of x, or of a given output, to behind its last.
@@ -62,9 +62,9 @@ class Launch:
     x_extent: int
     out_extent: int
 
-    def counters(self) -> Tensor | None:
-        """What the function's kernels draw tickets from, if they do."""
-        return workspace.counters(self.device, self.index) if self.draws_tickets else None
+    def tickets(self) -> int:
+        """The address of the counters that the call's kernels draw tickets from, or 0."""
+        return address(workspace.counters(self.device, self.index))
 
 
 def bare(tensor: Any) -> tuple[Hashable, ...]:

@@ -25,7 +25,7 @@ from ..ops.grouped_glu import WITH_FC2
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
-from ..plan import Launch, address, addresses
+from ..plan import Launch, addresses
 from . import mlp
 from .data_path import path_of
 from .layout import flatten
@@ -130,10 +130,10 @@ class In16BitsPlan(MlpTrainingPlan):
         b2: Tensor | None, y: Tensor, preact: Tensor,
     ) -> None:  # fmt: skip
         act = x.new_empty(self.rows, self.inner) if self.act is None else workspace.take(self.act)
-        counters = self.counters()
+        tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             x, w1, act, preact, w2, y,
-            groups.data_ptr(), self.group_form, self.experts, address(counters),
+            groups.data_ptr(), self.group_form, self.experts, tickets,
             0, 0 if b1 is None else b1.data_ptr(), 0, 0, 0 if b2 is None else b2.data_ptr(), 0,
             0 if scale is None else scale.data_ptr(), *self.params,
             self.sm_count, WITH_FC2,
@@ -148,10 +148,9 @@ class In16BitsPlan(MlpTrainingPlan):
         if d_scale is not None and self.partials is not None:
             partials = workspace.take(self.partials)  # held until all is launched: a graph's own is freed with it
             d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
-        counters = workspace.counters(self.device, self.index)
         self.dglu(
             dy, w2, preact, dpreact, act, w2 if w1 is None else w1, dy if dx is None else dx,
-            groups.data_ptr(), self.group_form, self.experts, address(counters),
+            groups.data_ptr(), self.group_form, self.experts, self.tickets(),
             0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, *self.params,
             self.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
         )  # fmt: skip

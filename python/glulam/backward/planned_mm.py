@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import device as gpus
-from .. import workspace
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
-from ..plan import address
 from . import mm
 from .layout import flatten
 from .parts import ORDINARY, Targets, as_result, once_differentiable, taken, usable, without_graph
@@ -82,10 +80,10 @@ class PlannedMm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out = targets.out
         y = x.new_empty(plan.rows, plan.width) if out is None else out
-        counters = plan.counters()
+        tickets = plan.tickets() if plan.draws_tickets else 0
         plan.function(
             x, w, y,
-            groups.data_ptr(), plan.group_form, plan.experts, address(counters),
+            groups.data_ptr(), plan.group_form, plan.experts, tickets,
             0, 0 if bias is None else bias.data_ptr(), 0, 0 if scale is None else scale.data_ptr(),
             plan.sm_count, 1,
         )  # fmt: skip
@@ -106,8 +104,7 @@ class PlannedMm(torch.autograd.Function):
         dx = dw = db = None
         if for_x:
             dx = targets.new_grad_input(dy, plan.contracted)
-            counters = workspace.counters(plan.device, plan.index)
-            plan.dgrad(dy, w, dx, *where, address(counters), 0, 0, 0, 0, plan.sm_count, 1)
+            plan.dgrad(dy, w, dx, *where, plan.tickets(), 0, 0, 0, 0, plan.sm_count, 1)
         if for_w:
             left, right = (x, dy) if plan.transpose_w else (dy, x)
             if "w" in targets.weights:

@@ -17,7 +17,7 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
-from ..plan import Launch, Plans, address, addresses, aligned_row, bare
+from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..signature import (
     Experts,
     check_activation,
@@ -152,11 +152,11 @@ class GroupedGluPlan(Launch):
             bias_at, bias_table = addresses(bias)
         scale_at = 0 if scale is None else scale.data_ptr()
         limit, alpha, offset = self.params
-        counters = self.counters()
+        tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
                 x, w1, act,
-                groups.data_ptr(), self.group_form, self.experts, address(counters),
+                groups.data_ptr(), self.group_form, self.experts, tickets,
                 w1_table, bias_at, bias_table, scale_at, limit, alpha, offset,
                 self.sm_count, 1,
             )  # fmt: skip
@@ -164,7 +164,7 @@ class GroupedGluPlan(Launch):
         preact = x.new_empty(self.rows, self.preact_width)
         self.function(
             x, w1, act, preact, w1, x,  # the last two stand for w2 and y, which the first launch does not touch
-            groups.data_ptr(), self.group_form, self.experts, address(counters),
+            groups.data_ptr(), self.group_form, self.experts, tickets,
             w1_table, bias_at, bias_table, 0, 0, 0, scale_at, limit, alpha, offset,
             self.sm_count, FC1_ALONE,
         )  # fmt: skip

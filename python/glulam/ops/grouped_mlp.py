@@ -18,7 +18,7 @@ from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..plan import Launch, Plans, address, addresses, aligned_row, bare
+from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..recipes import Recipe
 from ..signature import (
     Experts,
@@ -199,10 +199,10 @@ class GroupedMlpPlan(Launch):
         if b2 is not None:
             b2_at, b2_table = addresses(b2)
         limit, alpha, offset = self.params
-        counters = self.counters()
+        tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             x, w1, w2, workspace.take(self.mid), y,
-            groups.data_ptr(), self.group_form, self.experts, address(counters),
+            groups.data_ptr(), self.group_form, self.experts, tickets,
             w1_table, b1_at, b1_table, w2_table, b2_at, b2_table,
             0 if scale is None else scale.data_ptr(), limit, alpha, offset,
             self.sm_count, 1,

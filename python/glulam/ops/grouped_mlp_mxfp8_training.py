@@ -94,10 +94,11 @@ def launch_forward(
 ) -> None:  # fmt: skip
     """y and preact. `b1`, `b2`: as of `plan.addresses`; `launch.function`: a grouped_glu's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
-    memory, counters = ForwardMemory(*workspace.take_all(layouts)), launch.counters()
+    memory = ForwardMemory(*workspace.take_all(layouts))
+    tickets = launch.tickets() if launch.draws_tickets else 0
     launch.function(
         x, w1, w2, memory.x8, memory.mid8, preact, y,
-        groups_at, launch.group_form, launch.experts, address(counters), memory.x_scales.data_ptr(),
+        groups_at, launch.group_form, launch.experts, tickets, memory.x_scales.data_ptr(),
         memory.mid_scales.data_ptr(), w1_scale.data_ptr(), *b1, w2_scale.data_ptr(), *b2, address(scale), *params,
         launch.sm_count, QUANTISE,
     )  # fmt: skip
@@ -120,7 +121,6 @@ def launch_backward(
     """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's."""
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
-    counters = workspace.counters(launch.device, launch.index)
     sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials.data_ptr())
     if w1 is None:
         w1_data, w1_scale_at = dy.new_empty(1, STAND_IN_ROWS, dpreact.shape[1], dtype=DATA_DTYPE), 0
@@ -128,7 +128,7 @@ def launch_backward(
         w1_data, w1_scale_at = w1.data, w1.scale.data_ptr()
     function(
         dy, w2.data, preact, dpreact, act, w1_data, dy if dx is None else dx, memory.dy8, memory.dpreact8,
-        groups_at, launch.group_form, launch.experts, address(counters), memory.dy_scales.data_ptr(),
+        groups_at, launch.group_form, launch.experts, launch.tickets(), memory.dy_scales.data_ptr(),
         memory.dpreact_scales.data_ptr(), w2.scale.data_ptr(), w1_scale_at, address(scale), *sums, *params,
         launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
-from ..plan import Launch, Plans, address, addresses, aligned_row, bare
+from ..plan import Launch, Plans, addresses, aligned_row, bare
 from ..signature import (
     Experts,
     check_bias,
@@ -130,10 +130,10 @@ class GroupedMmPlan(Launch):
             w_table, w = w.address, w.lowest
         if bias is not None:
             bias_at, bias_table = addresses(bias)
-        counters = self.counters()
+        tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             x, w, y,
-            groups.data_ptr(), self.group_form, self.experts, address(counters),
+            groups.data_ptr(), self.group_form, self.experts, tickets,
             w_table, bias_at, bias_table, 0 if scale is None else scale.data_ptr(),
             self.sm_count, 1,
         )  # fmt: skip

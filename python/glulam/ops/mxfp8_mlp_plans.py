@@ -17,7 +17,7 @@ from .. import workspace
 from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
-from ..plan import Launch, address, addresses, aligned_row
+from ..plan import Launch, addresses, aligned_row
 from ..signature import check_no_overlap
 
 QUANTISE, READY = 1, 2
@@ -75,11 +75,11 @@ class Mxfp8MlpPlan(Launch):
             b2_at, b2_table = addresses(b2)
         memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
         tensors, scales, do_launch = self.given(memory, x, x_scale, w1, w2, y, groups)
-        counters = self.counters()
+        tickets = self.tickets() if self.draws_tickets else 0
         limit, alpha, offset = self.params
         self.function(
             *tensors,
-            groups.data_ptr(), self.group_form, self.experts, address(counters), *scales,
+            groups.data_ptr(), self.group_form, self.experts, tickets, *scales,
             w1_scale.data_ptr(), b1_at, b1_table, w2_scale.data_ptr(), b2_at, b2_table,
             0 if scale is None else scale.data_ptr(), limit, alpha, offset,
             self.sm_count, do_launch,
