@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.sm90.budget import LOAD_REGISTERS, MMA_REGISTERS
-from cute_kernels.sm90.configs import TILES_W8
+from cute_kernels.sm90.budget import DRAWING_REGISTERS, REGISTERS
+from cute_kernels.sm90.configs import LARGE, TILES_W8
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
+from ffi_bridge.resources import KernelResources
 from ffi_bridge.worker import Worker
 
 OTHERS = [
@@ -28,6 +29,17 @@ def test_compiles_without_complaints(tile: TileConfig, tmp_path: Path) -> None:
         kernels = worker.compile(GroupedMlpSpec(fc1, GroupedMmSpec(tile=tile, operands="mxfp8_weight_only"))).kernels
     assert len(kernels) == 2
     assert [kernel.complaints for kernel in kernels] == [(), ()]
-    if tile.warpgroups in MMA_REGISTERS:  # else they wait for ever for what the launch did not have
-        asked = LOAD_REGISTERS + tile.warpgroups * MMA_REGISTERS[tile.warpgroups]
-        assert all(kernel.registers * (1 + tile.warpgroups) >= asked for kernel in kernels)
+    if tile.warpgroups in REGISTERS:
+        assert all(has_registers(kernel, tile, REGISTERS) for kernel in kernels)
+
+
+def has_registers(kernel: KernelResources, tile: TileConfig, wanted: dict[int, tuple[int, int]]) -> bool:
+    """Else warpgroups wait for ever for what the launch did not have."""
+    load, mma = wanted[tile.warpgroups]
+    return kernel.registers * (1 + tile.warpgroups) >= load + tile.warpgroups * mma
+
+
+def test_a_kernel_that_draws_tickets_has_the_registers_that_it_asks_for(tmp_path: Path) -> None:
+    with Worker(tmp_path) as worker:
+        (kernel,) = worker.compile(GroupedMmSpec(tile=LARGE)).kernels
+    assert has_registers(kernel, LARGE, DRAWING_REGISTERS)
