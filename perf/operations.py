@@ -17,7 +17,7 @@ from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, 
 from glulam import reference
 from glulam.activations import ActivationParams
 from glulam.ops.grouped_dglu import partials_shape
-from glulam.workspace import NUM_COUNTERS
+from glulam.workspace import new_counters
 
 from .cases import Case
 from .problem import offsets
@@ -46,8 +46,7 @@ class Groups:
 def make_groups(case: Case, device: str) -> Groups:
     sizes = group_sizes(case)
     offs = offsets(sizes, device)
-    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-    return Groups(sizes, offs.tolist(), offs, counters)
+    return Groups(sizes, offs.tolist(), offs, new_counters(device))
 
 
 @dataclasses.dataclass(frozen=True)

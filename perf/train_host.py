@@ -11,7 +11,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
 from glulam.ops.grouped_dglu import partials_shape
-from glulam.workspace import NUM_COUNTERS
+from glulam.workspace import new_counters
 
 from .operations import INT32_OFFSETS
 from .timing import Summary
@@ -42,7 +42,7 @@ class BareLaunches:
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
         rows, experts, inner = x.shape[0], w1.shape[0], act.shape[1]
         partials = torch.empty(partials_shape(rows, inner), device=x.device)
-        counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device)
+        counters = new_counters(x.device)
         groups = (d.offs.data_ptr(), INT32_OFFSETS, experts, counters.data_ptr())
         packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr())
         end = (scale.data_ptr(), *NO_PARAMS, sm_count, BOTH)

@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +28,17 @@ RECORDS: list[dict[str, Any]] = RESULT["records"]
 FITTED = {"Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3 EP1", "DeepSeek-V3 EP8", "gpt-oss-120b"}
 MODELS = {record["model"] for record in RECORDS}
 HELD_OUT = MODELS - FITTED
+
+
+class Point(NamedTuple):
+    model: str
+    op: str
+    routing: str
+    rows_per_expert: int
+
+
+SLOW = Point("Mixtral-8x22B", "dgrad", "uniform", 64)
+"""Where the rule's tile is 19 % slower on one of the routings."""
 OPS = {"fc1": "grouped_glu", "fc2": "grouped_mm", "dgrad": "grouped_mm"}
 
 
@@ -82,8 +93,10 @@ class TestRule:
         for routing in ("uniform", "dirichlet"):
             one = [[record for record in group if record["routing"] == routing] for group in groups]
             losses = [loss(records, by_rule(gemm_of(records[0]))) for records in one if records]
-            *others, worst = sorted(losses)  # Mixtral-8x22B's data gradient, 64 rows each: 19 % on one routing
-            assert max(others) < 1.10 and worst < 1.20 and sum(losses) / len(losses) < 1.01
+            assert sum(losses) / len(losses) < 1.01
+            for records, lost in zip((records for records in one if records), losses, strict=True):
+                is_slow = tuple(records[0][name] for name in SLOW._fields) == SLOW
+                assert lost < (1.20 if is_slow else 1.10), records[0]
 
     def test_half_of_the_shapes_are_held_out(self) -> None:
         assert {case.name for case in (*PREFILL, *OTHER_MODELS)} == MODELS

@@ -18,7 +18,7 @@ from support.inputs import Case, make_case, poisoned
 import glulam
 from cute_kernels.sm90.configs import LARGE, SMALL, activation_forms
 from cute_kernels.specs import GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
-from glulam import experts
+from glulam import experts, workspace
 from glulam import plan as plans
 
 pytest_plugins = ["support.fixtures"]
@@ -175,6 +175,17 @@ def test_average_rows_choose_the_tile(fake_gpu: FakeGpu) -> None:
         glulam.grouped_glu(x, w, splits=torch.tensor([1, 1]))
         spec = fake_gpu.specs[-1]
         assert isinstance(spec, GroupedGluSpec) and spec.tile == tile
+
+
+def test_kernels_that_draw_tickets_are_given_counters(fake_gpu: FakeGpu) -> None:
+    """What decodes draws none, and what is captured must not."""
+    w = torch.zeros(2, 20480, 512, dtype=BF16)
+    kept = workspace.counters(w.device, w.get_device())
+    assert kept is not None
+    for rows, capturing, wanted in ((2, False, 0), (1024, False, kept.data_ptr()), (1024, True, 0)):
+        fake_gpu.capturing, fake_gpu.stream = capturing, 5 if capturing else 0
+        glulam.grouped_mm(torch.zeros(rows, 512, dtype=BF16), w, splits=torch.tensor([1, 1]))
+        assert fake_gpu.launches[-1][6] == wanted
 
 
 def test_plans_are_bounded(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,13 @@ def counters(device: torch.device, index: int) -> Tensor | None:
     found = _kept.counters.get((index, stream))
     if found is None:
         _make_room(_kept.counters, index)
-        found = _kept.counters[index, stream] = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        found = _kept.counters[index, stream] = new_counters(device)
     return found
+
+
+def new_counters(device: torch.device | str) -> Tensor:
+    """Counters as kernels want them. No two that may run at once share any."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def _make_room(kept: dict[tuple[int, int], Tensor], index: int) -> None:

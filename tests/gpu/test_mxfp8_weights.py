@@ -15,6 +15,7 @@ from cute_kernels.sm90.configs import TILES_W8, activation_forms
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam import kernels
+from glulam.plan import address
 
 pytestmark = pytest.mark.gpu
 
@@ -78,10 +79,6 @@ def rows_of_x(sizes: Sequence[int], k: int, tail: int = 3) -> Tensor:
 def nan_rows(rows: int, columns: int) -> Tensor:
     """A buffer whose rows lie apart."""
     return torch.full((rows, columns + 8), math.nan, dtype=BF16, device="cuda")[:, :columns]
-
-
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def num_sms() -> int:

@@ -168,10 +168,9 @@ class GroupedDgluPlan(Launch):
             partials = workspace.take(self.partials)
             d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
         limit, alpha, offset = self.params
-        tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             dy, w2, preact, dpreact, act, w2, dy,  # the last two stand for w1 and dx, which are not touched
-            groups.data_ptr(), self.group_form, self.experts, tickets,
+            groups.data_ptr(), self.group_form, self.experts, 0,
             w2_table, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at,
             limit, alpha, offset,
             self.sm_count, DGLU_ALONE,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
-from ..workspace import NUM_COUNTERS
+from ..workspace import new_counters
 from .candidates import goes_on
 
 INT32_OFFSETS = 0  # group_form of the exported functions
@@ -31,7 +31,7 @@ class Tensors:
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.do_launch = WITH_NEXT if goes_on(problem) else ALONE
-        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
+        self.counters = new_counters(device)
         {
             "grouped_mm": self._make_mm,
             "grouped_glu": self._make_glu,
