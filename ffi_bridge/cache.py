@@ -49,9 +49,12 @@ def tracer_sources(tracer: str = DEFAULT_TRACER) -> dict[str, str]:
     return {package: toolchain.sources_hash(package)}
 
 
-def cache_key(spec: Spec, tracer: str = DEFAULT_TRACER) -> str:
-    """The spec's name and 16 hexadecimal digits over everything else that changes the code."""
-    parts = [to_dict(spec), tracer, tracer_sources(tracer), OPTIONS, toolchain.versions()]
+def cache_key(spec: Spec, tracer: str = DEFAULT_TRACER, sources: dict[str, str] | None = None) -> str:
+    """The spec's name and 16 hexadecimal digits over everything else that changes the code.
+
+    `sources`: `tracer_sources`, where the caller took them just now.
+    """
+    parts = [to_dict(spec), tracer, sources or tracer_sources(tracer), OPTIONS, toolchain.versions()]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{spec.name}-{digest[:16]}"
 
@@ -59,7 +62,8 @@ def cache_key(spec: Spec, tracer: str = DEFAULT_TRACER) -> str:
 def find(spec: Spec, tracer: str = DEFAULT_TRACER) -> Callable[..., Any] | None:
     """The cached function of a spec, verified and loaded; None where there is no usable entry."""
     with contextlib.suppress(BundleError):
-        return loader.load(spec.arch, cache_root() / cache_key(spec, tracer)).function(spec.name)
+        sources = tracer_sources(tracer)  # once: looking at every file is most of what finding takes
+        return loader.load(spec.arch, cache_root() / cache_key(spec, tracer, sources), sources).function(spec.name)
     return None
 
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,13 @@ def packaged_root() -> Path:
     raise BundleMissing(f"no bundle: the package glulam is not installed; `pip install` it, or set {ENV_BUNDLE}")
 
 
-def load(arch: str, directory: Path | str | None = None) -> Bundle:
+def load(arch: str, directory: Path | str | None = None, sources: Mapping[str, str] | None = None) -> Bundle:
     """The bundle of `arch`, verified and loaded once a process for each place.
 
     Args:
         arch: as "sm_90a".
         directory: the folder that holds `arch`/; default as `bundle_root` says, read at each call.
+        sources: as of `manifest.verify`.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded; the message says
@@ -108,5 +109,5 @@ def load(arch: str, directory: Path | str | None = None) -> Bundle:
     with _lock:
         if key not in _loaded:
             folder = root / arch
-            _loaded[key] = Bundle(folder, verify(folder, arch))
+            _loaded[key] = Bundle(folder, verify(folder, arch, sources))
         return _loaded[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,9 @@ def _check_versions(manifest: Manifest, folder: Path) -> None:
             )
 
 
-def _check_sources(manifest: Manifest, folder: Path) -> None:
+def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str]) -> None:
     for package, built in manifest.sources.items():
-        if toolchain.sources_hash(package) != built:
+        if (sources.get(package) or toolchain.sources_hash(package)) != built:
             raise BundleOutdated(
                 f"outdated bundle: {folder} was built from other sources of {package} than the installed; {REMEDY}"
             )
@@ -136,8 +137,11 @@ def _check_library(manifest: Manifest, folder: Path) -> None:
         )
 
 
-def verify(folder: Path, arch: str) -> Manifest:
+def verify(folder: Path, arch: str, sources: Mapping[str, str] | None = None) -> Manifest:
     """The manifest of the bundle in `folder`, after every check that needs no loading.
+
+    Args:
+        sources: hashes of packages' sources that the caller took just now; others are taken here.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: what does not fit, and the command that mends it.
@@ -146,6 +150,6 @@ def verify(folder: Path, arch: str) -> Manifest:
     if manifest.arch != arch or manifest.library != library_name(arch):
         raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {REMEDY}")
     _check_versions(manifest, folder)
-    _check_sources(manifest, folder)
+    _check_sources(manifest, folder, sources or {})
     _check_library(manifest, folder)
     return manifest

@@ -166,10 +166,9 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         assert compiled["grown"] < 16 << 20, "the compiler takes some 250 MB"
         assert compiled["seconds"] < 20
 
-    def test_finding_a_compiled_kernel_takes_milliseconds(
+    def test_finding_a_compiled_kernel_takes_less_than_a_millisecond(
         self, compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Half of one by itself; 5 leave room for a busy machine, and none for a compiler, which takes seconds."""
         monkeypatch.setenv(cache.ENV_CACHE, str(compiled["root"]))
         best = 1.0
         for _ in range(20):
@@ -177,7 +176,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
             start = time.perf_counter()
             assert cache.find(SPEC) is not None
             best = min(best, time.perf_counter() - start)
-        assert best < 5e-3
+        assert best < 1e-3
 
     def test_one_that_is_gone_is_passed_over_with_one_line(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)
@@ -279,11 +278,11 @@ class TestServing:
 
     def test_looking_up_costs_what_choosing_costs(self, empty: Path) -> None:
         choose(MM, ARCH, "NVIDIA Fake")
-        start = time.thread_time()
+        start = time.perf_counter()
         for _ in range(200):
             preferences.of(dispatch.form(SPEC))
             tuned.lookup(MM, SPEC, "NVIDIA Fake")
-        assert time.thread_time() - start < 200 * 100e-6
+        assert time.perf_counter() - start < 200 * 100e-6
 
 
 def test_forms_of_an_mlp_are_told_apart(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:

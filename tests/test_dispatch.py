@@ -233,30 +233,31 @@ class TestPreload:
 
 IMPORT_PROBE = """
 import sys, time, json
-start = time.perf_counter()
 import torch
-torch_seconds, before, start = time.perf_counter() - start, set(sys.modules), time.perf_counter()
+before = set(sys.modules)
+start = time.perf_counter()
 import glulam
 seconds = time.perf_counter() - start
 unwanted = ("cutlass", "cuda", "typer", "rich", "tvm_ffi", "filelock")
 heavy = [m for m in set(sys.modules) - before if m.split(".")[0] in unwanted]
-print(json.dumps({"seconds": seconds, "torch_seconds": torch_seconds, "heavy": heavy}))
+print(json.dumps({"seconds": seconds, "heavy": heavy}))
 """
 
 
 def test_importing_is_cheap() -> None:
-    """Under 150 ms above `import torch`, or a tenth of what that takes where the machine is slow, and nothing of the
-    compiler. The best of a few, since machines are busy; from bytecode, which the first leaves, as an installed
-    package has it: compiling sources takes as long again.
+    """Under 150 ms above `import torch`, and nothing of the compiler. The best of a few, since machines are busy; from
+    bytecode, which the first leaves, as an installed package has it: compiling sources takes as long again.
     """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    best = 1.0
     for _ in range(5):
         out = subprocess.run(
             [sys.executable, "-c", IMPORT_PROBE], env=env, capture_output=True, text=True, check=True
         ).stdout
         told = json.loads(out)
         assert told["heavy"] == []
-        if cheap := told["seconds"] < max(0.15, told["torch_seconds"] / 10):
+        best = min(best, told["seconds"])
+        if best < 0.15:
             break
-    assert cheap, told
+    assert best < 0.15

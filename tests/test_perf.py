@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import fake_gpu
 
@@ -99,7 +99,6 @@ def test_select_keeps_what_matches_and_names_the_choices_otherwise():
 # Routing
 
 
-@settings(deadline=None)
 @given(st.integers(0, 5000), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=64).filter(lambda w: sum(w) > 1e-3))
 def test_apportion_sums_to_the_rows_and_stays_near_the_shares(rows, weights):
     sizes = apportion(rows, weights)

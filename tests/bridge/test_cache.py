@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
     key = cache.cache_key
-    monkeypatch.setattr(cache, "cache_key", lambda spec, tracer=TOY_TRACER: key(spec, tracer))
+    monkeypatch.setattr(cache, "cache_key", lambda spec, tracer=TOY_TRACER, *sources: key(spec, tracer, *sources))
     preferences.forget()
     return tmp_path / "cache"
 
