@@ -391,8 +391,8 @@ def draws_tickets(spec: Spec) -> bool:
     """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
     if isinstance(spec, GroupedMlpSpec):
         return draws_tickets(spec.fc1) or draws_tickets(spec.fc2)
-    tiles = (getattr(spec, name, None) for name in ("tile", "dgrad"))
-    return any(tile is not None and tile.adaptive for tile in tiles)
+    tile = getattr(spec, "dgrad", getattr(spec, "tile", None))  # grouped_dglu's own tiles are dealt
+    return tile is not None and tile.adaptive
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

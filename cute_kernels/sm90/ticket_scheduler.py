@@ -116,11 +116,7 @@ class TicketScheduler(GroupTileScheduler):
     @cute.jit
     def _draw(self, ring: WorkRing):
         """Find the cluster's tiles and put them into the ring, then the end mark."""
-        cluster_size = self.cluster_m * self.cluster_n
-        bidx, _, _ = cute.arch.block_idx()
-        gdim, _, _ = cute.arch.grid_dim()
-        place = bidx // cluster_size
-        num_clusters = gdim // cluster_size
+        place, num_clusters = self._cluster()
         heavy, light = _start(), _start()
         state, drawn = ring.producer_state(), Int32(0)
         # The first places go to heavy tiles, so that nobody waits for groups to be counted, which takes 2 us.

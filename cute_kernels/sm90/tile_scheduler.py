@@ -297,6 +297,13 @@ class GroupTileScheduler(Invariant):
             end = cutlass.min(end, row + half)
         return row + rank * half, end, m_tile, n_tile, pairs_columns
 
+    def _cluster(self) -> tuple[Int32, Int32]:
+        """Which cluster of the grid this CTA is in, and of how many."""
+        cluster_size = self.cluster_m * self.cluster_n
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        return bidx // cluster_size, gdim // cluster_size
+
     def run(self, ring: WorkRing) -> None:
         """The scheduler warp's whole life."""
         self.deal(ring)
@@ -304,12 +311,7 @@ class GroupTileScheduler(Invariant):
     @cute.jit
     def deal(self, ring: WorkRing):
         """Walk the groups, put this CTA's tiles into the ring, then the end mark."""
-        cluster_size = self.cluster_m * self.cluster_n
-        bidx, _, _ = cute.arch.block_idx()
-        gdim, _, _ = cute.arch.grid_dim()
-        tile = bidx // cluster_size
-        num_clusters = gdim // cluster_size
-
+        tile, num_clusters = self._cluster()
         state = ring.producer_state()
         tiles_before = Int32(0)
         window = self._load_window(Int32(0), Int32(0), tiles_before)
