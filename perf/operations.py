@@ -17,7 +17,7 @@ from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, 
 from glulam import reference
 from glulam.activations import ActivationParams
 from glulam.ops.grouped_dglu import partials_shape
-from glulam.workspace import new_counters
+from glulam.tickets import new_counters
 
 from .cases import Case
 from .problem import offsets

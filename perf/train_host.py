@@ -11,7 +11,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
 from glulam.ops.grouped_dglu import partials_shape
-from glulam.workspace import new_counters
+from glulam.tickets import new_counters
 
 from .operations import INT32_OFFSETS
 from .timing import Summary

@@ -9,7 +9,7 @@ import torch
 from support.fake_gpu import FakeGpu
 
 from glulam import workspace
-from glulam.workspace import GRANULE, MAX_STREAMS, MAX_VIEWS, NUM_COUNTERS, Layout
+from glulam.workspace import GRANULE, MAX_STREAMS, MAX_VIEWS, Layout
 
 pytest_plugins = ["support.fixtures"]
 
@@ -86,37 +86,6 @@ def test_capture_takes_memory_of_its_own(fake_gpu: FakeGpu) -> None:
     assert captured.data_ptr() != kept.data_ptr()
     assert workspace.take(shared) is not captured
     assert (0, 5) not in workspace._kept.buffers
-
-
-CPU = torch.device("cpu")
-
-
-def counters(index: int) -> torch.Tensor:
-    found = workspace.counters(CPU, index)
-    assert found is not None
-    return found
-
-
-def test_counters_are_a_stream_s_and_a_thread_s_own(fake_gpu: FakeGpu) -> None:
-    mine = counters(0)
-    assert mine.dtype == torch.int32 and mine.tolist() == [0] * NUM_COUNTERS
-    assert counters(0) is mine is not counters(1)
-    theirs: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: theirs.append(counters(0)))
-    thread.start()
-    thread.join()
-    fake_gpu.stream = 7
-    addresses = {each.data_ptr() for each in (mine, *theirs, counters(0))}
-    assert len(addresses) == 3
-    for stream in range(3 * MAX_STREAMS):
-        fake_gpu.stream = stream
-        counters(0)
-    assert sum(index == 0 for index, _ in workspace._kept.counters) == MAX_STREAMS
-
-
-def test_a_captured_call_has_no_counters(fake_gpu: FakeGpu) -> None:
-    fake_gpu.stream, fake_gpu.capturing = 5, True
-    assert workspace.counters(CPU, 0) is None and not workspace._kept.counters
 
 
 def test_no_rows() -> None:

@@ -26,9 +26,9 @@ PAIRS = 2
 
 # Registers a thread of the load warpgroup and of the others, by MMA warpgroups of a CTA; one needs no redistribution.
 # They share what a launch had: 168 a thread of three warpgroups, 24 + 2 x 240 <= 3 x 168, or 96 of five, 24 + 4 x 112
-# <= 5 x 96. Who asks for more waits for ever. A scheduler that draws tickets needs more than 40.
+# <= 5 x 96. Who asks for more waits for ever. A scheduler of two walks (light_groups.py) needs more than 40.
 REGISTERS = {2: (24, 240), 4: (24, 112)}
-DRAWING_REGISTERS = {2: (56, 224)}
+TWO_WALKS_REGISTERS = {2: (56, 224)}
 
 
 def stage_k(tile: TileConfig) -> int:

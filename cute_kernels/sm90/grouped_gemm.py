@@ -37,7 +37,7 @@ class GroupedGemm(PersistentGemm):
     ):
         super().__init__(name, dtype, tile, epilogue)
         # An epilogue with loads of its own has no registers to give away, and gains nothing (grouped_dglu).
-        self.draws_tickets = tile.adaptive and epilogue.num_barriers == 0
+        self.draws_tickets = self.walks_twice = tile.adaptive and epilogue.num_barriers == 0
         self.transposed = transposed
 
     def make_mainloop(self) -> GemmMainloop:

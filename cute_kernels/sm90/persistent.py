@@ -47,10 +47,11 @@ LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 class PersistentGemm(Invariant):
     """A tile configuration and an epilogue. A subclass says which mainloop feeds it and how its tiles are scheduled.
 
-    draws_tickets: the scheduler takes Tickets.
+    draws_tickets: the scheduler takes Tickets. walks_twice: it is one of light_groups.py.
     """
 
     draws_tickets = False
+    walks_twice = False
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue):
         self.name = name
@@ -72,7 +73,7 @@ class PersistentGemm(Invariant):
     @property
     def _registers(self) -> tuple[int, int]:
         """Of a thread of the load warpgroup and of an MMA warpgroup."""
-        return (budget.DRAWING_REGISTERS if self.draws_tickets else budget.REGISTERS)[self.num_warpgroups]
+        return (budget.TWO_WALKS_REGISTERS if self.walks_twice else budget.REGISTERS)[self.num_warpgroups]
 
     @property
     def _slot_owners(self) -> int:

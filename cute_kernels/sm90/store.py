@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
 from ..invariant import Invariant
@@ -172,12 +172,12 @@ class Slots(Invariant):
         self.sync()
 
     @cute.jit
-    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int):
-        """Start storing a published slot; called by the storing warp alone."""
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
+        """Start storing a published slot, with a policy for L2; called by the storing warp alone."""
         source, destination = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
         )
-        cute.copy(atom, source[None, slot], destination)
+        cute.copy(atom, source[None, slot], destination, cache_policy=policy)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

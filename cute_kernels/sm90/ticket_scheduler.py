@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from ..chosen import chosen
 from ..tiles import TileConfig
+from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start, warp_sum
 from .tickets import Tickets
-from .tile_scheduler import (
-    NO_WORK,
-    OFFS_INT32,
-    Groups,
-    GroupTileScheduler,
-    GroupWindow,
-    TileGrid,
-    WorkRing,
-    WorkTile,
-    clamp,
-    group_size,
-    int32_at,
-    last_lane,
-)
+from .tile_scheduler import NO_WORK, Groups, TileGrid, WorkRing, WorkTile
 
 # Light groups with fewer tiles than this share of the others' come last, together.
 FEW = 16
-LIGHT, HEAVY = "light", "heavy"
 
 
-class _Walk(NamedTuple):
-    """Where a walk among groups of one kind is: the 32 groups that its last tile lay in, and the tiles before them."""
-
-    window: GroupWindow
-    tiles_before: Int32
-
-
-class TicketScheduler(GroupTileScheduler):
+class TicketScheduler(LightGroupScheduler):
     """Cluster tiles have places: first as many as there are clusters, whose place is the cluster's own, then by ticket.
 
     A light group has at most `light_rows` rows: its weights take longer to come from memory than to be multiplied. In
@@ -50,45 +27,20 @@ class TicketScheduler(GroupTileScheduler):
     """
 
     def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int, tickets: Tickets):
-        super().__init__(tile, groups, grid)
+        super().__init__(tile, groups, grid, light_rows)
         self.tickets = tickets
-        self.light_rows = light_rows
-
-    def _is_of(self, kind: str, rows: Int32) -> Boolean:
-        return (rows <= self.light_rows) if kind == LIGHT else (rows > self.light_rows)
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:
-        """Cluster tiles of light groups and of heavy ones: what walks find, also where sizes exceed the buffer."""
-        groups = self.groups
+        """Cluster tiles of light groups and of heavy ones."""
         light, heavy = Int32(0), Int32(0)
-        for group in cutlass.range(cute.arch.lane_idx(), groups.count, 32):
-            rows = Int32(0)
-            if groups.form == OFFS_INT32:
-                before = int32_at(groups, cutlass.max(group - 1, Int32(0)))
-                begin = clamp(chosen(group > 0, before, Int32(0)), Int32(0), groups.rows)
-                rows = cutlass.max(clamp(int32_at(groups, group), Int32(0), groups.rows) - begin, Int32(0))
-            else:
-                rows = group_size(groups, group)
+        for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
+            rows = self._rows_of(group)
             tiles = self._num_clusters(rows)
             of_light = chosen(self._is_of(LIGHT, rows), tiles, Int32(0))
             light += of_light
             heavy += tiles - of_light
-        return _sum(light), _sum(heavy)
-
-    @cute.jit
-    def _find(self, walk: _Walk, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, _Walk]:
-        """Tile number `tile` of the groups of a kind, none where there are fewer; numbers grow from call to call."""
-        window, tiles_before = walk
-        window_end = last_lane(window.tiles_end)
-        while (tile >= window_end) & (window.base + 32 < self.groups.count):
-            tiles_before = window_end
-            window = self._load_window(window.base + 32, last_lane(window.end), tiles_before, kind)
-            window_end = last_lane(window.tiles_end)
-        work = WorkTile(*[Int32(word) for word in NO_WORK])
-        if tile < window_end:
-            work = self._tile_in_window(window, tile, tiles_before)
-        return work, _Walk(window, tiles_before)
+        return warp_sum(light), warp_sum(heavy)
 
     def _light_before(self, place: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
         """How many tiles before a place by ticket are light."""
@@ -98,13 +50,6 @@ class TicketScheduler(GroupTileScheduler):
         in_proportion = Int32(Int64(count) * light // cutlass.max(light + heavy, Int32(1)))
         come_last = cutlass.max(count - heavy, Int32(0))
         return first_light + chosen(light * FEW < heavy, come_last, in_proportion)
-
-    @cute.jit
-    def _hand_over(self, ring: WorkRing, state: pipeline.PipelineState, work: WorkTile) -> pipeline.PipelineState:
-        if work.expert >= 0:
-            ring.put(state, work)
-            state.advance()
-        return state
 
     @cute.jit
     def run(self, ring: WorkRing):
@@ -117,7 +62,7 @@ class TicketScheduler(GroupTileScheduler):
     def _draw(self, ring: WorkRing):
         """Find the cluster's tiles and put them into the ring, then the end mark."""
         place, num_clusters = self._cluster()
-        heavy, light = _start(), _start()
+        heavy, light = start(), start()
         state, drawn = ring.producer_state(), Int32(0)
         # The first places go to heavy tiles, so that nobody waits for groups to be counted, which takes 2 us.
         work, heavy = self._find(heavy, HEAVY, place)
@@ -140,12 +85,3 @@ class TicketScheduler(GroupTileScheduler):
                     work, heavy = self._find(heavy, HEAVY, place - of_light)
                 state = self._hand_over(ring, state, work)
         ring.put(state, WorkTile(*[Int32(word) for word in NO_WORK]))
-
-
-def _start() -> _Walk:
-    """Before the first groups."""
-    return _Walk(GroupWindow(Int32(-32), Int32(0), Int32(0), Int32(0)), Int32(0))
-
-
-def _sum(value: Int32) -> Int32:
-    return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)

@@ -5,7 +5,7 @@ order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight
 run at once share a few weight tiles and a few row tiles, both out of L2. One warp a CTA walks the groups, 32 experts a
 step, one a lane, and hands each tile to the other warps through a small ring in shared memory: nobody else reads
 group sizes, and the latency of reading them hides behind the MMAs of the tile before. ticket_scheduler.py is the same
-for clusters that draw tickets instead.
+for clusters that draw tickets instead, wgrad_scheduler.py for weight gradients.
 """
 
 from __future__ import annotations
@@ -329,25 +329,3 @@ class GroupTileScheduler(Invariant):
             ring.put(state, work)
             state.advance()
             tile += num_clusters
-
-
-class WgradTileScheduler(GroupTileScheduler):
-    """The same walk where every group has the same tiles, empty groups too: the contraction is what is ragged."""
-
-    def _num_m_clusters(self, rows: Int32) -> Int32:
-        return self.grid.num_m
-
-    def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
-        return begin
-
-    @cute.jit
-    def _cluster_place(self, index: Int32, rows: Int32):
-        """Bands of the longer side: the operand of the shorter one, read again for every band, stays in L2.
-
-        dw2 of Mixtral-8x7B, 4096 x 14336: 0.40 GB of memory are read instead of 1.12.
-        """
-        num_m, num_n = self.grid.num_m, self.grid.num_n
-        m_cluster, n_cluster = self._in_bands(index, num_m, num_n)
-        if num_n * self.cluster_n > num_m * self.cluster_m:
-            n_cluster, m_cluster = self._in_bands(index, num_n, num_m)
-        return m_cluster, n_cluster

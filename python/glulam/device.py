@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 
 current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current device."""
+
+Made = TypeVar("Made")
 
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
@@ -56,6 +59,24 @@ def capture_id() -> Any:
         if driver.cuStreamGetCaptureInfo_v2(stream, *got) == 0 and status.value:
             return number.value
     return object()
+
+
+def apart(make: Callable[[], Made]) -> Made:
+    """The result of `make`, called on a thread of its own, on the current device and stream: for memory that is kept.
+
+    Pools of torch's take what a thread allocates while they are in use: `torch.cuda.use_mem_pool`, and compiled
+    functions that warm up for CUDA graphs, which raise an error where something in their pool outlives a call.
+    """
+    if not torch.cuda.is_initialized():
+        return make()
+    stream = torch.cuda.current_stream()
+
+    def made() -> Made:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
 
 
 class Gpu(NamedTuple):

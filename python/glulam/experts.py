@@ -145,7 +145,7 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
     if gpus.is_capturing():
         return _captured_table(values, device)
     # A blocking copy: once it is done, streams other than this one may read the table too.
-    table = Table(torch.tensor(values, dtype=torch.int64).to(device))
+    table = Table(gpus.apart(lambda: torch.tensor(values, dtype=torch.int64).to(device)))
     with _lock:
         while len(_tables) >= MAX_TABLES:
             del _tables[next(iter(_tables))]

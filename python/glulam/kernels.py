@@ -27,7 +27,7 @@ from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleError
 
 from . import device as gpus
-from . import dispatch, loadable, preferences, tuned, validity
+from . import dispatch, loadable, preferences, tickets, tuned, validity
 from .errors import UnsupportedDevice
 from .loadable import Function
 from .plan import forget_plans
@@ -221,7 +221,8 @@ def preload(device: torch.device | str | int | None = None) -> int:
     """Load every kernel of the bundle, and every compiled one that calls may get, onto a GPU, so that no later call
     loads anything.
 
-    It moves the cost of loading (about 0.4 ms a kernel) out of the first calls.
+    It moves the cost of loading (about 0.4 ms a kernel) out of the first calls. A first call that is captured into a
+    CUDA graph then gets what later ones get, too (docs/design.md).
 
     Args:
         device: a CUDA device; default the current one.
@@ -246,6 +247,7 @@ def preload(device: torch.device | str | int | None = None) -> int:
     wanted_too = (spec for spec in (*preferences.every(), *tuned.specs(gpu.name)) if loadable.is_loadable(spec))
     functions = {**{spec: find(spec).function for spec in wanted_too}, **_compiled, **shipped}
     with torch.cuda.device(index):
+        tickets.prepare(torch.device("cuda", index), index)
         for spec, function in functions.items():
             function(*_dummy_arguments(spec, torch.device("cuda", index)))
     return len(functions)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from . import workspace
+from . import tickets
 from .experts import ExpertList
 from .signature import ALIGNMENT_ELEMENTS
 
@@ -64,7 +64,7 @@ class Launch:
 
     def tickets(self) -> int:
         """The address of the counters that the call's kernels draw tickets from, or 0."""
-        return address(workspace.counters(self.device, self.index))
+        return tickets.counters(self.device, self.index)
 
 
 def bare(tensor: Any) -> tuple[Hashable, ...]:

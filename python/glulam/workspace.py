@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from torch import Tensor
 from . import device as gpus
 
 MAX_STREAMS = 8
-"""Buffers kept by a thread on one device; the one made longest ago is dropped."""
-NUM_COUNTERS = 2
-"""Of a call: the second kernel of one may begin before the first has ended."""
+"""Of one device that a thread keeps something for; what was made longest ago is dropped."""
 MAX_VIEWS = 256
 """Shapes of the buffers that a thread remembers; a view costs 2 us to make, and the count of shapes has no end."""
 ALIGNMENT_BYTES = 128
@@ -64,7 +63,6 @@ class _Kept(threading.local):
         self.views: dict[tuple[Layout, int], Tensor] = {}
         self.views_of_several: dict[tuple[Layouts, int], tuple[Tensor, ...]] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
-        self.counters: dict[tuple[int, int], Tensor] = {}
 
 
 _kept = _Kept()
@@ -88,27 +86,8 @@ def take_all(layouts: Layouts) -> tuple[Tensor, ...]:
     return _views(layouts, stream) if views is None else views
 
 
-def counters(device: torch.device, index: int) -> Tensor | None:
-    """What a call's kernels draw tickets from: int32, zeros between calls. None under capture: tiles are dealt then,
-    since replays may run beside calls on other streams.
-    """
-    stream = gpus.raw_stream(index)
-    if stream and gpus.is_capturing():
-        return None
-    found = _kept.counters.get((index, stream))
-    if found is None:
-        _make_room(_kept.counters, index)
-        found = _kept.counters[index, stream] = new_counters(device)
-    return found
-
-
-def new_counters(device: torch.device | str) -> Tensor:
-    """Counters as kernels want them. No two that may run at once share any."""
-    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
-
-
-def _make_room(kept: dict[tuple[int, int], Tensor], index: int) -> None:
-    """For one more stream of a device."""
+def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
+    """For one more stream of a device, in what is kept by (device, stream)."""
     mine = [other for other in kept if other[0] == index]
     if len(mine) >= MAX_STREAMS:
         del kept[mine[0]]
@@ -150,8 +129,8 @@ def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     _kept.views_of_several.clear()
     buffers.pop(key, None)
     del buffer  # before the larger one is taken, so that its memory can serve
-    _make_room(buffers, layout.index)
+    make_room(buffers, layout.index)
     size = -(-layout.num_bytes // GRANULE) * GRANULE
-    fresh = torch.empty(size, dtype=torch.uint8, device=layout.device)
+    fresh = gpus.apart(lambda: torch.empty(size, dtype=torch.uint8, device=layout.device))
     buffers[key] = fresh
     return fresh

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.sm90.budget import DRAWING_REGISTERS, REGISTERS
-from cute_kernels.sm90.configs import LARGE, TILES_W8
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.sm90.budget import REGISTERS, TWO_WALKS_REGISTERS
+from cute_kernels.sm90.configs import LARGE, TILES_W8, WGRAD
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge.resources import KernelResources
 from ffi_bridge.worker import Worker
@@ -39,7 +39,10 @@ def has_registers(kernel: KernelResources, tile: TileConfig, wanted: dict[int, t
     return kernel.registers * (1 + tile.warpgroups) >= load + tile.warpgroups * mma
 
 
-def test_a_kernel_that_draws_tickets_has_the_registers_that_it_asks_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [GroupedMmSpec(tile=LARGE), GroupedWgradSpec(tile=WGRAD)], ids=lambda spec: spec.op)
+def test_a_scheduler_of_two_walks_has_the_registers_that_it_asks_for(
+    spec: GroupedMmSpec | GroupedWgradSpec, tmp_path: Path
+) -> None:
     with Worker(tmp_path) as worker:
-        (kernel,) = worker.compile(GroupedMmSpec(tile=LARGE)).kernels
-    assert has_registers(kernel, LARGE, DRAWING_REGISTERS)
+        (kernel,) = worker.compile(spec).kernels
+    assert has_registers(kernel, spec.tile, TWO_WALKS_REGISTERS)

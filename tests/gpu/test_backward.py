@@ -160,6 +160,19 @@ class TestWgrad:
         dy = gradient(c, n)
         check_wgrad(c, dy, c.x, glulam.grouped_wgrad(dy, c.x, offs=c.offs))
 
+    @pytest.mark.parametrize("heavy", [200, 1000])
+    def test_last_rows_of_every_count(self, heavy: int) -> None:
+        """Contractions that end anywhere in a k-tile, in light groups and between them in heavy ones."""
+        sizes = [size for rest in range(1, 65) for size in (rest, heavy + rest, 0)]
+        c = case(sizes, hidden=72, inter=32)
+        dy = gradient(c, 264)
+        dw = glulam.grouped_wgrad(dy, c.x, offs=c.offs)
+        check_wgrad(c, dy, c.x, dw)
+        for rows in dy[: c.rows].split(sizes)[::2]:
+            rows.fill_(math.nan)
+        got = glulam.grouped_wgrad(dy, c.x, offs=c.offs)
+        assert same_bits(got[1::2], dw[1::2]), "rows of other groups"
+
     def test_the_same_bits_every_time(self) -> None:
         c = case(zipf(MANY_ROWS, EXPERTS))
         dy = gradient(c, INTER)

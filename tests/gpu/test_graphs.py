@@ -17,7 +17,9 @@ from support.inputs import Case, make_case
 from support.routing import catalogue, ends, one_takes_all
 
 import glulam
-from glulam import experts, workspace
+from glulam import device as gpus
+from glulam import experts, tickets, workspace
+from glulam.mxfp8 import prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -150,6 +152,47 @@ def test_a_graph_owns_its_memory() -> None:
     torch.cuda.synchronize()
     del trash
     assert same_bits(out, want)
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has made no call yet."""
+    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
+    monkeypatch.setattr(tickets, "_kept", tickets._Kept())
+    monkeypatch.setattr(tickets, "_of_graphs", {})
+    monkeypatch.setattr(experts, "_tables", {})
+    prepared.PREPARED.clear()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "list"])
+def test_graphs_of_torch_compile(
+    packed: bool, recipe: str, nothing_kept: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It warms up without capture, in a pool of its own, and refuses a function that leaves memory there."""
+    c = make_case([150] * EXPERTS, 256, 128, device="cuda")
+    layer = glulam.nn.GroupedMLP(EXPERTS, 256, 128, packed=packed, recipe=recipe, device="cuda", dtype=c.x.dtype)
+    layer.requires_grad_(False)
+    captured: list[bool] = []
+    real = gpus.is_capturing
+    monkeypatch.setattr(gpus, "is_capturing", lambda: captured.append(real()) or captured[-1])
+    compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+    got = [compiled(c.x, offs=c.offs).clone() for _ in range(4)]
+    assert any(captured), "nothing was captured"
+    want = layer(c.x, offs=c.offs)
+    assert bool(want.any()) and all(same_bits(y, want) for y in got)
+
+
+def test_what_is_kept_comes_from_no_pool_of_the_caller(nothing_kept: None) -> None:
+    c = make_case([150] * EXPERTS, 256, 128, device="cuda")
+    w1, w2, offs, out = list(c.w1), list(c.w2), c.offs, torch.empty_like(c.x)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        mine = torch.empty(1000, device="cuda")
+        for recipe in ("bf16", "mxfp8"):
+            glulam.grouped_mlp(c.x, w1, w2, offs=offs, recipe=recipe, out=out)
+    blocks = [block for segment in pool.snapshot(False) for block in segment["blocks"]]
+    assert sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated") == mine.nbytes
 
 
 def test_host_splits_are_refused_under_capture() -> None:

@@ -20,10 +20,9 @@ import glulam
 from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, fc2_tile
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import kernels, workspace
+from glulam import kernels, tickets
 from glulam.activations import ActivationParams
 from glulam.mxfp8 import FoldedWeight
-from glulam.plan import address
 
 pytestmark = pytest.mark.gpu
 
@@ -91,9 +90,9 @@ def assert_quantised(got: Quantised, wanted: Tensor) -> None:
     assert float((error / largest).max()) < SUM_ERROR
 
 
-def tickets() -> int:
-    """The address of this thread's counters."""
-    return address(workspace.counters(torch.device("cuda"), torch.cuda.current_device()))
+def counters() -> int:
+    """The address of this thread's."""
+    return tickets.counters(torch.device("cuda"), torch.cuda.current_device())
 
 
 def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tensor | None) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tens
     x8, mid8, y = Quantised.empty(rows, HIDDEN), Quantised.empty(rows, INTER), nan(rows, HIDDEN)
     saved = () if preact is None else (preact,)
     kernels.find(spec).function(
-        c.x, w1.data, w2.data, x8.data, mid8.data, *saved, y, c.offs.data_ptr(), 0, len(SIZES), tickets(),
+        c.x, w1.data, w2.data, x8.data, mid8.data, *saved, y, c.offs.data_ptr(), 0, len(SIZES), counters(),
         x8.scale.data_ptr(), mid8.scale.data_ptr(), w1.scale.data_ptr(), c.b1.data_ptr(), 0,
         w2.scale.data_ptr(), c.b2.data_ptr(), 0, c.row_scale.data_ptr(), *PARAMS, sms(), 1,
     )  # fmt: skip
@@ -155,7 +154,7 @@ def test_backward(form: tuple[str, str]) -> None:
     first = None
     for _ in range(2):
         function(
-            dy, w2.data, h, dh, act, w1.data, dx, dy8.data, dh8.data, c.offs.data_ptr(), 0, len(SIZES), tickets(),
+            dy, w2.data, h, dh, act, w1.data, dx, dy8.data, dh8.data, c.offs.data_ptr(), 0, len(SIZES), counters(),
             dy8.scale.data_ptr(), dh8.scale.data_ptr(), w2.scale.data_ptr(), w1.scale.data_ptr(),
             c.row_scale.data_ptr(), d_scale.data_ptr(), partials.data_ptr(), *PARAMS, sms(), 2,
         )  # fmt: skip

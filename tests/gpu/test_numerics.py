@@ -20,8 +20,7 @@ import glulam
 from cute_kernels.sm90.configs import TILES, activation_forms
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import kernels, workspace
-from glulam.plan import address
+from glulam import kernels, tickets
 
 pytestmark = pytest.mark.gpu
 
@@ -165,11 +164,11 @@ def test_rows_of_other_groups_reach_no_result(tile: TileConfig, transpose_w: boo
     w = c.w1.mT.contiguous() if transpose_w else c.w1
     function = kernels.find(GroupedMmSpec("bfloat16", transpose_w, tile)).function
     offs, sms = c.offs, torch.cuda.get_device_properties(0).multi_processor_count
-    counters = workspace.counters(offs.device, 0)
+    counters = tickets.new_counters(offs.device)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         y = poisoned(c.x.shape[0], c.w1.shape[1], c.x)
-        function(x, w, y, offs.data_ptr(), 0, len(c.sizes), address(counters), 0, 0, 0, 0, sms, 1)
+        function(x, w, y, offs.data_ptr(), 0, len(c.sizes), counters.data_ptr(), 0, 0, 0, 0, sms, 1)
         return y
 
     clean = product(c.x)

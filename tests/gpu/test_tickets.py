@@ -15,7 +15,7 @@ from torch import Tensor
 import glulam
 from cute_kernels.sm90.configs import LARGE
 from cute_kernels.specs import GroupedMmSpec, draws_tickets
-from glulam import kernels, workspace
+from glulam import kernels, tickets
 
 pytestmark = pytest.mark.gpu
 
@@ -49,9 +49,8 @@ def product(c: Case, w: Tensor, transpose_w: bool, counters: Tensor | None, grou
 
 @pytest.fixture
 def counters() -> Tensor:
-    found = workspace.counters(torch.device("cuda"), torch.cuda.current_device())
-    assert found is not None and draws_tickets(GroupedMmSpec(tile=LARGE)) and not bool(found.any())
-    return found
+    assert draws_tickets(GroupedMmSpec(tile=LARGE))
+    return tickets.new_counters("cuda")
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])
@@ -117,3 +116,43 @@ def test_threads_do_not_share_counters() -> None:
         for thread in threads:
             action(thread)
     assert len(right) == 40 and all(right)
+
+
+def captured(c: Case, offs: Tensor, y: Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of two calls on each of two streams, which may run at once."""
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        other.wait_stream(here)
+        for stream, half in ((here, y[0]), (other, y[1])):
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    glulam.grouped_mlp(c.x, c.w1, c.w2, offs=offs, out=half)
+        here.wait_stream(other)
+    return graph
+
+
+def test_graphs_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers, replayed on two streams beside eager calls on a third, over and over."""
+    both = layers()
+    taken: list[int] = []
+    real = tickets.counters
+    monkeypatch.setattr(tickets, "counters", lambda *where: taken.append(real(*where)) or taken[-1])
+    outputs = [torch.zeros(2, *c.x.shape, dtype=c.x.dtype, device="cuda") for c, _ in both]
+    offs = [c.offs for c, _ in both]
+    graphs = [captured(c, ends, y) for (c, _), ends, y in zip(both, offs, outputs, strict=True)]
+    assert len(taken) == 8 and len(set(taken)) == 4 and all(taken)
+    streams = [torch.cuda.Stream() for _ in both]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        got.append(call(both[0][0]))
+    torch.cuda.synchronize()
+    assert all(is_right(both[0][0], y, both[0][1]) for y in got)
+    for (c, wanted), y in zip(both, outputs, strict=True):
+        assert is_right(c, y[0], wanted) and is_right(c, y[1], wanted)
+    counters = torch.stack([each.memory.any() for each in tickets._of_graphs.values()])
+    assert not bool(counters.any())

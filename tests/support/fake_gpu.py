@@ -28,7 +28,7 @@ from cute_kernels.specs import (
     Spec,
     draws_tickets,
 )
-from glulam import device, experts, groups, kernels, workspace
+from glulam import device, experts, groups, kernels, tickets
 from glulam.kernels import Kernel
 from glulam.plan import forget_plans
 
@@ -59,10 +59,10 @@ def _check_tensors(spec_dtype: str, tensors: list[Tensor]) -> None:
             raise ValueError("dimension is not divisible by 8")
 
 
-def _check_counters(spec: Spec, tickets: int) -> None:
+def _check_counters(spec: Spec, address: int) -> None:
     """What kernels that draw tickets are given, if anything: memory of zeros."""
-    if draws_tickets(spec) and tickets:
-        assert not _memory(tickets, workspace.NUM_COUNTERS, torch.int32).any()
+    if draws_tickets(spec) and address:
+        assert not _memory(address, tickets.NUM_COUNTERS, torch.int32).any()
 
 
 def _equal(*sizes: int) -> int:

@@ -174,7 +174,7 @@ class PreparedWeights:
         old = self._entries.pop(key, None)
         trains = old is not None and old.trains
         del old  # so that its memory can serve
-        entry = _Entry(tensors, _prepare(form, w, scale, report=not trained), trains)
+        entry = _Entry(tensors, gpus.apart(lambda: _prepare(form, w, scale, report=not trained)), trains)
         with self._lock:
             self._entries[key] = entry
             self._watch(key[1], tensors)

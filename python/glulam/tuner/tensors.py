@@ -11,7 +11,7 @@ from torch import Tensor
 from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
-from ..workspace import new_counters
+from ..tickets import new_counters
 from .candidates import goes_on
 
 INT32_OFFSETS = 0  # group_form of the exported functions

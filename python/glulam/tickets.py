@@ -1,0 +1,90 @@
+"""Counters that the kernels of a call draw tickets from: int32, zero between calls, shared by no two that may overlap.
+
+Calls on one stream run one after the other, so they share counters, if one thread makes them: launching releases the
+GIL, and another thread's launch may fall between the two of a call.
+
+Replays of a graph run one after the other as well, but beside calls on any stream. So every stream of a capture has
+counters of its own, for good, since a graph may be replayed at any time. They are zero before the first replay and lie
+in no pool of the graph's: in memory that was made outside of captures, 64 KiB a device. Where none are left, and where
+a process has made no call before the one that is captured, kernels get none and deal their tiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import device as gpus
+from .workspace import make_room
+
+NUM_COUNTERS = 2
+"""Of a call: its second kernel may begin before the first has ended."""
+SET_BYTES = NUM_COUNTERS * torch.int32.itemsize
+MAX_GRAPH_SETS = 8192
+"""Streams of captures that have counters, on one device in all of a process's life."""
+
+
+class _Kept(threading.local):
+    """Addresses by (device, stream): `eager` with their memory, `captured` with what stands for the capture."""
+
+    def __init__(self) -> None:
+        self.eager: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        self.captured: dict[tuple[int, int], tuple[int, Any]] = {}
+
+
+class _OfGraphs:
+    """Counters of a device's captures. `unused`: addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = new_counters(device, MAX_GRAPH_SETS)
+        start = self.memory.data_ptr()
+        self.unused: Iterator[int] = iter(range(start, start + self.memory.nbytes, SET_BYTES))
+
+
+_kept = _Kept()
+_of_graphs: dict[int, _OfGraphs] = {}
+_lock = threading.Lock()
+
+
+def counters(device: torch.device, index: int) -> int:
+    """The address of NUM_COUNTERS counters for a call on the current stream, or 0."""
+    stream = gpus.raw_stream(index)
+    if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
+        return _captured(index, stream)
+    found = _kept.eager.get((index, stream)) or _eager(device, index, stream)
+    return found[0]
+
+
+def new_counters(device: torch.device | str, sets: int = 1) -> Tensor:
+    """Counters as kernels want them, zero for every stream by the time that this returns."""
+    return torch.zeros(sets, NUM_COUNTERS, dtype=torch.int32).to(device)
+
+
+def prepare(device: torch.device, index: int) -> None:
+    """Make the memory that captured calls on a device take their counters from."""
+    with _lock:
+        if index not in _of_graphs:
+            _of_graphs[index] = gpus.apart(lambda: _OfGraphs(device))
+
+
+def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:
+    prepare(device, index)
+    make_room(_kept.eager, index)
+    memory = gpus.apart(lambda: new_counters(device))
+    found = _kept.eager[index, stream] = memory.data_ptr(), memory
+    return found
+
+
+def _captured(index: int, stream: int) -> int:
+    capture = gpus.capture_id()
+    address, of = _kept.captured.get((index, stream), (0, None))
+    if of == capture:
+        return address
+    make_room(_kept.captured, index)
+    address = next(_of_graphs[index].unused, 0) if index in _of_graphs else 0
+    _kept.captured[index, stream] = address, capture
+    return address

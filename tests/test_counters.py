@@ -1,0 +1,100 @@
+"""The counters that kernels draw tickets from: whose they are, and that no two calls that may overlap share any."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from support.fake_gpu import FakeGpu, _memory
+
+from glulam import device as gpus
+from glulam import tickets
+from glulam.tickets import MAX_GRAPH_SETS, NUM_COUNTERS
+from glulam.workspace import MAX_STREAMS
+
+pytest_plugins = ["support.fixtures"]
+
+CPU = torch.device("cpu")
+
+
+class Capture:
+    """`number`: of the capture that is under way."""
+
+    number = 1
+
+
+@pytest.fixture(autouse=True)
+def capture(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> Capture:
+    capture = Capture()
+    monkeypatch.setattr(gpus, "capture_id", lambda: capture.number)
+    monkeypatch.setattr(tickets, "_kept", tickets._Kept())
+    monkeypatch.setattr(tickets, "_of_graphs", {})
+    return capture
+
+
+def counters(index: int = 0) -> int:
+    address = tickets.counters(CPU, index)
+    assert not address or _memory(address, NUM_COUNTERS, torch.int32).tolist() == [0] * NUM_COUNTERS
+    return address
+
+
+def of_another_thread() -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(counters()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def differ_by_a_set(addresses: list[int]) -> bool:
+    ordered = sorted(addresses)
+    return all(above - below >= tickets.SET_BYTES for below, above in zip(ordered, ordered[1:], strict=False))
+
+
+def test_a_stream_of_a_device_and_a_thread_have_their_own(fake_gpu: FakeGpu) -> None:
+    mine = [counters(0), counters(1), of_another_thread()]
+    assert counters(0) == mine[0] and counters(1) == mine[1]
+    fake_gpu.stream = 7
+    assert all(mine) and differ_by_a_set([*mine, counters(0)])
+
+
+def test_streams_are_bounded(fake_gpu: FakeGpu) -> None:
+    for stream in range(3 * MAX_STREAMS):
+        fake_gpu.stream = stream
+        counters(0)
+        counters(1)
+    assert len(tickets._kept.eager) == 2 * MAX_STREAMS
+
+
+def test_streams_of_a_capture_have_their_own(fake_gpu: FakeGpu, capture: Capture) -> None:
+    eager = counters()
+    fake_gpu.stream, fake_gpu.capturing = 5, True
+    first = [counters(), of_another_thread()]
+    fake_gpu.stream = 6
+    first.append(counters())
+    assert counters() == first[2]
+    capture.number = 2
+    second = counters()
+    fake_gpu.capturing = False
+    assert all(first) and differ_by_a_set([eager, *first, second, counters()])
+
+
+def test_those_of_captures_are_never_given_twice(fake_gpu: FakeGpu, capture: Capture) -> None:
+    """Graphs may be replayed at any time, so captures that have long ended keep theirs; in the end there are none."""
+    counters()
+    fake_gpu.stream, fake_gpu.capturing = 5, True
+    given = []
+    for capture.number in range(MAX_GRAPH_SETS + 3):
+        given.append(counters())
+    assert given[-3:] == [0, 0, 0] and all(given[:-3]) and differ_by_a_set(given[:-3])
+    assert len(tickets._kept.captured) <= MAX_STREAMS
+
+
+def test_a_first_call_under_capture_has_none_unless_prepared(fake_gpu: FakeGpu, capture: Capture) -> None:
+    fake_gpu.stream, fake_gpu.capturing = 5, True
+    assert counters() == 0 and not tickets._of_graphs
+    fake_gpu.capturing = False
+    tickets.prepare(CPU, 0)
+    fake_gpu.capturing, capture.number = True, 2
+    assert counters() != 0
