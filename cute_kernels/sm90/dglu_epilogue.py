@@ -65,6 +65,7 @@ class DgluEpilogue(Epilogue):
         self.chunks_per_share = self.slabs * self.chunks_per_slab
         self.num_slots = budget.dglu_slots(spec.gated)
         self.num_barriers = 2 * PAIRS
+        self.has_load_role = True
 
     def store_views(self, outputs: tuple) -> tuple:
         return self.preact_layout.view(outputs[0]), outputs[1]

@@ -117,7 +117,8 @@ class Epilogue(Invariant):
 
     scales_columns: weights are folded, with a scale for each of their rows.
     parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
-    num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: of the ring, if any.
+    num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: for loads, if any.
+    has_load_role: a warp of its own makes them (`load`).
     cols: of a chunk, which a slot holds. slot_row_bytes: of its rows.
     chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
     """
@@ -141,6 +142,7 @@ class Epilogue(Invariant):
         self.slot_row_bytes = self.cols * dtype.width // 8
         self.num_slots = SLOTS
         self.num_barriers = 0
+        self.has_load_role = False
         self.chunks_per_slab = self.part_n // self.cols + extra_chunks
 
     def kernel_inputs(self, inputs: Any) -> Any:

@@ -18,7 +18,8 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
     mail    a cluster's tickets, where it draws them (tickets.py).
-    loads   what the epilogue reads beside its accumulators, if that comes by TMA (preact.py).
+    loads   what the epilogue reads beside its accumulators, if that comes by TMA: from the epilogue load warp
+            (preact.py), or from the warp that stores (slot_loads.py).
     turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
             these, named barriers 5 + warpgroup.
     slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
@@ -145,7 +146,8 @@ class PersistentGemm(Invariant):
         storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
         has_loads = self.epilogue.num_barriers > 0
-        consumer_warps = 1 + has_loads + WARPS_PER_GROUP * self.num_warpgroups
+        has_load_role = self.epilogue.has_load_role
+        consumer_warps = 1 + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
         ring_stages = sched.TICKET_STAGES if self.draws_tickets else sched.STAGES
         ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
@@ -174,7 +176,7 @@ class PersistentGemm(Invariant):
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid, tickets).run(ring)
             elif warp == EPILOGUE_LOAD_WARP:
-                if const_expr(has_loads):
+                if const_expr(has_load_role):
                     self._epilogue_load_role(loads, inputs, ring)
         else:
             if const_expr(self.num_warpgroups > 1):

@@ -148,17 +148,25 @@ class Slots(Invariant):
         """Write a slot's worth of registers, in the order of accumulators, converted where they are not yet."""
         converted = narrowed(values, self.dtype)
         self.acquire()
+        self.write(converted, slot)
+
+    @cute.jit
+    def write(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """The same of converted registers, into a slot that is free."""
         if const_expr(self.dtype.width == 16):
             shape = self.destination[None, None, None, 0].shape
-            source = cute.make_tensor(converted.iterator, cute.make_layout(shape))
+            source = cute.make_tensor(values.iterator, cute.make_layout(shape))
             cute.copy(self.tiled_copy, source, self.destination[None, None, None, slot])
         else:
-            lane = self.thread % 32
             for i in cutlass.range_constexpr(cute.size(values) // 2):
-                row = self.thread // 32 * 16 + lane // 4 + i % 2 * 8
-                pair = cute.make_tensor(converted.iterator + 2 * i, cute.make_layout(2))
-                line = self.smem[row, None, slot]
-                cute.autovec_copy(pair, cute.local_tile(line, (2,), (i // 2 * 4 + lane % 4,)))
+                pair = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
+                cute.autovec_copy(pair, self.pair(slot, i))
+
+    def pair(self, slot: int, number: int) -> cute.Tensor:
+        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot of 32-bit elements."""
+        lane = self.thread % 32
+        line = self.smem[self.thread // 32 * 16 + lane // 4 + number % 2 * 8, None, slot]
+        return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
@@ -193,8 +201,12 @@ class Slots(Invariant):
         self.fill(values, slot)
         self.store(target, tile, slot)
 
+    def wait_all(self):
+        """Until stores have read their slots; called by the storing warp."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
     @cute.jit
     def drain(self):
         """Before the CTA ends: shared memory must outlive its stores' reads."""
         if self.is_storing_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.wait_all()

@@ -127,8 +127,10 @@ class TestWgrad:
     @pytest.mark.parametrize("listed", [False, True])
     @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
     @pytest.mark.parametrize("adds", ["overwrite", "accumulate", "mask"])
-    def test_given_buffers(self, adds: str, dtype: torch.dtype, listed: bool) -> None:
-        c = case([90, 0, 64, 1, 0, 300, 7, 128])
+    @pytest.mark.parametrize("rows", ["few rows", "many rows"])
+    def test_given_buffers(self, rows: str, adds: str, dtype: torch.dtype, listed: bool) -> None:
+        """What dw holds is loaded, or added to in memory where experts have more than 768 rows on average."""
+        c = case({"few rows": [90, 0, 64, 1, 0, 300, 7, 128], "many rows": [900, 0, 640, 1, 0, 3000, 70, 2100]}[rows])
         dy = gradient(c, INTER)
         mask = torch.tensor([e in (0, 1, 3, 5) for e in range(EXPERTS)], device="cuda")
         flags = {"overwrite": [False] * EXPERTS, "accumulate": [True] * EXPERTS, "mask": mask.tolist()}[adds]

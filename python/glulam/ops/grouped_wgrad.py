@@ -55,7 +55,8 @@ def grouped_wgrad(
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
             inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
-        accumulate: add to `out` instead of overwriting it: dw_e is rounded to out's dtype, and so is then the sum.
+        accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype, and where experts have
+            many rows dw_e is before.
         mask: bool [E] on x's device: add where it is True, overwrite elsewhere; instead of `accumulate`.
         out_dtype: of a new result: x's dtype (default), or float32.
 
