@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -77,6 +78,11 @@ def apart(make: Callable[[], Made]) -> Made:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(made).result()
+
+
+def other_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream on which nothing runs, for as long as this is entered; nothing of the kind where there is no GPU."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 class Gpu(NamedTuple):

@@ -40,7 +40,8 @@ class _OfGraphs:
     """Counters of a device's captures. `unused`: addresses."""
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = new_counters(device, MAX_GRAPH_SETS)
+        with gpus.other_stream(device):  # so that the host waits for the copy and for nothing else
+            self.memory = torch.zeros(MAX_GRAPH_SETS, NUM_COUNTERS, dtype=torch.int32).to(device)
         start = self.memory.data_ptr()
         self.unused: Iterator[int] = iter(range(start, start + self.memory.nbytes, SET_BYTES))
 
@@ -59,9 +60,9 @@ def counters(device: torch.device, index: int) -> int:
     return found[0]
 
 
-def new_counters(device: torch.device | str, sets: int = 1) -> Tensor:
-    """Counters as kernels want them, zero for every stream by the time that this returns."""
-    return torch.zeros(sets, NUM_COUNTERS, dtype=torch.int32).to(device)
+def new_counters(device: torch.device | str) -> Tensor:
+    """Counters as kernels on the current stream want them."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def prepare(device: torch.device, index: int) -> None:

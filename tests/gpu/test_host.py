@@ -29,9 +29,10 @@ def mlp(c: Case, **options: Any) -> torch.Tensor:
     return glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, **options)
 
 
-def test_runs_on_the_current_stream() -> None:
+@pytest.mark.parametrize("rows", [500, 5000])
+def test_runs_on_the_current_stream(rows: int) -> None:
     """x is written on a side stream long after the call was made; only work on that stream sees it."""
-    c = case(500)
+    c = case(rows)
     want = mlp(c)
     x, offs = torch.zeros_like(c.x), c.offs
     glulam.grouped_mlp(x, c.w1, c.w2, offs=offs)
