@@ -20,7 +20,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import kernels
+from glulam import kernels, tickets
 from glulam.dispatch import Problem, choose
 
 pytest_plugins = ["support.fixtures"]
@@ -210,11 +210,14 @@ class TestPreload:
         self, bundle: FakeBundle, compiled: list[Any], fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         empty = torch.empty
+        counters: list[tuple[torch.device, int]] = []
+        monkeypatch.setattr(tickets, "prepare", lambda *where: counters.append(where))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
         monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
         assert glulam.preload() == len(bundle.specs) == len(bundle.calls)
+        assert counters == [(torch.device("cuda", 0), 0)]
         for name, arguments in bundle.calls:
             spec = bundle.specs[name]
             assert arguments[-1] == 0, "a launch"
