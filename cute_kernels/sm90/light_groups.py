@@ -16,7 +16,6 @@ from cutlass import Boolean, Int32
 from ..chosen import chosen
 from ..tiles import TileConfig
 from .tile_scheduler import (
-    NO_WORK,
     OFFS_INT32,
     Groups,
     GroupTileScheduler,
@@ -28,6 +27,7 @@ from .tile_scheduler import (
     group_size,
     int32_at,
     last_lane,
+    no_work,
 )
 
 LIGHT, HEAVY = "light", "heavy"
@@ -43,10 +43,6 @@ class Walk(NamedTuple):
 def start() -> Walk:
     """Before the first groups."""
     return Walk(GroupWindow(Int32(-32), Int32(0), Int32(0), Int32(0)), Int32(0))
-
-
-def warp_sum(value: Int32) -> Int32:
-    return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)
 
 
 class LightGroupScheduler(GroupTileScheduler):
@@ -81,7 +77,7 @@ class LightGroupScheduler(GroupTileScheduler):
             tiles_before = window_end
             window = self._load_window(window.base + 32, last_lane(window.end), tiles_before, kind)
             window_end = last_lane(window.tiles_end)
-        work = WorkTile(*[Int32(word) for word in NO_WORK])
+        work = no_work()
         if tile < window_end:
             work = self._tile_in_window(window, tile, tiles_before)
         return work, Walk(window, tiles_before)

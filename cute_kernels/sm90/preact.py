@@ -12,13 +12,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
 
 from ..invariant import Invariant
 from .budget import PAIRS as PAIRS
-from .store import COLS, ROWS, SLOT_BYTES, RaggedStore, Slots, halves, smem_layout
+from .store import COLS, ROWS, SLOT_BYTES, RaggedStore, Slots, halves, matrix_copy, smem_layout
 from .tile_scheduler import WorkTile
 
 # Columns of one ldmatrix or stmatrix of four 8 x 8 matrices, and a thread's elements in it.
@@ -126,11 +125,7 @@ class PreactPair(Invariant):
         self.layout = ring.layout
         self.slots = slots
         self.dtype = slots.dtype
-        mma = sm90_utils.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, COLS)
-        )
-        atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-        self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
+        self.tiled_copy = matrix_copy(warp.LdMatrix8x8x16bOp(False, 4), self.dtype, COLS)
         self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
 
     @cute.jit

@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
+from cutlass.cute.nvgpu import cpasync, warp
 
 from ..chosen import chosen
 from ..invariant import Invariant
-from .store import ROWS, SLOT_BYTES, SLOTS, Slots
+from .store import SLOT_BYTES, SLOTS, Slots, matrix_copy
 
 
 class TileLoads(NamedTuple):
@@ -47,12 +46,8 @@ class SlotLoads(Invariant):
     def __init__(self, barriers: SlotBarriers, slots: Slots):
         self.full = barriers.full + slots.warpgroup_index * SLOTS
         self.slots = slots
-        dtype = slots.dtype
-        if dtype.width == 16:
-            mma = sm90_utils.make_trivial_tiled_mma(
-                dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, slots.cols)
-            )
-            self.tiled_copy = cute.make_tiled_copy_C(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), dtype), mma)
+        if slots.dtype.width == 16:
+            self.tiled_copy = matrix_copy(warp.LdMatrix8x8x16bOp(False, 4), slots.dtype, slots.cols)
             self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
 
     @cute.jit

@@ -97,6 +97,14 @@ def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     return result
 
 
+def matrix_copy(op, dtype: type[cutlass.Numeric], cols: int) -> cute.TiledCopy:
+    """How ldmatrix or stmatrix moves 64 rows of 16-bit elements between a slot and registers in accumulators' order."""
+    mma = sm90_utils.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, cols)
+    )
+    return cute.make_tiled_copy_C(cute.make_copy_atom(op, dtype), mma)
+
+
 class Slots(Invariant):
     """A warpgroup's staging slots: fill one from registers, store it, reuse it when its store has been read."""
 
@@ -118,13 +126,8 @@ class Slots(Invariant):
 
     def _partition(self) -> None:
         """How stmatrix gets the accumulators of 64 rows into a slot."""
-        dtype = self.dtype
-        if dtype.width == 16:
-            mma = sm90_utils.make_trivial_tiled_mma(
-                dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, self.cols)
-            )
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-            self.tiled_copy = cute.make_tiled_copy_C(atom, mma)
+        if self.dtype.width == 16:
+            self.tiled_copy = matrix_copy(warp.StMatrix8x8x16bOp(False, 4), self.dtype, self.cols)
             self.destination = self.tiled_copy.get_slice(self.thread).partition_D(self.smem)
 
     def recast(self, dtype: type[cutlass.Numeric]) -> Slots:

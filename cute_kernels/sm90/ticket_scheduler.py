@@ -8,9 +8,9 @@ from cutlass import Int32, Int64
 
 from ..chosen import chosen
 from ..tiles import TileConfig
-from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start, warp_sum
+from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start
 from .tickets import Tickets
-from .tile_scheduler import NO_WORK, Groups, TileGrid, WorkRing, WorkTile
+from .tile_scheduler import Groups, TileGrid, WorkRing, no_work, warp_sum
 
 # Light groups with fewer tiles than this share of the others' come last, together.
 FEW = 16
@@ -84,4 +84,4 @@ class TicketScheduler(LightGroupScheduler):
                 else:
                     work, heavy = self._find(heavy, HEAVY, place - of_light)
                 state = self._hand_over(ring, state, work)
-        ring.put(state, WorkTile(*[Int32(word) for word in NO_WORK]))
+        ring.put(state, no_work())

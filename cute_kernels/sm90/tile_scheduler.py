@@ -62,7 +62,8 @@ class WorkTile(NamedTuple):
     pairs_columns: Int32
 
 
-NO_WORK = (-1, 0, 0, 0, 0, 0)
+def no_work() -> WorkTile:
+    return WorkTile(*[Int32(word) for word in (-1, 0, 0, 0, 0, 0)])
 
 
 class TileGrid(NamedTuple):
@@ -99,6 +100,10 @@ def last_lane(value: Int32) -> Int32:
     return cute.arch.shuffle_sync(value, 31)
 
 
+def warp_sum(value: Int32) -> Int32:
+    return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)
+
+
 def int32_at(groups: Groups, index: Int32) -> Int32:
     return vector_at(Int32, groups.address)[index]
 
@@ -127,7 +132,7 @@ def last_row_end(groups: Groups) -> Int32:
     else:
         for group in cutlass.range(lane, groups.count, 32):
             end = cutlass.min(end + group_size(groups, group), groups.rows)
-        end = cutlass.min(cute.arch.warp_reduction(end, lambda x, y: x + y, threads_in_group=32), groups.rows)
+        end = cutlass.min(warp_sum(end), groups.rows)
     return end
 
 
@@ -323,7 +328,7 @@ class GroupTileScheduler(Invariant):
                 window = self._load_window(window.base + 32, last_lane(window.end), tiles_before)
                 window_end = last_lane(window.tiles_end)
             more = tile < window_end
-            work = WorkTile(*[Int32(word) for word in NO_WORK])
+            work = no_work()
             if more:
                 work = self._tile_in_window(window, tile, tiles_before)
             ring.put(state, work)

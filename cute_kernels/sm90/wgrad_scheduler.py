@@ -9,8 +9,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from ..chosen import chosen
-from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start, warp_sum
-from .tile_scheduler import NO_WORK, WorkRing, WorkTile
+from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start
+from .tile_scheduler import WorkRing, no_work, warp_sum
 
 
 class WgradTileScheduler(LightGroupScheduler):
@@ -82,4 +82,4 @@ class WgradTileScheduler(LightGroupScheduler):
                 heavy_tile += num_clusters
                 work, heavy = self._find(heavy, HEAVY, heavy_tile)
                 state = self._hand_over(ring, state, work)
-        ring.put(state, WorkTile(*[Int32(word) for word in NO_WORK]))
+        ring.put(state, no_work())

@@ -33,8 +33,6 @@ raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current device."""
 
-Made = TypeVar("Made")
-
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
@@ -60,6 +58,9 @@ def capture_id() -> Any:
         if driver.cuStreamGetCaptureInfo_v2(stream, *got) == 0 and status.value:
             return number.value
     return object()
+
+
+Made = TypeVar("Made")
 
 
 def apart(make: Callable[[], Made]) -> Made:
