@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
@@ -130,6 +131,11 @@ class TileConfig:
     def row_sharers(self) -> int:
         """CTAs that share a row tile, always or, in an adaptive cluster, at times."""
         return self.cluster_size if self.adaptive else self.cluster_n
+
+    def padded(self, m: int, n: int) -> int:
+        """Elements of the clusters' tiles that cover an m x n result."""
+        height, width = self.m * self.cluster_m, self.n * self.cluster_n
+        return math.ceil(m / height) * height * math.ceil(n / width) * width
 
     @property
     def name(self) -> str:

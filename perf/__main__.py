@@ -26,7 +26,7 @@ SUITE_HELP = {
     "skew": "the same from even to one-sided routing",
     "backward": "the backward's kernels",
     "train": "a layer's forward and backward: time, memory, host",
-    "power": "FC1, each contestant alone: time, clock and power",
+    "power": "FC1 and the backward's kernels, each contestant alone: time, clock and power",
     "quantize": "quantising to MXFP8",
     "fp8": "the MLP in MXFP8, by every recipe",
     "mhc": "the hyper-connections' operators",
@@ -34,7 +34,7 @@ SUITE_HELP = {
     "graph": "CUDA graphs",
 }
 SUITE_NAMES = (*SUITE_HELP, COMPARE, TILES)
-WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "fp8", COMPARE, TILES)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "power", "fp8", COMPARE, TILES)
 WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "power", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 

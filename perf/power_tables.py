@@ -8,8 +8,8 @@ from .cases import Case
 from .fp8_tables import Parts
 
 FLOP_PER_CYCLE = 4096  # of an SM's tensor cores, dense BF16 on Hopper
-TITLE = "FC1, each contestant alone: the clock that power leaves it, and the share of the tensor cores' peak there"
-HEADER = ("case", "contestant", "us", "TF/s", "SM MHz", "W", "power-capped", "of peak")
+TITLE = "Each contestant alone: the clock that power leaves it, and the share of the tensor cores' peak there"
+HEADER = ("case", "op", "contestant", "us", "TF/s", "SM MHz", "W", "power-capped", "of peak")
 
 
 def power_parts(records: list[dict[str, Any]], sms: int) -> list[Parts]:
@@ -18,10 +18,9 @@ def power_parts(records: list[dict[str, Any]], sms: int) -> list[Parts]:
     for record in records:
         case = Case(**record["case"])
         for name, alone in record["alone"].items():
-            per_us = case.flop(record["op"]) / alone["us"]
+            per_us = record["flop"] / alone["us"]
             peak = FLOP_PER_CYCLE * sms * alone["mhz"]
+            speed = f"{alone['us']:.0f}", f"{per_us * 1e-6:.0f}"
             readings = f"{alone['mhz']:.0f}", f"{alone['watts']:.0f}", f"{alone['capped']:.0%}"
-            rows.append(
-                (case.label, name, f"{alone['us']:.0f}", f"{per_us * 1e-6:.0f}", *readings, f"{per_us / peak:.2f}")
-            )
+            rows.append((case.label, record["op"], name, *speed, *readings, f"{per_us / peak:.2f}"))
     return [(TITLE, HEADER, rows)]

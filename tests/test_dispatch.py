@@ -16,8 +16,8 @@ from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
 
 import ffi_bridge
 import glulam
-from cute_kernels.sm90.configs import LARGE, SMALL, shipped_specs
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, to_dict
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
 from glulam import kernels, tickets
@@ -93,6 +93,36 @@ def test_rows_per_expert_decide(experts: int) -> None:
         assert choice.spec.fc1.tile == choice.spec.fc2.tile == tile
         assert f"{rows} rows" in choice.why and f"{tile.name} takes about" in choice.why
         assert choice.why_not[0].startswith(f"{other.name}: about ") and "times as long" in choice.why_not[0]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tile"),
+    [
+        (5760, 2880, WGRAD_WIDE),
+        (4096, 576, WGRAD_WIDE),
+        (2296, 960, WGRAD_WIDE),
+        (2312, 960, WGRAD),  # nearly as much of either
+        (4096, 14336, WGRAD),
+        (2048, 768, WGRAD),
+        (8, 192, WGRAD),
+    ],
+)
+def test_what_pads_less_makes_weight_gradients(n: int, k: int, tile: TileConfig) -> None:
+    wgrad = Problem("grouped_wgrad", "bfloat16", 4096, 8, k, out_features=n, out_dtype="float32")
+    choice = choose(wgrad, ARCH)
+    assert choice.spec == GroupedWgradSpec("bfloat16", "float32", tile)
+    assert f"{tile.name} serves weights of {n} x {k}" in choice.why
+    (other,) = {WGRAD, WGRAD_WIDE} - {tile}
+    assert choice.why_not[0].startswith(f"{other.name}: its tiles of them have ")
+
+
+def test_both_weight_gradients_of_an_mlp_share_a_tile() -> None:
+    """The tuner's question; as much as both pad together decides."""
+    both = Problem("grouped_wgrad", "bfloat16", 4096, 8, 2880, 2880, 2880, "swiglu", out_dtype="bfloat16")
+    assert both.weights == ((5760, 2880), (2880, 2880))
+    choice = choose(both, ARCH)
+    assert choice.spec == GroupedWgradSpec("bfloat16", "bfloat16", WGRAD_WIDE)
+    assert "5760 x 2880 and 2880 x 2880" in choice.why
 
 
 def test_every_choice_is_shipped() -> None:

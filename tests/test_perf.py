@@ -515,8 +515,9 @@ def graph_result():
 
 def power_result():
     alone = {"us": 3000.0, "mhz": 1400.0, "watts": 690.4, "capped": 1.0}
-    record = {"case": dataclasses.asdict(MIXTRAL), "op": "fc1", "alone": {"glulam": alone}}
-    return results.make_result("power", STAMP, LIMITS, [record])
+    record = {"case": dataclasses.asdict(MIXTRAL), "op": "fc1", "flop": MIXTRAL.flop("fc1"), "alone": {"glulam": alone}}
+    gradient = {**record, "op": "dw2", "flop": training.flop(MIXTRAL, "dw2")}
+    return results.make_result("power", STAMP, LIMITS, [record, gradient])
 
 
 def train_record(op, **medians):
@@ -685,7 +686,9 @@ def test_power_is_shown_with_the_share_of_peak_at_its_clock():
     (table, _) = tables.tables_of(power_result())
     flop = 2 * MIXTRAL.rows * MIXTRAL.hidden * 2 * MIXTRAL.intermediate
     share = flop / 3000e-6 / (4096 * STAMP["sms"] * 1400e6)
-    assert table.rows[0][1:] == ("glulam", "3000", "641", "1400", "690", "100%", f"{share:.2f}") and 0.5 < share < 1
+    readings = "1400", "690", "100%"
+    assert table.rows[0][1:] == ("fc1", "glulam", "3000", "641", *readings, f"{share:.2f}") and 0.5 < share < 1
+    assert table.rows[1][1:] == ("dw2", "glulam", "3000", "321", *readings, f"{share / 2:.2f}")
 
 
 def test_readings_are_averaged_over_their_time():

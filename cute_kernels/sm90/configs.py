@@ -34,8 +34,11 @@ ARCH = "sm_90a"
 # of dense cuBLAS on Qwen3-30B), and rows where they must, for a fixed (2, 1) leaves one of them idle at a group's odd
 # row tile (0.66 against 0.79 on Qwen3-30B under skew).
 LARGE = TileConfig(m=128, n=128, k=64, cluster_m=2, schedule="pingpong", adaptive=True)
-# Every tile of a weight gradient has its rows: nothing to adapt to.
+# Every tile of a weight gradient has its rows: nothing to adapt to. The wider one is for weights that it cuts with less
+# waste.
 WGRAD = TileConfig(m=128, n=128, k=64, cluster_n=2, schedule="pingpong")
+WGRAD_WIDE = TileConfig(m=128, n=192, k=64, cluster_m=2, schedule="pingpong")
+WGRAD_TILES = (WGRAD, WGRAD_WIDE)
 # Few rows an expert: half the rows, and a deeper pipeline of weight tiles, which are narrow so that the few experts of
 # a token fill the GPU (31.8 us instead of 40.5 for two of DeepSeek-V3's in FC1).
 SMALL = TileConfig(m=64, n=128, k=64)
@@ -81,7 +84,7 @@ def shipped_specs() -> list[Spec]:
             fc1 = GroupedGluSpec(dtype, activation, layout, False, tile)
             specs += [fc1, GroupedGluSpec(dtype, activation, layout, True, tile), GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
-        specs += [GroupedWgradSpec(dtype, dtype, WGRAD), GroupedWgradSpec(dtype, "float32", WGRAD)]
+        specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]
         specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import track
@@ -36,10 +36,23 @@ def _tuned(quack: Quack | None, data: TrainingData, op: str) -> tuple[Quack | No
         return None, {}
 
 
-def _record(case: Case, data: TrainingData, op: str, quack: Quack | None, budget_s: float) -> dict[str, Any]:
+class Contest(NamedTuple):
+    """Who competes in an operation on a case: calls, errors, and what QuACK's tuner chose, by name."""
+
+    calls: dict[str, Call]
+    errors: dict[str, float]
+    tunings: dict[str, Any]
+
+
+def contest(data: TrainingData, op: str, quack: Quack | None) -> Contest:
     peer, tunings = _tuned(quack, data, op)
     chosen = competing(data, op, peer)
     calls = {name: _numbered(call, data) for name, (call, _) in chosen.items()}
+    return Contest(calls, {name: error for name, (_, error) in chosen.items()}, tunings)
+
+
+def _record(case: Case, data: TrainingData, op: str, quack: Quack | None, budget_s: float) -> dict[str, Any]:
+    calls, errors, tunings = contest(data, op, quack)
     times = measure_device(calls, budget_s, ENQUEUE_US)
     return {
         "case": dataclasses.asdict(case),
@@ -47,7 +60,7 @@ def _record(case: Case, data: TrainingData, op: str, quack: Quack | None, budget
         "op": op,
         "flop": flop(case, op),
         "bytes": bytes_moved(case, op, sum(size > 0 for size in data.sizes)),
-        "errors": {name: error for name, (_, error) in chosen.items()},
+        "errors": errors,
         "times": {name: dataclasses.asdict(summary) for name, summary in times.items()},
         "tuning": tunings,
     }

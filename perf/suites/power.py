@@ -1,4 +1,5 @@
-"""Each contestant alone for a while, at the clock that the power limit leaves it: FC1, every case under even routing.
+"""Each contestant alone for a while, at the clock that the power limit leaves it: FC1 and the backward's kernels, every
+case under even routing.
 
 In turns, as the other suites measure, contestants share a clock. Alone, each has the clock that its own bytes and
 multiplications earn, which tells how much of a difference is energy and how much is time in which nothing multiplies.
@@ -9,20 +10,24 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from rich.progress import track
 
 from ..cases import Case, forward_cases
-from ..contestants import Library, calls, libraries
-from ..options import Options
+from ..contestants import Library, calls, find_quack, libraries
+from ..options import Options, select_ops
 from ..problem import make_problem
+from ..quack import Quack
 from ..readings import Readings, follow_gpu
+from ..training import KERNELS, flop, make_data
+from .backward import Contest, contest
 from .forward import checked, prepared
 
-OP = "fc1"
+FORWARD = "fc1"
+OPS = (FORWARD, *KERNELS)
 CALLS_PER_SAMPLE = 20
 SETTLING = 0.4  # of a contestant's time, in which clock and temperature become its own
 
@@ -44,29 +49,45 @@ def run_alone(call: Callable[[int], object], seconds: float, readings: Readings)
     return {"us": statistics.median(samples), **readings.mean(settled, time.monotonic())._asdict()}
 
 
-def _measure(case: Case, contestants: list[Library], seconds: float, readings: Readings) -> dict[str, Any]:
+def _forward(case: Case, contestants: list[Library]) -> Contest:
     problem = make_problem(case)
-    candidates, tunings = prepared(contestants, problem, (OP,))
-    competing, errors = checked(candidates, OP, problem)
+    candidates, tunings = prepared(contestants, problem, (FORWARD,))
+    competing, errors = checked(candidates, FORWARD, problem)
+    return Contest({library.name: calls(library, FORWARD, problem.sets) for library in competing}, errors, tunings)
+
+
+def _record(case: Case, op: str, who: Contest, seconds: float, readings: Readings) -> dict[str, Any]:
+    share = seconds / len(who.calls)
     return {
         "case": dataclasses.asdict(case),
-        "op": OP,
-        "errors": errors,
-        "tuning": tunings,
-        "alone": {
-            library.name: run_alone(calls(library, OP, problem.sets), seconds / len(competing), readings)
-            for library in competing
-        },
+        "op": op,
+        "flop": case.flop(op) if op == FORWARD else flop(case, op),
+        "errors": who.errors,
+        "tuning": who.tunings,
+        "alone": {name: run_alone(call, share, readings) for name, call in who.calls.items()},
     }
 
 
+def _contests(
+    case: Case, ops: tuple[str, ...], contestants: list[Library], quack: Quack | None
+) -> Iterator[tuple[str, Contest]]:
+    if FORWARD in ops:
+        yield FORWARD, _forward(case, contestants)
+    if kernels := [op for op in ops if op != FORWARD]:
+        data = make_data(case)
+        yield from ((op, contest(data, op, quack)) for op in kernels)
+
+
 def run_power(options: Options) -> list[dict[str, Any]]:
-    """One record a case."""
+    """One record for each case and operation."""
     cases = [case for case in forward_cases(options.case) if case.routing == "uniform"]
-    contestants = libraries(options.quack)
+    ops = select_ops(OPS, options.ops)
+    contestants, quack = libraries(options.quack), find_quack(options.quack)
+    seconds = options.budget_s / (len(cases) * len(ops))
     records = []
     with follow_gpu() as readings:
         for case in track(cases, "power"):
-            records.append(_measure(case, contestants, options.budget_s / len(cases), readings))
+            for op, who in _contests(case, ops, contestants, quack):
+                records.append(_record(case, op, who, seconds, readings))
             torch.cuda.empty_cache()
     return records

@@ -13,8 +13,9 @@ from support.inputs import Case, gradient, make_case, poison_allocator, preactiv
 from support.routing import catalogue, one_takes_all, spread, zipf
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
-from cute_kernels.specs import GATED
+from cute_kernels.sm90.configs import WGRAD, WGRAD_WIDE, activation_forms
+from cute_kernels.specs import GATED, GroupedWgradSpec
+from cute_kernels.tiles import TileConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +23,9 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FORMS = activation_forms()
 HIDDEN, INTER = 200, 352
 EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
+# Weights by the tile that cuts them with less waste, (N, K).
+WEIGHTS = {WGRAD: (INTER, HIDDEN), WGRAD_WIDE: (488, 184)}
+CUTS = pytest.mark.parametrize("tile", WEIGHTS, ids=lambda tile: tile.name)
 BATCHES = {"few rows": zipf(FEW_ROWS, EXPERTS), "many rows": zipf(MANY_ROWS, EXPERTS)}
 
 
@@ -109,33 +113,44 @@ class TestDglu:
 
 
 class TestWgrad:
+    @CUTS
+    def test_both_tiles_are_tested(self, tile: TileConfig) -> None:
+        n, k = WEIGHTS[tile]
+        spec = glulam.explain("grouped_wgrad", (64, n), (64, k), offs=(EXPERTS,)).spec
+        assert isinstance(spec, GroupedWgradSpec) and spec.tile == tile
+
+    @CUTS
     @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-    @pytest.mark.parametrize("wide", [False, True])
+    @pytest.mark.parametrize("float32", [False, True])
     @pytest.mark.parametrize("name", catalogue(MANY_ROWS, EXPERTS))
-    def test_routings(self, name: str, wide: bool, dtype: torch.dtype) -> None:
+    def test_routings(self, name: str, float32: bool, dtype: torch.dtype, tile: TileConfig) -> None:
         """NaN behind the last group and in memory that the result reuses; groups without rows."""
+        n, k = WEIGHTS[tile]
         sizes = catalogue(MANY_ROWS, EXPERTS)[name]
-        c = case(sizes, dtype=dtype, tail=MANY_ROWS - sum(sizes) + TAIL)
-        dy, x = padded(gradient(c, INTER), 8), padded(c.x, 24)
-        options = {"out_dtype": F32} if wide else {}
+        c = case(sizes, hidden=k, dtype=dtype, tail=MANY_ROWS - sum(sizes) + TAIL)
+        dy, x = padded(gradient(c, n), 8), padded(c.x, 24)
+        options = {"out_dtype": F32} if float32 else {}
         for groups in ({"offs": c.offs}, {"splits": c.splits()}, {"splits": c.splits(torch.int64)}, {"splits": sizes}):
             poison_allocator("cuda")
             dw = glulam.grouped_wgrad(dy, x, **groups, **options)
-            assert dw.dtype == (F32 if wide else dtype)
+            assert dw.dtype == (F32 if float32 else dtype)
             check_wgrad(c, dy, x, dw)
 
+    @CUTS
     @pytest.mark.parametrize("listed", [False, True])
     @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
     @pytest.mark.parametrize("adds", ["overwrite", "accumulate", "mask"])
     @pytest.mark.parametrize("rows", ["few rows", "many rows"])
-    def test_given_buffers(self, rows: str, adds: str, dtype: torch.dtype, listed: bool) -> None:
+    def test_given_buffers(self, rows: str, adds: str, dtype: torch.dtype, listed: bool, tile: TileConfig) -> None:
         """What dw holds is loaded, or added to in memory where experts have more than 768 rows on average."""
-        c = case({"few rows": [90, 0, 64, 1, 0, 300, 7, 128], "many rows": [900, 0, 640, 1, 0, 3000, 70, 2100]}[rows])
-        dy = gradient(c, INTER)
+        n, k = WEIGHTS[tile]
+        sizes = {"few rows": [90, 0, 64, 1, 0, 300, 7, 128], "many rows": [900, 0, 640, 1, 0, 3000, 70, 2100]}[rows]
+        c = case(sizes, hidden=k)
+        dy = gradient(c, n)
         mask = torch.tensor([e in (0, 1, 3, 5) for e in range(EXPERTS)], device="cuda")
         flags = {"overwrite": [False] * EXPERTS, "accumulate": [True] * EXPERTS, "mask": mask.tolist()}[adds]
         options: dict[str, Any] = {"accumulate": {"accumulate": True}, "mask": {"mask": mask}}.get(adds, {})
-        packed = torch.randn(EXPERTS, INTER, HIDDEN, device="cuda").to(dtype)
+        packed = torch.randn(EXPERTS, n, k, device="cuda").to(dtype)
         out: Any = [packed[(3 * e) % EXPERTS].clone() for e in range(EXPERTS)] if listed else packed
         for one, add in zip(out, flags, strict=True):
             if not add:
@@ -152,6 +167,9 @@ class TestWgrad:
             ([70, 3], 8, 4096),
             ([40, 0, 90], 1208, 4744),  # bands of either side, the last one lower than the others
             ([40, 0, 90], 4744, 1208),
+            ([40, 0, 90], 2296, 960),  # the same of wider tiles
+            ([40, 0, 90], 968, 2880),
+            (zipf(1000, 512), 200, 192),
             ([4097], 264, 8),
             (zipf(1000, 512), 72, 96),
             ([1], INTER, HIDDEN),
@@ -162,12 +180,13 @@ class TestWgrad:
         dy = gradient(c, n)
         check_wgrad(c, dy, c.x, glulam.grouped_wgrad(dy, c.x, offs=c.offs))
 
+    @pytest.mark.parametrize(("n", "k"), [(264, 72), (232, 184)])
     @pytest.mark.parametrize("heavy", [200, 1000])
-    def test_last_rows_of_every_count(self, heavy: int) -> None:
+    def test_last_rows_of_every_count(self, heavy: int, n: int, k: int) -> None:
         """Contractions that end anywhere in a k-tile, in light groups and between them in heavy ones."""
         sizes = [size for rest in range(1, 65) for size in (rest, heavy + rest, 0)]
-        c = case(sizes, hidden=72, inter=32)
-        dy = gradient(c, 264)
+        c = case(sizes, hidden=k, inter=32)
+        dy = gradient(c, n)
         dw = glulam.grouped_wgrad(dy, c.x, offs=c.offs)
         check_wgrad(c, dy, c.x, dw)
         for rows in dy[: c.rows].split(sizes)[::2]:
@@ -175,9 +194,11 @@ class TestWgrad:
         got = glulam.grouped_wgrad(dy, c.x, offs=c.offs)
         assert same_bits(got[1::2], dw[1::2]), "rows of other groups"
 
-    def test_the_same_bits_every_time(self) -> None:
-        c = case(zipf(MANY_ROWS, EXPERTS))
-        dy = gradient(c, INTER)
+    @CUTS
+    def test_the_same_bits_every_time(self, tile: TileConfig) -> None:
+        n, k = WEIGHTS[tile]
+        c = case(zipf(MANY_ROWS, EXPERTS), hidden=k)
+        dy = gradient(c, n)
         first, *others = (glulam.grouped_wgrad(dy, c.x, offs=c.offs) for _ in range(10))
         check_wgrad(c, dy, c.x, first)
         assert all(same_bits(other, first) for other in others)

@@ -47,19 +47,12 @@ def goes_on(problem: Problem) -> bool:
     return problem.out_features > 0 and (problem.save_preact or problem.op == "grouped_dglu")
 
 
-def _wgrads(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """(N, K) of the weights whose gradients one function makes: one weight's, or both of an MLP."""
-    if not problem.intermediate:
-        return ((problem.out_features, problem.in_features),)
-    return (problem.w1_rows, problem.in_features), (problem.out_features, problem.intermediate)
-
-
 def works(problem: Problem) -> tuple[Work, ...]:
     """What each tile of a problem's spec does."""
     rows, experts, inner = problem.rows, problem.experts, problem.intermediate
     if problem.op == "grouped_wgrad":  # groups of N rows; the contraction is what is ragged
         depth = max(rows // experts, 1)
-        return (Work(tuple(Gemm(experts * n, experts, k, depth, k) for n, k in _wgrads(problem)), _even),)
+        return (Work(tuple(Gemm(experts * n, experts, k, depth, k) for n, k in problem.weights), _even),)
     if problem.op == "grouped_dglu":
         dm = Gemm(rows, experts, inner, problem.in_features, inner + 2 * problem.w1_rows)
         dx = Gemm(rows, experts, problem.out_features, problem.w1_rows, problem.out_features)
@@ -86,7 +79,9 @@ def shipped(problem: Problem, arch: str) -> list[Spec]:
     chosen = dispatch.shipped_choice(problem, arch).spec
     if problem.op in dispatch.ONE_TILE:
         return [chosen]
-    others = (dispatch.SPEC_OF[problem.op](problem, tile, arch) for tile in dispatch.CONFIGS[arch].TILES)
+    configs = dispatch.CONFIGS[arch]
+    tiles = configs.WGRAD_TILES if problem.op == "grouped_wgrad" else configs.TILES
+    others = (dispatch.SPEC_OF[problem.op](problem, tile, arch) for tile in tiles)
     return list(dict.fromkeys([chosen, *others]))
 
 

@@ -101,10 +101,9 @@ class Tensors:
 
     def _make_wgrad(self) -> None:
         p = self.problem
-        pairs = ((p.w1_rows, p.in_features), (p.out_features, p.intermediate))
         self.pairs = [
             (self._rows(n), self._rows(k), self._out(p.experts, n, k, dtype=getattr(torch, p.out_dtype)))
-            for n, k in (pairs if p.intermediate else ((p.out_features, p.in_features),))
+            for n, k in p.weights
         ]
         self.results = tuple(dw for _, _, dw in self.pairs)
 
