@@ -116,7 +116,7 @@ class TestWgrad:
     @CUTS
     def test_both_tiles_are_tested(self, tile: TileConfig) -> None:
         n, k = WEIGHTS[tile]
-        spec = glulam.explain("grouped_wgrad", (64, n), (64, k), offs=(EXPERTS,)).spec
+        spec = glulam.explain("grouped_wgrad", (64, n), (64, k), splits=[8] * EXPERTS).spec
         assert isinstance(spec, GroupedWgradSpec) and spec.tile == tile
 
     @CUTS
