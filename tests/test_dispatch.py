@@ -98,10 +98,9 @@ def test_rows_per_expert_decide(experts: int) -> None:
 @pytest.mark.parametrize(
     ("n", "k", "tile"),
     [
-        (5760, 2880, WGRAD_WIDE),
         (4096, 576, WGRAD_WIDE),
-        (2296, 960, WGRAD_WIDE),
-        (2312, 960, WGRAD),  # nearly as much of either
+        (5120, 1344, WGRAD_WIDE),
+        (5760, 2880, WGRAD),  # nearly as much of either
         (4096, 14336, WGRAD),
         (2048, 768, WGRAD),
         (8, 192, WGRAD),
@@ -118,11 +117,11 @@ def test_what_pads_less_makes_weight_gradients(n: int, k: int, tile: TileConfig)
 
 def test_both_weight_gradients_of_an_mlp_share_a_tile() -> None:
     """The tuner's question; as much as both pad together decides."""
-    both = Problem("grouped_wgrad", "bfloat16", 4096, 8, 2880, 2880, 2880, "swiglu", out_dtype="bfloat16")
-    assert both.weights == ((5760, 2880), (2880, 2880))
+    both = Problem("grouped_wgrad", "bfloat16", 4096, 8, 576, 1344, 576, "swiglu", out_dtype="bfloat16")
+    assert both.weights == ((2688, 576), (576, 1344))
     choice = choose(both, ARCH)
     assert choice.spec == GroupedWgradSpec("bfloat16", "bfloat16", WGRAD_WIDE)
-    assert "5760 x 2880 and 2880 x 2880" in choice.why
+    assert "2688 x 576 and 576 x 1344" in choice.why
 
 
 def test_every_choice_is_shipped() -> None:

@@ -171,7 +171,7 @@ class GroupedWgrad(PersistentGemm):
         super().__init__(name, dtype, tile, WgradEpilogue(out_dtype, tile))
 
     def make_mainloop(self) -> WgradMainloop:
-        return WgradMainloop(self.dtype, self.tile, self.stages)
+        return WgradMainloop(self.dtype, self.tile, self.stages, keeps_operands=self.epilogue.dtype.width == 32)
 
     def make_scheduler(
         self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None

@@ -32,8 +32,9 @@ LOG2_UNITS_PER_HI = 26
 # The descriptor's bounds of (lo, hi): past any address, since only the bounds of i and k are meant to clip.
 LO_BOUND = 2**31 - 1
 HI_BOUND = 2**20
-# L2's policy for weights that nobody reads again, as PTX's `createpolicy.fractional.L2::evict_first` makes it on sm_90.
-EVICT_FIRST = 0x12F0000000000000
+# L2's policies, as PTX's `createpolicy.fractional.L2::evict_first` and `evict_last` make them on sm_90: for what nobody
+# reads again, and for what others read while much is written.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 LINE_BYTES = 128
 
 
