@@ -403,7 +403,7 @@ class WgradMainloop(Mainloop):
     in steps of a wgmma's: whole k-tiles are 3, 14, 8 and 27 % more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3
     EP8 and gpt-oss-120b (Dirichlet 0.5), these 1, 3, 2 and 6 %.
 
-    `keeps_operands`: they are the last to leave L2, where results push them out: 4 to 17 % of the time of Qwen3-30B's
+    `keeps_operands`: they are the last to leave L2, where results push them out: 5 to 15 % of the time of Qwen3-30B's
     gradients of 32 bits, 1 to 6 % of gpt-oss-120b's. Of 16 bits, with half as many bytes, -1 to 2 %.
     """
 

@@ -167,7 +167,7 @@ class TestWgrad:
             ([70, 3], 8, 4096),
             ([40, 0, 90], 1208, 4744),  # bands of either side, the last one lower than the others
             ([40, 0, 90], 4744, 1208),
-            ([40, 0, 90], 2296, 576),  # the same of wider tiles
+            ([40, 0, 90], 2296, 576),  # wider tiles, swept either way
             ([40, 0, 90], 488, 1344),
             (zipf(1000, 512), 200, 192),
             ([4097], 264, 8),
