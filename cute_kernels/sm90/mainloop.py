@@ -404,7 +404,7 @@ class WgradMainloop(Mainloop):
     EP8 and gpt-oss-120b (Dirichlet 0.5), these 1, 3, 2 and 6 %.
 
     `keeps_operands`: they are the last to leave L2, where results push them out: 5 to 15 % of the time of Qwen3-30B's
-    gradients of 32 bits, 1 to 6 % of gpt-oss-120b's. Of 16 bits, with half as many bytes, -1 to 2 %.
+    gradients of 32 bits, 1 to 6 % of gpt-oss-120b's. Of 16 bits, with half as many bytes, -1 to 2 % (once 6).
     """
 
     may_be_empty = True

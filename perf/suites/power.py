@@ -17,7 +17,7 @@ import torch
 from rich.progress import track
 
 from ..cases import Case, forward_cases
-from ..contestants import Library, calls, find_quack, libraries
+from ..contestants import Library, calls, libraries
 from ..options import Options, select_ops
 from ..problem import make_problem
 from ..quack import Quack
@@ -82,7 +82,8 @@ def run_power(options: Options) -> list[dict[str, Any]]:
     """One record for each case and operation."""
     cases = [case for case in forward_cases(options.case) if case.routing == "uniform"]
     ops = select_ops(OPS, options.ops)
-    contestants, quack = libraries(options.quack), find_quack(options.quack)
+    contestants = libraries(options.quack)
+    quack = next((library for library in contestants if isinstance(library, Quack)), None)
     seconds = options.budget_s / (len(cases) * len(ops))
     records = []
     with follow_gpu() as readings:

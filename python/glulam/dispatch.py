@@ -139,7 +139,7 @@ experts have many rows; a quantiser's spec has no tile."""
 WIDE_PADDING = 0.9
 """WGRAD_WIDE serves weights where its tiles have at most this share of the elements that WGRAD's have.
 
-It then takes 0.61 to 1.04 times as long. With 0.94 to 0.98 it may be 1.15 times as fast under sustained load and 0.83
+It then takes 0.61 to 1.04 times as long. With 0.94 to 0.98 it may be 1.15 times as fast under sustained load and 0.81
 times as fast on a cool GPU (gpt-oss-120b); where neither pads anything, up to 1.2 times as slow under skew.
 """
 
