@@ -14,8 +14,8 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.sm90.mhc import shapes
-from glulam import mhc
-from glulam.mhc import recent, reference
+from glulam import mhc, plans
+from glulam.mhc import reference
 from glulam.mhc.operator import Operator
 
 pytest_plugins = ["support.fixtures"]
@@ -142,7 +142,7 @@ def test_a_recent_plan_serves_no_other_call(fake_gpu: FakeGpu) -> None:
 
 
 def test_plans_are_found_by_keys_where_torch_has_no_guards(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recent, "_Guards", None)
+    monkeypatch.setattr(plans, "_Guards", None)
     x, h_pre = (t.detach() for t in inputs("aggregate", 4, BF16, F32))
     for _ in range(3):
         assert same_bits(mhc.aggregate(x, h_pre), reference.aggregate(x, h_pre))

@@ -222,7 +222,7 @@ class TestHostPath:
         options = {"activation": form[0], "glu_layout": form[1]}
         y = step(c, planned, **options)
         monkeypatch.setattr("glulam.backward.planned.run", lambda *_: NotImplemented)
-        glulam.plan.forget_plans()
+        glulam.plans.forget_plans()
         for _ in range(2):
             for value in general.values():
                 value.grad = None

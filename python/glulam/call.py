@@ -16,8 +16,19 @@ from cute_kernels.specs import draws_tickets
 from . import device as gpus
 from . import dispatch, experts, groups, kernels
 from .dispatch import Problem
-from .plan import ENV_CHECK, Launch, Plans, checking, launch_nothing
-from .signature import check_alignment, check_no_overlap, extent, leading, refuse_gradients, runs_kernels
+from .plan import ENV_CHECK, Launch, checking, launch_nothing
+from .plans import Plans
+from .signature import (
+    check_alignment,
+    check_no_overlap,
+    check_plain,
+    check_written,
+    extent,
+    leading,
+    refuse_gradients,
+    runs_kernels,
+    tensors_of,
+)
 
 
 @dataclasses.dataclass
@@ -30,6 +41,7 @@ class Call:
 
     op: ClassVar[str]
     operator: ClassVar[Callable[..., Any]]
+    reads: ClassVar[tuple[str, ...]]  # arguments whose addresses a plan looks at, in its order
     plans: ClassVar[Plans[Any]]
     matrices: ClassVar[tuple[str, ...]] = ("x", "out")
     outputs: ClassVar[tuple[str, ...]] = ("out",)
@@ -89,8 +101,8 @@ class Call:
 
     def refuse_gradients(self) -> None:
         """For operators without a gradient: raises GradientNotSupported where an argument requires one."""
-        refuse_gradients(self.op, *(getattr(self, name) for name in (*self.matrices, *self.weights, *self.biases)))
-        refuse_gradients(self.op, *(getattr(self, name) for name in self.scales))
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales)
+        refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
     def settle(self, key: Hashable, plan: Any, failure: Exception | None) -> Any:
         """The result of a call for which the fast path found no plan, or failed.
@@ -100,7 +112,7 @@ class Call:
             plan: the plan that failed, if any did.
             failure: what the fast path raised, if it did.
         """
-        if is_dynamo_compiling() or gpus.is_traced(self.lead):
+        if is_dynamo_compiling() or self.is_traced():
             return self.dispatch()
         return self.execute(key, plan, failure)
 
@@ -122,6 +134,7 @@ class Call:
 
     def execute(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
         """Check everything, then compute: on the CPU by the reference, else by a new plan. See `settle`."""
+        self.check_plain()
         problem = self.check()
         self.check_addresses()
         if plan is not None and failure is not None:
@@ -143,14 +156,26 @@ class Call:
             self.plans.keep(key, plan)
         return self.run(plan)
 
+    def is_traced(self) -> bool:
+        """Whether an argument is the business of torch's dispatcher."""
+        return any(gpus.is_traced(tensor) for _, tensor in (*self.tensors(), *self.written()))
+
+    def check_plain(self) -> None:
+        """Tensors that are nothing but numbers in memory."""
+        written = self.written()
+        for label, tensor in (*self.tensors(), *written):
+            check_plain(self.op, label, tensor)
+        for label, tensor in written:
+            check_written(self.op, label, tensor)
+
     def check_addresses(self) -> None:
         """Alignment, on a GPU, and an output that shares no memory with an input."""
         named = {name: getattr(self, name) for name in (*self.matrices, *self.weights, *self.outputs)}
         if runs_kernels(self.lead):
             for name, value in named.items():
-                for label, tensor in _tensors(name, value):
+                for label, tensor in tensors_of(name, value):
                     check_alignment(self.op, label, tensor)
-        written = [pair for name in self.outputs for pair in _tensors(name, getattr(self, name))]
+        written = self.written()
         for label, tensor in self.tensors() if written else ():
             if tensor.device == self.lead.device:
                 for out_label, out in written:
@@ -160,7 +185,11 @@ class Call:
         """All inputs, those of lists one by one, under the names that errors give them."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, "offs", "splits")
         read = (name for name in names if name not in self.outputs)
-        return [pair for name in read for pair in _tensors(name, getattr(self, name))]
+        return [pair for name in read for pair in tensors_of(name, getattr(self, name))]
+
+    def written(self) -> list[tuple[str, Tensor]]:
+        """The outputs that were given, likewise."""
+        return [pair for name in self.outputs for pair in tensors_of(name, getattr(self, name))]
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
@@ -182,7 +211,6 @@ class Call:
     def launch(self, problem: Problem) -> Launch:
         """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls."""
         lead, index = self.lead, self.lead.get_device()
-        out = getattr(self, "out", None)
         gpu = gpus.gpu(index)
         spec = dispatch.choose(problem, gpu.arch, gpu.name).spec
         kernel = kernels.find(spec)
@@ -198,9 +226,13 @@ class Call:
             experts=problem.experts,
             sm_count=gpu.sm_count,
             rows=problem.rows,
-            x_extent=extent(lead),
-            out_extent=extent(out) if isinstance(out, Tensor) else 0,
+            extents=self.extents(self.reads),
+            out_extent=_extent(getattr(self, "out", None)),
         )
+
+    def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """The bytes that arguments reach over, as of `Launch.extents`."""
+        return tuple(_extent(getattr(self, name)) for name in names)
 
     def _check_group_sizes(self) -> None:
         if gpus.is_capturing():
@@ -213,10 +245,6 @@ def _on_host(splits: Any) -> bool:
     return not isinstance(splits, Tensor) or (splits.device.type == "cpu" and gpus.KERNEL_DEVICE != "cpu")
 
 
-def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of an argument with the names that errors give them."""
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    if isinstance(value, (list, tuple)):
-        return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(value) if isinstance(tensor, Tensor)]
-    return []
+def _extent(value: Any) -> int:
+    """Of what has one: no list, and not None."""
+    return extent(value) if isinstance(value, Tensor) else 0

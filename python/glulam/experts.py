@@ -39,14 +39,19 @@ class Checked:
     Attributes:
         shape, dtype: of one expert.
         lowest: index of the expert at the lowest address.
+        begin, end: addresses between which all experts lie.
+        ids: of the tensors, good for as long as all live.
     """
 
-    __slots__ = ("__weakref__", "_alive", "dtype", "lowest", "shape", "table")
+    __slots__ = ("__weakref__", "_alive", "begin", "dtype", "end", "ids", "lowest", "shape", "table")
 
     def __init__(self, tensors: Sequence[Tensor], table: Table) -> None:
+        addresses = list(map(_data_ptr, tensors))
         self.shape = tensors[0].shape
         self.dtype = tensors[0].dtype
-        self.lowest = min(range(len(tensors)), key=lambda index: tensors[index].data_ptr())
+        self.begin, self.end = min(addresses), max(addresses) + tensors[0].nbytes
+        self.lowest = addresses.index(self.begin)
+        self.ids = list(map(id, tensors))
         self.table = table
         this = weakref.ref(self)
         self._alive = tuple(weakref.ref(tensor, lambda _: _forget(this)) for tensor in tensors)
@@ -93,14 +98,18 @@ class ExpertList:
 
     Attributes:
         shape: ("list", E, *the shape of one): never equal to a packed tensor's, so no plan serves both.
+        tensors: the experts.
         lowest: weights and gradients: the expert at the lowest address as [1, N, K]; None for biases.
         address: of the table.
+        begin, end: addresses between which all experts lie.
     """
 
-    __slots__ = ("address", "device", "dtype", "index", "lowest", "shape")
+    __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "shape", "tensors")
 
     def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table, checked: Checked) -> None:
+        self.tensors = tensors
         self.address = table.address
+        self.begin, self.end = checked.begin, checked.end
         self.index = table.index
         self.device = table.values.device
         self.dtype = checked.dtype
@@ -110,8 +119,21 @@ class ExpertList:
     def is_contiguous(self) -> bool:
         return True
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.tensors)
+
     def get_device(self) -> int:
         return self.index
+
+    def data_ptr(self) -> int:
+        return self.begin
+
+
+def _is_like(known: Checked, tensor: Tensor) -> bool:
+    """Whether a tensor is plain data of the shape and dtype that were checked."""
+    is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
+    return is_plain and tensor.shape == known.shape and tensor.dtype == known.dtype
 
 
 def find(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
@@ -121,8 +143,10 @@ def find(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
         raise KeyError(kind)
     table = _tables[kind, tuple(map(_data_ptr, tensors))]
     known = table.checked
-    if known is None or first.shape != known.shape or first.dtype != known.dtype or not first.is_contiguous():
+    if known is None or not _is_like(known, first):
         raise KeyError(kind)
+    if known.ids != list(map(id, tensors)) and not all(_is_like(known, tensor) for tensor in tensors):
+        raise KeyError(kind)  # other views of the same memory
     table.use()
     return ExpertList(kind, tensors, table, known)
 

@@ -30,7 +30,7 @@ from . import device as gpus
 from . import dispatch, loadable, preferences, tickets, tuned, validity
 from .errors import UnsupportedDevice
 from .loadable import Function
-from .plan import forget_plans
+from .plans import forget_plans
 
 
 class Kernel(NamedTuple):

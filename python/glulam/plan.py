@@ -1,29 +1,22 @@
-"""Plans: what a call needs once its arguments were checked, kept by what the checks depend on.
+"""Plans: what a call needs once its arguments were checked.
 
-A call builds a key from the metadata that decides everything (shapes, dtypes, options), finds the plan and runs it.
-The key leaves out what the kernel's own entry checks at each call on the tensors that it takes as tensors: their
-dtype, device, rank, strides (no padding within an expert), base alignment and equal dimensions. It holds all there is
-to know of tensors that a kernel takes as bare addresses (group sizes, biases, scales).
+A plan serves calls of equal metadata (`plans`), which were checked once. What no metadata tells, the addresses, each
+call looks at (`Launch.apart`).
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import tickets
 from .experts import ExpertList
-from .signature import ALIGNMENT_ELEMENTS
-
-MAX_PLANS = 4096
-"""Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
+from .signature import ALIGNMENT_ELEMENTS, LOWEST_ADDRESS, check_no_overlap, tensors_of
 
 ENV_CHECK = "GLULAM_CHECK"
 
@@ -31,6 +24,39 @@ ENV_CHECK = "GLULAM_CHECK"
 def checking() -> bool:
     """Whether group sizes are to be read back and checked; asked when a plan is made, and then for every call."""
     return os.environ.get(ENV_CHECK, "0") not in ("", "0")
+
+
+class FreedStorage(RuntimeError):
+    """A tensor has no memory; the slow path says which."""
+
+
+MAX_APART = 1024
+"""Tuples of addresses that a plan remembers; one takes about 0.3 KiB."""
+
+
+def is_near(
+    op: str, read: Sequence[int], extents: Sequence[int], out: int = 0, out_extent: int = 0, lists: Sequence[Any] = ()
+) -> bool:
+    """Whether an output of `out_extent` bytes at address `out` may overlap what a call reads.
+
+    Args:
+        read, extents: each argument's address, and its bytes; 0 of one that is absent, empty or an ExpertList.
+        lists: arguments that may be ExpertLists.
+
+    Raises:
+        FreedStorage: an argument, or the output, has no memory.
+    """
+    near, freed = False, out_extent > 0 and out < LOWEST_ADDRESS
+    for begin, extent in zip(read, extents, strict=True):
+        if extent:
+            freed |= begin < LOWEST_ADDRESS
+            near |= begin - out_extent < out < begin + extent
+    for one in lists:
+        if one.__class__ is ExpertList:
+            near |= one.begin - out_extent < out < one.end
+    if freed:
+        raise FreedStorage(f"{op}: the storage of an argument was freed")
+    return near
 
 
 @dataclass(frozen=True)
@@ -45,7 +71,12 @@ class Launch:
         draws_tickets: whether the function's kernels do, and so take `tickets`.
         sm_count: of the device, the size of the kernels' persistent grid.
         rows: T.
-        x_extent, out_extent: bytes from the first element of x, or of a given output, to behind its last.
+        extents: for each argument that is read, in the order of the call's `reads`, the bytes from its first element
+            to behind its last; 0 of one that is absent, empty or an ExpertList.
+        out_extent: the same of a given output.
+        apart: addresses of calls, in the order of `extents` and then the output's, that were looked at: all are memory,
+            and the output overlaps nothing. Allocators give the same ones again and again, and a look at the set takes
+            0.1 us, at the extents 1 us.
     """
 
     op: str
@@ -59,21 +90,48 @@ class Launch:
     experts: int
     sm_count: int
     rows: int
-    x_extent: int
+    extents: tuple[int, ...]
     out_extent: int
+    apart: set[tuple[int, ...]] = field(default_factory=set, kw_only=True)
 
     def tickets(self) -> int:
         """The address of the counters that the call's kernels draw tickets from, or 0."""
         return tickets.counters(self.device, self.index)
 
+    def check_apart(self, at: tuple[int, ...], out: Any, **read: Any) -> None:
+        """Of addresses `at` that are not in `apart`: all are memory, and no output overlaps an argument.
 
-def bare(tensor: Any) -> tuple[Hashable, ...]:
-    """The part of a key for a tensor, or a list of them, that kernels take as a bare address."""
-    return tensor.shape, tensor.dtype, tensor.get_device(), tensor.is_contiguous()
+        Args:
+            at: of what is read, and of the output, 0 for a new one.
+            out: the output that was given, if any.
+            read: what is read, in the order of `extents`, by the names that errors give it.
+
+        Raises:
+            FreedStorage, ValueError: they are not.
+        """
+        lists = [value for value in (*read.values(), out) if value.__class__ is ExpertList]
+        out_extent = out.end - out.begin if out.__class__ is ExpertList else self.out_extent
+        if is_near(self.op, at[:-1], self.extents, at[-1], out_extent, lists) and out is not None:
+            check_overlaps(self.op, out, **read)
+        if lists:  # whose addresses `at` does not tell
+            return
+        if len(self.apart) >= MAX_APART:
+            self.apart.clear()
+        self.apart.add(at)
+
+
+def check_overlaps(op: str, out: Any, **read: Any) -> None:
+    """Raises ValueError, naming both, where an output shares memory with what is read."""
+    for label, tensor in tensors_of("out", out):
+        for name, value in read.items():
+            for other_label, other in tensors_of(name, value):
+                check_no_overlap(op, label, tensor, other_label, other)
 
 
 def addresses(bias: Any) -> tuple[int, int]:
     """A bias as the kernels take it: the address of a packed one and of a list's table, 0 for the other."""
+    if bias is None:
+        return 0, 0
     return (0, bias.address) if bias.__class__ is ExpertList else (bias.data_ptr(), 0)
 
 
@@ -89,38 +147,3 @@ def launch_nothing(*_: Any) -> None:
 def aligned_row(matrix: Tensor) -> Tensor:
     """A matrix of one row with a row stride that kernels accept. torch leaves the stride of a single row arbitrary."""
     return matrix if matrix.stride(0) % ALIGNMENT_ELEMENTS == 0 else matrix.view(-1).view(1, -1)
-
-
-PlanType = TypeVar("PlanType")
-_all_plans: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
-
-
-class Plans(Generic[PlanType]):
-    """One operator's plans by key. `find` is a dict's get: looking up takes no lock."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, PlanType] = {}
-        self._lock = threading.Lock()
-        self.find = self._plans.get
-        _all_plans.add(self)
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def keep(self, key: Hashable, plan: PlanType) -> None:
-        """Remember a plan; the oldest quarter goes where there are too many."""
-        with self._lock:
-            if len(self._plans) >= MAX_PLANS:
-                for old in list(self._plans)[: MAX_PLANS // 4]:
-                    del self._plans[old]
-            self._plans[key] = plan
-
-    def forget(self) -> None:
-        with self._lock:
-            self._plans.clear()
-
-
-def forget_plans() -> None:
-    """Let every operator choose its kernels anew."""
-    for plans in _all_plans:
-        plans.forget()

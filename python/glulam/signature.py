@@ -1,7 +1,7 @@
 """Checks of arguments, the same for every device: each names the argument, what it got and what it needs.
 
 They read metadata only (shapes, dtypes, devices, strides), so they also hold for the fake tensors of a trace;
-`check_alignment` and `check_no_overlap` read addresses.
+`check_plain`, `check_alignment` and `check_no_overlap` look at memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 
@@ -24,6 +26,8 @@ from .recipes import BF16
 MAX_ROWS = 2**26
 ALIGNMENT_BYTES = 16
 ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's stride
+LOWEST_ADDRESS = 2**32
+"""No memory of a GPU or of a 64-bit process lies below. A tensor whose storage was freed points to its offset there."""
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 
@@ -61,17 +65,18 @@ def requiring_grad(*arguments: Any) -> tuple[bool, ...] | None:
     return flags if True in flags else None
 
 
-def refuse_gradients(op: str, *arguments: Tensor | Sequence[Tensor] | ExpertList | None) -> None:
+def refuse_gradients(op: str, **arguments: Any) -> None:
     """Called where grad mode is on, by operators that have no gradient.
 
     Raises:
         GradientNotSupported: an argument requires a gradient.
     """
-    if any_requires_grad(*arguments):
-        raise GradientNotSupported(
-            f"{op} has no gradient, and an argument requires one; call it under torch.no_grad() or "
-            "torch.inference_mode(), or detach() its arguments (grouped_mm and grouped_mlp are differentiable)"
-        )
+    for name, value in arguments.items():
+        if any_requires_grad(value):
+            raise GradientNotSupported(
+                f"{op} has no gradient, and {name} requires one; call it under torch.no_grad() or "
+                f"torch.inference_mode(), or give {name}.detach() (grouped_mm and grouped_mlp are differentiable)"
+            )
 
 
 def refuse_out(op: str, out: Any) -> None:
@@ -401,6 +406,60 @@ def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layou
             f"multiple of {INTERLEAVED32_BLOCK}; use another layout or pad I with zeros"
         )
     return width
+
+
+def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of an argument with the names that errors give them."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, ExpertList):
+        value = value.tensors
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(value) if isinstance(tensor, Tensor)]
+    return []
+
+
+def check_plain(op: str, name: str, tensor: Tensor) -> None:
+    """Numbers in memory, as they are: no transform of torch's that a kernel would not see.
+
+    Raises:
+        GradientNotSupported: a tensor of a torch.func transform, or one with a tangent of forward-mode AD.
+        TypeError: a sparse tensor.
+        ValueError: a lazy negation, conjugation or zero; a storage that was freed, or is too small.
+    """
+    if is_functorch_wrapped_tensor(tensor):
+        raise GradientNotSupported(
+            f"{op}: {name} belongs to a transform of torch.func (grad, vjp, jvp, vmap), which {op} does not support; "
+            "use torch.autograd (backward, grad) and a loop outside of the transform"
+        )
+    if forward_ad.unpack_dual(tensor).tangent is not None:
+        raise GradientNotSupported(
+            f"{op}: {name} has a tangent of forward-mode AD, which {op} does not support; use torch.autograd "
+            f"(backward, grad), or give {name} without it, as torch.autograd.forward_ad.unpack_dual({name}).primal"
+        )
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise TypeError(f"{op}: {name} is {'nested' if tensor.is_nested else tensor.layout}; give a dense tensor")
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        lazy = "negation" if tensor.is_neg() else "conjugate" if tensor.is_conj() else "zero"
+        remedy = {"negation": "resolve_neg", "conjugate": "resolve_conj"}.get(lazy, "clone")
+        raise ValueError(f"{op}: {name} is a lazy {lazy}, whose memory holds other numbers; give {name}.{remedy}()")
+    if type(tensor) not in gpus.PLAIN_TENSORS:
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, which kernels cannot read; give a plain tensor")
+    held, needed = tensor.untyped_storage().nbytes(), extent(tensor)
+    if needed and held < tensor.storage_offset() * tensor.element_size() + needed:
+        raise ValueError(
+            f"{op}: {name} needs {needed} bytes of a storage that has {held}: it was freed, as FSDP does with "
+            "parameters outside of their module's forward and backward; gather or allocate it again first"
+        )
+
+
+def check_written(op: str, name: str, out: Tensor) -> None:
+    """Called of outputs that were given. Raises GradientNotSupported where grad mode is on and one is trained."""
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise GradientNotSupported(
+            f"{op}: {name} requires a gradient, and autograd would not know that it was written; give {name}.detach(), "
+            "or call it under torch.no_grad()"
+        )
 
 
 def check_alignment(op: str, name: str, tensor: Tensor) -> None:

@@ -245,12 +245,12 @@ def test_one_call_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
     weights = {recipe: weights_of(c, recipe) for recipe in RECIPES}
     monkeypatch.setattr(glulam.kernels, "find", find)
-    glulam.plan.forget_plans()
+    glulam.plans.forget_plans()
     for recipe in RECIPES:
         calls.clear()
         glulam.grouped_mlp(c.x, *weights[recipe], offs=c.offs, recipe=recipe)
         assert calls == ["quantize_mxfp8"] * (recipe == "mxfp8_exact") + ["grouped_mlp"]
-    glulam.plan.forget_plans()
+    glulam.plans.forget_plans()
 
 
 def test_no_call_waits_for_the_device() -> None:

@@ -20,7 +20,7 @@ from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
 from glulam.mxfp8 import prepared as prepared_weights
 from glulam.nn import GroupedMLP
-from glulam.plan import forget_plans
+from glulam.plans import forget_plans
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ from support.routing import zipf
 import glulam
 from glulam import kernels
 from glulam.nn import GroupedMLP
-from glulam.plan import forget_plans
+from glulam.plans import forget_plans
 
 pytestmark = pytest.mark.gpu
 

@@ -30,7 +30,7 @@ from cute_kernels.specs import (
 )
 from glulam import device, experts, groups, kernels, tickets
 from glulam.kernels import Kernel
-from glulam.plan import forget_plans
+from glulam.plans import forget_plans
 
 from . import fake_mhc, mxfp8, oracle
 

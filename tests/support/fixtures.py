@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from glulam.plan import forget_plans
+from glulam.plans import forget_plans
 
 from .fake_gpu import FakeGpu, install
 

@@ -15,7 +15,7 @@ from .. import groups as group_sizes
 from ..errors import GradientNotSupported
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..plan import Plans
+from ..plans import Plans
 from ..signature import (
     ALIGNMENT_BYTES,
     check_alignment,
@@ -161,7 +161,9 @@ def taken(ctx: Any) -> tuple[Any, ...]:
 
 
 def usable(dy: Tensor) -> Tensor:
-    """An incoming gradient as kernels take it: autograd may give an expanded or a misaligned one."""
+    """An incoming gradient as kernels take it: autograd may give an expanded, a lazy or a misaligned one."""
+    if not gpus.is_traced(dy):
+        dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
     if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
         return dy.clone(memory_format=torch.contiguous_format)
     if not gpus.is_traced(dy) and dy.data_ptr() % ALIGNMENT_BYTES:

@@ -13,8 +13,9 @@ from .. import device as gpus
 from .. import dispatch, kernels
 from ..call import Call
 from ..dispatch import Problem
-from ..plan import Launch, Plans, checking
-from ..signature import ALIGNMENT_BYTES
+from ..plan import Launch, checking
+from ..plans import Plans
+from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
 from .parts import ORDINARY, Targets, key_of
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -83,8 +84,14 @@ def is_usual(dy: Tensor) -> bool:
         dy.__class__ in gpus.PLAIN_TENSORS
         and not is_grad_enabled()
         and dy.is_contiguous()
+        and not dy.is_neg()
         and not dy.data_ptr() % ALIGNMENT_BYTES
     )
+
+
+def are_in_memory(*tensors: Tensor | None) -> bool:
+    """Whether no storage was freed since it was saved, as FSDP does with parameters that it gathers again."""
+    return all(t is None or t.data_ptr() >= LOWEST_ADDRESS for t in tensors)
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from ..ops.grouped_glu import WITH_FC2
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
-from ..plan import Launch, addresses
+from ..plan import Launch, address, addresses
 from . import mlp
 from .data_path import path_of
 from .layout import flatten
@@ -41,6 +41,7 @@ from .parts import (
 )
 from .planned import (
     TrainingLaunch,
+    are_in_memory,
     as_saved,
     function_of,
     has_functorch_transforms,
@@ -105,6 +106,9 @@ class MlpTrainingPlan(TrainingLaunch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, x, w1, w2, groups, b1, b2, scale)
+        at = (*map(address, (x, w1, w2, groups, scale, b1, b2)), 0)
+        if at not in self.apart:
+            self.check_apart(at, None, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
         if not has_functorch_transforms():
             return apply_untransformed(self, targets, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return]
         given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
@@ -134,8 +138,8 @@ class In16BitsPlan(MlpTrainingPlan):
         self.function(
             x, w1, act, preact, w2, y,
             groups.data_ptr(), self.group_form, self.experts, tickets,
-            0, 0 if b1 is None else b1.data_ptr(), 0, 0, 0 if b2 is None else b2.data_ptr(), 0,
-            0 if scale is None else scale.data_ptr(), *self.params,
+            0, address(b1), 0, 0, address(b2), 0,
+            address(scale), *self.params,
             self.sm_count, WITH_FC2,
         )  # fmt: skip
 
@@ -151,7 +155,7 @@ class In16BitsPlan(MlpTrainingPlan):
         self.dglu(
             dy, w2, preact, dpreact, act, w2 if w1 is None else w1, dy if dx is None else dx,
             groups.data_ptr(), self.group_form, self.experts, self.tickets(),
-            0, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at, *self.params,
+            0, 0, address(scale), d_scale_at, partials_at, *self.params,
             self.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
         )  # fmt: skip
 
@@ -174,9 +178,9 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
         b2: Tensor | None, y: Tensor, preact: Tensor,
     ) -> None:  # fmt: skip
         weights = mxfp8.folded_rows(w1, w2, self.trained)
-        b1_at, b2_at = (0, 0) if b1 is None else addresses(b1), (0, 0) if b2 is None else addresses(b2)
+        biases = addresses(b1), addresses(b2)
         mxfp8.launch_forward(
-            self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), b1_at, b2_at, scale
+            self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), *biases, scale
         )
 
     def data_gradients(
@@ -210,7 +214,7 @@ class PlannedMlp(torch.autograd.Function):
         plan: MlpTrainingPlan = ctx.plan
         targets: Targets = ctx.targets
         x, w1, w2, preact, groups, scale, b2 = saved = taken(ctx)
-        if not is_usual(dy) or not as_saved(ctx, saved):
+        if not is_usual(dy) or not as_saved(ctx, saved) or not are_in_memory(dy, *saved):
             return _unusual_backward(plan, targets, saved, dy)
         del saved
         _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
@@ -317,6 +321,7 @@ def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launc
     return {
         **vars(launch),
         "op": call.op,
+        "extents": call.extents(NAMES),
         "needs": (False, False, *(requires(call, name) for name in NAMES)),
         "grouped_by": "offs" if call.splits is None else "splits",
         "dglu": function_of(_backward(problem), launch.index),

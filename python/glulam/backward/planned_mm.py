@@ -15,11 +15,13 @@ from torch import Tensor
 from .. import device as gpus
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
+from ..plan import address
 from . import mm
 from .layout import flatten
 from .parts import ORDINARY, Targets, as_result, once_differentiable, taken, usable, without_graph
 from .planned import (
     TrainingLaunch,
+    are_in_memory,
     as_saved,
     function_of,
     has_functorch_transforms,
@@ -64,6 +66,9 @@ class MmTrainingPlan(TrainingLaunch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, x, w, groups, bias, scale)
+        at = (*map(address, (x, w, groups, bias, scale)), 0)
+        if at not in self.apart:
+            self.check_apart(at, None, x=x, w=w, groups=groups, bias=bias, bias_scale=scale)
         if not has_functorch_transforms():
             return apply_untransformed(self, targets, x, w, groups, bias, scale)  # type: ignore[no-any-return]
         layout, flat = flatten({"x": x, "w": w, "bias": bias, "bias_scale": scale, self.grouped_by: groups})
@@ -84,7 +89,7 @@ class PlannedMm(torch.autograd.Function):
         plan.function(
             x, w, y,
             groups.data_ptr(), plan.group_form, plan.experts, tickets,
-            0, 0 if bias is None else bias.data_ptr(), 0, 0 if scale is None else scale.data_ptr(),
+            0, address(bias), 0, address(scale),
             plan.sm_count, 1,
         )  # fmt: skip
         _, _, for_x, for_w, _, for_bias, _ = plan.needs
@@ -97,7 +102,7 @@ class PlannedMm(torch.autograd.Function):
         plan: MmTrainingPlan = ctx.plan
         targets: Targets = ctx.targets
         x, w, groups, scale = saved = taken(ctx)
-        if not is_usual(dy) or not as_saved(ctx, saved):
+        if not is_usual(dy) or not as_saved(ctx, saved) or not are_in_memory(dy, *saved):
             return _unusual_backward(plan, targets, saved, dy)
         _, _, for_x, for_w, _, for_bias, _ = plan.needs
         by_groups, where = {plan.grouped_by: groups}, (groups.data_ptr(), plan.group_form, plan.experts)

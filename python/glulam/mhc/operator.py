@@ -7,6 +7,7 @@ backward, is one exported function and one operator of torch's.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -21,9 +22,18 @@ from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
-from ..plan import launch_nothing
-from ..signature import ALIGNMENT_BYTES, check_no_overlap, extent, refuse_out, runs_kernels
-from .recent import RecentPlans
+from ..plan import FreedStorage, is_near, launch_nothing
+from ..plans import Plans, unplanned
+from ..signature import (
+    ALIGNMENT_BYTES,
+    check_no_overlap,
+    check_plain,
+    check_written,
+    extent,
+    refuse_out,
+    runs_kernels,
+    tensors_of,
+)
 
 Tensors = Sequence[Tensor | None]
 
@@ -50,13 +60,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of a call. `tail`: its numbers. `reach`: tensors that begin more bytes apart do not overlap."""
+    """The constants of a call. `tail`: its numbers. `extents`, `out_extents`: bytes of each input and given output."""
 
     function: Callable[..., Any]
     index: int
     only: bool
     tail: tuple[float, ...]
-    reach: int
+    extents: tuple[int, ...]
+    out_extents: tuple[int, ...]
     takes_scratch: bool
     scratch: workspace.Layout | None
 
@@ -76,8 +87,7 @@ class Operator:
     schema: str
 
     def __init__(self) -> None:
-        self.plans: RecentPlans[Plan] = RecentPlans()
-        self.recent, self.known = self.plans.recent, self.plans.known
+        self.plans: Plans[Plan] = Plans()
         self.count = len(self.outputs)
         aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
         self.only_aligned = itemgetter(*aligned) if self.loose else None
@@ -104,27 +114,29 @@ class Operator:
     ) -> tuple[Any, ...]:
         """The outputs; `out` itself where it is given."""
         key = plan = None
-        if not is_dynamo_compiling():
+        if not unplanned():
             try:
                 given = tensors if out is None else (*tensors, *out)
-                plan = self.recent(given, options)
-                if plan is None:
-                    # Unpacked, not by a function a tensor: that would cost a third of the key.
-                    metadata = [
-                        None if t is None else (t.shape, t.dtype, t.get_device(), t.is_contiguous()) for t in given
-                    ]
-                    key = (options, tensors[0].__class__, *metadata)
-                    plan = self.known(key, given, options)
+                present = [t for t in given if t is not None]
+                key, plan = self.plans.look_up(present, (options, len(given), *[t is None for t in tensors]))
             except Exception:  # an argument that has no such attributes; the checks say which
                 key = plan = None
             if plan is not None:
-                return self.launch(plan, tensors, options, out)
+                with contextlib.suppress(FreedStorage):  # the checks say which
+                    return self.launch(plan, tensors, options, out)
         return self.settle(key, tensors, options, out)
 
     def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """A call that no plan serves yet."""
         if is_dynamo_compiling() or any(gpus.is_traced(t) for t in tensors):
             return self.dispatch(tensors, options, out)
+        named = (*zip(self.inputs, tensors, strict=True), *zip(self.out_names(out or ()), out or (), strict=True))
+        for name, value in named:
+            for label, tensor in tensors_of(name, value):
+                check_plain(self.op, label, tensor)
+        for name, value in named[len(tensors) :]:
+            for label, tensor in tensors_of(name, value):
+                check_written(self.op, label, tensor)
         self.check(tensors, options)
         if out is not None:
             self.check_out(tensors, options, out)
@@ -153,6 +165,11 @@ class Operator:
                 )
             if given.device != lead.device or not given.is_contiguous():
                 raise ValueError(f"{self.op}: {name} must be contiguous and on {lead.device}; give a fresh buffer")
+        self.check_overlaps(tensors, out)
+
+    def check_overlaps(self, tensors: Tensors, out: Any) -> None:
+        """Raises ValueError, naming both, where a given output shares memory with an input."""
+        for name, given in zip(self.out_names(out), out, strict=True):
             for other_name, other in zip(self.inputs, tensors, strict=True):
                 if other is not None and given.numel() and other.numel():
                     check_no_overlap(self.op, name, given.view(-1), other_name, other.view(-1))
@@ -184,7 +201,8 @@ class Operator:
             index=index,
             only=gpus.is_only_one(),
             tail=(*layout.integers, *more, *layout.floats, 1),
-            reach=max((extent(t) for t in (tensors[0], *(out or ())) if t is not None), default=0),
+            extents=tuple(0 if t is None else extent(t) for t in tensors),
+            out_extents=tuple(map(extent, out or ())),
             takes_scratch="workspace" in spec.arguments.addresses,
             scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
         )
@@ -202,8 +220,13 @@ class Operator:
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
         if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses)) % ALIGNMENT_BYTES:
             self.refuse_alignment(addresses)
-        if out is not None and -plan.reach < addresses[len(tensors)] - addresses[0] < plan.reach:
-            self.check_distance(tensors[0], out[0])
+        read = addresses[: len(tensors)]
+        if out is None:
+            is_near(self.op, read, plan.extents)
+        else:
+            given = zip(addresses[len(tensors) :], plan.out_extents, strict=False)
+            if any(is_near(self.op, read, plan.extents, at, size) for at, size in given):
+                self.check_overlaps(tensors, out)
         if plan.takes_scratch:
             scratch = None if plan.scratch is None else workspace.take(plan.scratch)
             addresses.append(0 if scratch is None else scratch.data_ptr())
@@ -222,10 +245,6 @@ class Operator:
                     f"{self.op}: {name} starts {over} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at "
                     "one, so clone() it, or cut the view elsewhere"
                 )
-
-    def check_distance(self, source: Any, target: Tensor) -> None:
-        """The first buffer that is given shares no memory with the first input: no plan's key can tell."""
-        check_no_overlap(self.op, "out", target.view(-1), self.inputs[0], source.view(-1))
 
     def dispatch(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Through torch's dispatcher, as an operator that traces see as one."""

@@ -88,7 +88,7 @@ class _Entry:
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         if not self.trains and any(tensor.requires_grad for tensor in tensors):
             self.trains = True
-        if self.trains and self.step is not _steps.last:
+        if (self.trains and self.step is not _steps.last) or any(map(Tensor.is_neg, tensors)):
             return False
         return self.shape == tensors[0].shape and self.versions == [_version(tensor) for tensor in tensors]
 

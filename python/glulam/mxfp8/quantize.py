@@ -16,10 +16,10 @@ from cute_kernels.specs import QUANTIZE_AXES
 from .. import device as gpus
 from ..call import Call
 from ..dispatch import Problem
-from ..plan import Launch, Plans, aligned_row, bare
+from ..plan import Launch, address, aligned_row, check_overlaps, is_near
+from ..plans import Plans, unplanned
 from ..signature import (
     check_groups,
-    check_no_overlap,
     check_x,
     mismatch,
     refuse_gradients,
@@ -112,20 +112,17 @@ def _quantize(
     x: Tensor, axis: str, offs: Tensor | None, block: str, scale_layout: str, out: list[Tensor] | None
 ) -> tuple[Tensor, ...]:
     """Data and scales of each copy."""
-    if is_grad_enabled():
-        refuse_gradients(OP, x)
     key = plan = failure = None
-    if not is_dynamo_compiling():
+    if not unplanned():
         try:
-            key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), axis, block,
-                scale_layout, None if offs is None else bare(offs), None if out is None else tuple(map(bare, out)),
-            )  # fmt: skip
-            plan = PLANS.find(key)
+            given = [t for t in (x, offs, *(out or ())) if t is not None]
+            key, plan = PLANS.look_up(given, (is_grad_enabled(), axis, block, scale_layout, offs is None, out is None))
             if plan is not None:
                 return plan.run(x, offs, out)
         except Exception as error:
             failure = error
+    if is_grad_enabled():
+        refuse_gradients(OP, x=x, out=out)
     call = QuantizeMxfp8Call(x=x, axis=axis, offs=offs, block=block, scale_layout=scale_layout, out=out)
     try:
         return tuple(call.settle(key, plan, failure))
@@ -154,15 +151,16 @@ class QuantizeMxfp8Plan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, offs, out)
+        read = (x.data_ptr(), address(offs))
         results = new_results(x, self.shapes) if out is None else tuple(out)
-        if self.rows == 1:
-            x = aligned_row(x)
-        addresses, x_at = [0, 0, 0, 0], x.data_ptr()
+        addresses = [0, 0, 0, 0]
         for place, size, tensor in zip(self.places, self.sizes, results, strict=True):
             at = addresses[place] = tensor.data_ptr()
-            if -size < at - x_at < self.x_extent:
-                check_no_overlap(self.op, "out", tensor, "x", x)
-        self.function(x, *addresses, 0 if offs is None else offs.data_ptr(), self.experts, self.wide, self.swizzled, 1)
+            if is_near(self.op, read, self.extents, at, size):
+                check_overlaps(self.op, tensor, x=x, offs=offs)
+        if self.rows == 1:
+            x = aligned_row(x)
+        self.function(x, *addresses, read[1], self.experts, self.wide, self.swizzled, 1)
         return results
 
 
@@ -179,6 +177,7 @@ class QuantizeMxfp8Call(Call):
     weights = ()
     biases = ()
     scales = ()
+    reads = ("x", "offs")
 
     x: Tensor
     axis: str

@@ -46,7 +46,7 @@ def grouped_bias_grad(
         As `grouped_wgrad`.
     """
     if torch.is_grad_enabled():
-        refuse_gradients(OP, dy, row_scale)
+        refuse_gradients(OP, dy=dy, row_scale=row_scale)
     try:
         check_out_dtype(OP, out_dtype, dy)
         sum_dtype = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import reference, workspace
@@ -17,7 +16,8 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
-from ..plan import Launch, Plans, aligned_row, bare
+from ..plan import Launch, address, aligned_row
+from ..plans import Plans, unplanned
 from ..signature import (
     Experts,
     check_activation,
@@ -97,27 +97,25 @@ def grouped_dglu(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled():
-        refuse_gradients("grouped_dglu", dy, w2, preact, row_scale)
     key = plan = failure = None
     w2_: Any = w2
-    if not is_dynamo_compiling():
+    if not unplanned():
         try:
             groups: Any = offs if splits is None else splits
             if w2.__class__ is list:
                 w2_ = find("weight", w2)
-            key = (
-                dy.__class__, dy.shape, dy.dtype, dy.get_device(), dy.is_contiguous() or dy.stride(),
-                preact.__class__, preact.shape, preact.is_contiguous() or preact.stride(),
-                w2_.shape, w2_.is_contiguous(), activation, glu_layout, limit, alpha, offset, row_scale_grad,
-                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                None if row_scale is None else bare(row_scale),
+            given = [t for t in (dy, w2_, preact, groups, row_scale) if t is not None]
+            options = (
+                is_grad_enabled(), offs is None, splits is None, row_scale is None, activation, glu_layout, limit,
+                alpha, offset, row_scale_grad,
             )  # fmt: skip
-            plan = PLANS.find(key)
+            key, plan = PLANS.look_up(given, options)
             if plan is not None:
                 return plan.run(dy, w2_, preact, groups, row_scale)
         except Exception as error:
             failure = error
+    if is_grad_enabled():
+        refuse_gradients("grouped_dglu", dy=dy, w2=w2, preact=preact, row_scale=row_scale)
     call = GroupedDgluCall(
         dy=dy, w2=w2_, preact=preact, offs=offs, splits=splits, row_scale=row_scale, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, row_scale_grad=row_scale_grad,
@@ -156,6 +154,10 @@ class GroupedDgluPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(dy, w2, preact, groups, scale)
+        groups_at, scale_at = groups.data_ptr(), address(scale)
+        at = (dy.data_ptr(), w2.data_ptr(), preact.data_ptr(), groups_at, scale_at, 0)
+        if at not in self.apart:
+            self.check_apart(at, None, dy=dy, w2=w2, preact=preact, groups=groups, row_scale=scale)
         dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
         w2_table = 0
         if self.w2_listed:
@@ -170,8 +172,8 @@ class GroupedDgluPlan(Launch):
         limit, alpha, offset = self.params
         self.function(
             dy, w2, preact, dpreact, act, w2, dy,  # the last two stand for w1 and dx, which are not touched
-            groups.data_ptr(), self.group_form, self.experts, 0,
-            w2_table, 0, 0 if scale is None else scale.data_ptr(), d_scale_at, partials_at,
+            groups_at, self.group_form, self.experts, 0,
+            w2_table, 0, scale_at, d_scale_at, partials_at,
             limit, alpha, offset,
             self.sm_count, DGLU_ALONE,
         )  # fmt: skip
@@ -193,6 +195,7 @@ class GroupedDgluCall(Call):
     weights = ("w2",)
     biases = ()
     scales = ("row_scale",)
+    reads = ("dy", "w2", "preact", "groups", "row_scale")
 
     dy: Tensor
     w2: Experts

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import reference
@@ -17,7 +16,8 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
-from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..plan import Launch, address, addresses, aligned_row
+from ..plans import Plans, unplanned
 from ..signature import (
     Experts,
     check_activation,
@@ -25,7 +25,6 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
-    check_no_overlap,
     check_out,
     check_params,
     check_scale,
@@ -87,31 +86,28 @@ def grouped_glu(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled():
-        refuse_gradients("grouped_glu", x, w1, bias, row_scale)
     key = plan = failure = None
     w1_: Any = w1
     bias_: Any = bias
-    if not is_dynamo_compiling():
+    if not unplanned():
         try:
             groups: Any = offs if splits is None else splits
             if w1.__class__ is list:
                 w1_ = find("weight", w1)
             if bias is not None and bias.__class__ is list:
                 bias_ = find("bias", bias)
-            key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
-                w1_.shape, activation, glu_layout, limit, alpha, offset, return_preact,
-                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                None if bias is None else bare(bias_),
-                None if row_scale is None else bare(row_scale),
-                None if out is None else out.is_contiguous() or out.stride(),
+            given = [t for t in (x, w1_, groups, bias_, row_scale, out) if t is not None]
+            options = (
+                is_grad_enabled(), offs is None, splits is None, bias is None, row_scale is None, out is None,
+                activation, glu_layout, limit, alpha, offset, return_preact,
             )  # fmt: skip
-            plan = PLANS.find(key)
+            key, plan = PLANS.look_up(given, options)
             if plan is not None:
                 return plan.run(x, w1_, groups, bias_, row_scale, out)
         except Exception as error:
             failure = error
+    if is_grad_enabled():
+        refuse_gradients("grouped_glu", x=x, w1=w1, bias=bias, row_scale=row_scale, out=out)
     call = GroupedGluCall(
         x=x, w1=w1_, offs=offs, splits=splits, bias=bias_, row_scale=row_scale, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, return_preact=return_preact, out=out,
@@ -138,25 +134,22 @@ class GroupedGluPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, groups, bias, scale, out)
-        if out is None:
-            out = x.new_empty(self.rows, self.width)
-        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
-            check_no_overlap(self.op, "out", out, "x", x)
-        act = out
+        groups_at, scale_at, (bias_at, bias_table) = groups.data_ptr(), address(scale), addresses(bias)
+        at = (x.data_ptr(), w1.data_ptr(), groups_at, bias_at, scale_at, address(out))
+        if at not in self.apart:
+            self.check_apart(at, out, x=x, w1=w1, groups=groups, bias=bias, row_scale=scale)
+        act = out = x.new_empty(self.rows, self.width) if out is None else out
         if self.rows == 1:
             x, act = aligned_row(x), aligned_row(act)
-        w1_table = bias_at = bias_table = 0
+        w1_table = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
-        if bias is not None:
-            bias_at, bias_table = addresses(bias)
-        scale_at = 0 if scale is None else scale.data_ptr()
         limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
                 x, w1, act,
-                groups.data_ptr(), self.group_form, self.experts, tickets,
+                groups_at, self.group_form, self.experts, tickets,
                 w1_table, bias_at, bias_table, scale_at, limit, alpha, offset,
                 self.sm_count, 1,
             )  # fmt: skip
@@ -164,7 +157,7 @@ class GroupedGluPlan(Launch):
         preact = x.new_empty(self.rows, self.preact_width)
         self.function(
             x, w1, act, preact, w1, x,  # the last two stand for w2 and y, which the first launch does not touch
-            groups.data_ptr(), self.group_form, self.experts, tickets,
+            groups_at, self.group_form, self.experts, tickets,
             w1_table, bias_at, bias_table, 0, 0, 0, scale_at, limit, alpha, offset,
             self.sm_count, FC1_ALONE,
         )  # fmt: skip
@@ -184,6 +177,7 @@ class GroupedGluCall(Call):
     weights = ("w1",)
     biases = ("bias",)
     scales = ("row_scale",)
+    reads = ("x", "w1", "groups", "bias", "row_scale")
 
     x: Tensor
     out: Tensor | None

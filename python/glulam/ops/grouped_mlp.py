@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import recipes, reference, workspace
@@ -18,16 +17,17 @@ from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..plan import Launch, addresses, aligned_row
+from ..plans import Plans, unplanned
 from ..recipes import Recipe
 from ..signature import (
     Experts,
+    any_requires_grad,
     check_activation,
     check_bias,
     check_experts,
     check_flag,
     check_groups,
-    check_no_overlap,
     check_out,
     check_params,
     check_recipe,
@@ -36,7 +36,6 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
-    requiring_grad,
     runs_kernels,
 )
 from .grouped_mlp_mxfp8 import grouped_mlp_mxfp8
@@ -115,14 +114,13 @@ def grouped_mlp(
             )  # fmt: skip
         recipe = found.name
     key = plan = failure = None
-    compiling = is_dynamo_compiling()
-    needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if not compiling and is_grad_enabled() else None
+    is_planned = not unplanned()
     x_: Any = x
     w1_: Any = w1
     w2_: Any = w2
     b1_: Any = b1
     b2_: Any = b2
-    if not compiling:
+    if is_planned:
         try:
             groups: Any = offs if splits is None else splits
             if w1.__class__ is list:
@@ -133,22 +131,18 @@ def grouped_mlp(
                 b1_ = find("bias", b1)
             if b2 is not None and b2.__class__ is list:
                 b2_ = find("bias", b2)
-            key = (
-                x_.__class__, x_.shape, x_.dtype, x_.get_device(), x_.is_contiguous() or x_.stride(), needs,
-                w1_.shape, w2_.shape,  # the kernel checks that their rows are not padded
-                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
+            given = [t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out) if t is not None]
+            options = (
+                is_grad_enabled(), offs is None, splits is None, row_scale is None, b1 is None, b2 is None, out is None,
                 activation, glu_layout, limit, alpha, offset, recipe, recompute,
-                None if row_scale is None else bare(row_scale),
-                None if b1 is None else bare(b1_),
-                None if b2 is None else bare(b2_),
-                None if out is None else out.is_contiguous() or out.stride(),
             )  # fmt: skip
-            plan = PLANS.find(key)
+            key, plan = PLANS.look_up(given, options)
             if plan is not None:
                 return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
-    if needs is not None:
+    needs = is_planned and is_grad_enabled() and any_requires_grad(x, w1, w2, row_scale, b1, b2)
+    if needs:
         w1_, w2_, b1_, b2_ = w1, w2, b1, b2  # autograd is given the experts themselves
     call = GroupedMlpCall(
         x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
@@ -156,7 +150,7 @@ def grouped_mlp(
         out=out,
     )  # fmt: skip
     try:
-        if needs is not None:
+        if needs:
             return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
         return call.settle(key, plan, failure)  # type: ignore[no-any-return]
     finally:
@@ -182,29 +176,31 @@ class GroupedMlpPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, w2, groups, b1, b2, scale, out)
-        if out is None:
-            out = x.new_empty(self.rows, self.width)
-        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
-            check_no_overlap(self.op, "out", out, "x", x)
-        y = out
-        if self.rows == 1:
-            x, y = aligned_row(x), aligned_row(y)
-        w1_table = b1_at = b1_table = w2_table = b2_at = b2_table = 0
-        if self.w1_listed:
-            w1_table, w1 = w1.address, w1.lowest
-        if self.w2_listed:
-            w2_table, w2 = w2.address, w2.lowest
+        b1_at = b1_table = b2_at = b2_table = 0
         if b1 is not None:
             b1_at, b1_table = addresses(b1)
         if b2 is not None:
             b2_at, b2_table = addresses(b2)
+        groups_at, scale_at = groups.data_ptr(), 0 if scale is None else scale.data_ptr()
+        out_at = 0 if out is None else out.data_ptr()
+        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_at, b2_at, out_at)
+        if at not in self.apart:
+            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
+        y = out = x.new_empty(self.rows, self.width) if out is None else out
+        if self.rows == 1:
+            x, y = aligned_row(x), aligned_row(y)
+        w1_table = w2_table = 0
+        if self.w1_listed:
+            w1_table, w1 = w1.address, w1.lowest
+        if self.w2_listed:
+            w2_table, w2 = w2.address, w2.lowest
         limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             x, w1, w2, workspace.take(self.mid), y,
-            groups.data_ptr(), self.group_form, self.experts, tickets,
+            groups_at, self.group_form, self.experts, tickets,
             w1_table, b1_at, b1_table, w2_table, b2_at, b2_table,
-            0 if scale is None else scale.data_ptr(), limit, alpha, offset,
+            scale_at, limit, alpha, offset,
             self.sm_count, 1,
         )  # fmt: skip
         return out
@@ -224,6 +220,7 @@ class GroupedMlpCall(Call):
     weights = ("w1", "w2")
     biases = ("b1", "b2")
     scales = ("row_scale",)
+    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
 
     x: Tensor
     out: Tensor | None

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import dispatch, kernels, recipes, workspace
@@ -24,7 +23,8 @@ from ..experts import find
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
-from ..plan import Launch, Plans, bare, launch_nothing
+from ..plan import Launch, launch_nothing
+from ..plans import Plans, unplanned
 from ..recipes import Recipe
 from ..signature import (
     Experts,
@@ -155,9 +155,9 @@ def _grouped_mlp(
     alpha: float, offset: float, recipe: str, recompute: bool, dtype: torch.dtype | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     key = plan = failure = None
-    compiling = is_dynamo_compiling()
-    needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if not compiling and is_grad_enabled() else None
-    if not compiling:
+    is_planned = not unplanned()
+    needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if is_planned and is_grad_enabled() else None
+    if is_planned:
         try:
             groups: Any = offs if splits is None else splits
             if needs is None:
@@ -168,19 +168,14 @@ def _grouped_mlp(
                 b2_ = find("bias", b2) if b2.__class__ is list else b2
             else:
                 w1_, w1_scale_, w2_, w2_scale_, b1_, b2_ = w1, w1_scale, w2, w2_scale, b1, b2
-            key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), needs,
-                None if x_scale is None else bare(x_scale),
-                *((w1_.shape, bare(w1_scale_), w2_.shape, bare(w2_scale_)) if needs is None else
-                  (bare(w1_), w1_scale_ is None, bare(w2_), w2_scale_ is None)),
-                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                activation, glu_layout, limit, alpha, offset, recipe, recompute, dtype,
-                None if row_scale is None else bare(row_scale),
-                None if b1 is None else bare(b1_),
-                None if b2 is None else bare(b2_),
-                None if out is None else out.is_contiguous() or out.stride(),
+            tensors = (x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, row_scale, b1_, b2_, out)
+            given = [t for t in tensors if t is not None]
+            options = (
+                needs, x_scale is None, w1_scale_ is None, w2_scale_ is None, offs is None, splits is None,
+                row_scale is None, b1 is None, b2 is None, out is None, activation, glu_layout, limit, alpha, offset,
+                recipe, recompute, dtype,
             )  # fmt: skip
-            plan = PLANS.find(key)
+            key, plan = PLANS.look_up(given, options)
             if plan is not None and needs is None:
                 return plan.run(x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
             if plan is not None:
@@ -249,6 +244,7 @@ class Mxfp8MlpCall(Call):
     weights = ("w1", "w2")
     biases = ("b1", "b2")
     scales = ("row_scale", "x_scale", "w1_scale", "w2_scale")
+    reads: ClassVar[tuple[str, ...]] = ("x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2")
 
     x: Tensor
     x_scale: Tensor | None

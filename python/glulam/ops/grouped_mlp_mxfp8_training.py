@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import recipes, workspace
@@ -23,7 +22,8 @@ from ..experts import find
 from ..mxfp8 import mlp_reference, prepared
 from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
-from ..plan import Launch, Plans, address, addresses, aligned_row, bare
+from ..plan import Launch, address, addresses, aligned_row
+from ..plans import Plans, unplanned
 from ..recipes import Recipe
 from ..signature import (
     Experts,
@@ -140,17 +140,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, h), y in `out` where that is given. `trained`: whether a weight is; see `PreparedWeights.get`."""
     key = plan = failure = None
-    if not is_dynamo_compiling():
+    if not unplanned():
         try:
             groups: Any = offs if splits is None else splits
             b1_ = find("bias", b1) if b1.__class__ is list else b1
             b2_ = find("bias", b2) if b2.__class__ is list else b2
-            key = (
-                *_common_key(x, w1, w2, groups, offs, splits, row_scale), activation, glu_layout, limit, alpha, offset,
-                recipe, trained, None if b1 is None else bare(b1_), None if b2 is None else bare(b2_),
-                None if out is None else out.is_contiguous() or out.stride(),
+            given = [t for t in (x, w1, w2, groups, row_scale, b1_, b2_, out) if t is not None]
+            options = (
+                offs is None, splits is None, row_scale is None, b1 is None, b2 is None, out is None, activation,
+                glu_layout, limit, alpha, offset, recipe, trained,
             )  # fmt: skip
-            plan = FORWARD_PLANS.find(key)
+            key, plan = FORWARD_PLANS.look_up(given, options)
             if plan is not None:
                 return plan.run(x, w1, w2, groups, b1_, b2_, row_scale, out)
         except Exception as error:
@@ -165,19 +165,6 @@ def forward(
         return y, preact
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
-
-
-def _common_key(x: Tensor, w1: Any, w2: Any, groups: Any, offs: Any, splits: Any, scale: Any) -> tuple[Any, ...]:
-    return (
-        x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), _bare_weight(w1),
-        _bare_weight(w2), bare(groups), offs is None, splits is None, None if scale is None else bare(scale),
-    )  # fmt: skip
-
-
-def _bare_weight(w: Any) -> Any:
-    if w is None:
-        return None
-    return tuple(map(bare, w)) if isinstance(w, (list, tuple)) else bare(w)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,16 +183,23 @@ class ForwardPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, w2, groups, b1, b2, scale, out)
+        groups_at, (b1_at, b1_table), (b2_at, b2_table) = groups.data_ptr(), addresses(b1), addresses(b2)
+        at = (x.data_ptr(), *map(_packed_at, (w1, w2)), groups_at, address(scale), b1_at, b2_at, address(out))
+        if at not in self.apart:
+            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
         weights = folded_rows(w1, w2, self.trained)
         y = result = x.new_empty(self.rows, self.width) if out is None else out
         preact = x.new_empty(self.rows, self.preact_width)
         if self.rows == 1:
             x, y = aligned_row(x), aligned_row(y)
-        b1_at, b2_at = (0, 0) if b1 is None else addresses(b1), (0, 0) if b2 is None else addresses(b2)
-        launch_forward(
-            self, self.memory, self.params, x, weights, y, preact, groups.data_ptr(), b1_at, b2_at, scale
-        )  # fmt: skip
+        biases = (b1_at, b1_table), (b2_at, b2_table)
+        launch_forward(self, self.memory, self.params, x, weights, y, preact, groups_at, *biases, scale)
         return result, preact
+
+
+def _packed_at(w: Any) -> int:
+    """The address of a packed weight. Those of a list are looked at where prepared weights are looked up."""
+    return address(w) if isinstance(w, Tensor) else 0
 
 
 FORWARD_PLANS: Plans[ForwardPlan] = Plans()
@@ -218,6 +212,7 @@ class ForwardCall(Mxfp8MlpCall):
     operator = staticmethod(forward)
     plans = FORWARD_PLANS
     tabled = ()  # a plan looks prepared weights up
+    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
 
     trained: bool
 
@@ -276,15 +271,15 @@ def backward(
     `w1`: None will do without input_grad.
     """
     key = plan = failure = None
-    if not is_dynamo_compiling():
+    if not unplanned():
         try:
             groups: Any = offs if splits is None else splits
-            key = (
-                *_common_key(dy, w1, w2, groups, offs, splits, row_scale), preact.shape, activation, glu_layout,
-                preact.is_contiguous() or preact.stride(), limit, alpha, offset, recipe, trained, input_grad,
-                row_scale_grad, None if out is None else out.is_contiguous() or out.stride(),
+            given = [t for t in (dy, w1, w2, preact, groups, row_scale, out) if t is not None]
+            options = (
+                offs is None, splits is None, w1 is None, row_scale is None, out is None, activation, glu_layout, limit,
+                alpha, offset, recipe, trained, input_grad, row_scale_grad,
             )  # fmt: skip
-            plan = BACKWARD_PLANS.find(key)
+            key, plan = BACKWARD_PLANS.look_up(given, options)
             if plan is not None:
                 return plan.run(dy, w1, w2, preact, groups, row_scale, out)
         except Exception as error:
@@ -321,6 +316,10 @@ class BackwardPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(dy, w1, w2, preact, groups, scale, out)
+        groups_at = groups.data_ptr()
+        at = (dy.data_ptr(), *map(_packed_at, (w1, w2)), preact.data_ptr(), groups_at, address(scale), address(out))
+        if at not in self.apart:
+            self.check_apart(at, out, dy=dy, w1=w1, w2=w2, preact=preact, groups=groups, row_scale=scale)
         dx = out
         if self.dx_width is not None and out is None:
             dx = dy.new_empty(self.rows, self.dx_width)
@@ -331,9 +330,7 @@ class BackwardPlan(Launch):
         results = DataGradients(dpreact, act, dx, d_scale)
         w1_, w2_ = folded_columns(None if self.dx_width is None else w1, w2, self.trained)
         aligned = results if self.rows > 1 or dx is None else results._replace(dx=aligned_row(dx))
-        launch_backward(
-            self, self.function, self.memory, self.params, dy, w1_, w2_, preact, aligned, groups.data_ptr(), scale
-        )
+        launch_backward(self, self.function, self.memory, self.params, dy, w1_, w2_, preact, aligned, groups_at, scale)
         return results
 
 
@@ -352,6 +349,7 @@ class BackwardCall(Call):
     biases = ()
     scales = ("row_scale",)
     tabled = ()
+    reads = ("dy", "w1", "w2", "preact", "groups", "row_scale")
     w1_scale = w2_scale = None  # weights are not in MXFP8
 
     dy: Tensor

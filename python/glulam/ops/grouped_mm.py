@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import reference
@@ -16,20 +15,20 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
-from ..plan import Launch, Plans, addresses, aligned_row, bare
+from ..plan import Launch, address, addresses, aligned_row
+from ..plans import Plans, unplanned
 from ..signature import (
     Experts,
+    any_requires_grad,
     check_bias,
     check_experts,
     check_flag,
     check_groups,
-    check_no_overlap,
     check_out,
     check_scale,
     check_width,
     check_x,
     mismatch,
-    requiring_grad,
     runs_kernels,
 )
 
@@ -70,37 +69,34 @@ def grouped_mm(
         CaptureError: host splits under CUDA graph capture.
     """
     key = plan = failure = None
-    compiling = is_dynamo_compiling()
-    needs = requiring_grad(x, w, bias, bias_scale) if not compiling and is_grad_enabled() else None
+    is_planned = not unplanned()
     w_: Any = w
     bias_: Any = bias
-    if not compiling:
+    if is_planned:
         try:
             groups: Any = offs if splits is None else splits
             if w.__class__ is list:
                 w_ = find("weight", w)
             if bias is not None and bias.__class__ is list:
                 bias_ = find("bias", bias)
-            key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(), needs,
-                w_.shape, transpose_w,
-                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                None if bias is None else bare(bias_),
-                None if bias_scale is None else bare(bias_scale),
-                None if out is None else out.is_contiguous() or out.stride(),
+            given = [t for t in (x, w_, groups, bias_, bias_scale, out) if t is not None]
+            options = (
+                is_grad_enabled(), transpose_w, offs is None, splits is None, bias is None, bias_scale is None,
+                out is None,
             )  # fmt: skip
-            plan = PLANS.find(key)
+            key, plan = PLANS.look_up(given, options)
             if plan is not None:
                 return plan.run(x, w_, groups, bias_, bias_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
-    if needs is not None:
+    needs = is_planned and is_grad_enabled() and any_requires_grad(x, w, bias, bias_scale)
+    if needs:
         w_, bias_ = w, bias  # autograd is given the experts themselves
     call = GroupedMmCall(
         x=x, w=w_, offs=offs, splits=splits, bias=bias_, bias_scale=bias_scale, transpose_w=transpose_w, out=out
     )
     try:
-        if needs is not None:
+        if needs:
             return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
         return call.settle(key, plan, failure)  # type: ignore[no-any-return]
     finally:
@@ -118,23 +114,21 @@ class GroupedMmPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w, groups, bias, scale, out)
-        if out is None:
-            out = x.new_empty(self.rows, self.width)
-        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
-            check_no_overlap(self.op, "out", out, "x", x)
-        y = out
+        groups_at, scale_at, (bias_at, bias_table) = groups.data_ptr(), address(scale), addresses(bias)
+        at = (x.data_ptr(), w.data_ptr(), groups_at, bias_at, scale_at, address(out))
+        if at not in self.apart:
+            self.check_apart(at, out, x=x, w=w, groups=groups, bias=bias, bias_scale=scale)
+        y = out = x.new_empty(self.rows, self.width) if out is None else out
         if self.rows == 1:
             x, y = aligned_row(x), aligned_row(y)
-        w_table = bias_at = bias_table = 0
+        w_table = 0
         if self.w_listed:
             w_table, w = w.address, w.lowest
-        if bias is not None:
-            bias_at, bias_table = addresses(bias)
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             x, w, y,
-            groups.data_ptr(), self.group_form, self.experts, tickets,
-            w_table, bias_at, bias_table, 0 if scale is None else scale.data_ptr(),
+            groups_at, self.group_form, self.experts, tickets,
+            w_table, bias_at, bias_table, scale_at,
             self.sm_count, 1,
         )  # fmt: skip
         return out
@@ -154,6 +148,7 @@ class GroupedMmCall(Call):
     weights = ("w",)
     biases = ("bias",)
     scales = ("bias_scale",)
+    reads = ("x", "w", "groups", "bias", "bias_scale")
 
     x: Tensor
     out: Tensor | None

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
 from .. import reference
@@ -16,18 +15,17 @@ from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
 from ..groups import Splits
-from ..plan import Launch, Plans, aligned_row, bare
+from ..plan import Launch, address, aligned_row
+from ..plans import Plans, unplanned
 from ..signature import (
     Experts,
     check_flag,
     check_gradient_buffers,
     check_mask,
-    check_no_overlap,
     check_out_dtype,
     check_rows_like,
     check_x,
     count_groups,
-    extent,
     refuse_gradients,
 )
 
@@ -69,26 +67,29 @@ def grouped_wgrad(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    if is_grad_enabled():
-        refuse_gradients("grouped_wgrad", dy, x, out)
     key = plan = failure = None
-    if not is_dynamo_compiling():
+    if not unplanned():
         try:
             groups: Any = offs if splits is None else splits
             out_: Any = find("gradient", out) if out.__class__ is list else out
-            key = (
-                x.__class__, x.shape, x.dtype, x.get_device(), x.is_contiguous() or x.stride(),
-                dy.__class__, dy.shape, dy.is_contiguous() or dy.stride(), accumulate, out_dtype,
-                groups.shape, groups.dtype, groups.get_device(), groups.is_contiguous(), offs is None, splits is None,
-                None if mask is None else bare(mask),
-                None if out is None else bare(out_),
-            )  # fmt: skip
-            plan = PLANS.find(key)
+            given = [t for t in (dy, x, groups, mask, out_) if t is not None]
+            options = (
+                is_grad_enabled(),
+                offs is None,
+                splits is None,
+                mask is None,
+                out is None,
+                accumulate,
+                out_dtype,
+            )
+            key, plan = PLANS.look_up(given, options)
             if plan is not None:
                 dw = plan.run(dy, x, groups, out_, mask)
                 return dw if out is None else out
         except Exception as error:
             failure = error
+    if is_grad_enabled():
+        refuse_gradients("grouped_wgrad", dy=dy, x=x, out=out)
     call = GroupedWgradCall(
         dy=dy, x=x, offs=offs, splits=splits, out=out, accumulate=accumulate, mask=mask, out_dtype=out_dtype
     )
@@ -106,26 +107,25 @@ class GroupedWgradPlan(Launch):
     shape: tuple[int, int, int]
     out_dtype: torch.dtype
     listed: bool
-    dy_extent: int
     accumulate: int
 
     def run(self, dy: Tensor, x: Tensor, groups: Tensor, out: Any, mask: Tensor | None) -> Any:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(dy, x, groups, out, mask)
+        groups_at, mask_at = groups.data_ptr(), address(mask)
+        at = (dy.data_ptr(), x.data_ptr(), groups_at, mask_at, address(out))
+        if at not in self.apart:
+            self.check_apart(at, out, dy=dy, x=x, groups=groups, mask=mask)
         if out is None:
             out = x.new_empty(self.shape, dtype=self.out_dtype)
-        elif not self.listed:
-            for name, other, size in (("x", x, self.x_extent), ("dy", dy, self.dy_extent)):
-                if -self.out_extent < out.data_ptr() - other.data_ptr() < size:
-                    check_no_overlap(self.op, "out", out, name, other)
         if self.rows == 1:
             dy, x = aligned_row(dy), aligned_row(x)
         dw, table = (out.lowest, out.address) if self.listed else (out, 0)
         self.function(
             dy, x, dw,
-            groups.data_ptr(), self.group_form, self.experts, 0,
-            table, 0 if mask is None else mask.data_ptr(), self.accumulate,
+            groups_at, self.group_form, self.experts, 0,
+            table, mask_at, self.accumulate,
             self.sm_count, 1,
         )  # fmt: skip
         return out
@@ -146,6 +146,7 @@ class GroupedWgradCall(Call):
     weights = ()
     biases = ()
     scales = ("mask",)
+    reads = ("dy", "x", "groups", "mask")
 
     dy: Tensor
     x: Tensor
@@ -223,7 +224,6 @@ class GroupedWgradCall(Call):
             shape=(problem.experts, problem.out_features, problem.in_features),
             out_dtype=self.result_dtype,
             listed=isinstance(self.out, ExpertList),
-            dy_extent=extent(self.dy),
             accumulate=int(self.accumulate),
         )
 

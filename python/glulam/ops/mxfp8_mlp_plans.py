@@ -17,8 +17,7 @@ from .. import workspace
 from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
-from ..plan import Launch, addresses, aligned_row
-from ..signature import check_no_overlap
+from ..plan import Launch, address, addresses, aligned_row
 
 QUANTISE, READY = 1, 2
 """What `do_launch` says of x: to be quantised first, or in MXFP8 already."""
@@ -61,27 +60,29 @@ class Mxfp8MlpPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, x_scale, w1, w1_scale, w2, w2_scale, groups, b1, b2, scale, out)
-        if out is None:
-            out = x.new_empty(self.rows, self.width, dtype=self.dtype)
-        elif -self.out_extent < out.data_ptr() - x.data_ptr() < self.x_extent:
-            check_no_overlap(self.op, "out", out, "x", x)
-        y = out
+        groups_at, scale_at, w1_scale_at, w2_scale_at = map(address, (groups, scale, w1_scale, w2_scale))
+        (b1_at, b1_table), (b2_at, b2_table) = addresses(b1), addresses(b2)
+        at = (
+            x.data_ptr(), address(x_scale), w1.data_ptr(), w1_scale_at, w2.data_ptr(), w2_scale_at, groups_at, scale_at,
+            b1_at, b2_at, address(out),
+        )  # fmt: skip
+        if at not in self.apart:
+            self.check_apart(
+                at, out, x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, groups=groups,
+                row_scale=scale, b1=b1, b2=b2,
+            )  # fmt: skip
+        y = out = x.new_empty(self.rows, self.width, dtype=self.dtype) if out is None else out
         if self.rows == 1:
             x, y = aligned_row(x), aligned_row(y)
-        b1_at = b1_table = b2_at = b2_table = 0
-        if b1 is not None:
-            b1_at, b1_table = addresses(b1)
-        if b2 is not None:
-            b2_at, b2_table = addresses(b2)
         memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
         tensors, scales, do_launch = self.given(memory, x, x_scale, w1, w2, y, groups)
         tickets = self.tickets() if self.draws_tickets else 0
         limit, alpha, offset = self.params
         self.function(
             *tensors,
-            groups.data_ptr(), self.group_form, self.experts, tickets, *scales,
-            w1_scale.data_ptr(), b1_at, b1_table, w2_scale.data_ptr(), b2_at, b2_table,
-            0 if scale is None else scale.data_ptr(), limit, alpha, offset,
+            groups_at, self.group_form, self.experts, tickets, *scales,
+            w1_scale_at, b1_at, b1_table, w2_scale_at, b2_at, b2_table,
+            scale_at, limit, alpha, offset,
             self.sm_count, do_launch,
         )  # fmt: skip
         return out

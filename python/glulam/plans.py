@@ -1,0 +1,132 @@
+"""Where plans are kept, and how a call finds the one that serves it.
+
+A call is looked up by its tensors' metadata and its options. Plans of the latest calls are found by torch's own guards,
+which compiled functions ask at each call: one C call compares class, dtype, device, sizes, strides and dispatch keys
+(lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Others are found by a key of the same
+metadata, whose making and hashing takes 0.35 us a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from .experts import ExpertList
+
+MAX_PLANS = 4096
+"""Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
+MAX_RECENT = 4
+PATIENCE = 64
+"""Calls that none of the recent plans serves before other plans take their places."""
+
+# Private: should it move, every plan is found by its key.
+_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+Given = Sequence[Any]
+
+
+def unplanned() -> bool:
+    """Whether calls pass by the plans: traces, which end in torch's dispatcher, and forward-mode AD, whose tangents are
+    no metadata that a lookup sees."""
+    return is_dynamo_compiling() or forward_ad._current_level >= 0
+
+
+def _described(value: Any) -> Hashable:
+    kind = value.__class__
+    if kind is ExpertList:
+        return value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
+    if kind is list or kind is tuple:
+        return tuple(map(_described, value))
+    layout = value.is_contiguous() or value.stride()
+    return kind, value.shape, value.dtype, value.get_device(), layout, value.requires_grad, value.is_neg()
+
+
+class _Recent(NamedTuple):
+    """A plan, and the check of what is given that a call must pass for it."""
+
+    check: Callable[..., bool]
+    plan: Any
+
+
+def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check for calls whose tensors are like these."""
+    sizes, strides = ([list(of(t)) for t in tensors] for of in (Tensor.size, Tensor.stride))
+    check: Callable[..., bool] = _Guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
+PlanType = TypeVar("PlanType")
+_all_plans: weakref.WeakSet[Plans[Any]] = weakref.WeakSet()
+
+
+class Plans(Generic[PlanType]):
+    """One operator's plans. Looking up takes no lock."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, PlanType] = {}
+        self._recent: dict[Hashable, list[_Recent]] = {}  # by options; never changed, but replaced
+        self._misses = 0
+        self._lock = threading.Lock()
+        self.find = self._plans.get
+        _all_plans.add(self)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, PlanType | None]:
+        """The plan of a call, or None; and the key to keep one by, where the call is not like a recent one.
+
+        Args:
+            given: tensors, ExpertLists or lists of tensors.
+            options: all else, which of the optional tensors are absent, and whether grad mode is on.
+
+        Raises:
+            Exception: something is given that has no metadata of a tensor's.
+        """
+        for check, plan in self._recent.get(options, ()):
+            if check(*given):
+                return None, plan
+        key = (options, *map(_described, given))
+        found = self.find(key)
+        if found is not None and _Guards is not None and all(isinstance(value, Tensor) for value in given):
+            self._remember(given, options, found)
+        return key, found
+
+    def _remember(self, given: Given, options: Hashable, plan: PlanType) -> None:
+        latest = self._recent
+        if sum(map(len, latest.values())) >= MAX_RECENT:
+            self._misses += 1
+            if self._misses < PATIENCE:
+                return
+            latest = {}
+        self._misses = 0
+        with contextlib.suppress(Exception):  # a signature of torch's that has changed
+            like = _Recent(_check_like(given), plan)
+            self._recent = {**latest, options: [*latest.get(options, ()), like]}
+
+    def keep(self, key: Hashable, plan: PlanType) -> None:
+        """Remember a plan; the oldest quarter goes where there are too many."""
+        with self._lock:
+            if len(self._plans) >= MAX_PLANS:
+                for old in list(self._plans)[: MAX_PLANS // 4]:
+                    del self._plans[old]
+            self._plans[key] = plan
+
+    def forget(self) -> None:
+        with self._lock:
+            self._plans.clear()
+            self._recent = {}
+
+
+def forget_plans() -> None:
+    """Let every operator choose its kernels anew."""
+    for plans in _all_plans:
+        plans.forget()
