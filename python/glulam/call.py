@@ -157,8 +157,9 @@ class Call:
         return self.run(plan)
 
     def is_traced(self) -> bool:
-        """Whether an argument is the business of torch's dispatcher."""
-        return any(gpus.is_traced(tensor) for _, tensor in (*self.tensors(), *self.written()))
+        """Whether the call is the business of torch's dispatcher: it leads on meta, or an argument is of a subclass."""
+        given = (*self.tensors(), *self.written())
+        return gpus.is_traced(self.lead) or any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given)
 
     def check_plain(self) -> None:
         """Tensors that are nothing but numbers in memory."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .backward.entry import differentiate, requires_grad
 from .call import Call
@@ -138,10 +139,16 @@ def _returned(pending: Call, results: Any) -> Any:
     return tuple(fresh) if len(fresh) > 1 else next(iter(fresh), None)
 
 
+def _as_data(tensor: Tensor) -> Tensor:
+    """Without its subclass, which torch has heard by now: what comes here is numbers in memory."""
+    return tensor if type(tensor) in PLAIN_TENSORS else tensor.as_subclass(Tensor)
+
+
 def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
+        values, named = pytree.tree_map_only(Tensor, _as_data, (values, named))
         pending = form.pending(values, named)
-        return _returned(pending, pending.again() if type(pending.lead) in PLAIN_TENSORS else pending.execute())
+        return _returned(pending, pending.again())
 
     return run
 

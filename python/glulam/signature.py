@@ -267,18 +267,22 @@ def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
         count = int(groups.shape[0])
     check_groups(op, offs, splits, x, count)
     if not count:
-        raise ValueError(f"{op}: there are 0 groups (E = 0); give at least one")
+        raise ValueError(f"{op}: {'offs' if splits is None else 'splits'} has 0 groups (E = 0); give at least one")
     return count
 
 
-def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int) -> None:
-    """Exactly one of offs and splits, for `experts` groups. What they hold is not looked at."""
+def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int, counted: str = "") -> None:
+    """Exactly one of offs and splits, for `experts` groups. What they hold is not looked at.
+
+    `counted`: the argument that has that many experts, where the groups themselves do not tell.
+    """
     if (offs is None) == (splits is None):
         got = "neither offs nor splits" if offs is None else "both offs and splits"
         raise ValueError(f"{op}: got {got}; give offs (cumulative ends, int32 [E]) or splits (row counts), not both")
+    of = f" of {counted}" if counted else ""
     if isinstance(splits, (list, tuple)):
         if len(splits) != experts:
-            mismatch(op, "splits", (len(splits),), (experts,), "there is one row count for each expert")
+            mismatch(op, "splits", (len(splits),), (experts,), f"there is one row count for each expert{of}")
         return
     name = "offs" if splits is None else "splits"
     groups = _tensor(op, name, offs if splits is None else splits, "a tensor [E]" + (" or a list" * (offs is None)))
@@ -287,7 +291,7 @@ def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int) -> No
         names = " or ".join(str(dtype) for dtype in valid)
         raise TypeError(f"{op}: {name} is {groups.dtype}; it must be {names}, so cast it")
     if groups.dim() != 1 or groups.shape[0] != experts:
-        mismatch(op, name, groups.shape, (experts,), "there is one number for each expert")
+        mismatch(op, name, groups.shape, (experts,), f"there is one number for each expert{of}")
     if splits is None or groups.device.type != "cpu":
         _same_device(op, name, groups, x)
     _check_contiguous(op, name, groups)

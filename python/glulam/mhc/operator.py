@@ -248,6 +248,8 @@ class Operator:
 
     def dispatch(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """Through torch's dispatcher, as an operator that traces see as one."""
+        if out is not None and not is_dynamo_compiling():
+            self.check_out(tensors, options, out)
         returned = iter(getattr(torch.ops.glulam, f"mhc_{self.kernel}")(*tensors, *options))
         results = tuple(next(returned) if wanted else None for wanted in self.wanted(tensors, options))
         return results if out is None else self.copied(results, out)

@@ -62,7 +62,7 @@ def pre(
     """
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
     options = (eps, iters, sinkhorn_eps)
-    if is_dynamo_compiling() or gpus.is_traced(x):
+    if is_dynamo_compiling() or any(map(gpus.is_traced, tensors)):
         h_pre, h_post, logits = project(*tensors, eps)
         return PreResults(aggregate(x, h_pre), x, h_post, sinkhorn(logits, iters, sinkhorn_eps))
     if recorded("pre", None, *tensors):

@@ -74,10 +74,11 @@ class _Entry:
     `streams`: on which it may be read; others wait for `ready`.
     """
 
-    __slots__ = ("__weakref__", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
+    __slots__ = ("__weakref__", "dtype", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
 
     def __init__(self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False) -> None:
         self.shape = tensors[0].shape
+        self.dtype = tensors[0].dtype
         self.versions = [_version(tensor) for tensor in tensors]
         self.trains = trains or any(tensor.requires_grad for tensor in tensors)
         self.step = _steps.last
@@ -88,9 +89,12 @@ class _Entry:
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         if not self.trains and any(tensor.requires_grad for tensor in tensors):
             self.trains = True
-        if (self.trains and self.step is not _steps.last) or any(map(Tensor.is_neg, tensors)):
+        if self.trains and self.step is not _steps.last:
             return False
-        return self.shape == tensors[0].shape and self.versions == [_version(tensor) for tensor in tensors]
+        if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):  # other views of its memory
+            return False
+        is_like = self.shape == tensors[0].shape and self.dtype == tensors[0].dtype
+        return is_like and self.versions == [_version(tensor) for tensor in tensors]
 
     def use(self) -> Prepared:
         """Ready for the current stream, and alive until its work is done."""

@@ -19,8 +19,8 @@ from ..dispatch import Problem
 from ..plan import Launch, address, aligned_row, check_overlaps, is_near
 from ..plans import Plans, unplanned
 from ..signature import (
-    check_groups,
     check_x,
+    count_groups,
     mismatch,
     refuse_gradients,
 )
@@ -202,10 +202,7 @@ class QuantizeMxfp8Call(Call):
             )
         groups = 1
         if self.offs is not None:
-            groups = int(self.offs.shape[0]) if isinstance(self.offs, Tensor) and self.offs.dim() else 0
-            check_groups(self.op, self.offs, None, self.x, groups)
-            if not groups:
-                raise ValueError(f"{self.op}: there are 0 groups (E = 0); give at least one")
+            groups = count_groups(self.op, self.offs, None, self.x)
         if self.out is not None:
             self._check_out()
         return Problem(

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from ..groups import Splits
-from ..signature import check_out_dtype, check_scale, check_x, count_groups, refuse_gradients
+from ..signature import (
+    check_alignment,
+    check_out_dtype,
+    check_plain,
+    check_scale,
+    check_x,
+    count_groups,
+    refuse_gradients,
+    runs_kernels,
+)
 from .grouped_wgrad import grouped_wgrad
 
 OP = "grouped_bias_grad"
@@ -60,10 +69,16 @@ def grouped_bias_grad(
 
 def _check(dy: Any, offs: Any, splits: Any, row_scale: Any, out_dtype: Any) -> None:
     """Says in this operator's words which argument does not fit."""
+    given = {"dy": dy, "offs": offs, "splits": splits, "row_scale": row_scale}
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor):
+            check_plain(OP, name, tensor)
     check_x(OP, dy)
     count_groups(OP, offs, splits, dy)
     check_scale(OP, "row_scale", row_scale, dy)
     check_out_dtype(OP, out_dtype, dy)
+    if runs_kernels(dy):
+        check_alignment(OP, "dy", dy)
 
 
 def _weights(dy: Tensor, row_scale: Tensor | None) -> Tensor:

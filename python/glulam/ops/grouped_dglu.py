@@ -234,7 +234,7 @@ class GroupedDgluCall(Call):
                 // intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
             )
             mismatch(self.op, "preact", self.preact.shape, (rows, wanted), f"w2 gives I = {width}")
-        check_groups(self.op, self.offs, self.splits, self.dy, experts)
+        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
         check_scale(self.op, "row_scale", self.row_scale, self.dy)
         return Problem(
             op=self.op,

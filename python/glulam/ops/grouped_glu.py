@@ -206,7 +206,7 @@ class GroupedGluCall(Call):
             mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
         width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
         check_width(self.op, "w1 (I)", width, runs_kernels(self.x))
-        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "bias", self.bias, self.x, experts, w1_rows)
         check_scale(self.op, "row_scale", self.row_scale, self.x)
         check_out(self.op, "out", self.out, self.x, width)

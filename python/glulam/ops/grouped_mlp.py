@@ -268,7 +268,7 @@ class GroupedMlpCall(Call):
         if shape != (experts, out_features, width):
             mismatch(self.op, "w2", shape, (experts, out_features, width), f"w1 gives E = {experts}, I = {width}")
         check_width(self.op, "w2", out_features, runs_kernels(self.x))
-        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
         check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
         check_scale(self.op, "row_scale", self.row_scale, self.x)

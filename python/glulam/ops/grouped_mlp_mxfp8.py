@@ -244,7 +244,9 @@ class Mxfp8MlpCall(Call):
     weights = ("w1", "w2")
     biases = ("b1", "b2")
     scales = ("row_scale", "x_scale", "w1_scale", "w2_scale")
-    reads: ClassVar[tuple[str, ...]] = ("x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2")
+    reads: ClassVar[tuple[str, ...]] = (
+        "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2"
+    )  # fmt: skip
 
     x: Tensor
     x_scale: Tensor | None
@@ -314,7 +316,7 @@ class Mxfp8MlpCall(Call):
         dtype = str(self.result_dtype).removeprefix("torch.")
         widths = {"H (x's columns)": columns, "I": width, "the number of w2's rows": out_features}
         recipes.check_fits(self.op, recipe, dtype, runs_kernels(self.x), **widths)
-        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "b1", self.b1, like, experts, w1_rows)
         check_bias(self.op, "b2", self.b2, like, experts, out_features)
         check_scale(self.op, "row_scale", self.row_scale, like)

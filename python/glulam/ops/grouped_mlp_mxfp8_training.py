@@ -389,7 +389,7 @@ class BackwardCall(Call):
         if shape != (experts, columns, width):
             mismatch(self.op, "w2", shape, (experts, columns, width), "dy and preact have that many columns")
         hidden = self._check_w1(recipe, experts, width_of_h) if self.input_grad else 0
-        check_groups(self.op, self.offs, self.splits, self.dy, experts)
+        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
         check_scale(self.op, "row_scale", self.row_scale, self.dy)
         check_out(self.op, "out", self.out, self.dy, hidden)
         return Problem(

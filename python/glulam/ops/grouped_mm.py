@@ -168,7 +168,7 @@ class GroupedMmCall(Call):
             other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
             mismatch(self.op, "w", shape, wanted, f"x has {columns} columns{other}")
         check_width(self.op, "w", width, runs_kernels(self.x))
-        check_groups(self.op, self.offs, self.splits, self.x, experts)
+        check_groups(self.op, self.offs, self.splits, self.x, experts, "w")
         check_bias(self.op, "bias", self.bias, self.x, experts, width)
         check_scale(self.op, "bias_scale", self.bias_scale, self.x)
         check_out(self.op, "out", self.out, self.x, width)

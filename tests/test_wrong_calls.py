@@ -1,0 +1,36 @@
+"""Wrong calls end in an error that names the argument, or in the right result; see `support.wrong_calls`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.fake_gpu import FakeGpu
+from support.wrong_calls import OPERATIONS, Operation, complaints
+
+from glulam import device
+
+pytest_plugins = ["support.fixtures"]
+
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+
+
+def by_reference(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """On the CPU as it is, whatever plays the GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "KERNEL_DEVICE", "cuda")
+        return call(**arguments)
+
+
+@each_operation
+def test_on_the_cpu(operation: Operation) -> None:
+    lines = complaints(operation, "cpu", by_reference, warm=False)
+    assert not lines, "\n".join(lines)
+
+
+@each_operation
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_on_the_host_path(operation: Operation, warm: bool, fake_gpu: FakeGpu) -> None:
+    lines = complaints(operation, "cpu", by_reference, warm)
+    assert not lines, "\n".join(lines)
