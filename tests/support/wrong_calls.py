@@ -29,8 +29,8 @@ Arguments = dict[str, Any]
 class Operation:
     """A public function: `good(device)` makes arguments of a call that is right; `outputs` names its buffers.
 
-    `wrong`: for arguments that are no tensors, values that are wrong. `legal`: words of changes that leave rows behind the
-    groups, whose results may be anything.
+    `wrong`: for arguments that are no tensors, values that are wrong. `legal`: words of changes that leave rows behind
+    the groups, whose results may be anything.
     """
 
     name: str
@@ -373,14 +373,14 @@ def complaint(operation: Operation, name: str, word: str, arguments: Arguments, 
 
 
 def complaints(operation: Operation, device: str, reference: Callable[..., Any], warm: bool) -> list[str]:
-    """One line for each wrong call that ends wrongly. `warm`: good calls are made before each."""
-    lines = []
-    for name, word, arguments in wrong_calls(operation, operation.good(device)):
-        if warm:
-            good = operation.good(device)
-            for _ in range(3):
-                with torch.no_grad():
-                    operation.call(**good)
-        if line := complaint(operation, name, word, arguments, reference):
-            lines.append(f"{operation.name}: {name} {word}: {line}")
-    return lines
+    """One line for each wrong call that ends wrongly. `warm`: good calls have made plans by then.
+
+    Good calls behind them must be right, as if nothing had happened.
+    """
+    good = operation.good(device)
+    for _ in range(3 if warm else 0):
+        with torch.no_grad():
+            operation.call(**operation.good(device))
+    calls = [*wrong_calls(operation, good), ("", "good", operation.good(device))]
+    lines = [(name, word, complaint(operation, name, word, given, reference)) for name, word, given in calls]
+    return [f"{operation.name}: {name} {word}: {line}" for name, word, line in lines if line]
