@@ -432,6 +432,57 @@ class TestStateDicts:
             with pytest.raises(RuntimeError, match=f"(?s){words}"):
                 linear(False).load_state_dict(state)
 
+    @LAYOUTS
+    def test_a_module_without_bias_leaves_biases_alone(self, packed: bool) -> None:
+        state = linear(not packed).state_dict()
+        biases = {key: value for key, value in state.items() if key.startswith("bias")}
+        module = linear(packed, bias=False)
+        converted = convert_state_dict(state, module)
+        assert converted.keys() == module.state_dict().keys() | biases.keys()
+        assert all(converted[key] is value for key, value in biases.items())
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{next(iter(biases))}"'):
+            module.load_state_dict(state)
+        assert convert_optimizer_state({key: {"step": 1.0} for key in biases}, module).keys() == biases.keys()
+
+    def test_what_is_not_a_set_of_the_module_is_left_alone(self) -> None:
+        listed, packed = linear(False).state_dict(), linear(True).state_dict()
+        for state, module in (
+            ({**listed, "weight7": listed["weight0"]}, linear(True, bias=False)),  # beyond E, with a gap
+            ({**listed, "weight2": listed["weight2"].float()}, linear(True, bias=False)),
+            ({"weight": packed["bias"]}, linear(False)),  # a dense layer's, of E rows
+            ({f"weight{e}": listed[f"bias{e}"] for e in range(E)}, linear(True)),
+            ({f"other.weight{e}": listed[f"weight{e}"] for e in range(E)}, linear(True)),
+            ({"weight": "text", "bias": None}, linear(False)),
+        ):
+            converted = convert_state_dict(state, module)
+            assert list(converted) == list(state) and all(converted[key] is state[key] for key in state)
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_a_module_under_two_names(self, source: bool) -> None:
+        of, into = linear(source), linear(not source)
+        twice_of, twice_into = nn.ModuleDict({"a": of, "b": of}), nn.ModuleDict({"a": into, "b": into})
+        converted = convert_state_dict(twice_of.state_dict(), twice_into)
+        assert converted.keys() == twice_into.state_dict().keys()
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_what_else_a_state_dict_holds_is_kept(self, source: bool) -> None:
+        """Other modules' entries, their versions, and the order."""
+        of, into = (nn.Sequential(nn.BatchNorm1d(H), MODULES["mlp"](p), nn.Linear(H, H)) for p in (source, not source))
+        state = of.state_dict()
+        converted = convert_state_dict(state, into)
+        assert list(converted) == list(into.state_dict()) and converted["2.bias"] is state["2.bias"]
+        assert converted._metadata == state._metadata  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_assigned_weights_train(self, source: bool) -> None:
+        of, into = mlp(source), mlp(not source, device="meta")
+        into.load_state_dict(convert_state_dict(of.state_dict(), into), assign=True)
+        assert same_bits(into(batch(), splits=SIZES), of(batch(), splits=SIZES))
+        before = [p.detach().clone() for p in into.parameters()]
+        into(batch(), splits=[5, 1, 6, 3]).sum().backward()
+        torch.optim.SGD(into.parameters(), lr=0.1).step()
+        assert not any(torch.equal(old, new) for old, new in zip(before, into.parameters(), strict=True))
+
     @pytest.mark.parametrize("source", [True, False])
     def test_optimizer_state(self, source: bool) -> None:
         """A step after conversion is the step without it."""
@@ -459,6 +510,36 @@ class TestStateDicts:
     def test_step_counts_that_differ_are_not_packed(self) -> None:
         state = {f"weight{e}": {"step": torch.tensor(float(e)), "exp_avg": torch.zeros(OUT, H)} for e in range(E)}
         assert convert_optimizer_state(state, linear(True)) == state
+
+    @pytest.mark.parametrize(
+        "odd", [torch.zeros(1), torch.zeros(OUT, H, dtype=BF16), torch.zeros(()), None, "nothing of the name"]
+    )
+    def test_moments_that_do_not_fit_each_other_are_not_packed(self, odd: Any) -> None:
+        state = {f"weight{e}": {"exp_avg": torch.zeros(OUT, H)} for e in range(E)}
+        state["weight2"] = {"other": odd} if isinstance(odd, str) else {"exp_avg": odd}
+        converted = convert_optimizer_state(state, linear(True))
+        assert list(converted) == list(state) and all(converted[key] is state[key] for key in state)
+
+    @LAYOUTS
+    def test_state_that_is_no_optimizer_s_is_left_alone(self, packed: bool) -> None:
+        state = linear(not packed).state_dict()
+        assert convert_optimizer_state(state, linear(packed)).keys() == state.keys()
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_groups_name_what_the_state_has(self, source: bool) -> None:
+        """Parameters without state are renamed too; what cannot be converted keeps its names in both."""
+        of, into = ([n for n, _ in mlp(layout).named_parameters()] for layout in (source, not source))
+        groups = [{"lr": 1.0, "params": ["first", *of, "last"]}, {"lr": 2.0, "params": ["other"]}]
+        converted = convert_optimizer_state({"state": {}, "param_groups": groups}, mlp(not source))
+        assert converted["param_groups"][0]["params"] == ["first", *into, "last"], "in order"
+        assert converted["param_groups"][1] == groups[1] and converted["state"] == {}
+        names = [f"weight{e}" for e in range(E)]
+        moments = {name: {"exp_avg": torch.zeros(OUT, H)} for name in names}
+        some = {name: moments[name] for name in names[:2]}
+        apart = {**moments, "weight3": {"exp_avg": torch.zeros(1)}}
+        for state, lists in ((some, [names]), (apart, [names]), (moments, [names[:2], names[2:]])):
+            given = {"state": state, "param_groups": [{"params": params} for params in lists]}
+            assert convert_optimizer_state(given, linear(True, bias=False)) == given
 
 
 @LAYOUTS
