@@ -17,7 +17,7 @@ from . import device as gpus
 from . import dispatch, experts, groups, kernels
 from .dispatch import Problem
 from .plan import ENV_CHECK, Launch, Plans, checking, launch_nothing
-from .signature import check_alignment, check_no_overlap, extent, leading, refuse_gradients, runs_kernels
+from .signature import check_alignment, check_no_overlap, extent, leading, refuse_gradients, refuse_out, runs_kernels
 
 
 @dataclasses.dataclass
@@ -83,6 +83,9 @@ class Call:
 
     def differentiate(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
         """As `settle`, for a call of which an argument requires a gradient."""
+        if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
+            refuse_out(self.op, getattr(self, "out", None))
+            return self.dispatch()
         from .backward import differentiate  # which is made of operators, and so of calls
 
         return differentiate(self, key, plan, failure)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.compiler import is_exporting
 from torch.nn import Parameter
 
 from .. import device as gpus
 from ..backward import Targets, differentiate
+from ..errors import CaptureError
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
@@ -125,6 +127,7 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         writers = {} if writer is None else {"w": writer}
         if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
             return grouped_mm(x, w, out=out, **given)
+        refuse_export("GroupedLinear")
         call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
         return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
 
@@ -153,6 +156,19 @@ def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: 
     if writers or grad_input is not None:
         return False
     return out is None or not (torch.is_grad_enabled() and any_requires_grad(*arguments))
+
+
+def refuse_export(module: str) -> None:
+    """Called where a result or gradient goes elsewhere, which an exported program cannot do.
+
+    Raises:
+        CaptureError: torch.export is tracing.
+    """
+    if is_exporting():
+        raise CaptureError(
+            f"{module}: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where a gradient is "
+            "recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
+        )
 
 
 @_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import

@@ -17,7 +17,7 @@ from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from ..recipes import BF16, Recipe
 from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
-from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces
+from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces, refuse_export
 from .weight_gradients import Delayed, DelaysWeightGradients
 
 NAME = "GroupedMLP"
@@ -127,6 +127,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         writers = {name: writer for name, writer in found.items() if writer is not None}
         if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
             return grouped_mlp(x, w1, w2, out=out, **given)
+        refuse_export(NAME)
         call: Any
         if self.recipe is BF16:
             call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
