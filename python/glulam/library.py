@@ -16,6 +16,7 @@ from torch import Tensor
 from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
+from .groups import OF_A_TRACE, part_of
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -141,7 +142,8 @@ def _returned(pending: Call, results: Any) -> Any:
 def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
         pending = form.pending(values, named)
-        return _returned(pending, pending.again() if type(pending.lead) in PLAIN_TENSORS else pending.execute())
+        with part_of(OF_A_TRACE):
+            return _returned(pending, pending.again() if type(pending.lead) in PLAIN_TENSORS else pending.execute())
 
     return run
 

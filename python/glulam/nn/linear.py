@@ -47,6 +47,8 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         ValueError, TypeError: at construction, for options that cannot work, alone or together.
     """
 
+    op = "grouped_mm"
+
     def __init__(
         self,
         num_experts: int,
@@ -125,11 +127,15 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         put = self._delayed.new_pass() if self.delay_wgrad else None
         writer = self.grad_writer("weight", x, put)
         writers = {} if writer is None else {"w": writer}
-        if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
-            return grouped_mm(x, w, out=out, **given)
-        refuse_export("GroupedLinear")
-        call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
-        return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        try:
+            if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
+                return grouped_mm(x, w, out=out, **given)
+            refuse_export("GroupedLinear")
+            call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
+            return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        except TypeError:
+            check_placement("GroupedLinear", self.parameter_list("weight")[0])
+            raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
@@ -139,7 +145,7 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None
         if has_main_grads(label, weights, x):
-            return main_grad_writer(weights, self.packed, put)
+            return main_grad_writer(label, weights, self.packed, put)
         return None if put is None else grad_writer(weights, self.packed, put)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -190,8 +196,10 @@ def check_placement(module: str, parameter: Tensor, *widths: int) -> None:
     on_gpu = parameter.device.type == gpus.KERNEL_DEVICE
     valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
     if parameter.dtype not in valid:
+        choices = " or ".join(f"dtype={dtype}" for dtype in valid)
         raise TypeError(
-            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {', '.join(map(str, valid))}"
+            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {choices} at construction, or call "
+            f".to({valid[0]})"
         )
     for width in widths:
         check_width(module, "a weight", width, on_gpu)

@@ -17,7 +17,7 @@ from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from ..recipes import BF16, Recipe
 from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
-from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces, refuse_export
+from .linear import GroupedLinear, check_placement, check_sizes, is_ordinary, outside_traces, refuse_export
 from .weight_gradients import Delayed, DelaysWeightGradients
 
 NAME = "GroupedMLP"
@@ -51,6 +51,8 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
     Raises:
         ValueError, TypeError: at construction, for options that cannot work, alone or together.
     """
+
+    op = "grouped_mlp"
 
     def __init__(
         self,
@@ -125,15 +127,20 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         put = self._delayed.new_pass() if self.delay_wgrad else None
         found = {"w1": fc1.grad_writer("fc1.weight", x, put), "w2": fc2.grad_writer("fc2.weight", x, put)}
         writers = {name: writer for name, writer in found.items() if writer is not None}
-        if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
-            return grouped_mlp(x, w1, w2, out=out, **given)
-        refuse_export(NAME)
-        call: Any
-        if self.recipe is BF16:
-            call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
-        else:
-            call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
-        return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        try:
+            if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
+                return grouped_mlp(x, w1, w2, out=out, **given)
+            refuse_export(NAME)
+            call: Any
+            if self.recipe is BF16:
+                call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
+            else:
+                call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
+            return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        except TypeError:
+            if self.recipe is BF16:  # others read float32 too
+                check_placement(NAME, fc1.parameter_list("weight")[0])
+            raise
 
     def extra_repr(self) -> str:
         defaults = {**ActivationParams()._asdict(), "glu_layout": "concat", "recipe": "bf16", "recompute": False}
