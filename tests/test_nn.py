@@ -122,11 +122,58 @@ class TestConstruction:
         with pytest.raises(error, match=words):
             GroupedMLP(**{**sizes, **options})
 
+    @pytest.mark.parametrize("default", [torch.float32, F64, BF16])
+    def test_the_default_dtype_is_torch_s(self, default: torch.dtype) -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            modules = GroupedLinear(E, H, OUT, bias=True), GroupedMLP(E, H, I, bias=True)
+        finally:
+            torch.set_default_dtype(before)
+        assert {p.dtype for module in modules for p in module.parameters()} == {default}
+
+    REMEDY = r": dtype is torch.float32; on .* give dtype=torch.bfloat16 or .* at construction, or call .to\(torch.bfl"
+
     def test_refusals_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
-        with pytest.raises(TypeError, match="dtype is torch.float32.*torch.bfloat16"):
-            GroupedLinear(E, H, OUT)
+        for module, make in (
+            ("GroupedLinear", lambda: GroupedLinear(E, H, OUT)),
+            ("Grouped", lambda: GroupedMLP(E, H, I)),
+        ):
+            with pytest.raises(TypeError, match=module + ".*" + self.REMEDY):
+                make()
         with pytest.raises(ValueError, match="dimension of 12 elements.*multiple of 8"):
             GroupedLinear(E, 12, OUT, dtype=BF16)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("x_dtype", [BF16, torch.float32])
+def test_float32_parameters_that_came_to_a_gpu(
+    request: pytest.FixtureRequest, packed: bool, trained: bool, x_dtype: torch.dtype
+) -> None:
+    modules = linear(packed, dtype=None), mlp(packed, dtype=None)
+    request.getfixturevalue("fake_gpu")
+    offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+    for module in modules:
+        module.requires_grad_(trained)
+        with pytest.raises(TypeError, match=type(module).__name__ + TestConstruction.REMEDY):
+            module(batch(x_dtype), offs=offs)
+        module.to(BF16)(batch(BF16), offs=offs)
+
+
+@LAYOUTS
+def test_autocast_casts_nothing(packed: bool) -> None:
+    """A module runs in its parameters' dtype, and refuses an x of another."""
+    for module in (linear(packed, dtype=torch.float32), mlp(packed, dtype=torch.float32)):
+        want = module(batch(torch.float32), splits=SIZES)
+        with torch.autocast("cpu", dtype=BF16):
+            assert same_bits(module(batch(torch.float32), splits=SIZES), want)
+            x = nn.functional.linear(batch(torch.float32), torch.eye(H))
+            with pytest.raises(TypeError, match="is torch.float32 but x is torch.bfloat16"):
+                module(x, splits=SIZES)
+            y = module.to(BF16)(x, splits=SIZES)
+        assert y.dtype == BF16
+        y.sum().backward()
 
 
 @LAYOUTS
@@ -325,6 +372,8 @@ class TestMainGrad:
             (lambda p: torch.zeros(3), ValueError, r"main_grad has shape \[3\]"),
             (lambda p: torch.zeros(p.mT.shape, dtype=p.dtype).mT, ValueError, "contiguous"),
             (lambda p: torch.zeros_like(p, dtype=BF16), TypeError, "main_grad is torch.bfloat16; .*torch.float64"),
+            (lambda p: torch.zeros_like(p, device="meta"), ValueError, "main_grad is on meta but x is on cpu"),
+            (lambda p: 3, TypeError, "main_grad is a int"),
         ):
             module = MODULES[kind](packed)
             for name, parameter in module.named_parameters():
@@ -334,6 +383,29 @@ class TestMainGrad:
                 module(batch(), splits=SIZES)
             with torch.no_grad():
                 module(batch(), splits=SIZES)
+
+    def test_what_changes_before_backward_is_told_in_its_words(self, kind: str, packed: bool) -> None:
+        op = "grouped_mm" if kind == "linear" else "grouped_mlp"
+        for change, words in (
+            (lambda p: delattr(p, "main_grad"), "main_grad was there in forward and is gone"),
+            (lambda p: setattr(p, "main_grad", torch.zeros(3, dtype=F64)), r"main_grad has shape \[3\]"),
+        ):
+            module = MODULES[kind](packed)
+            attach_main_grads(module, F64, 0.0)
+            y = module(batch(), splits=SIZES)
+            for name, parameter in module.named_parameters():
+                if "weight" in name:
+                    change(parameter)
+            with pytest.raises(ValueError, match=f"^{op}'s backward: (fc1.|fc2.)?weight.{words}"):
+                y.sum().backward()
+
+
+def test_main_grads_that_overlap() -> None:
+    module, shared = linear(False), torch.zeros(OUT, H, dtype=F64)
+    for expert in range(E):
+        getattr(module, f"weight{expert}").main_grad = shared
+    with pytest.raises(ValueError, match="^grouped_mm's backward: weight.main_grad does not serve.*overlaps"):
+        module(batch(), splits=SIZES).sum().backward()
 
 
 def test_main_grads_of_some_experts_only() -> None:
