@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,8 @@ class TestConstruction:
             ({"intermediate_size": 48, "glu_layout": "interleaved32"}, ValueError, "multiple of 32"),
             ({"limit": -1.0}, ValueError, "limit is -1.0"),
             ({"recipe": "fp8"}, ValueError, "recipe is 'fp8'"),
+            ({"out_features": 0}, ValueError, "out_features is 0"),
+            ({"bias": None}, TypeError, "bias is None"),
             ({"packed": 1}, TypeError, "packed is 1"),
             ({"recompute": "yes"}, TypeError, "recompute is 'yes'"),
             ({"delay_wgrad": None}, TypeError, "delay_wgrad is None"),
@@ -119,7 +122,7 @@ class TestConstruction:
     )
     def test_refusals(self, options: dict[str, Any], error: Any, words: str) -> None:
         sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=f"^GroupedMLP: .*{words}"):
             GroupedMLP(**{**sizes, **options})
 
     @pytest.mark.parametrize("default", [torch.float32, F64, BF16])
@@ -137,7 +140,7 @@ class TestConstruction:
     def test_refusals_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
         for module, make in (
             ("GroupedLinear", lambda: GroupedLinear(E, H, OUT)),
-            ("Grouped", lambda: GroupedMLP(E, H, I)),
+            ("GroupedMLP", lambda: GroupedMLP(E, H, I)),
         ):
             with pytest.raises(TypeError, match=module + ".*" + self.REMEDY):
                 make()
@@ -452,6 +455,19 @@ class TestDelay:
             torch.testing.assert_close(got[key] if "weight" in key else packed_grads(delayed)[key], want[key])
         with pytest.raises(RuntimeError, match="no weight gradient is pending"):
             delayed.backward_dw()
+
+    def test_copies_have_nothing_pending(self, kind: str, packed: bool) -> None:
+        """Else they would write the gradients of the module that they are copies of."""
+        module = MODULES[kind](packed, delay_wgrad=True)
+        module(batch(), splits=SIZES).sum().backward()
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            with pytest.raises(RuntimeError, match="no weight gradient is pending"):
+                other.backward_dw()
+            other(batch(), splits=SIZES).sum().backward()
+            other.backward_dw()
+            assert all(p.grad is not None for p in other.parameters())
+        assert all(p.grad is None for n, p in module.named_parameters() if "weight" in n)
+        module.backward_dw()
 
     def test_refused_without_the_option(self, kind: str, packed: bool) -> None:
         with pytest.raises(RuntimeError, match="delay_wgrad=True"):

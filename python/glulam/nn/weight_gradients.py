@@ -34,6 +34,10 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._passes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have nothing pending: jobs write the gradients of the module that made them."""
+        return {"_passes": deque()}
+
     def new_pass(self) -> Put:
         """Where a forward's backward puts its work."""
         jobs: list[Job] = []
