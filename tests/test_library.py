@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from itertools import product
@@ -14,6 +15,7 @@ from support.inputs import Case, gradient, make_case, preactivation
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import glulam
+from glulam.nn import GroupedLinear, GroupedMLP
 
 SIZES = [5, 0, 17, 1, 8]
 HIDDEN, INTER = 24, 32
@@ -218,3 +220,117 @@ def test_other_tensor_classes_go_through_the_dispatcher(c: Case) -> None:
             glulam.grouped_mm(parameter, c.w1, offs=c.offs)[: c.rows], got.as_subclass(torch.Tensor)[: c.rows]
         )
     assert not math.isnan(float(got[: c.rows].sum()))
+
+
+class Grouped(torch.nn.Module):
+    """Of a grouped module, with `offs` as an input that has a place."""
+
+    def __init__(self, inner: torch.nn.Module, **named: Any) -> None:
+        super().__init__()
+        self.inner, self.named = inner, named
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x, offs=offs, **self.named)
+        return result
+
+
+MODULES: dict[str, Callable[..., torch.nn.Module]] = {
+    "mlp": lambda **options: GroupedMLP(3, INTER, INTER, bias=True, **options),
+    "mlp, recompute": lambda **options: GroupedMLP(3, INTER, INTER, activation="silu", recompute=True, **options),
+    "mlp, mxfp8": lambda **options: GroupedMLP(3, INTER, INTER, recipe="mxfp8", **options),
+    "linear": lambda **options: GroupedLinear(3, INTER, HIDDEN, bias=True, **options),
+}
+
+
+def rows_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(count, INTER, generator=torch.Generator().manual_seed(count))
+    return x, torch.tensor([count // 3, count // 2, count], dtype=torch.int32)
+
+
+def assert_trains_alike(program: torch.nn.Module, module: torch.nn.Module, rows: int) -> None:
+    grads = []
+    for one in (program, module):
+        one.zero_grad()
+        y = one(*rows_of(rows))
+        y.square().sum().backward()
+        grads.append((y, {name: parameter.grad.clone() for name, parameter in one.named_parameters()}))
+    (got, got_grads), (want, want_grads) = grads
+    assert same_bits(got, want) and got_grads.keys() == want_grads.keys()
+    assert all(same_bits(got_grads[name], value) for name, value in want_grads.items())
+
+
+class TestExport:
+    """torch.export of modules whose parameters require gradients."""
+
+    @pytest.mark.parametrize("kind", MODULES)
+    @pytest.mark.parametrize("packed", [True, False])
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_any_number_of_rows(self, kind: str, packed: bool, strict: bool) -> None:
+        module = Grouped(MODULES[kind](packed=packed))
+        shapes = ({0: torch.export.Dim("T", min=0)}, None)
+        exported = torch.export.export(module, rows_of(12), dynamic_shapes=shapes, strict=strict)
+        assert sum(node.op == "call_function" for node in exported.graph.nodes) == 1, "the operator"
+        for rows in (20, 1, 0):
+            assert_trains_alike(exported.module(), module, rows)
+
+    @pytest.mark.parametrize("kind", MODULES)
+    def test_one_number_of_rows(self, kind: str) -> None:
+        module = Grouped(MODULES[kind]())
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(module, rows_of(12)), file)
+        file.seek(0)
+        assert_trains_alike(torch.export.load(file).module(), module, 12)
+
+    @pytest.mark.parametrize("dim", [torch.export.Dim("T"), torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC])
+    def test_the_operator_itself(self, dim: Any) -> None:
+        w = torch.nn.Parameter(torch.randn(3, HIDDEN, INTER))
+
+        class Mm(torch.nn.Module):
+            def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+                return glulam.grouped_mm(x, w, offs=offs)
+
+        exported = torch.export.export(Mm(), rows_of(12), dynamic_shapes=({0: dim}, None))
+        assert same_bits(exported.module()(*rows_of(30)), Mm()(*rows_of(30)))
+
+    def test_rows_are_still_counted_when_it_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = Grouped(MODULES["linear"]())
+        exported = torch.export.export(module, rows_of(12), dynamic_shapes=({0: torch.export.Dim("T")}, None))
+        monkeypatch.setattr(glulam.signature, "MAX_ROWS", 64)
+        with pytest.raises(ValueError, match="x has 64 rows; at most"):
+            exported.module()(*rows_of(64))
+
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("kind", ["mlp", "linear"])
+    def test_what_writes_outside_of_a_graph_is_refused(self, kind: str, strict: bool) -> None:
+        x, offs = rows_of(12)
+        delayed, module = (MODULES[kind](delay_wgrad=delay) for delay in (True, False))
+        width = module(x, offs=offs).shape[1]
+        for refused in (Grouped(delayed), Grouped(module, out=torch.zeros(12, width))):
+            with pytest.raises(Exception, match="torch.export traces no main_grad.* export under torch.no_grad()"):
+                torch.export.export(refused, (x, offs), strict=strict)
+        with torch.no_grad():
+            exported = torch.export.export(Grouped(delayed), (x, offs), strict=strict)
+            assert same_bits(exported.module()(x, offs), delayed(x, offs=offs))
+        with pytest.raises(RuntimeError, match="no weight gradient is pending"):
+            delayed.backward_dw()  # type: ignore[operator]
+
+    def test_a_buffer_beside_a_gradient_is_refused(self) -> None:
+        w = torch.nn.Parameter(torch.randn(3, HIDDEN, INTER))
+
+        class Mm(torch.nn.Module):
+            def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+                return glulam.grouped_mm(x, w, offs=offs, out=torch.zeros(12, HIDDEN))
+
+        with pytest.raises(glulam.GradientNotSupported, match="leave out out"):
+            torch.export.export(Mm(), rows_of(12))
+
+
+def test_fake_tensors_that_require_gradients(c: Case) -> None:
+    """Training under FakeTensorMode, as tools that plan memory do it."""
+    with FakeTensorMode() as mode:
+        fake = converted(c, lambda t: mode.from_tensor(t).requires_grad_())
+        offs = mode.from_tensor(c.offs)
+        y = glulam.grouped_mlp(fake.x, fake.w1, fake.w2, offs=offs, b1=fake.b1, b2=fake.b2, row_scale=fake.row_scale)
+        y.sum().backward()
+    for name in ("x", "w1", "w2", "b1", "b2", "row_scale"):
+        assert getattr(fake, name).grad.shape == getattr(c, name).shape

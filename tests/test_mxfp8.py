@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import GradientNotSupported, MXFP8Tensor, quantize_mxfp8
-from glulam.mxfp8 import FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
+from glulam.mxfp8 import FoldedWeight, FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
 from glulam.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
 from glulam.mxfp8.tensor import FORM
 
@@ -399,6 +399,82 @@ class TestTensor:
         q = sample()
         leaves, spec = pytree.tree_flatten({"w": q})
         assert len(leaves) == 2 and same(pytree.tree_unflatten(leaves, spec)["w"], q)
+
+    def test_is_an_input_of_an_exported_program(self) -> None:
+        exported_with(sample("col", "swizzled"))
+
+
+def exported_with(argument: Any) -> None:
+    """A program that takes it, exported, saved and loaded, gives what the module gives."""
+
+    class Doubles(torch.nn.Module):
+        def forward(self, w: Any) -> torch.Tensor:
+            doubled: torch.Tensor = w.data.float() * 2
+            return doubled
+
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Doubles(), (argument,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(argument), Doubles()(argument))
+
+
+def same_folded(a: FoldedWeight, b: FoldedWeight) -> bool:
+    parts = all(torch.equal(bytes_of(x), bytes_of(y)) for x, y in ((a.data, b.data), (a.scale, b.scale)))
+    return parts and (a.axis, a.report, type(a)) == (b.axis, b.report, type(b))
+
+
+@pytest.mark.parametrize("report", [True, False])
+class TestFoldedWeightsAreKept:
+    """As MXFP8Tensors are: copies, files, pytrees."""
+
+    def both(self, report: bool) -> Any:
+        return prepare_mxfp8_weight(weight(), axis="both", report=report)
+
+    def test_copies(self, report: bool) -> None:
+        for folded in self.both(report):
+            assert same_folded(pickle.loads(pickle.dumps(folded)), folded)
+            deep, shallow = copy.deepcopy(folded), copy.copy(folded)
+            assert same_folded(deep, folded) and deep.data.data_ptr() != folded.data.data_ptr()
+            assert same_folded(shallow, folded) and shallow.data.data_ptr() == folded.data.data_ptr()
+
+    @pytest.mark.parametrize("weights_only", [True, False])
+    def test_files(self, report: bool, weights_only: bool) -> None:
+        file, both = io.BytesIO(), self.both(report)
+        torch.save({"w1": both, "w2": both.row}, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=weights_only)
+        assert type(read["w1"]) is type(both) and all(map(same_folded, read["w1"], both))
+        assert same_folded(read["w2"], both.row)
+
+    def test_pytrees(self, report: bool) -> None:
+        from torch.utils import _pytree as pytree
+
+        both = self.both(report)
+        leaves, spec = pytree.tree_flatten({"w": both})
+        assert len(leaves) == 4 and all(map(same_folded, pytree.tree_unflatten(leaves, spec)["w"], both))
+        assert pytree.tree_map(lambda t: t.to("meta"), both).row.data.is_meta
+        exported_with(both.col)
+
+
+def test_copies_of_an_mxfp8_tensor_in_files() -> None:
+    file, both = io.BytesIO(), quantize_mxfp8(spread(64, 96), axis="both")
+    torch.save(both, file)
+    file.seek(0)
+    assert all(map(same, torch.load(file, weights_only=True), both))
+
+
+def test_what_a_file_holds_is_checked() -> None:
+    """A pickle can hold any state."""
+    for value, change, words in (
+        (sample(), {"scale": torch.zeros(3, dtype=torch.uint8)}, "MXFP8Tensor: scale has shape"),
+        (sample(), {"axis": "both"}, "axis is 'both'"),
+        (prepare_mxfp8_weight(weight()), {"scale": torch.zeros(3, dtype=torch.uint8)}, r"FoldedWeight: .*\[3\]"),
+        (prepare_mxfp8_weight(weight()), {"axis": "both"}, "FoldedWeight: axis is 'both'"),
+        (prepare_mxfp8_weight(weight()), {"to": 1}, "unexpected keyword argument 'to'"),
+    ):
+        state = {**value.__getstate__(), **change}  # type: ignore[attr-defined]
+        with pytest.raises((ValueError, TypeError), match=words):
+            object.__new__(type(value)).__setstate__(state)
 
 
 def batch_of(count: int) -> MXFP8Tensor:

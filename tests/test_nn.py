@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,8 @@ class TestConstruction:
             ({"intermediate_size": 48, "glu_layout": "interleaved32"}, ValueError, "multiple of 32"),
             ({"limit": -1.0}, ValueError, "limit is -1.0"),
             ({"recipe": "fp8"}, ValueError, "recipe is 'fp8'"),
+            ({"out_features": 0}, ValueError, "out_features is 0"),
+            ({"bias": None}, TypeError, "bias is None"),
             ({"packed": 1}, TypeError, "packed is 1"),
             ({"recompute": "yes"}, TypeError, "recompute is 'yes'"),
             ({"delay_wgrad": None}, TypeError, "delay_wgrad is None"),
@@ -119,14 +122,61 @@ class TestConstruction:
     )
     def test_refusals(self, options: dict[str, Any], error: Any, words: str) -> None:
         sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=f"^GroupedMLP: .*{words}"):
             GroupedMLP(**{**sizes, **options})
 
+    @pytest.mark.parametrize("default", [torch.float32, F64, BF16])
+    def test_the_default_dtype_is_torch_s(self, default: torch.dtype) -> None:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            modules = GroupedLinear(E, H, OUT, bias=True), GroupedMLP(E, H, I, bias=True)
+        finally:
+            torch.set_default_dtype(before)
+        assert {p.dtype for module in modules for p in module.parameters()} == {default}
+
+    REMEDY = r": dtype is torch.float32; on .* give dtype=torch.bfloat16 or .* at construction, or call .to\(torch.bfl"
+
     def test_refusals_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
-        with pytest.raises(TypeError, match="dtype is torch.float32.*torch.bfloat16"):
-            GroupedLinear(E, H, OUT)
+        for module, make in (
+            ("GroupedLinear", lambda: GroupedLinear(E, H, OUT)),
+            ("GroupedMLP", lambda: GroupedMLP(E, H, I)),
+        ):
+            with pytest.raises(TypeError, match=module + ".*" + self.REMEDY):
+                make()
         with pytest.raises(ValueError, match="dimension of 12 elements.*multiple of 8"):
             GroupedLinear(E, 12, OUT, dtype=BF16)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("x_dtype", [BF16, torch.float32])
+def test_float32_parameters_that_came_to_a_gpu(
+    request: pytest.FixtureRequest, packed: bool, trained: bool, x_dtype: torch.dtype
+) -> None:
+    modules = linear(packed, dtype=None), mlp(packed, dtype=None)
+    request.getfixturevalue("fake_gpu")
+    offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+    for module in modules:
+        module.requires_grad_(trained)
+        with pytest.raises(TypeError, match=type(module).__name__ + TestConstruction.REMEDY):
+            module(batch(x_dtype), offs=offs)
+        module.to(BF16)(batch(BF16), offs=offs)
+
+
+@LAYOUTS
+def test_autocast_casts_nothing(packed: bool) -> None:
+    """A module runs in its parameters' dtype, and refuses an x of another."""
+    for module in (linear(packed, dtype=torch.float32), mlp(packed, dtype=torch.float32)):
+        want = module(batch(torch.float32), splits=SIZES)
+        with torch.autocast("cpu", dtype=BF16):
+            assert same_bits(module(batch(torch.float32), splits=SIZES), want)
+            x = nn.functional.linear(batch(torch.float32), torch.eye(H))
+            with pytest.raises(TypeError, match="is torch.float32 but x is torch.bfloat16"):
+                module(x, splits=SIZES)
+            y = module.to(BF16)(x, splits=SIZES)
+        assert y.dtype == BF16
+        y.sum().backward()
 
 
 @LAYOUTS
@@ -325,6 +375,8 @@ class TestMainGrad:
             (lambda p: torch.zeros(3), ValueError, r"main_grad has shape \[3\]"),
             (lambda p: torch.zeros(p.mT.shape, dtype=p.dtype).mT, ValueError, "contiguous"),
             (lambda p: torch.zeros_like(p, dtype=BF16), TypeError, "main_grad is torch.bfloat16; .*torch.float64"),
+            (lambda p: torch.zeros_like(p, device="meta"), ValueError, "main_grad is on meta but x is on cpu"),
+            (lambda p: 3, TypeError, "main_grad is a int"),
         ):
             module = MODULES[kind](packed)
             for name, parameter in module.named_parameters():
@@ -334,6 +386,29 @@ class TestMainGrad:
                 module(batch(), splits=SIZES)
             with torch.no_grad():
                 module(batch(), splits=SIZES)
+
+    def test_what_changes_before_backward_is_told_in_its_words(self, kind: str, packed: bool) -> None:
+        op = "grouped_mm" if kind == "linear" else "grouped_mlp"
+        for change, words in (
+            (lambda p: delattr(p, "main_grad"), "main_grad was there in forward and is gone"),
+            (lambda p: setattr(p, "main_grad", torch.zeros(3, dtype=F64)), r"main_grad has shape \[3\]"),
+        ):
+            module = MODULES[kind](packed)
+            attach_main_grads(module, F64, 0.0)
+            y = module(batch(), splits=SIZES)
+            for name, parameter in module.named_parameters():
+                if "weight" in name:
+                    change(parameter)
+            with pytest.raises(ValueError, match=f"^{op}'s backward: (fc1.|fc2.)?weight.{words}"):
+                y.sum().backward()
+
+
+def test_main_grads_that_overlap() -> None:
+    module, shared = linear(False), torch.zeros(OUT, H, dtype=F64)
+    for expert in range(E):
+        getattr(module, f"weight{expert}").main_grad = shared
+    with pytest.raises(ValueError, match="^grouped_mm's backward: weight.main_grad does not serve.*overlaps"):
+        module(batch(), splits=SIZES).sum().backward()
 
 
 def test_main_grads_of_some_experts_only() -> None:
@@ -380,6 +455,19 @@ class TestDelay:
             torch.testing.assert_close(got[key] if "weight" in key else packed_grads(delayed)[key], want[key])
         with pytest.raises(RuntimeError, match="no weight gradient is pending"):
             delayed.backward_dw()
+
+    def test_copies_have_nothing_pending(self, kind: str, packed: bool) -> None:
+        """Else they would write the gradients of the module that they are copies of."""
+        module = MODULES[kind](packed, delay_wgrad=True)
+        module(batch(), splits=SIZES).sum().backward()
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            with pytest.raises(RuntimeError, match="no weight gradient is pending"):
+                other.backward_dw()
+            other(batch(), splits=SIZES).sum().backward()
+            other.backward_dw()
+            assert all(p.grad is not None for p in other.parameters())
+        assert all(p.grad is None for n, p in module.named_parameters() if "weight" in n)
+        module.backward_dw()
 
     def test_refused_without_the_option(self, kind: str, packed: bool) -> None:
         with pytest.raises(RuntimeError, match="delay_wgrad=True"):
@@ -432,6 +520,57 @@ class TestStateDicts:
             with pytest.raises(RuntimeError, match=f"(?s){words}"):
                 linear(False).load_state_dict(state)
 
+    @LAYOUTS
+    def test_a_module_without_bias_leaves_biases_alone(self, packed: bool) -> None:
+        state = linear(not packed).state_dict()
+        biases = {key: value for key, value in state.items() if key.startswith("bias")}
+        module = linear(packed, bias=False)
+        converted = convert_state_dict(state, module)
+        assert converted.keys() == module.state_dict().keys() | biases.keys()
+        assert all(converted[key] is value for key, value in biases.items())
+        with pytest.raises(RuntimeError, match=f'Unexpected key.*"{next(iter(biases))}"'):
+            module.load_state_dict(state)
+        assert convert_optimizer_state({key: {"step": 1.0} for key in biases}, module).keys() == biases.keys()
+
+    def test_what_is_not_a_set_of_the_module_is_left_alone(self) -> None:
+        listed, packed = linear(False).state_dict(), linear(True).state_dict()
+        for state, module in (
+            ({**listed, "weight7": listed["weight0"]}, linear(True, bias=False)),  # beyond E, with a gap
+            ({**listed, "weight2": listed["weight2"].float()}, linear(True, bias=False)),
+            ({"weight": packed["bias"]}, linear(False)),  # a dense layer's, of E rows
+            ({f"weight{e}": listed[f"bias{e}"] for e in range(E)}, linear(True)),
+            ({f"other.weight{e}": listed[f"weight{e}"] for e in range(E)}, linear(True)),
+            ({"weight": "text", "bias": None}, linear(False)),
+        ):
+            converted = convert_state_dict(state, module)
+            assert list(converted) == list(state) and all(converted[key] is state[key] for key in state)
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_a_module_under_two_names(self, source: bool) -> None:
+        of, into = linear(source), linear(not source)
+        twice_of, twice_into = nn.ModuleDict({"a": of, "b": of}), nn.ModuleDict({"a": into, "b": into})
+        converted = convert_state_dict(twice_of.state_dict(), twice_into)
+        assert converted.keys() == twice_into.state_dict().keys()
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_what_else_a_state_dict_holds_is_kept(self, source: bool) -> None:
+        """Other modules' entries, their versions, and the order."""
+        of, into = (nn.Sequential(nn.BatchNorm1d(H), MODULES["mlp"](p), nn.Linear(H, H)) for p in (source, not source))
+        state = of.state_dict()
+        converted = convert_state_dict(state, into)
+        assert list(converted) == list(into.state_dict()) and converted["2.bias"] is state["2.bias"]
+        assert converted._metadata == state._metadata  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_assigned_weights_train(self, source: bool) -> None:
+        of, into = mlp(source), mlp(not source, device="meta")
+        into.load_state_dict(convert_state_dict(of.state_dict(), into), assign=True)
+        assert same_bits(into(batch(), splits=SIZES), of(batch(), splits=SIZES))
+        before = [p.detach().clone() for p in into.parameters()]
+        into(batch(), splits=[5, 1, 6, 3]).sum().backward()
+        torch.optim.SGD(into.parameters(), lr=0.1).step()
+        assert not any(torch.equal(old, new) for old, new in zip(before, into.parameters(), strict=True))
+
     @pytest.mark.parametrize("source", [True, False])
     def test_optimizer_state(self, source: bool) -> None:
         """A step after conversion is the step without it."""
@@ -459,6 +598,36 @@ class TestStateDicts:
     def test_step_counts_that_differ_are_not_packed(self) -> None:
         state = {f"weight{e}": {"step": torch.tensor(float(e)), "exp_avg": torch.zeros(OUT, H)} for e in range(E)}
         assert convert_optimizer_state(state, linear(True)) == state
+
+    @pytest.mark.parametrize(
+        "odd", [torch.zeros(1), torch.zeros(OUT, H, dtype=BF16), torch.zeros(()), None, "nothing of the name"]
+    )
+    def test_moments_that_do_not_fit_each_other_are_not_packed(self, odd: Any) -> None:
+        state = {f"weight{e}": {"exp_avg": torch.zeros(OUT, H)} for e in range(E)}
+        state["weight2"] = {"other": odd} if isinstance(odd, str) else {"exp_avg": odd}
+        converted = convert_optimizer_state(state, linear(True))
+        assert list(converted) == list(state) and all(converted[key] is state[key] for key in state)
+
+    @LAYOUTS
+    def test_state_that_is_no_optimizer_s_is_left_alone(self, packed: bool) -> None:
+        state = linear(not packed).state_dict()
+        assert convert_optimizer_state(state, linear(packed)).keys() == state.keys()
+
+    @pytest.mark.parametrize("source", [True, False])
+    def test_groups_name_what_the_state_has(self, source: bool) -> None:
+        """Parameters without state are renamed too; what cannot be converted keeps its names in both."""
+        of, into = ([n for n, _ in mlp(layout).named_parameters()] for layout in (source, not source))
+        groups = [{"lr": 1.0, "params": ["first", *of, "last"]}, {"lr": 2.0, "params": ["other"]}]
+        converted = convert_optimizer_state({"state": {}, "param_groups": groups}, mlp(not source))
+        assert converted["param_groups"][0]["params"] == ["first", *into, "last"], "in order"
+        assert converted["param_groups"][1] == groups[1] and converted["state"] == {}
+        names = [f"weight{e}" for e in range(E)]
+        moments = {name: {"exp_avg": torch.zeros(OUT, H)} for name in names}
+        some = {name: moments[name] for name in names[:2]}
+        apart = {**moments, "weight3": {"exp_avg": torch.zeros(1)}}
+        for state, lists in ((some, [names]), (apart, [names]), (moments, [names[:2], names[2:]])):
+            given = {"state": state, "param_groups": [{"params": params} for params in lists]}
+            assert convert_optimizer_state(given, linear(True, bias=False)) == given
 
 
 @LAYOUTS

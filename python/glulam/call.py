@@ -26,6 +26,7 @@ from .signature import (
     extent,
     leading,
     refuse_gradients,
+    refuse_out,
     runs_kernels,
     tensors_of,
 )
@@ -95,6 +96,9 @@ class Call:
 
     def differentiate(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
         """As `settle`, for a call of which an argument requires a gradient."""
+        if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
+            refuse_out(self.op, getattr(self, "out", None))
+            return self.dispatch()
         from .backward import differentiate  # which is made of operators, and so of calls
 
         return differentiate(self, key, plan, failure)

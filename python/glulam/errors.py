@@ -12,4 +12,4 @@ class GradientNotSupported(NotImplementedError):
 
 
 class CaptureError(RuntimeError):
-    """A call that cannot be captured into a CUDA graph as it stands; the message says what to do before capture."""
+    """A call that no CUDA graph, or no exported program, can hold as it stands; the message says what to do before."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
+import threading
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +22,45 @@ OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 
 Splits = Tensor | Sequence[int]
 
+OFFS_OF_SPLITS = "offs=torch.cumsum(splits, 0, dtype=torch.int32)"
+BEHIND_GROUPS = {
+    **dict.fromkeys(
+        ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu"),
+        "rows behind them are uninitialised in the result (as they were in a given out)",
+    ),
+    **dict.fromkeys(("grouped_wgrad", "grouped_bias_grad"), "rows behind them reach no result"),
+}
+"""Operators whose groups had better fill T, and what becomes of the rows behind them."""
+
+
+OF_A_TRACE = ""
+
+
+class _Caller(threading.local):
+    op: str | None = None
+
+
+_caller = _Caller()
+_warned: set[tuple[str, str]] = set()
+
+
+class part_of:
+    """Operators that are called in this context are parts of `op`: errors and warnings about groups name that, which
+    is what a user called. Those of a trace (`OF_A_TRACE`) keep their names and warn of nothing. The outermost counts.
+    """
+
+    __slots__ = ("_op", "_outer")
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+
+    def __enter__(self) -> None:
+        self._outer = _caller.op
+        _caller.op = self._op if self._outer is None else self._outer
+
+    def __exit__(self, *_: Any) -> None:
+        _caller.op = self._outer
+
 
 def form(groups: Tensor, is_offs: bool) -> int:
     if is_offs:
@@ -28,10 +71,20 @@ def form(groups: Tensor, is_offs: bool) -> int:
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
     """Where each group ends, read from the host or copied from the device, and checked.
 
+    Warns once where they end before `rows`: that is allowed, and what mistaken offs look like.
+
     Raises:
         ValueError: a negative size, or groups that need more than `rows` rows.
         TypeError: a list with something else than integers.
     """
+    op = _caller.op or op
+    values = _ends(op, offs, splits, rows)
+    if values and values[-1] < rows and op in BEHIND_GROUPS and _caller.op != OF_A_TRACE:
+        _warn_of_rows_behind(op, offs is not None, values, rows)
+    return values
+
+
+def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
     if offs is not None:
         return _checked_ends(op, "offs", offs.tolist(), rows)
     sizes = splits.tolist() if isinstance(splits, Tensor) else [_integer(op, s) for s in splits or ()]
@@ -54,13 +107,43 @@ def _checked_ends(op: str, name: str, values: list[int], rows: int) -> list[int]
         if end < before:
             raise ValueError(
                 f"{op}: offs[{expert}] is {end}, after {before}; offs are cumulative ends and never fall, so sum "
-                "splits up first: torch.cumsum(splits, 0, dtype=torch.int32)"
+                f"splits up first: {OFFS_OF_SPLITS}"
             )
         before = end
     if before > rows:
         what = f"offs end at {before}" if name == "offs" else f"splits sum to {before}"
         raise ValueError(f"{op}: {what}, but {leading(op)} has {rows} rows; every group must lie within them")
     return values
+
+
+def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> None:
+    """Once in this process for an operator and a likely cause."""
+    if not is_offs:
+        cause, hint = "splits", "Check that splits count every row"
+    elif sum(ends) == rows:
+        cause, hint = "splits as offs", f"offs sum to {rows}, as splits would: give splits=, or {OFFS_OF_SPLITS}"
+    elif ends[0] == 0:
+        cause, hint = "starts as offs", "offs[0] is 0, as the first of starts would be: give each group's end"
+    else:
+        cause, hint = "offs", f"Check that offs are ends: not splits, of which give {OFFS_OF_SPLITS}, and not starts"
+    if (op, cause) in _warned:
+        return
+    _warned.add((op, cause))
+    warnings.warn(
+        f"{op}: the groups end at row {ends[-1]} of {rows}; {BEHIND_GROUPS[op]}. {hint}. Where those rows are padding, "
+        "silence this by warnings.filterwarnings('ignore', message='.*the groups end at row')",
+        RuntimeWarning,
+        stacklevel=_level_of_user(),
+    )
+
+
+def _level_of_user() -> int:
+    """`stacklevel` for a function that the caller is in: of the first frame that is neither Glulam's nor torch's."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("glulam", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def on_device(op: str, splits: Splits, rows: int, device: torch.device) -> Tensor:
@@ -75,6 +158,6 @@ def on_device(op: str, splits: Splits, rows: int, device: torch.device) -> Tenso
             f"{op}: splits is a list or a CPU tensor, which a CUDA graph would freeze at its present values; pass a "
             "CUDA tensor, and write each replay's row counts into it"
         )
-    ends(op, None, splits, rows)
+    _ends(op, None, splits, rows)
     counts = torch.as_tensor(splits, device="cpu").to(torch.int32)
     return counts.pin_memory().to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
+from .groups import OF_A_TRACE, part_of
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -148,7 +149,8 @@ def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
         values, named = pytree.tree_map_only(Tensor, _as_data, (values, named))
         pending = form.pending(values, named)
-        return _returned(pending, pending.again())
+        with part_of(OF_A_TRACE):
+            return _returned(pending, pending.again())
 
     return run
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..groups import part_of
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
 from ..signature import check_flag, check_recipe
@@ -21,6 +22,7 @@ from .parts import (
     Targets,
     WeightGrad,
     as_result,
+    backward_of,
     once_differentiable,
     scale_of_bias_grad,
     taken,
@@ -28,7 +30,6 @@ from .parts import (
     usable,
     weight_grad,
     wide_weight_grad,
-    without_graph,
 )
 
 OP = "grouped_mlp"
@@ -74,7 +75,8 @@ class GroupedMlp(torch.autograd.Function):
         keep_preact = bool(wanted & options.path.need_preact) and not options.recompute
         keep_act = "w2" in wanted and not options.recompute
         out = options.targets.out
-        y, kept = options.path.forward(given, options.form, keep_preact, keep_act, out)
+        with part_of(OP):
+            y, kept = options.path.forward(given, options.form, keep_preact, keep_act, out)
         ctx.saved_layout, saved = flatten({**_to_save(given, wanted, options), **kept})
         ctx.save_for_backward(*saved)
         return y if out is None else as_result(y)
@@ -84,7 +86,7 @@ class GroupedMlp(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         wanted = ctx.layout.wanted(needed)
         saved = ctx.saved_layout.named(taken(ctx))
-        with without_graph():
+        with backward_of(OP):
             gradients = make_gradients(saved, ctx.options, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
         return None, None, *once_differentiable(OP, flat)

@@ -14,12 +14,12 @@ from .parts import (
     ORDINARY,
     Targets,
     as_result,
+    backward_of,
     once_differentiable,
     scale_of_bias_grad,
     taken,
     tensor_groups,
     usable,
-    without_graph,
 )
 
 OP = "grouped_mm"
@@ -58,7 +58,7 @@ class GroupedMm(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         wanted = ctx.layout.wanted(needed)
         saved = ctx.saved_layout.named(taken(ctx))
-        with without_graph():
+        with backward_of(OP):
             gradients = make_gradients(saved, ctx.transpose_w, ctx.targets, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
         return None, None, None, *once_differentiable(OP, flat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +186,18 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
 def without_graph() -> contextlib.AbstractContextManager[Any]:
     """Grad mode off, as it is in a backward anyway, unless a graph of the backward is being made."""
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def backward_of(op: str) -> Iterator[None]:
+    """Where a backward computes, without a graph: errors of the operators that it is made of name `op`."""
+    with without_graph(), group_sizes.part_of(op):
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            if type(error) not in (ValueError, TypeError) or str(error).startswith(f"{op}: "):
+                raise
+            raise type(error)(f"{op}'s backward: {str(error).removeprefix('backward: ')}") from error
 
 
 class _Once(torch.autograd.Function):

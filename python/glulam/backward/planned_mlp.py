@@ -33,11 +33,11 @@ from .parts import (
     ORDINARY,
     Targets,
     as_result,
+    backward_of,
     once_differentiable,
     scale_of_bias_grad,
     taken,
     usable,
-    without_graph,
 )
 from .planned import (
     TrainingLaunch,
@@ -264,7 +264,7 @@ def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any,
     named = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
     wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
     options = plan.options._replace(targets=targets)
-    with without_graph():
+    with backward_of(mlp.OP):
         gradients = mlp.make_gradients(named, options, usable(dy), wanted)
     return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
 

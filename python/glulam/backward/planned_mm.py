@@ -18,7 +18,7 @@ from ..ops.grouped_mm import GroupedMmCall
 from ..plan import address
 from . import mm
 from .layout import flatten
-from .parts import ORDINARY, Targets, as_result, once_differentiable, taken, usable, without_graph
+from .parts import ORDINARY, Targets, as_result, backward_of, once_differentiable, taken, usable
 from .planned import (
     TrainingLaunch,
     are_in_memory,
@@ -131,7 +131,7 @@ def _unusual_backward(plan: MmTrainingPlan, targets: Targets, saved: tuple[Any, 
     x, w, groups, scale = saved
     named = {"x": x, "w": w, "bias": None, "bias_scale": scale, plan.grouped_by: groups}
     wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
-    with without_graph():
+    with backward_of(mm.OP):
         gradients = mm.make_gradients(named, plan.transpose_w, targets, usable(dy), wanted)
     return None, None, *once_differentiable(mm.OP, [gradients.get(name) for name in NAMES])
 

@@ -30,7 +30,7 @@ from .. import kernels
 from ..signature import shape_text
 from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
-from .tensor import MXFP8Tensor
+from .tensor import InMXFP8, MXFP8Tensor, pass_through_torch
 
 OP = "prepare_mxfp8_weight"
 MAX_ERROR = 1e-2
@@ -94,8 +94,8 @@ class FoldReport:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class FoldedWeight:
-    """Expert weights as the FP8 GEMMs read them.
+class FoldedWeight(InMXFP8):
+    """Expert weights as the FP8 GEMMs read them. They copy and pickle, and pass torch.load(weights_only=True).
 
     Attributes:
         data: [E, R, C] float8_e4m3fn, contiguous, C the contraction: [E, N, K] for axis "row", the forward's;
@@ -103,12 +103,26 @@ class FoldedWeight:
         scale: [E, R] float8_e8m0fnu, one power of two a row.
         axis: "row" or "col".
         report: what folding changed; None where it was not asked for.
+
+    Raises:
+        ValueError, TypeError: the parts do not fit together.
     """
 
     data: Tensor
     scale: Tensor
     axis: str
     report: FoldReport | None
+
+    def __post_init__(self) -> None:
+        if self.axis not in AXES:
+            raise ValueError(f"FoldedWeight: axis is {self.axis!r}; choose one of {', '.join(AXES)}")
+        self.check_parts()
+        shape = tuple(self.data.shape)
+        if len(shape) != 3 or tuple(self.scale.shape) != shape[:2]:
+            raise ValueError(
+                f"FoldedWeight: data has shape {shape_text(shape)} and scale {shape_text(self.scale.shape)}; they must "
+                "be [E, R, C] and [E, R]"
+            )
 
     def dequantize(self) -> Tensor:
         """[E, N, K], float32."""
@@ -128,6 +142,21 @@ class FoldedWeights(NamedTuple):
 
     row: FoldedWeight
     col: FoldedWeight
+
+
+def _dump(form: tuple[str, FoldReport | None]) -> list[Any]:
+    axis, report = form
+    return [axis, None if report is None else dataclasses.asdict(report)]
+
+
+def _load(dumped: list[Any]) -> tuple[str, FoldReport | None]:
+    axis, report = dumped
+    if report is None:
+        return axis, None
+    return axis, FoldReport(**{**report, "binades": tuple(report["binades"]), "worst": Place(*report["worst"])})
+
+
+pass_through_torch(FoldedWeight, ("axis", "report"), _dump, _load, also=[FoldedWeights, FoldReport, Place])
 
 
 def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True) -> Any:

@@ -8,7 +8,7 @@ tensors, gradients do not pass through quantised values, and modules keep the tw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,38 @@ from .reference import dequantized
 FORM = ("axis", "block", "scale_layout")
 
 
+class InMXFP8:
+    """Part of a dataclass of `data` and `scale` in 8-bit floats, and of what describes them: what both kinds do alike.
+
+    It copies and pickles; `pass_through_torch` lets it pass what torch does to containers.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    def check_parts(self) -> None:
+        """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
+        kind = type(self).__name__
+        for name, dtype in (("data", DATA_DTYPE), ("scale", SCALE_DTYPE)):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtype}")
+        if self.scale.device != self.data.device:
+            raise ValueError(f"{kind}: scale is on {self.scale.device} but data is on {self.data.device}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As bytes: Python's own pickle cannot restore torch's 8-bit floats."""
+        return {**vars(self), "data": self.data.view(torch.uint8), "scale": self.scale.view(torch.uint8)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Checked as any other is, since it may come from a file."""
+        typed = {"data": state["data"].view(DATA_DTYPE), "scale": state["scale"].view(SCALE_DTYPE)}
+        self.__init__(**{**state, **typed})  # type: ignore[misc]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MXFP8Tensor:
+class MXFP8Tensor(InMXFP8):
     """A matrix [T, K], or a batch of them, in MXFP8: float8_e4m3fn elements, one E8M0 scale for 32 along an axis.
 
     The value of an element is its E4M3 number times 2^(scale byte - 127). Leading dimensions, as of expert weights
@@ -65,11 +95,7 @@ class MXFP8Tensor:
 
     def __post_init__(self) -> None:
         check_form(type(self).__name__, AXES, **{name: getattr(self, name) for name in FORM})
-        for name, dtype in (("data", DATA_DTYPE), ("scale", SCALE_DTYPE)):
-            tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"MXFP8Tensor: {name} is {got}; it must be a tensor of {dtype}")
+        self.check_parts()
         if self.data.dim() < 2:
             raise ValueError(f"MXFP8Tensor: data has shape {shape_text(self.data.shape)}; give [..., T, K]")
         *batch, rows, columns = self.data.shape
@@ -79,8 +105,6 @@ class MXFP8Tensor:
                 f"MXFP8Tensor: scale has shape {shape_text(self.scale.shape)}; {self.scale_layout} scales by "
                 f"{self.axis} of data {shape_text(self.data.shape)} are {shape_text(wanted)}"
             )
-        if self.scale.device != self.data.device:
-            raise ValueError(f"MXFP8Tensor: scale is on {self.scale.device} but data is on {self.data.device}")
 
     @property
     def shape(self) -> torch.Size:
@@ -221,15 +245,6 @@ class MXFP8Tensor:
             scale = scale.view(SCALE_DTYPE)
         return cls(tensors[f"{prefix}data"], scale, **{name: metadata[f"{prefix}{name}"] for name in FORM})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """As bytes: Python's own pickle cannot restore torch's 8-bit floats."""
-        return {**self.metadata(), "data": self.data.view(torch.uint8), "scale": self.scale.view(torch.uint8)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        typed = {"data": state["data"].view(DATA_DTYPE), "scale": state["scale"].view(SCALE_DTYPE)}
-        for name, value in {**state, **typed}.items():
-            object.__setattr__(self, name, value)
-
     def _with(self, **changes: Any) -> MXFP8Tensor:
         return dataclasses.replace(self, **changes)
 
@@ -258,17 +273,45 @@ def check_form(op: str, axes: Sequence[str], axis: Any, block: Any, scale_layout
 
 
 def unchecked(data: Any, scale: Any, axis: str, block: str, scale_layout: str) -> MXFP8Tensor:
-    """Of parts that fit, as a kernel's results do, or that pytree functions have replaced by anything."""
+    """Of parts that fit, as a kernel's results do."""
     result = object.__new__(MXFP8Tensor)
     result.__dict__.update(data=data, scale=scale, axis=axis, block=block, scale_layout=scale_layout)
     return result
 
 
-# So that containers of them pass through torch.compile and friends, and torch.load reads them.
-pytree.register_pytree_node(
-    MXFP8Tensor,
-    lambda t: ([t.data, t.scale], tuple(getattr(t, name) for name in FORM)),
-    lambda parts, form: unchecked(*parts, *form),
-    serialized_type_name="glulam.MXFP8Tensor",
-)
-torch.serialization.add_safe_globals([MXFP8Tensor])
+def pass_through_torch(
+    kind: type, form: Sequence[str], dump: Callable[[Any], Any], load: Callable[[Any], Any], also: Sequence[type] = ()
+) -> None:
+    """Let objects of an InMXFP8 class, and of others that they hold, pass torch.load(weights_only=True) and pytree
+    functions, and so containers of them torch.compile and torch.export.
+
+    Args:
+        form: the fields that are no tensors.
+        dump, load: of these fields' values, as a tuple, to what JSON knows, and back.
+        also: classes that are only to be read from files.
+    """
+
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        return [value.data, value.scale], tuple(getattr(value, name) for name in form)
+
+    def flatten_with_keys(value: Any) -> tuple[list[Any], Any]:
+        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in ("data", "scale")], flatten(value)[1]
+
+    def unflatten(parts: Any, values: Any) -> Any:
+        result: Any = object.__new__(kind)  # unchecked, since pytree functions may have replaced the parts by anything
+        result.__dict__.update(zip(("data", "scale", *form), (*parts, *values), strict=True))
+        return result
+
+    pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"glulam.{kind.__name__}",
+        to_dumpable_context=dump,
+        from_dumpable_context=load,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    torch.serialization.add_safe_globals([kind, *also])
+
+
+pass_through_torch(MXFP8Tensor, FORM, dump=list, load=tuple, also=[MXFP8Copies])

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.compiler import is_exporting
 from torch.nn import Parameter
 
 from .. import device as gpus
 from ..backward import Targets, differentiate
+from ..errors import CaptureError
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
@@ -44,6 +46,8 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
     Raises:
         ValueError, TypeError: at construction, for options that cannot work, alone or together.
     """
+
+    op = "grouped_mm"
 
     def __init__(
         self,
@@ -123,10 +127,15 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         put = self._delayed.new_pass() if self.delay_wgrad else None
         writer = self.grad_writer("weight", x, put)
         writers = {} if writer is None else {"w": writer}
-        if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
-            return grouped_mm(x, w, out=out, **given)
-        call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
-        return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        try:
+            if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
+                return grouped_mm(x, w, out=out, **given)
+            refuse_export("GroupedLinear")
+            call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
+            return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        except TypeError:
+            check_placement("GroupedLinear", self.parameter_list("weight")[0])
+            raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
@@ -136,7 +145,7 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None
         if has_main_grads(label, weights, x):
-            return main_grad_writer(weights, self.packed, put)
+            return main_grad_writer(label, weights, self.packed, put)
         return None if put is None else grad_writer(weights, self.packed, put)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -153,6 +162,19 @@ def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: 
     if writers or grad_input is not None:
         return False
     return out is None or not (torch.is_grad_enabled() and any_requires_grad(*arguments))
+
+
+def refuse_export(module: str) -> None:
+    """Called where a result or gradient goes elsewhere, which an exported program cannot do.
+
+    Raises:
+        CaptureError: torch.export is tracing.
+    """
+    if is_exporting():
+        raise CaptureError(
+            f"{module}: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where a gradient is "
+            "recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
+        )
 
 
 @_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
@@ -174,8 +196,10 @@ def check_placement(module: str, parameter: Tensor, *widths: int) -> None:
     on_gpu = parameter.device.type == gpus.KERNEL_DEVICE
     valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
     if parameter.dtype not in valid:
+        choices = " or ".join(f"dtype={dtype}" for dtype in valid)
         raise TypeError(
-            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {', '.join(map(str, valid))}"
+            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {choices} at construction, or call "
+            f".to({valid[0]})"
         )
     for width in widths:
         check_width(module, "a weight", width, on_gpu)

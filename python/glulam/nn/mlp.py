@@ -17,7 +17,7 @@ from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from ..recipes import BF16, Recipe
 from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
-from .linear import GroupedLinear, check_sizes, is_ordinary, outside_traces
+from .linear import GroupedLinear, check_placement, check_sizes, is_ordinary, outside_traces, refuse_export
 from .weight_gradients import Delayed, DelaysWeightGradients
 
 NAME = "GroupedMLP"
@@ -52,6 +52,8 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         ValueError, TypeError: at construction, for options that cannot work, alone or together.
     """
 
+    op = "grouped_mlp"
+
     def __init__(
         self,
         num_experts: int,
@@ -73,12 +75,16 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(NAME, num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        width = hidden_size if out_features is None else out_features
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "out_features": width}
+        check_sizes(NAME, num_experts=num_experts, **sizes)
         check_activation(NAME, activation, glu_layout)
         check_params(NAME, ActivationParams(limit, alpha, offset))
         chosen = recipes.find(NAME, recipe)
-        for name, flag in (("recompute", recompute), ("delay_wgrad", delay_wgrad)):
+        flags = {"bias": bias, "packed": packed, "recompute": recompute, "delay_wgrad": delay_wgrad}
+        for name, flag in flags.items():
             check_flag(NAME, name, flag)
+        check_placement(NAME, torch.empty(0, device=device, dtype=dtype), *sizes.values())
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
         self.form: dict[str, Any] = {
@@ -91,7 +97,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         self._delayed = Delayed()
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
         self.fc1 = GroupedLinear(num_experts, hidden_size, rows, **how)
-        self.fc2 = GroupedLinear(num_experts, intermediate_size, out_features or hidden_size, **how)
+        self.fc2 = GroupedLinear(num_experts, intermediate_size, width, **how)
         self._check_fits(chosen, hidden_size, intermediate_size)
 
     def _check_fits(self, recipe: Recipe, hidden_size: int, intermediate_size: int) -> None:
@@ -125,14 +131,20 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         put = self._delayed.new_pass() if self.delay_wgrad else None
         found = {"w1": fc1.grad_writer("fc1.weight", x, put), "w2": fc2.grad_writer("fc2.weight", x, put)}
         writers = {name: writer for name, writer in found.items() if writer is not None}
-        if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
-            return grouped_mlp(x, w1, w2, out=out, **given)
-        call: Any
-        if self.recipe is BF16:
-            call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
-        else:
-            call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
-        return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        try:
+            if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
+                return grouped_mlp(x, w1, w2, out=out, **given)
+            refuse_export(NAME)
+            call: Any
+            if self.recipe.name == BF16.name:
+                call = GroupedMlpCall(x=x, w1=w1, w2=w2, out=None, **given)
+            else:
+                call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
+            return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+        except TypeError:
+            if self.recipe.name == BF16.name:  # others read float32 too
+                check_placement(NAME, fc1.parameter_list("weight")[0])
+            raise
 
     def extra_repr(self) -> str:
         defaults = {**ActivationParams()._asdict(), "glu_layout": "concat", "recipe": "bf16", "recompute": False}

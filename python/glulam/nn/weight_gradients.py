@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..backward.parts import backward_of
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..signature import gradient_dtypes, shape_text
 
@@ -33,6 +34,10 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._passes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have nothing pending: jobs write the gradients of the module that made them."""
+        return {"_passes": deque()}
+
     def new_pass(self) -> Put:
         """Where a forward's backward puts its work."""
         jobs: list[Job] = []
@@ -44,20 +49,25 @@ class Delayed:
 
         return put
 
-    def run_oldest(self) -> None:
+    def run_oldest(self, op: str) -> None:
+        """`op`: the operator whose backward left them, for messages."""
         if not self._passes:
             raise RuntimeError("backward_dw: no weight gradient is pending; call it once after each backward")
         jobs = self._passes.popleft()
         pending = list(jobs)
         jobs.clear()
-        with torch.no_grad():
+        with backward_of(op), torch.no_grad():
             for job in pending:
                 job()
 
 
 class DelaysWeightGradients:
-    """Part of a module that can leave weight gradients out of backward: made with delay_wgrad=True, or not."""
+    """Part of a module that can leave weight gradients out of backward: made with delay_wgrad=True, or not.
 
+    `op`: the operator that the module calls.
+    """
+
+    op: ClassVar[str]
     delay_wgrad: bool
     _delayed: Delayed
 
@@ -71,7 +81,7 @@ class DelaysWeightGradients:
             raise RuntimeError(
                 "backward_dw: made without delay_wgrad=True, so backward computes weight gradients itself"
             )
-        self._delayed.run_oldest()
+        self._delayed.run_oldest(self.op)
 
 
 def has_main_grads(name: str, weights: list[Tensor], x: Tensor) -> bool:
@@ -87,6 +97,8 @@ def has_main_grads(name: str, weights: list[Tensor], x: Tensor) -> bool:
     if missing:
         raise ValueError(f"{name}{missing[0]} has no main_grad but others have; give one to every expert or to none")
     for weight, buffer in zip(weights, buffers, strict=True):
+        if not isinstance(buffer, Tensor):
+            raise TypeError(f"{name}.main_grad is a {type(buffer).__name__}; give a tensor like the weight")
         if buffer.shape != weight.shape or not buffer.is_contiguous():
             raise ValueError(
                 f"{name}.main_grad has shape {shape_text(buffer.shape)} and strides {shape_text(buffer.stride())}; it "
@@ -95,15 +107,21 @@ def has_main_grads(name: str, weights: list[Tensor], x: Tensor) -> bool:
         if buffer.dtype not in gradient_dtypes(x):
             valid = " or ".join(map(str, gradient_dtypes(x)))
             raise TypeError(f"{name}.main_grad is {buffer.dtype}; with x of {x.dtype} it must be {valid}")
+        if buffer.device != x.device:
+            raise ValueError(f"{name}.main_grad is on {buffer.device} but x is on {x.device}; move it to {x.device}")
     return True
 
 
-def main_grad_writer(weights: list[Tensor], packed: bool, put: Put | None) -> Callable[..., Any]:
-    """The gradient of weights, as the autograd functions ask for it, into main_grad."""
+def main_grad_writer(name: str, weights: list[Tensor], packed: bool, put: Put | None) -> Callable[..., Any]:
+    """The gradient of weights, as the autograd functions ask for it, into main_grad. `name`: theirs, for errors."""
 
     def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
         def write() -> None:
-            _write_main_grads(weights, packed, dy, x, groups)
+            try:
+                _write_main_grads(weights, packed, dy, x, groups)
+            except (ValueError, TypeError, AttributeError) as error:
+                _explain(name, weights, x, error)
+                raise
 
         if put is None:
             write()
@@ -134,6 +152,16 @@ def _write_main_grads(weights: list[Tensor], packed: bool, dy: Tensor, x: Tensor
     if len(set(adds)) > 1:
         how = {"mask": _mask(tuple(adds), x.device)}
     grouped_wgrad(dy, x, **groups, out=buffers[0] if packed else buffers, **how)
+
+
+def _explain(name: str, weights: list[Tensor], x: Tensor, error: Exception) -> None:
+    """Raises in words of main_grad, where an error of grouped_wgrad is about what lies there since forward."""
+    if not has_main_grads(name, weights, x):
+        raise ValueError(
+            f"{name}.main_grad was there in forward and is gone in backward; keep it until then"
+        ) from error
+    if ": out" in str(error):
+        raise type(error)(f"{name}.main_grad does not serve as the out of grouped_wgrad: {error}") from error
 
 
 @functools.lru_cache(64)

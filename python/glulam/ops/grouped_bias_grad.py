@@ -7,12 +7,14 @@ exact in float32, deterministic, clipped to the groups, and reads dy once.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from ..groups import Splits
+from ..groups import Splits, part_of
 from ..signature import (
     check_alignment,
     check_out_dtype,
@@ -44,7 +46,7 @@ def grouped_bias_grad(
 
     Args:
         dy: [T, N], bfloat16 or float16; on the CPU also float32 or float64. N is a multiple of 8 on a GPU.
-        offs, splits: as in the forward; see `grouped_mm`.
+        offs, splits: as in the forward; see `grouped_mm`. Their length is E, which nothing else tells here.
         row_scale: float32 [T], a factor for each row.
         out_dtype: of the result: dy's dtype (default), or float32 where that is 16-bit.
 
@@ -59,12 +61,13 @@ def grouped_bias_grad(
     try:
         check_out_dtype(OP, out_dtype, dy)
         sum_dtype = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
-        by_column: Tensor = grouped_wgrad(_weights(dy, row_scale), dy, offs=offs, splits=splits, out_dtype=sum_dtype)
+        with nullcontext() if is_dynamo_compiling() else part_of(OP):
+            by_column = grouped_wgrad(_weights(dy, row_scale), dy, offs=offs, splits=splits, out_dtype=sum_dtype)
     except Exception:
         _check(dy, offs, splits, row_scale, out_dtype)
         raise
     sums = by_column[:, 0] if row_scale is None else by_column.sum(dim=1)
-    return sums.to(out_dtype or dy.dtype)
+    return sums.to(out_dtype or dy.dtype)  # type: ignore[no-any-return]
 
 
 def _check(dy: Any, offs: Any, splits: Any, row_scale: Any, out_dtype: Any) -> None:

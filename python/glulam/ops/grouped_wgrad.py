@@ -49,7 +49,8 @@ def grouped_wgrad(
     Args:
         dy: [T, N] and x: [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
             padded. N and K are multiples of 8 on a GPU.
-        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Its length is E;
+            out and mask, where given, must agree with it, and without them nothing else tells E.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
             inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
