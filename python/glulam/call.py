@@ -232,12 +232,17 @@ class Call:
             sm_count=gpu.sm_count,
             rows=problem.rows,
             extents=self.extents(self.reads),
-            out_extent=_extent(getattr(self, "out", None)),
+            out_extents=tuple(map(_extent, self._given_outputs())),
         )
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The bytes that arguments reach over, as of `Launch.extents`."""
         return tuple(_extent(getattr(self, name)) for name in names)
+
+    def _given_outputs(self) -> list[Any]:
+        values = [getattr(self, name) for name in self.outputs]
+        parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+        return [one for part in parts for one in part if one is not None]
 
     def _check_group_sizes(self) -> None:
         if gpus.is_capturing():

@@ -13,6 +13,7 @@ graph's own, which the graph fills from pinned memory at each replay; calling on
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -71,12 +72,15 @@ class Table:
     Attributes:
         address: where it lies. It holds, for weights and gradients, offsets from the lowest expert in 16-byte units;
             for biases, addresses.
+        mark: a number that no other table has.
         checked: what was last found at these addresses; None once any of the tensors has died.
     """
 
-    __slots__ = ("address", "checked", "index", "streams", "values")
+    __slots__ = ("address", "checked", "index", "mark", "streams", "values")
+    _marks = itertools.count(1)
 
     def __init__(self, values: Tensor) -> None:
+        self.mark = next(self._marks)
         self.values = values
         self.address = values.data_ptr()
         self.index = values.get_device()
@@ -102,13 +106,14 @@ class ExpertList:
         lowest: weights and gradients: the expert at the lowest address as [1, N, K]; None for biases.
         address: of the table.
         begin, end: addresses between which all experts lie.
+        mark: a number of this list of addresses and no other, where a packed tensor has its address.
     """
 
-    __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "shape", "tensors")
+    __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "mark", "shape", "tensors")
 
     def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table, checked: Checked) -> None:
         self.tensors = tensors
-        self.address = table.address
+        self.address, self.mark = table.address, table.mark
         self.begin, self.end = checked.begin, checked.end
         self.index = table.index
         self.device = table.values.device
@@ -121,13 +126,13 @@ class ExpertList:
 
     @property
     def requires_grad(self) -> bool:
-        return any(tensor.requires_grad for tensor in self.tensors)
+        return True in [tensor.requires_grad for tensor in self.tensors]
 
     def get_device(self) -> int:
         return self.index
 
     def data_ptr(self) -> int:
-        return self.begin
+        return self.mark
 
 
 def _is_like(known: Checked, tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ call looks at (`Launch.apart`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,10 +73,10 @@ class Launch:
         rows: T.
         extents: for each argument that is read, in the order of the call's `reads`, the bytes from its first element
             to behind its last; 0 of one that is absent, empty or an ExpertList.
-        out_extent: the same of a given output.
-        apart: addresses of calls, in the order of `extents` and then the output's, that were looked at: all are memory,
-            and the output overlaps nothing. Allocators give the same ones again and again, and a look at the set takes
-            0.1 us, at the extents 1 us.
+        out_extents: the same of given outputs.
+        apart: addresses of calls, in the order of `extents` and then of given outputs, that were looked at: all are
+            memory, and no output overlaps anything. Allocators give the same ones again and again, and a look at the
+            set takes 0.1 us, at the extents 1 us and more.
     """
 
     op: str
@@ -91,48 +91,56 @@ class Launch:
     sm_count: int
     rows: int
     extents: tuple[int, ...]
-    out_extent: int
+    out_extents: tuple[int, ...]
     apart: set[tuple[int, ...]] = field(default_factory=set, kw_only=True)
 
     def tickets(self) -> int:
         """The address of the counters that the call's kernels draw tickets from, or 0."""
         return tickets.counters(self.device, self.index)
 
-    def check_apart(self, at: tuple[int, ...], out: Any, **read: Any) -> None:
+    def check_apart(self, at: tuple[int, ...], *out: Any, **read: Any) -> None:
         """Of addresses `at` that are not in `apart`: all are memory, and no output overlaps an argument.
 
         Args:
-            at: of what is read, and of the output, 0 for a new one.
-            out: the output that was given, if any.
-            read: what is read, in the order of `extents`, by the names that errors give it.
+            at: of what is read, in the order of `extents`, and of outputs, 0 for a new one; of an ExpertList its mark.
+            out: the outputs; None for a new one.
+            read: what is read, by the names that errors give it.
 
         Raises:
             FreedStorage, ValueError: they are not.
         """
-        lists = [value for value in (*read.values(), out) if value.__class__ is ExpertList]
-        out_extent = out.end - out.begin if out.__class__ is ExpertList else self.out_extent
-        if is_near(self.op, at[:-1], self.extents, at[-1], out_extent, lists) and out is not None:
-            check_overlaps(self.op, out, **read)
-        if lists:  # whose addresses `at` does not tell
-            return
-        if len(self.apart) >= MAX_APART:
-            self.apart.clear()
-        self.apart.add(at)
+        check_apart(self, at, [one for one in out if one is not None], read)
 
 
-def check_overlaps(op: str, out: Any, **read: Any) -> None:
+def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
+    """As `Launch.check_apart`, of any plan with `op`, `extents`, `out_extents` and `apart`. `out`: given outputs."""
+    begins = at[: len(plan.extents)]
+    lists = [value for value in read.values() if value.__class__ is ExpertList]
+    is_near(plan.op, begins, plan.extents)
+    for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
+        begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
+        if is_near(plan.op, begins, plan.extents, begin, size, lists):
+            check_overlaps(plan.op, "out" if len(out) == 1 else f"out[{index}]", one, read)
+    if len(plan.apart) >= MAX_APART:
+        plan.apart.clear()
+    plan.apart.add(at)
+
+
+def check_overlaps(op: str, name: str, out: Any, read: Mapping[str, Any]) -> None:
     """Raises ValueError, naming both, where an output shares memory with what is read."""
-    for label, tensor in tensors_of("out", out):
-        for name, value in read.items():
-            for other_label, other in tensors_of(name, value):
-                check_no_overlap(op, label, tensor, other_label, other)
+    for label, tensor in tensors_of(name, out):
+        for other_name, other in read.items():
+            for other_label, part in tensors_of(other_name, other):
+                check_no_overlap(op, label, tensor, other_label, part)
 
 
-def addresses(bias: Any) -> tuple[int, int]:
-    """A bias as the kernels take it: the address of a packed one and of a list's table, 0 for the other."""
-    if bias is None:
-        return 0, 0
-    return (0, bias.address) if bias.__class__ is ExpertList else (bias.data_ptr(), 0)
+def addresses(bias: Any) -> tuple[int, int, int]:
+    """A bias as the kernels take it: the address of a packed one and of a list's table, 0 for the other; and the number
+    that tells where it lies, as of `Launch.check_apart`."""
+    if bias.__class__ is ExpertList:
+        return 0, bias.address, bias.mark
+    at = 0 if bias is None else bias.data_ptr()
+    return at, 0, at
 
 
 def address(tensor: Tensor | None) -> int:

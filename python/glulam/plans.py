@@ -1,9 +1,9 @@
 """Where plans are kept, and how a call finds the one that serves it.
 
-A call is looked up by its tensors' metadata and its options. Plans of the latest calls are found by torch's own guards,
-which compiled functions ask at each call: one C call compares class, dtype, device, sizes, strides and dispatch keys
-(lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Others are found by a key of the same
-metadata, whose making and hashing takes 0.35 us a tensor.
+A call is looked up by its tensors' metadata and its options. Plans that were used before are found by torch's own
+guards, which compiled functions ask at each call: one C call compares class, dtype, device, sizes, strides and dispatch
+keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Others, and those of lists of
+experts, are found by a key of the same metadata, whose making and hashing takes 0.35 us a tensor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from .experts import ExpertList
 
 MAX_PLANS = 4096
 """Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
-MAX_RECENT = 4
+MAX_GUARDED = 1024
+"""Plans of an operator that guards find."""
+MAX_ALIKE = 4
+"""Of these, that differ neither in their options nor in the shape of the first tensor: they are tried in turn."""
 PATIENCE = 64
-"""Calls that none of the recent plans serves before other plans take their places."""
+"""Calls that none of those serves before others take their places."""
 
 # Private: should it move, every plan is found by its key.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+_UNGUARDED = frozenset((ExpertList, list, tuple))
 
 Given = Sequence[Any]
 
@@ -49,7 +54,7 @@ def _described(value: Any) -> Hashable:
     return kind, value.shape, value.dtype, value.get_device(), layout, value.requires_grad, value.is_neg()
 
 
-class _Recent(NamedTuple):
+class _Guarded(NamedTuple):
     """A plan, and the check of what is given that a call must pass for it."""
 
     check: Callable[..., bool]
@@ -72,7 +77,7 @@ class Plans(Generic[PlanType]):
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
-        self._recent: dict[Hashable, list[_Recent]] = {}  # by options; never changed, but replaced
+        self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
         self._misses = 0
         self._lock = threading.Lock()
         self.find = self._plans.get
@@ -82,7 +87,7 @@ class Plans(Generic[PlanType]):
         return len(self._plans)
 
     def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, PlanType | None]:
-        """The plan of a call, or None; and the key to keep one by, where the call is not like a recent one.
+        """The plan of a call, or None; and the key to keep one by, where no guard found it.
 
         Args:
             given: tensors, ExpertLists or lists of tensors.
@@ -91,26 +96,31 @@ class Plans(Generic[PlanType]):
         Raises:
             Exception: something is given that has no metadata of a tensor's.
         """
-        for check, plan in self._recent.get(options, ()):
+        place = (given[0].shape, options)
+        for check, plan in self._guarded.get(place, ()):
             if check(*given):
                 return None, plan
         key = (options, *map(_described, given))
         found = self.find(key)
-        if found is not None and _Guards is not None and all(isinstance(value, Tensor) for value in given):
-            self._remember(given, options, found)
+        if found is not None and _Guards is not None and _UNGUARDED.isdisjoint(map(type, given)):
+            self._guard(place, given, found)
         return key, found
 
-    def _remember(self, given: Given, options: Hashable, plan: PlanType) -> None:
-        latest = self._recent
-        if sum(map(len, latest.values())) >= MAX_RECENT:
+    def _guard(self, place: Hashable, given: Given, plan: PlanType) -> None:
+        """Let guards find a plan from now on."""
+        alike = self._guarded.get(place, [])
+        if len(alike) >= MAX_ALIKE:
             self._misses += 1
             if self._misses < PATIENCE:
                 return
-            latest = {}
+            alike = []
         self._misses = 0
         with contextlib.suppress(Exception):  # a signature of torch's that has changed
-            like = _Recent(_check_like(given), plan)
-            self._recent = {**latest, options: [*latest.get(options, ()), like]}
+            guarded = _Guarded(_check_like(given), plan)
+            with self._lock:
+                if len(self._guarded) >= MAX_GUARDED:
+                    self._guarded.clear()
+                self._guarded[place] = [*alike, guarded]
 
     def keep(self, key: Hashable, plan: PlanType) -> None:
         """Remember a plan; the oldest quarter goes where there are too many."""
@@ -123,7 +133,7 @@ class Plans(Generic[PlanType]):
     def forget(self) -> None:
         with self._lock:
             self._plans.clear()
-            self._recent = {}
+            self._guarded.clear()
 
 
 def forget_plans() -> None:

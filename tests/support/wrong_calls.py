@@ -178,17 +178,17 @@ _MLP_WRONG = {
     **_NUMBERS,
     **_SPLITS,
     "recipe": ("nothing", 3, None),
-    "recompute": (1, "x"),
+    "recompute": (2, "x"),
 }
 
 OPERATIONS = (
-    Operation("grouped_mm", glulam.grouped_mm, _mm, ("out",), {**_SPLITS, "transpose_w": (1, "x", None)}),
+    Operation("grouped_mm", glulam.grouped_mm, _mm, ("out",), {**_SPLITS, "transpose_w": (2, "x", None)}),
     Operation(
         "grouped_glu",
         glulam.grouped_glu,
         _glu,
         ("out",),
-        {**_ACTIVATION, **_GLU_LAYOUT, **_NUMBERS, **_SPLITS, "return_preact": (1, "x")},
+        {**_ACTIVATION, **_GLU_LAYOUT, **_NUMBERS, **_SPLITS, "return_preact": (2, "x")},
     ),
     Operation("grouped_mlp", glulam.grouped_mlp, _mlp, ("out",), _MLP_WRONG),
     Operation("grouped_mlp of lists", glulam.grouped_mlp, _mlp_of_lists, ("out",)),
@@ -196,8 +196,8 @@ OPERATIONS = (
         Operation(f"grouped_mlp {recipe}", glulam.grouped_mlp, lambda d, r=recipe: _mlp(d, r), ("out",), _MLP_WRONG)  # type: ignore[misc]
         for recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")
     ),
-    Operation("grouped_dglu", glulam.grouped_dglu, _dglu, (), {**_ACTIVATION, **_NUMBERS, "row_scale_grad": (1, "x")}),
-    Operation("grouped_wgrad", glulam.grouped_wgrad, _wgrad, ("out",), {"accumulate": (1, "x"), "out_dtype": (3,)}),
+    Operation("grouped_dglu", glulam.grouped_dglu, _dglu, (), {**_ACTIVATION, **_NUMBERS, "row_scale_grad": (2, "x")}),
+    Operation("grouped_wgrad", glulam.grouped_wgrad, _wgrad, ("out",), {"accumulate": (2, "x"), "out_dtype": (3,)}),
     Operation("grouped_bias_grad", glulam.grouped_bias_grad, _bias_grad, (), {"out_dtype": (3, torch.int32)}),
     Operation(
         "quantize_mxfp8",
@@ -209,7 +209,7 @@ OPERATIONS = (
     ),
     Operation("aggregate", mhc.aggregate, _aggregate, ("out",)),
     Operation("sinkhorn", mhc.sinkhorn, _sinkhorn, ("out",), {"iters": (-1, 1.5, "x", None), "eps": (-1.0, "x", None)}),
-    Operation("post_mix", mhc.post_mix, _post_mix, ("out",), {"transpose_res": (1, "x")}),
+    Operation("post_mix", mhc.post_mix, _post_mix, ("out",), {"transpose_res": (2, "x")}),
     Operation("project", mhc.project, _project, (), {"eps": (-1.0, "x", None)}),
     Operation("pre", mhc.pre, _project, (), {"eps": (-1.0, "x", None), "iters": (-1, 1.5, "x", None)}),
 )

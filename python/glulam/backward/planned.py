@@ -91,7 +91,7 @@ def is_usual(dy: Tensor) -> bool:
 
 def are_in_memory(*tensors: Tensor | None) -> bool:
     """Whether no storage was freed since it was saved, as FSDP does with parameters that it gathers again."""
-    return all(t is None or t.data_ptr() >= LOWEST_ADDRESS for t in tensors)
+    return min([t.data_ptr() for t in tensors if t is not None]) >= LOWEST_ADDRESS
 
 
 def save(ctx: Any, *tensors: Tensor | None) -> None:

@@ -106,9 +106,11 @@ class MlpTrainingPlan(TrainingLaunch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, x, w1, w2, groups, b1, b2, scale)
-        at = (*map(address, (x, w1, w2, groups, scale, b1, b2)), 0)
+        scale_at = 0 if scale is None else scale.data_ptr()
+        b1_at, b2_at = 0 if b1 is None else b1.data_ptr(), 0 if b2 is None else b2.data_ptr()
+        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups.data_ptr(), scale_at, b1_at, b2_at)
         if at not in self.apart:
-            self.check_apart(at, None, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
+            self.check_apart(at, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
         if not has_functorch_transforms():
             return apply_untransformed(self, targets, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return]
         given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
@@ -178,7 +180,7 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
         b2: Tensor | None, y: Tensor, preact: Tensor,
     ) -> None:  # fmt: skip
         weights = mxfp8.folded_rows(w1, w2, self.trained)
-        biases = addresses(b1), addresses(b2)
+        biases = addresses(b1)[:2], addresses(b2)[:2]
         mxfp8.launch_forward(
             self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), *biases, scale
         )

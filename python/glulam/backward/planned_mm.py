@@ -66,9 +66,9 @@ class MmTrainingPlan(TrainingLaunch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run_into(targets, x, w, groups, bias, scale)
-        at = (*map(address, (x, w, groups, bias, scale)), 0)
+        at = (x.data_ptr(), w.data_ptr(), groups.data_ptr(), address(bias), address(scale))
         if at not in self.apart:
-            self.check_apart(at, None, x=x, w=w, groups=groups, bias=bias, bias_scale=scale)
+            self.check_apart(at, x=x, w=w, groups=groups, bias=bias, bias_scale=scale)
         if not has_functorch_transforms():
             return apply_untransformed(self, targets, x, w, groups, bias, scale)  # type: ignore[no-any-return]
         layout, flat = flatten({"x": x, "w": w, "bias": bias, "bias_scale": scale, self.grouped_by: groups})

@@ -7,9 +7,8 @@ backward, is one exported function and one operator of torch's.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
@@ -22,11 +21,10 @@ from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
-from ..plan import FreedStorage, is_near, launch_nothing
+from ..plan import FreedStorage, check_apart, check_overlaps, launch_nothing
 from ..plans import Plans, unplanned
 from ..signature import (
     ALIGNMENT_BYTES,
-    check_no_overlap,
     check_plain,
     check_written,
     extent,
@@ -62,12 +60,14 @@ class Layout(NamedTuple):
 class Plan:
     """The constants of a call. `tail`: its numbers. `extents`, `out_extents`: bytes of each input and given output."""
 
+    op: str
     function: Callable[..., Any]
     index: int
     only: bool
     tail: tuple[float, ...]
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
+    apart: set[tuple[int, ...]] = field(default_factory=set, kw_only=True)
     takes_scratch: bool
     scratch: workspace.Layout | None
 
@@ -117,13 +117,16 @@ class Operator:
         if not unplanned():
             try:
                 given = tensors if out is None else (*tensors, *out)
-                present = [t for t in given if t is not None]
-                key, plan = self.plans.look_up(present, (options, len(given), *[t is None for t in tensors]))
+                absent = [t is None for t in given]
+                present = [t for t in given if t is not None] if True in absent else given
+                key, plan = self.plans.look_up(present, (options, *absent))
             except Exception:  # an argument that has no such attributes; the checks say which
                 key = plan = None
             if plan is not None:
-                with contextlib.suppress(FreedStorage):  # the checks say which
+                try:
                     return self.launch(plan, tensors, options, out)
+                except FreedStorage:
+                    pass  # the checks say which
         return self.settle(key, tensors, options, out)
 
     def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
@@ -165,14 +168,7 @@ class Operator:
                 )
             if given.device != lead.device or not given.is_contiguous():
                 raise ValueError(f"{self.op}: {name} must be contiguous and on {lead.device}; give a fresh buffer")
-        self.check_overlaps(tensors, out)
-
-    def check_overlaps(self, tensors: Tensors, out: Any) -> None:
-        """Raises ValueError, naming both, where a given output shares memory with an input."""
-        for name, given in zip(self.out_names(out), out, strict=True):
-            for other_name, other in zip(self.inputs, tensors, strict=True):
-                if other is not None and given.numel() and other.numel():
-                    check_no_overlap(self.op, name, given.view(-1), other_name, other.view(-1))
+            check_overlaps(self.op, name, given, dict(zip(self.inputs, tensors, strict=True)))
 
     def out_names(self, out: Any) -> list[str]:
         return ["out"] if len(out) == 1 else [f"out[{i}]" for i in range(len(out))]
@@ -197,6 +193,7 @@ class Operator:
         more = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
         size = layout.workspace
         return Plan(
+            op=self.op,
             function=kernels.find(spec).function if layout.work else launch_nothing,
             index=index,
             only=gpus.is_only_one(),
@@ -220,13 +217,9 @@ class Operator:
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
         if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses)) % ALIGNMENT_BYTES:
             self.refuse_alignment(addresses)
-        read = addresses[: len(tensors)]
-        if out is None:
-            is_near(self.op, read, plan.extents)
-        else:
-            given = zip(addresses[len(tensors) :], plan.out_extents, strict=False)
-            if any(is_near(self.op, read, plan.extents, at, size) for at, size in given):
-                self.check_overlaps(tensors, out)
+        at = tuple(addresses[: len(tensors) + len(plan.out_extents)])
+        if at not in plan.apart:
+            check_apart(plan, at, out or (), dict(zip(self.inputs, tensors, strict=True)))
         if plan.takes_scratch:
             scratch = None if plan.scratch is None else workspace.take(plan.scratch)
             addresses.append(0 if scratch is None else scratch.data_ptr())

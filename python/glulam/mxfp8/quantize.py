@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from cute_kernels.specs import QUANTIZE_AXES
 from .. import device as gpus
 from ..call import Call
 from ..dispatch import Problem
-from ..plan import Launch, address, aligned_row, check_overlaps, is_near
+from ..plan import Launch, aligned_row
 from ..plans import Plans, unplanned
 from ..signature import (
     check_x,
@@ -138,12 +137,11 @@ def new_results(x: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
 class QuantizeMxfp8Plan(Launch):
     """The constants of a quantize_mxfp8 call.
 
-    `places`: of each result among the four that a kernel knows; `sizes`: their bytes.
+    `places`: of each result among the four that a kernel knows.
     """
 
     shapes: Shapes
     places: tuple[int, ...]
-    sizes: tuple[int, ...]
     wide: int
     swizzled: int
 
@@ -151,16 +149,17 @@ class QuantizeMxfp8Plan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, offs, out)
-        read = (x.data_ptr(), address(offs))
+        offs_at = 0 if offs is None else offs.data_ptr()
+        at = (x.data_ptr(), offs_at, *([] if out is None else [t.data_ptr() for t in out]))
+        if at not in self.apart:
+            self.check_apart(at, *(out or ()), x=x, offs=offs)
         results = new_results(x, self.shapes) if out is None else tuple(out)
-        addresses = [0, 0, 0, 0]
-        for place, size, tensor in zip(self.places, self.sizes, results, strict=True):
-            at = addresses[place] = tensor.data_ptr()
-            if is_near(self.op, read, self.extents, at, size):
-                check_overlaps(self.op, tensor, x=x, offs=offs)
         if self.rows == 1:
             x = aligned_row(x)
-        self.function(x, *addresses, read[1], self.experts, self.wide, self.swizzled, 1)
+        addresses = [0, 0, 0, 0]
+        for place, tensor in zip(self.places, results, strict=True):
+            addresses[place] = tensor.data_ptr()
+        self.function(x, *addresses, offs_at, self.experts, self.wide, self.swizzled, 1)
         return results
 
 
@@ -274,7 +273,6 @@ class QuantizeMxfp8Call(Call):
             **vars(launch),
             shapes=self._shapes(),
             places={"row": (0, 1), "col": (2, 3), "both": (0, 1, 2, 3)}[self.axis],
-            sizes=tuple(math.prod(shape) for shape, _ in self._shapes()),
             wide=int(self.block == "1x128"),
             swizzled=int(self.scale_layout == "swizzled"),
         )

@@ -93,6 +93,7 @@ def _weights(dy: Tensor, row_scale: Tensor | None) -> Tensor:
     if row_scale is None:
         return dy.new_ones(rows, COLUMNS)
     check_scale(OP, "row_scale", row_scale, dy)
+    check_plain(OP, "row_scale", row_scale)  # torch's own operators read it first
     parts, rest = dy.new_zeros(rows, COLUMNS), row_scale
     for column in range(3 if dy.dtype.itemsize == 2 else 1):
         part = rest.to(dy.dtype)

@@ -155,9 +155,9 @@ class GroupedDgluPlan(Launch):
             with torch.cuda.device(self.index):
                 return self.run(dy, w2, preact, groups, scale)
         groups_at, scale_at = groups.data_ptr(), address(scale)
-        at = (dy.data_ptr(), w2.data_ptr(), preact.data_ptr(), groups_at, scale_at, 0)
+        at = (dy.data_ptr(), w2.data_ptr(), preact.data_ptr(), groups_at, scale_at)
         if at not in self.apart:
-            self.check_apart(at, None, dy=dy, w2=w2, preact=preact, groups=groups, row_scale=scale)
+            self.check_apart(at, dy=dy, w2=w2, preact=preact, groups=groups, row_scale=scale)
         dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
         w2_table = 0
         if self.w2_listed:

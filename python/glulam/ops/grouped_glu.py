@@ -134,8 +134,9 @@ class GroupedGluPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, groups, bias, scale, out)
-        groups_at, scale_at, (bias_at, bias_table) = groups.data_ptr(), address(scale), addresses(bias)
-        at = (x.data_ptr(), w1.data_ptr(), groups_at, bias_at, scale_at, address(out))
+        bias_at, bias_table, bias_mark = addresses(bias)
+        groups_at, scale_at = groups.data_ptr(), address(scale)
+        at = (x.data_ptr(), w1.data_ptr(), groups_at, bias_mark, scale_at, address(out))
         if at not in self.apart:
             self.check_apart(at, out, x=x, w1=w1, groups=groups, bias=bias, row_scale=scale)
         act = out = x.new_empty(self.rows, self.width) if out is None else out

@@ -176,14 +176,14 @@ class GroupedMlpPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, w2, groups, b1, b2, scale, out)
-        b1_at = b1_table = b2_at = b2_table = 0
+        b1_at = b1_table = b1_mark = b2_at = b2_table = b2_mark = 0
         if b1 is not None:
-            b1_at, b1_table = addresses(b1)
+            b1_at, b1_table, b1_mark = addresses(b1)
         if b2 is not None:
-            b2_at, b2_table = addresses(b2)
+            b2_at, b2_table, b2_mark = addresses(b2)
         groups_at, scale_at = groups.data_ptr(), 0 if scale is None else scale.data_ptr()
         out_at = 0 if out is None else out.data_ptr()
-        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_at, b2_at, out_at)
+        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, out_at)
         if at not in self.apart:
             self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
         y = out = x.new_empty(self.rows, self.width) if out is None else out

@@ -7,7 +7,7 @@ folds columns. They are operators of torch's, so that a trace sees each as one, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,9 +90,9 @@ def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Pr
 
 def launch_forward(
     launch: Launch, layouts: workspace.Layouts, params: ActivationParams, x: Tensor, weights: tuple[Prepared, Prepared],
-    y: Tensor, preact: Tensor, groups_at: int, b1: tuple[int, int], b2: tuple[int, int], scale: Tensor | None,
+    y: Tensor, preact: Tensor, groups_at: int, b1: Sequence[int], b2: Sequence[int], scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """y and preact. `b1`, `b2`: as of `plan.addresses`; `launch.function`: a grouped_glu's that keeps h."""
+    """y and preact. `b1`, `b2`: the first two of `plan.addresses`; `launch.function`: a grouped_glu's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
     memory = ForwardMemory(*workspace.take_all(layouts))
     tickets = launch.tickets() if launch.draws_tickets else 0
@@ -183,8 +183,8 @@ class ForwardPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w1, w2, groups, b1, b2, scale, out)
-        groups_at, (b1_at, b1_table), (b2_at, b2_table) = groups.data_ptr(), addresses(b1), addresses(b2)
-        at = (x.data_ptr(), *map(_packed_at, (w1, w2)), groups_at, address(scale), b1_at, b2_at, address(out))
+        groups_at, (*b1_at, b1_mark), (*b2_at, b2_mark) = groups.data_ptr(), addresses(b1), addresses(b2)
+        at = (x.data_ptr(), *map(_packed_at, (w1, w2)), groups_at, address(scale), b1_mark, b2_mark, address(out))
         if at not in self.apart:
             self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
         weights = folded_rows(w1, w2, self.trained)
@@ -192,8 +192,7 @@ class ForwardPlan(Launch):
         preact = x.new_empty(self.rows, self.preact_width)
         if self.rows == 1:
             x, y = aligned_row(x), aligned_row(y)
-        biases = (b1_at, b1_table), (b2_at, b2_table)
-        launch_forward(self, self.memory, self.params, x, weights, y, preact, groups_at, *biases, scale)
+        launch_forward(self, self.memory, self.params, x, weights, y, preact, groups_at, b1_at, b2_at, scale)
         return result, preact
 
 

@@ -114,8 +114,9 @@ class GroupedMmPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, w, groups, bias, scale, out)
-        groups_at, scale_at, (bias_at, bias_table) = groups.data_ptr(), address(scale), addresses(bias)
-        at = (x.data_ptr(), w.data_ptr(), groups_at, bias_at, scale_at, address(out))
+        bias_at, bias_table, bias_mark = addresses(bias)
+        groups_at, scale_at = groups.data_ptr(), address(scale)
+        at = (x.data_ptr(), w.data_ptr(), groups_at, bias_mark, scale_at, address(out))
         if at not in self.apart:
             self.check_apart(at, out, x=x, w=w, groups=groups, bias=bias, bias_scale=scale)
         y = out = x.new_empty(self.rows, self.width) if out is None else out

@@ -17,7 +17,7 @@ from .. import workspace
 from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
-from ..plan import Launch, address, addresses, aligned_row
+from ..plan import Launch, addresses, aligned_row
 
 QUANTISE, READY = 1, 2
 """What `do_launch` says of x: to be quantised first, or in MXFP8 already."""
@@ -60,11 +60,16 @@ class Mxfp8MlpPlan(Launch):
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(x, x_scale, w1, w1_scale, w2, w2_scale, groups, b1, b2, scale, out)
-        groups_at, scale_at, w1_scale_at, w2_scale_at = map(address, (groups, scale, w1_scale, w2_scale))
-        (b1_at, b1_table), (b2_at, b2_table) = addresses(b1), addresses(b2)
+        groups_at, w1_scale_at, w2_scale_at = groups.data_ptr(), w1_scale.data_ptr(), w2_scale.data_ptr()
+        scale_at = 0 if scale is None else scale.data_ptr()
+        b1_at = b1_table = b1_mark = b2_at = b2_table = b2_mark = 0
+        if b1 is not None:
+            b1_at, b1_table, b1_mark = addresses(b1)
+        if b2 is not None:
+            b2_at, b2_table, b2_mark = addresses(b2)
         at = (
-            x.data_ptr(), address(x_scale), w1.data_ptr(), w1_scale_at, w2.data_ptr(), w2_scale_at, groups_at, scale_at,
-            b1_at, b2_at, address(out),
+            x.data_ptr(), 0 if x_scale is None else x_scale.data_ptr(), w1.data_ptr(), w1_scale_at, w2.data_ptr(),
+            w2_scale_at, groups_at, scale_at, b1_mark, b2_mark, 0 if out is None else out.data_ptr(),
         )  # fmt: skip
         if at not in self.apart:
             self.check_apart(
