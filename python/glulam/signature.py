@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 
@@ -424,13 +425,16 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
 
 
 def check_plain(op: str, name: str, tensor: Tensor) -> None:
-    """Numbers in memory, as they are: no transform of torch's that a kernel would not see.
+    """Numbers in memory, as they are: no transform of torch's that a kernel would not see. Tensors without memory, and
+    subclasses, pass: they are the business of torch's dispatcher.
 
     Raises:
         GradientNotSupported: a tensor of a torch.func transform, or one with a tangent of forward-mode AD.
         TypeError: a sparse tensor.
         ValueError: a lazy negation, conjugation or zero; a storage that was freed, or is too small.
     """
+    if is_dynamo_compiling() or gpus.is_traced(tensor):
+        return
     if is_functorch_wrapped_tensor(tensor):
         raise GradientNotSupported(
             f"{op}: {name} belongs to a transform of torch.func (grad, vjp, jvp, vmap), which {op} does not support; "
@@ -447,8 +451,6 @@ def check_plain(op: str, name: str, tensor: Tensor) -> None:
         lazy = "negation" if tensor.is_neg() else "conjugate" if tensor.is_conj() else "zero"
         remedy = {"negation": "resolve_neg", "conjugate": "resolve_conj"}.get(lazy, "clone")
         raise ValueError(f"{op}: {name} is a lazy {lazy}, whose memory holds other numbers; give {name}.{remedy}()")
-    if type(tensor) not in gpus.PLAIN_TENSORS:
-        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, which kernels cannot read; give a plain tensor")
     held, needed = tensor.untyped_storage().nbytes(), extent(tensor)
     if needed and held < tensor.storage_offset() * tensor.element_size() + needed:
         raise ValueError(

@@ -50,8 +50,7 @@ def differentiate(
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     try:
-        if not call.is_traced():
-            call.check_plain()
+        call.check_plain()
         if plan is not None and failure is not None:
             raise failure
         if targets is not ORDINARY:

@@ -131,7 +131,7 @@ class Operator:
 
     def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """A call that no plan serves yet."""
-        if is_dynamo_compiling() or any(gpus.is_traced(t) for t in tensors):
+        if is_dynamo_compiling() or any(map(gpus.is_traced, (*tensors, *(out or ())))):
             return self.dispatch(tensors, options, out)
         named = (*zip(self.inputs, tensors, strict=True), *zip(self.out_names(out or ()), out or (), strict=True))
         for name, value in named:
