@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ffi_bridge import build
+from ffi_bridge import build, manifest
 from toys import TOY_SPECS, TOY_TRACER
+
+
+@pytest.fixture(autouse=True)
+def toys_are_expected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test has a bundle of toy kernels, that is what a bundle is to be made of."""
+    if "toy_bundle" in request.fixturenames:
+        monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,16 @@ import pytest
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, from_dict
 from ffi_bridge import CompileError, ToolchainError, build, manifest, toolchain
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in
 
 SPEC = TOY_SPECS[0]
-LIBRARY = "sm_90a/libglulam_sm_90a.so"
+ARCH = "sm_90a"
 MANIFEST = "sm_90a/manifest.json"
+
+
+def _content(bundle: Path) -> dict[str, bytes]:
+    """Every file of a bundle, by name."""
+    return {file.name: file.read_bytes() for file in (bundle / ARCH).iterdir()}
 
 
 def _build(specs: list, out: Path, tracer: str = TOY_TRACER, allowed: dict | None = None) -> manifest.Manifest:
@@ -29,7 +34,9 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
     described = manifest.read(toy_bundle / "sm_90a")
     assert list(described.functions) == sorted(spec.name for spec in TOY_SPECS)
     assert [from_dict(f.spec) for f in described.functions.values()] == sorted(TOY_SPECS, key=lambda s: s.name)
-    assert described.size == (toy_bundle / LIBRARY).stat().st_size
+    library = library_in(toy_bundle / ARCH)
+    assert (described.library, described.size) == (library.name, library.stat().st_size)
+    assert library.name == f"libglulam_sm_90a-{described.sha256[:16]}.so"
     assert described.versions == toolchain.versions()
     assert None not in described.versions.values()
     launched = {name: len(f.kernels) for name, f in described.functions.items()}
@@ -40,7 +47,7 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
 
 def test_library_exports_the_specs_names_and_nothing_else(toy_bundle: Path) -> None:
     listing = subprocess.run(
-        ["nm", "-D", "--defined-only", toy_bundle / LIBRARY], capture_output=True, text=True, check=True
+        ["nm", "-D", "--defined-only", library_in(toy_bundle / ARCH)], capture_output=True, text=True, check=True
     ).stdout
     exported = {line.split()[-1] for line in listing.splitlines()}
     assert exported == {f"__tvm_ffi_{spec.name}" for spec in TOY_SPECS}
@@ -60,12 +67,11 @@ def test_twice_is_the_same_bytes_anywhere_in_any_order(toy_bundle: Path, tmp_pat
     subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")], check=True, env=environment, cwd=elsewhere, umask=0o077
     )
-    for file in (LIBRARY, MANIFEST):
-        assert (tmp_path / "out" / file).read_bytes() == (toy_bundle / file).read_bytes(), file
+    assert _content(tmp_path / "out") == _content(toy_bundle)
 
 
 def test_library_holds_no_path_of_this_machine(toy_bundle: Path) -> None:
-    content = (toy_bundle / LIBRARY).read_bytes()
+    content = library_in(toy_bundle / ARCH).read_bytes()
     for trace in (HERE, toy_bundle, Path.home(), toolchain.runtime_library().parent):
         assert str(trace).encode() not in content
     assert b"toy_kernels" not in content
@@ -94,12 +100,12 @@ def test_refuses_slow_code_unless_allowed_by_name(variant: str, complaint: str, 
     ],
 )
 def test_a_failure_names_the_spec_and_leaves_the_old_bundle(bundle_copy: Path, tracer: str, words: str) -> None:
-    before = {file: (bundle_copy / file).read_bytes() for file in (LIBRARY, MANIFEST)}
+    before = _content(bundle_copy)
     with pytest.raises(CompileError) as failure:
         _build([SPEC], bundle_copy, tracer=tracer)
     assert SPEC.name in str(failure.value)
     assert words in str(failure.value)
-    assert {file: (bundle_copy / file).read_bytes() for file in before} == before
+    assert _content(bundle_copy) == before
     assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
 
 
@@ -107,6 +113,7 @@ def test_a_build_replaces_the_old_bundle(bundle_copy: Path) -> None:
     _build([SPEC], bundle_copy)
     assert list(json.loads((bundle_copy / MANIFEST).read_text())["functions"]) == [SPEC.name]
     assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
+    assert library_in(bundle_copy / ARCH).name == manifest.read(bundle_copy / ARCH).library, "the old one is gone"
 
 
 def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import build, cache, jit, loader
 from ffi_bridge.worker import Worker
 from glulam import cli, preferences
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, rewrite
 
 SPEC, OTHER = GroupedMmSpec("float16"), GroupedMmSpec()
 RANKS = 8
@@ -32,8 +32,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
-    key = cache.cache_key
-    monkeypatch.setattr(cache, "cache_key", lambda spec, tracer=TOY_TRACER, *sources: key(spec, tracer, *sources))
+    monkeypatch.setattr(cache, "DEFAULT_TRACER", TOY_TRACER)
     preferences.forget()
     return tmp_path / "cache"
 
@@ -44,7 +43,7 @@ def entry(root: Path) -> Path:
     with Worker(root.parent, TOY_TRACER) as worker:
         for spec in (OTHER, SPEC):
             jit.get(spec, tracer=TOY_TRACER, worker=worker)
-    return root / cache.cache_key(SPEC)
+    return root / cache.cache_key(SPEC, TOY_TRACER)
 
 
 def _run(*arguments: str) -> Result:
@@ -52,7 +51,7 @@ def _run(*arguments: str) -> Result:
 
 
 def _library(entry: Path) -> Path:
-    return entry / "sm_90a" / "libglulam_sm_90a.so"
+    return library_in(entry / "sm_90a")
 
 
 def _states() -> dict[str, str]:
@@ -62,14 +61,12 @@ def _states() -> dict[str, str]:
 def test_one_worker_serves_several_specs(entry: Path) -> None:
     assert set(_states().values()) == {"sound"} and len(_states()) == 2
     assert {found.spec for found in cache.entries()} == {SPEC, OTHER}
-    assert not list(entry.parent.glob(".compile-*"))
+    assert not list(entry.parent.glob(".glulam-compile-*"))
 
 
 def test_entries_tell_what_is_wrong(entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = _library(entry)
-    content = library.read_bytes()
-    library.unlink()  # this process has it mapped: another file takes its place
-    library.write_bytes(content[:-1])
+    rewrite(library, library.read_bytes()[:-1])
     assert _states()[entry.name] == "damaged"
     with pytest.warns(RuntimeWarning, match="rebuilding it"):
         monkeypatch.setattr(jit, "_functions", {})
@@ -128,15 +125,22 @@ def test_ranks_that_start_together_compile_once(root: Path) -> None:
 def test_a_refused_kernel_is_not_kept(root: Path) -> None:
     with pytest.raises(build.CompileError, match="C7517.*refused"):
         jit.get(SPEC, tracer="toy_kernels:trace_serialised", strict=True)
-    assert not [path for path in root.iterdir() if path.suffix != ".lock"]
+    assert not [path for path in root.iterdir() if path.is_dir()]
 
 
 def test_a_killed_build_is_swept_by_the_next(tmp_path: Path) -> None:
-    old, young, attic = (tmp_path / name for name in (".build-old", ".build-young", ".old-old"))
-    for folder in (old, young, attic):
+    """Its folder is told by name and marker; folders of others stay, however old and whatever they are called."""
+    names = (".glulam-build-old", ".glulam-build-young", ".glulam-build-another's", ".build-theirs", ".old-theirs")
+    old, young, unmarked, *theirs = (tmp_path / name for name in names)
+    for folder in (old, young, unmarked, *theirs):
         (folder / "objects").mkdir(parents=True)
-    for folder in (old, attic):
+    for folder in (old, young, *theirs):
+        (folder / ".glulam-scratch").touch()
+    link = tmp_path / ".glulam-build-link"
+    link.symlink_to(theirs[0])
+    for folder in (old, unmarked, *theirs):
         for path in (folder / "objects", folder):
             os.utime(path, (0, 0))
     build.build(TOY_SPECS[:1], tmp_path, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".build-young", "sm_90a"]
+    assert {path.name for path in tmp_path.iterdir()} == {*names, link.name, "sm_90a"} - {old.name}
+    assert all((folder / "objects").is_dir() for folder in (young, unmarked, *theirs))
