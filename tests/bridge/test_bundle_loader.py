@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,6 +47,10 @@ def _drop(key: str) -> Damage:
     return drop
 
 
+def _text(text: str) -> Damage:
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
 def _flip(position: int) -> Damage:
     def flip(folder: Path) -> None:
         library = library_in(folder)
@@ -86,6 +91,22 @@ CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
     "another Glulam": (_versions(glulam="0.0.9"), BundleOutdated, "was built with glulam 0.0.9, installed is"),
     "another DSL": (_versions(nvidia_cutlass_dsl="4.7.0"), BundleOutdated, "install nvidia-cutlass-dsl==4.7.0"),
     "another TVM-FFI": (_versions(apache_tvm_ffi="0.1.2"), BundleOutdated, "built with apache-tvm-ffi 0.1.2"),
+    "versions of another form": (_edit(versions=[]), BundleDamaged, "has versions of another form"),
+    "sources of another form": (_edit(sources=[]), BundleDamaged, "has sources of another form"),
+    "no versions": (_edit(versions={}), BundleDamaged, "has versions of nothing instead of apache-tvm-ffi"),
+    "no sources": (_edit(sources={}), BundleDamaged, "has sources of nothing instead of toy_kernels"),
+    "one more field": (_edit(extra=1), BundleDamaged, "has a field 'extra', which no manifest has"),
+    "a size that is true": (_edit(size=True), BundleDamaged, "has size of another form than a manifest's: True"),
+    "another size": (_edit(size=1), BundleDamaged, "bytes, its manifest says 1"),
+    "a hash that is none": (_edit(sha256="A" * 64), BundleDamaged, "has sha256 of another form"),
+    "an architecture elsewhere": (_edit(arch="../sm_90a"), BundleDamaged, "has arch of another form"),
+    "a schema that is true": (_edit(schema=True), BundleOutdated, "has manifest schema True"),
+    "a terminal's commands": (_edit(arch="\x1b[2J\n"), BundleDamaged, r"'\x1b[2J\n'"),
+    "a name twice": (_text('{"format": 1, "format": 2}'), BundleDamaged, "a name twice in one object"),
+    "nested deeply": (_text("[" * 100_000), BundleDamaged, "cannot be read (maximum recursion depth"),
+    "a huge number": (_text('{"size": ' + "9" * 5000 + "}"), BundleDamaged, "a number of 5000 digits"),
+    "a huge file": (lambda f: os.truncate(f / "manifest.json", 65 << 20), BundleDamaged, "has more than 64 MB"),
+    "no number": (_edit(size=float("nan")), BundleDamaged, "NaN is no number"),
     "other sources": (_edit(sources={"toy_kernels": "0" * 64}), BundleOutdated, "other sources of toy_kernels"),
 }
 
