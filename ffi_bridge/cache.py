@@ -30,7 +30,7 @@ from cute_kernels.specs import Spec, from_dict, to_dict
 
 from . import loader, manifest, toolchain
 from .compiler import DEFAULT_TRACER, OPTIONS
-from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
+from .errors import BundleDamaged, BundleError, BundleOutdated
 from .scratch import sweep
 
 ENV_CACHE = "GLULAM_CACHE_DIR"
@@ -74,8 +74,6 @@ def load(entry: Path, spec: Spec, tracer: str, sources: dict[str, str] | None = 
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded.
         ToolchainError: a run-time library is not installed.
     """
-    if entry.is_symlink():
-        raise BundleForeign(f"foreign bundle: {entry} is a symbolic link; remove it")
     return loader.load(spec.arch, entry, sources or tracer_sources(tracer), spec).function(spec.name)
 
 
@@ -90,7 +88,7 @@ def find(spec: Spec, tracer: str = DEFAULT_TRACER) -> Callable[..., Any] | None:
 def make_root(root: Path) -> None:
     """Makes the cache's folder, and marks it as Glulam's unless somebody's own files lie there already."""
     root.mkdir(parents=True, exist_ok=True)
-    if not (root / MARKER).exists() and all(_is_our_name(path) for path in root.iterdir()):
+    if not os.path.lexists(root / MARKER) and all(_is_our_name(path) for path in root.iterdir()):
         with contextlib.suppress(FileExistsError), (root / MARKER).open("x") as marker:
             marker.write(_MARK)
 
@@ -185,9 +183,14 @@ def _spec_in(folder: Path) -> Spec | None:
 def _verify(folder: Path, spec: Spec | None) -> None:
     """Every check of `load`, and that of the key; raises BundleError."""
     arch = _key_of(folder)["arch"]
-    manifest.verify(folder / arch, arch, tracer_sources(DEFAULT_TRACER), spec)
+    found = manifest.verify(folder / arch, arch, tracer_sources(DEFAULT_TRACER), spec)
     if spec is None:
         raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; remove it")
+    with manifest.opened_library(folder / arch, found) as library:
+        if f"__tvm_ffi_{spec.name}\0".encode() not in os.pread(library, found.size, 0):
+            raise BundleDamaged(
+                f"damaged bundle: {folder / arch / found.library} has no function {spec.name}; remove it"
+            )
     if folder.name != cache_key(spec, DEFAULT_TRACER):
         raise BundleOutdated(f"{folder} was compiled with other options, versions or sources")
 
@@ -227,7 +230,7 @@ def entries(root: Path | None = None) -> Iterator[Entry]:
     except OSError as error:
         _warn(f"{root} cannot be read ({error.strerror}); set {ENV_CACHE} to another folder")
         return
-    marked = (root / MARKER).exists()
+    marked = os.path.lexists(root / MARKER)
     for folder in folders:
         if entry := _examine(folder, marked):
             yield entry

@@ -156,5 +156,8 @@ def load(
     key = (arch, os.path.abspath(root))
     with _lock:
         if key not in _loaded:
-            _loaded[key] = checked(Bundle, root / arch, arch, sources, spec)
+            bundle = checked(Bundle, root / arch, arch, sources, spec)
+            if spec:
+                bundle.function(spec.name)  # one that lacks it is not kept: it will be made anew
+            _loaded[key] = bundle
         return _loaded[key]
