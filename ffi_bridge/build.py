@@ -138,6 +138,7 @@ def write_bundle(
     linked = folder / "linked.so"
     link((artifact.object_file for artifact in artifacts), linked)
     with linked.open("rb") as file:
+        os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
         sha256, size = manifests.hash_of(file.fileno()), os.fstat(file.fileno()).st_size
     by_name = {artifact.name: artifact for artifact in artifacts}

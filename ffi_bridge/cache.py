@@ -30,7 +30,7 @@ from cute_kernels.specs import Spec, from_dict, to_dict
 
 from . import loader, manifest, toolchain
 from .compiler import DEFAULT_TRACER, OPTIONS
-from .errors import BundleDamaged, BundleError, BundleOutdated
+from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
 ENV_CACHE = "GLULAM_CACHE_DIR"
@@ -40,6 +40,7 @@ STATES = ("sound", "outdated", "damaged", "aside")
 
 _KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-[0-9a-f]{16}")
 _MARK = "Glulam made this folder for compiled kernels; `glulam cache clear` removes those, and nothing else.\n"
+_REMEDY = "compile it again, or run `glulam cache clear --outdated`"
 
 
 def cache_root() -> Path:
@@ -185,14 +186,16 @@ def _verify(folder: Path, spec: Spec | None) -> None:
     arch = _key_of(folder)["arch"]
     found = manifest.verify(folder / arch, arch, tracer_sources(DEFAULT_TRACER), spec)
     if spec is None:
-        raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; remove it")
+        raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
     with manifest.opened_library(folder / arch, found) as library:
         if f"__tvm_ffi_{spec.name}\0".encode() not in os.pread(library, found.size, 0):
             raise BundleDamaged(
                 f"damaged bundle: {folder / arch / found.library} has no function {spec.name}; remove it"
             )
     if folder.name != cache_key(spec, DEFAULT_TRACER):
-        raise BundleOutdated(f"{folder} was compiled with other options, versions or sources")
+        raise BundleOutdated(
+            f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"
+        )
 
 
 def _examine(folder: Path, marked: bool) -> Entry | None:
@@ -216,7 +219,8 @@ def _examine(folder: Path, marked: bool) -> Entry | None:
         _verify(folder, spec)
     except BundleError as error:
         state = "outdated" if isinstance(error, BundleOutdated) else "damaged"
-        return Entry(folder, spec, size, state, str(error))
+        problem = str(error) if isinstance(error, BundleForeign) else f"{str(error).rpartition('; ')[0]}; {_REMEDY}"
+        return Entry(folder, spec, size, state, problem)
     return Entry(folder, spec, size, "sound")
 
 

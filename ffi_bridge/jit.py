@@ -46,6 +46,7 @@ def get(
     Raises:
         CompileError: the kernel does not compile, or is refused.
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
+        OSError: neither the cache nor the folder for temporary files takes it, say because both disks are full.
     """
     wanted = (spec, tracer)
     if wanted not in _functions:  # threads that race here are told apart by the entry's file lock

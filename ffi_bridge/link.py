@@ -34,4 +34,3 @@ def link(objects: Iterable[Path], library: Path) -> None:
     arguments.unlink()
     if done.returncode:
         raise CompileError(f"linking {library.name} failed:\n{done.stderr.strip()}")
-    library.chmod(0o644)

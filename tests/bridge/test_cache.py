@@ -86,6 +86,7 @@ def test_list_verify_and_clear(entry: Path) -> None:
     _library(entry).unlink()
     verified = _run("verify")
     assert verified.exit_code == 1 and f"damaged: {entry.name}: damaged bundle" in verified.output
+    assert "; compile it again, or run `glulam cache clear --outdated`\n" in verified.output
     cleared = _run("clear", "--outdated")
     assert "removed 1 kernels" in cleared.output and "0 preferences" in cleared.output
     assert list(_states().values()) == ["sound"]
