@@ -258,7 +258,7 @@ def discard(folder: Path) -> None:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         outer = _descriptor(stack, folder, flags)
-        for arch in os.listdir(outer):
+        if (arch := _key_of(folder)["arch"]) in os.listdir(outer):
             inner = _descriptor(stack, arch, flags, outer)
             for file in sorted(files, reverse=True):  # the manifest first: an entry without one is none
                 os.unlink(file.name, dir_fd=inner)
