@@ -24,7 +24,9 @@ class BuildWithBundle(build_py):
 
     def run(self) -> None:
         if not self.editable_mode:
-            shutil.rmtree(self.build_lib, ignore_errors=True)  # an earlier build's leftovers would be packed
+            for package in {name.partition(".")[0] for name in self.packages}:
+                # An earlier build's leftovers would be packed. Ours alone go: the folder may be anyone's (--build-lib).
+                shutil.rmtree(Path(self.build_lib, package), ignore_errors=True)
         super().run()
         if not self.editable_mode:
             self.build_bundle()

@@ -6,6 +6,7 @@ compiles what a bundle lacks, in a helper process; `ffi_bridge.build` makes bund
 
 from ._version import __version__
 from .errors import (
+    BundleBusy,
     BundleDamaged,
     BundleError,
     BundleForeign,
@@ -18,6 +19,7 @@ from .loader import Bundle, load
 
 __all__ = [
     "Bundle",
+    "BundleBusy",
     "BundleDamaged",
     "BundleError",
     "BundleForeign",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
-import shutil
-import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -15,18 +15,18 @@ from pathlib import Path
 from cute_kernels.specs import Spec, to_dict
 
 from . import manifest as manifests
-from . import toolchain
+from . import toolchain, trust
 from .cache import tracer_sources
 from .compiler import DEFAULT_TRACER, KernelArtifact
-from .errors import CompileError
+from .errors import BundleBusy, CompileError
 from .link import link
 from .manifest import Function, Manifest
-from .scratch import sweep
+from .scratch import full_disk_told, scratch, sweep
 from .worker import Worker
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
 CONFIGS = {"sm_90a": "cute_kernels.sm90.configs"}
-SCRATCH, ATTIC = ".build-", ".old-"  # folders of a build in progress: what it makes, and what that replaces
+SCRATCH = ".glulam-build-"  # the folder of a build in progress
 _MAX_JOBS = 32  # a compile process needs about 0.5 GB
 _MAX_COMPLAINTS = 20  # lines of an error message
 
@@ -135,14 +135,18 @@ def write_bundle(
     folder: Path, arch: str, specs: Sequence[Spec], artifacts: Sequence[KernelArtifact], sources: dict[str, str]
 ) -> Manifest:
     """Links `artifacts` into `folder` (which exists) and writes the manifest beside the library."""
-    library = folder / manifests.library_name(arch)
-    link((artifact.object_file for artifact in artifacts), library)
+    linked = folder / "linked.so"
+    link((artifact.object_file for artifact in artifacts), linked)
+    with linked.open("rb") as file:
+        os.fchmod(file.fileno(), 0o644)
+        os.fsync(file.fileno())
+        sha256, size = manifests.hash_of(file.fileno()), os.fstat(file.fileno()).st_size
     by_name = {artifact.name: artifact for artifact in artifacts}
     manifest = Manifest(
         arch=arch,
-        library=library.name,
-        sha256=manifests.file_hash(library),
-        size=library.stat().st_size,
+        library=manifests.library_name(arch, sha256),
+        sha256=sha256,
+        size=size,
         versions=toolchain.versions(),
         sources=sources,
         functions={
@@ -150,16 +154,57 @@ def write_bundle(
             for spec in sorted(specs, key=lambda spec: spec.name)
         },
     )
+    linked.rename(folder / manifest.library)
     manifest.write(folder)
     return manifest
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Moves folder `new` to `target`, in place of what is there. Both are on one file system."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=ATTIC, ignore_cleanup_errors=True) as attic:
-        with contextlib.suppress(FileNotFoundError):
-            target.rename(Path(attic) / "bundle")
-        new.rename(target)
+def publish(new: Path, target: Path, manifest: Manifest) -> None:
+    """Moves the bundle in folder `new` to folder `target`, on the same file system; readers never find half of it.
+
+    The library gets a name of its own, then the manifest takes the place of the old one at once. Only then do
+    libraries go that no manifest describes; who has loaded one keeps it.
+    """
+    target.mkdir(mode=0o755, exist_ok=True)
+    for file in (manifest.library, manifests.FILE):
+        os.replace(new / file, target / file)
+    for path in target.iterdir():
+        if manifests.LIBRARY.fullmatch(path.name) and path.name != manifest.library:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def only_builder(out: Path) -> Iterator[None]:
+    """Keeps other builds out of folder `out`; a process that dies lets go.
+
+    The folder itself is locked: a lock file would stay in it and in wheels. Raises BundleBusy, at once: what another
+    process builds meanwhile is most likely the same.
+    """
+    handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise BundleBusy(
+            f"another process is building a bundle in {out}; wait until it ends, or build into another folder"
+        ) from None
+    except OSError as error:  # some network file systems lock files only
+        warnings.warn(
+            f"{out} cannot be locked ({error.strerror}): build it once at a time", RuntimeWarning, stacklevel=4
+        )
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _check_target(folder: Path) -> None:
+    """Raises now for a place whose bundle no process would load, rather than after minutes of compiling."""
+    asked = trust.of(folder.parent)
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+        root = stack.enter_context(asked.opened(folder.parent, folder=True))
+        stack.enter_context(asked.opened(folder, root, folder=True))
 
 
 def check_prerequisites() -> None:
@@ -188,7 +233,7 @@ def build(
     tracer: str = DEFAULT_TRACER,
     allowed: Allowed | None = None,
 ) -> Manifest:
-    """Builds `out`/<arch>/libglulam_<arch>.so and its manifest.json; the same sources give the same bytes.
+    """Builds `out`/<arch>/libglulam_<arch>-<hash>.so and its manifest.json; the same sources give the same bytes.
 
     Args:
         specs: what to compile, all for one architecture.
@@ -202,22 +247,28 @@ def build(
         ValueError: no specs, or specs of several architectures.
         CompileError: a kernel does not compile, spills, or has its wgmma serialised; nothing is replaced.
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
+        BundleBusy: another process is building in `out`.
+        BundleForeign: others can write in `out`, so what is built there would not be loaded.
+        OSError: `out` cannot be written or its disk is full; nothing is replaced.
     """
     arch = _one_arch(specs)
     check_prerequisites()
     sources = tracer_sources(tracer)  # before compiling: an edit meanwhile makes the bundle outdated, not wrong
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    sweep(out, SCRATCH, ATTIC)
     jobs = min(jobs or default_jobs(), len(specs))
-    with tempfile.TemporaryDirectory(dir=out, prefix=SCRATCH) as scratch:
-        objects, folder = Path(scratch) / "objects", Path(scratch) / arch
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(full_disk_told(out, "free some space, or build into a folder on another disk"))
+        out.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _check_target(out / arch)
+        stack.enter_context(only_builder(out))
+        sweep(out, SCRATCH)
+        work = stack.enter_context(scratch(out, SCRATCH))
+        objects, folder = work / "objects", work / arch
         objects.mkdir()
         folder.mkdir()
         with _progress(f"{arch} kernels", len(specs), progress) as done:
             artifacts = compile_all(specs, objects, jobs, tracer, done)
         _refuse(complaints(artifacts, allowed_diagnostics(arch) if allowed is None else allowed))
         manifest = write_bundle(folder, arch, specs, artifacts, sources)
-        shutil.rmtree(objects)
-        replace_folder(folder, out / arch)
+        publish(folder, out / arch, manifest)
     return manifest

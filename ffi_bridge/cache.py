@@ -3,10 +3,13 @@
 A cache entry is a bundle of one function, so that the loader's checks serve it as well. Its key covers the
 spec, the kernels' sources, the compile options and the toolchain's versions; anything else is the same code.
 
+    <root>/.glulam-cache         says that Glulam made this folder
     <root>/<key>/<arch>/         an entry: library and manifest
-    <root>/<key>.lock            held while the entry is made
+    <root>/<key>.lock            held while the entry is made or removed
     <root>/<key>.damaged/        an entry that was put aside
-    <root>/.compile-*/           a compile in progress
+    <root>/.glulam-compile-*/    a compile in progress
+
+Whatever else lies there is somebody's own: it is neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -16,22 +19,28 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
+import re
+import stat
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cute_kernels.specs import Spec, from_dict, to_dict
-from cute_kernels.tiles import SpecError
 
 from . import loader, manifest, toolchain
 from .compiler import DEFAULT_TRACER, OPTIONS
-from .errors import BundleDamaged, BundleError, BundleOutdated
+from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
 ENV_CACHE = "GLULAM_CACHE_DIR"
-DAMAGED, COMPILING, LOCK = ".damaged", ".compile-", ".lock"
+MARKER, COMPILING, DAMAGED, LOCK = ".glulam-cache", ".glulam-compile-", ".damaged", ".lock"
+NEIGHBOURS = ("preferred", "tuning")  # folders that other parts of Glulam keep in the cache's
 STATES = ("sound", "outdated", "damaged", "aside")
+
+_KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-[0-9a-f]{16}")
+_MARK = "Glulam made this folder for compiled kernels; `glulam cache clear` removes those, and nothing else.\n"
+_REMEDY = "compile it again, or run `glulam cache clear --outdated`"
 
 
 def cache_root() -> Path:
@@ -59,12 +68,55 @@ def cache_key(spec: Spec, tracer: str = DEFAULT_TRACER, sources: dict[str, str] 
     return f"{spec.name}-{digest[:16]}"
 
 
+def load(entry: Path, spec: Spec, tracer: str, sources: dict[str, str] | None = None) -> Callable[..., Any]:
+    """The function of `spec` from the entry in folder `entry`, verified and loaded.
+
+    Raises:
+        BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded.
+        ToolchainError: a run-time library is not installed.
+    """
+    return loader.load(spec.arch, entry, sources or tracer_sources(tracer), spec).function(spec.name)
+
+
 def find(spec: Spec, tracer: str = DEFAULT_TRACER) -> Callable[..., Any] | None:
     """The cached function of a spec, verified and loaded; None where there is no usable entry."""
     with contextlib.suppress(BundleError):
         sources = tracer_sources(tracer)  # once: looking at every file is most of what finding takes
-        return loader.load(spec.arch, cache_root() / cache_key(spec, tracer, sources), sources).function(spec.name)
+        return load(cache_root() / cache_key(spec, tracer, sources), spec, tracer, sources)
     return None
+
+
+def make_root(root: Path) -> None:
+    """Makes the cache's folder, and marks it as Glulam's unless somebody's own files lie there already."""
+    root.mkdir(parents=True, exist_ok=True)
+    if not os.path.lexists(root / MARKER) and all(_is_our_name(path) for path in root.iterdir()):
+        with contextlib.suppress(FileExistsError), (root / MARKER).open("x") as marker:
+            marker.write(_MARK)
+
+
+def _is_our_name(path: Path) -> bool:
+    return path.name in (*NEIGHBOURS, MARKER) or bool(_key_of(path.with_name(path.name.removesuffix(LOCK))))
+
+
+@contextlib.contextmanager
+def exclusive(root: Path, key: str, timeout: float = -1) -> Iterator[None]:
+    """One process at a time for one key; a process that dies lets go.
+
+    The file stays: who waits for it holds it open already, and would lock another than who comes after.
+
+    Raises:
+        filelock.Timeout: after `timeout` seconds; negative: never.
+        OSError: the file cannot be opened, or leads elsewhere.
+    """
+    import filelock
+
+    path = root / f"{key}{LOCK}"
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # older filelocks empty what they open
+            raise PermissionError(f"{path} is no plain file; remove it")
+    with filelock.FileLock(path).acquire(timeout=timeout):
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +128,8 @@ class Entry:
         spec: of its kernel; None where its manifest cannot be read.
         size: bytes on disk.
         state: "sound": `find` gives it; "outdated": made by other versions or of other sources, of no more use;
-            "damaged": made anew when it is next asked for; "aside": found damaged before, kept to be looked at.
+            "damaged": not loaded, made anew when it is next asked for; "aside": found damaged before, kept to be
+            looked at.
         problem: what is wrong with it, empty where it is sound.
     """
 
@@ -91,60 +144,158 @@ class Entry:
         return self.folder.name
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _key_of(folder: Path) -> dict[str, str]:
+    """What a folder's name says of its entry: the spec's `name` and `arch`; empty where it is no key."""
+    key = _KEY.fullmatch(folder.name.removesuffix(DAMAGED))
+    return key.groupdict() if key else {}
+
+
+def _files(folder: Path) -> list[Path] | None:
+    """The files of an entry: `folder`/<arch>/ with a library, a manifest, or one of them.
+
+    None where the name is no key, or anything else lies there, a symbolic link included. Raises OSError.
+    """
+    key = _key_of(folder)
+    if not key or not stat.S_ISDIR(folder.lstat().st_mode):
+        return None
+    archs = list(folder.iterdir())
+    if any(path.name != key["arch"] or not stat.S_ISDIR(path.lstat().st_mode) for path in archs):
+        return None
+    files = [file for arch in archs for file in arch.iterdir()]
+    ours = (_is_our_file(file, key["arch"]) and stat.S_ISREG(file.lstat().st_mode) for file in files)
+    return files if all(ours) else None
+
+
+def _is_our_file(file: Path, arch: str) -> bool:
+    library = manifest.LIBRARY.fullmatch(file.name)
+    return file.name == manifest.FILE or (library is not None and library["arch"] == arch)
 
 
 def _spec_in(folder: Path) -> Spec | None:
-    """The spec of the one function of an entry's bundle."""
-    with contextlib.suppress(BundleError, SpecError, OSError):
-        (function,) = manifest.read(folder).functions.values()
-        return from_dict(function.spec)
+    """The spec of the one function of an entry, where its name is the folder's."""
+    key = _key_of(folder)
+    with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
+        ((name, function),) = manifest.read(folder / key["arch"]).functions.items()
+        spec = from_dict(function.spec)
+        return spec if spec.name == name == key["name"] else None
     return None
 
 
-def _examine(folder: Path) -> Entry:
-    size = _size(folder)
-    if folder.suffix == DAMAGED:
-        return Entry(folder, None, size, "aside", "was found damaged")
-    inner = next((path for path in sorted(folder.iterdir()) if path.is_dir()), folder / "nothing")
-    spec = _spec_in(inner)
+def _verify(folder: Path, spec: Spec | None) -> None:
+    """Every check of `load`, and that of the key; raises BundleError."""
+    arch = _key_of(folder)["arch"]
+    found = manifest.verify(folder / arch, arch, tracer_sources(DEFAULT_TRACER), spec)
+    if spec is None:
+        raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
+    with manifest.opened_library(folder / arch, found) as library:
+        if f"__tvm_ffi_{spec.name}\0".encode() not in os.pread(library, found.size, 0):
+            raise BundleDamaged(
+                f"damaged bundle: {folder / arch / found.library} has no function {spec.name}; remove it"
+            )
+    if folder.name != cache_key(spec, DEFAULT_TRACER):
+        raise BundleOutdated(
+            f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"
+        )
+
+
+def _examine(folder: Path, marked: bool) -> Entry | None:
+    """The entry in a folder; None where it is none of Glulam's.
+
+    In a folder that Glulam did not make (`marked` is false), only a manifest that fits the name proves it.
+    """
     try:
-        manifest.verify(inner, inner.name)
-        if spec is None:
-            raise BundleDamaged(f"{folder} holds another number of functions than one")
-    except BundleOutdated as error:
-        return Entry(folder, spec, size, "outdated", str(error))
+        files = _files(folder)
+        if files is None or not (marked or _spec_in(folder)):
+            return None
+        size = sum(file.lstat().st_size for file in files)
+    except OSError as error:
+        if not marked or isinstance(error, FileNotFoundError):
+            return None
+        return Entry(folder, None, 0, "damaged", f"cannot be read ({error.strerror}); remove it")
+    if folder.name.endswith(DAMAGED):
+        return Entry(folder, None, size, "aside", "was found damaged")
+    spec = _spec_in(folder)
+    try:
+        _verify(folder, spec)
     except BundleError as error:
-        return Entry(folder, spec, size, "damaged", str(error))
-    if folder.name != cache_key(spec):
-        return Entry(folder, spec, size, "outdated", "was compiled with other options, versions or sources")
+        state = "outdated" if isinstance(error, BundleOutdated) else "damaged"
+        problem = str(error) if isinstance(error, BundleForeign) else f"{str(error).rpartition('; ')[0]}; {_REMEDY}"
+        return Entry(folder, spec, size, state, problem)
     return Entry(folder, spec, size, "sound")
 
 
 def entries(root: Path | None = None) -> Iterator[Entry]:
     """Every entry of the cache, verified, in the order of their names. Nothing is loaded."""
     root = root or cache_root()
-    folders = root.iterdir() if root.is_dir() else ()
-    for folder in sorted(folders):
-        if folder.is_dir() and "-" in folder.name and not folder.name.startswith("."):
-            yield _examine(folder)
+    try:
+        folders = sorted(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        _warn(f"{root} cannot be read ({error.strerror}); set {ENV_CACHE} to another folder")
+        return
+    marked = os.path.lexists(root / MARKER)
+    for folder in folders:
+        if entry := _examine(folder, marked):
+            yield entry
 
 
-def remove(entry: Entry) -> None:
-    """Removes an entry that no process is making. Processes that loaded it keep it. Raises OSError."""
+def _warn(what: str) -> None:
+    warnings.warn(f"kernel cache: {what}", RuntimeWarning, stacklevel=3)
+
+
+def discard(folder: Path) -> None:
+    """Removes an entry's folder. Each name is removed inside the folder that was opened before it, and no other.
+
+    Raises:
+        OSError: it belongs to another user, or holds anything that is not an entry's; then nothing is removed.
+    """
+    if folder.lstat().st_uid != os.geteuid():
+        raise PermissionError("it belongs to another user")
+    files = _files(folder)
+    if files is None:
+        raise OSError("it holds other things than a kernel")
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as stack:
+        outer = _descriptor(stack, folder, flags)
+        if (arch := _key_of(folder)["arch"]) in os.listdir(outer):
+            inner = _descriptor(stack, arch, flags, outer)
+            for file in sorted(files, reverse=True):  # the manifest first: an entry without one is none
+                os.unlink(file.name, dir_fd=inner)
+            os.rmdir(arch, dir_fd=outer)
+    folder.rmdir()
+
+
+def _descriptor(stack: contextlib.ExitStack, path: Path | str, flags: int, at: int | None = None) -> int:
+    handle = os.open(path, flags, dir_fd=at)
+    stack.callback(os.close, handle)
+    return handle
+
+
+def remove(entry: Entry) -> bool:
+    """Removes an entry, unless a process is making it or made it anew since. Processes that loaded it keep it.
+
+    Returns whether it was removed; what cannot be costs a warning.
+    """
     import filelock
 
-    lock = filelock.FileLock(entry.folder.with_name(f"{entry.name}{LOCK}"))
-    with contextlib.suppress(filelock.Timeout), lock.acquire(timeout=0):
-        shutil.rmtree(entry.folder)
+    folder = entry.folder
+    try:
+        with exclusive(folder.parent, folder.name.removesuffix(DAMAGED), timeout=0):
+            now = _examine(folder, marked=True)
+            if now is None or now.state != entry.state:
+                return False
+            discard(folder)
+    except filelock.Timeout:
+        return False
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        _warn(f"{folder} stays ({getattr(error, 'strerror', None) or error})")
+        return False
+    return True
 
 
 def clear(root: Path | None = None, states: tuple[str, ...] = STATES) -> list[Entry]:
     """Removes the entries in these states, and what killed compiles left. Returns what was removed."""
     root = root or cache_root()
     sweep(root, COMPILING)
-    removed = [entry for entry in entries(root) if entry.state in states]
-    for entry in removed:
-        remove(entry)
-    return removed
+    return [entry for entry in entries(root) if entry.state in states and remove(entry)]

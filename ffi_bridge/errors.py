@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+REMEDY = "run `glulam build`"
+
 
 class BundleError(RuntimeError):
     """A bundle that cannot be used. Nothing of it was loaded."""
@@ -16,11 +18,15 @@ class BundleDamaged(BundleError):
 
 
 class BundleForeign(BundleError):
-    """Files that `glulam build` did not make, or that it made for another architecture."""
+    """Files that `glulam build` did not make, or made for another architecture, or that another user may write."""
 
 
 class BundleOutdated(BundleError):
     """Built by, or for, other versions of Glulam, of its toolchain or of its kernels' sources."""
+
+
+class BundleBusy(BundleError):
+    """Another process is building this bundle. Nothing was compiled."""
 
 
 class ToolchainError(RuntimeError):

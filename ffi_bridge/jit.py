@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
+import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cute_kernels.specs import Spec
 
-from . import build, cache, loader
-from .cache import COMPILING, DAMAGED, ENV_CACHE, LOCK, cache_key, cache_root, tracer_sources
+from . import build, cache
+from .cache import COMPILING, DAMAGED, ENV_CACHE, cache_key, cache_root, tracer_sources
 from .compiler import DEFAULT_TRACER, KernelArtifact
-from .errors import BundleError, BundleMissing, CompileError
-from .scratch import sweep
+from .errors import BundleError, BundleForeign, BundleMissing, CompileError
+from .scratch import full_disk_told, scratch, sweep
 from .worker import Worker
 
 __all__ = ["ENV_CACHE", "cache_key", "cache_root", "get"]
@@ -46,6 +46,7 @@ def get(
     Raises:
         CompileError: the kernel does not compile, or is refused.
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
+        OSError: neither the cache nor the folder for temporary files takes it, say because both disks are full.
     """
     wanted = (spec, tracer)
     if wanted not in _functions:  # threads that race here are told apart by the entry's file lock
@@ -61,22 +62,21 @@ class Maker:
     worker: Worker | None
     strict: bool
 
-    def compile_into(self, scratch: Path, spec: Spec) -> None:
-        """Leaves `scratch`/<arch>/ a bundle of this one spec."""
+    def compile_into(self, work: Path, spec: Spec) -> Path:
+        """A folder in `work` with <arch>/, a bundle of this one spec."""
         build.check_prerequisites()
         sources = tracer_sources(self.tracer)
-        objects, folder = scratch / "objects", scratch / spec.arch
+        objects, entry = work / "objects", work / "entry"
+        folder = entry / spec.arch
         objects.mkdir()
-        folder.mkdir()
-        try:
-            with contextlib.nullcontext(self.worker) if self.worker else Worker(objects, self.tracer) as worker:
-                artifact = worker.compile(spec, objects)
-            self._judge(artifact)
-            build.write_bundle(folder, spec.arch, [spec], [artifact], sources)
-        except CompileError:
-            _raise_if_full(scratch)
-            raise
-        shutil.rmtree(objects)
+        folder.mkdir(parents=True)
+        for public in (entry, folder):
+            public.chmod(0o755)  # whatever the umask: an entry that others can write is not loaded
+        with contextlib.nullcontext(self.worker) if self.worker else Worker(objects, self.tracer) as worker:
+            artifact = worker.compile(spec, objects)
+        self._judge(artifact)
+        build.write_bundle(folder, spec.arch, [spec], [artifact], sources)
+        return entry
 
     def _judge(self, artifact: KernelArtifact) -> None:
         if lines := "; ".join(build.complaints([artifact], {})):
@@ -88,7 +88,8 @@ class Maker:
 def _compile(spec: Spec, tracer: str, maker: Maker) -> Callable[..., Any]:
     root, key = cache_root(), cache_key(spec, tracer)
     try:
-        with _exclusive(root, key):
+        cache.make_root(root)
+        with cache.exclusive(root, key):
             return _fill(spec, key, root, maker)
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         warnings.warn(
@@ -97,54 +98,35 @@ def _compile(spec: Spec, tracer: str, maker: Maker) -> Callable[..., Any]:
             RuntimeWarning,
             stacklevel=3,
         )
-    with tempfile.TemporaryDirectory(prefix="glulam-", ignore_cleanup_errors=True) as scratch:
-        return _fill(spec, key, Path(scratch), maker)
-
-
-@contextlib.contextmanager
-def _exclusive(root: Path, key: str) -> Iterator[None]:
-    """One process at a time for one key; a process that dies lets go."""
-    import filelock
-
-    root.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(root / f"{key}{LOCK}")
-    lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+    with tempfile.TemporaryDirectory(prefix="glulam-", ignore_cleanup_errors=True) as folder:
+        return _fill(spec, key, Path(folder), maker)
 
 
 def _fill(spec: Spec, key: str, root: Path, maker: Maker) -> Callable[..., Any]:
     """Makes entry `root`/`key` unless it is there and sound, and loads it. The caller holds the key's lock."""
     entry = root / key
     try:
-        return loader.load(spec.arch, entry).function(spec.name)
+        return cache.load(entry, spec, maker.tracer)
     except BundleMissing:
-        shutil.rmtree(entry, ignore_errors=True)  # half an entry is none
+        with contextlib.suppress(FileNotFoundError):
+            cache.discard(entry)  # half an entry is none
     except BundleError as error:
         _quarantine(entry, error)
     sweep(root, COMPILING)
-    scratch = Path(tempfile.mkdtemp(dir=root, prefix=COMPILING))
+    with full_disk_told(root, f"free some, or set {ENV_CACHE} to another disk"), scratch(root, COMPILING) as work:
+        maker.compile_into(work, spec).rename(entry)
     try:
-        maker.compile_into(scratch, spec)
-        scratch.chmod(0o755)
-        scratch.rename(entry)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return loader.load(spec.arch, entry).function(spec.name)
+        return cache.load(entry, spec, maker.tracer)
+    except BundleForeign as error:  # a file system without owners, or on which others can write everything
+        raise PermissionError(str(error)) from error
 
 
 def _quarantine(entry: Path, error: BundleError) -> None:
-    """Puts a damaged entry aside, where a person can look at it; one per key is kept."""
+    """Puts a damaged entry aside, where a person can look at it; one per key is kept. Another user's stays: OSError."""
+    if entry.lstat().st_uid != os.geteuid():
+        raise PermissionError(str(error)) from error
     aside = entry.with_name(f"{entry.name}{DAMAGED}")
     warnings.warn(f"kernel cache: {error}; rebuilding it, the damaged entry is {aside}", RuntimeWarning, stacklevel=5)
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        cache.discard(aside)
     entry.rename(aside)
-
-
-def _raise_if_full(folder: Path) -> None:
-    """Compiler and linker report a full disk in their own words; as an OSError it sends the compile elsewhere."""
-    probe = folder / "probe"
-    probe.write_bytes(b"\0" * (1 << 20))
-    probe.unlink()

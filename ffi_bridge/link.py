@@ -29,8 +29,8 @@ def link(objects: Iterable[Path], library: Path) -> None:
     arguments.write_text("\n".join(f'"{path}"' for path in ordered) + "\n")
     libraries = [str(toolchain.runtime_library()), str(toolchain.tvm_ffi_library())]
     command = [*toolchain.c_compiler(), *_FLAGS, "-o", str(library), f"@{arguments}", *libraries]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(library.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     arguments.unlink()
     if done.returncode:
         raise CompileError(f"linking {library.name} failed:\n{done.stderr.strip()}")
-    library.chmod(0o644)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.specs import Spec
+
 from . import toolchain
-from .errors import BundleMissing
-from .manifest import REMEDY, Manifest, verify
+from .errors import REMEDY, BundleDamaged, BundleMissing, ToolchainError
+from .manifest import Manifest, checked, opened_library
 
 ENV_BUNDLE = "GLULAM_BUNDLE"
+_IN_MEMORY = "/dev/shm"  # a folder there takes 20 us to make and remove, on a disk up to 2 ms
 
 _loaded: dict[tuple[str, str], Bundle] = {}
 _lock = threading.Lock()
@@ -36,18 +42,50 @@ def _open_library(path: Path) -> Any:
     return tvm_ffi.load_module(str(path))
 
 
+@contextlib.contextmanager
+def _named(handle: int, library: Path) -> Iterator[Path]:
+    """A path to the open file `handle`: TVM-FFI wants one that ends in .so, and no one else may turn it elsewhere.
+
+    Without a place for temporary files or without /proc it is the library's own: only this user and root could have
+    changed what is there since.
+    """
+    place = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK | os.X_OK) else None
+    try:
+        folder = tempfile.mkdtemp(prefix="glulam-", dir=place)
+    except OSError:
+        yield library
+        return
+    try:
+        link = Path(folder, library.name)
+        link.symlink_to(f"/proc/self/fd/{handle}")
+        yield link if link.exists() else library
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Bundle:
     """A loaded bundle of one architecture.
 
     Attributes:
         folder: where the library and its manifest lie.
         manifest: what they contain.
+
+    Raises:
+        BundleForeign, BundleDamaged: the library is another user's, not the manifest's, or does not load.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._module = _open_library(folder / manifest.library)
+        library = folder / manifest.library
+        with opened_library(folder, manifest) as handle, _named(handle, library) as path:
+            try:
+                self._module = _open_library(path)
+            except ToolchainError:
+                raise
+            except RuntimeError as error:
+                why = " ".join(str(error).split())
+                raise BundleDamaged(f"damaged bundle: {library} does not load here ({why}); {REMEDY}") from error
 
     def names(self) -> list[str]:
         """Every function's name, sorted."""
@@ -61,13 +99,18 @@ class Bundle:
 
         Raises:
             BundleMissing: the bundle has no such function.
+            BundleDamaged: its manifest lists the function, its library lacks it.
         """
         if not self.has(name):
             raise BundleMissing(
                 f"no function {name!r} in the bundle {self.folder}; compile it with `glulam.compile`, "
                 f"or add its spec to the shipped table and {REMEDY}"
             )
-        function: Callable[..., Any] = self._module.get_function(name)
+        try:
+            function: Callable[..., Any] = self._module.get_function(name)
+        except AttributeError as error:
+            library = self.folder / self.manifest.library
+            raise BundleDamaged(f"damaged bundle: {library} has no function {name}; {REMEDY}") from error
         return function
 
 
@@ -91,13 +134,18 @@ def packaged_root() -> Path:
     raise BundleMissing(f"no bundle: the package glulam is not installed; `pip install` it, or set {ENV_BUNDLE}")
 
 
-def load(arch: str, directory: Path | str | None = None, sources: Mapping[str, str] | None = None) -> Bundle:
+def load(
+    arch: str,
+    directory: Path | str | None = None,
+    sources: Mapping[str, str] | None = None,
+    spec: Spec | None = None,
+) -> Bundle:
     """The bundle of `arch`, verified and loaded once a process for each place.
 
     Args:
         arch: as "sm_90a".
         directory: the folder that holds `arch`/; default as `bundle_root` says, read at each call.
-        sources: as of `manifest.verify`.
+        sources, spec: as of `manifest.verify`.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded; the message says
@@ -108,6 +156,8 @@ def load(arch: str, directory: Path | str | None = None, sources: Mapping[str, s
     key = (arch, os.path.abspath(root))
     with _lock:
         if key not in _loaded:
-            folder = root / arch
-            _loaded[key] = Bundle(folder, verify(folder, arch, sources))
+            bundle = checked(Bundle, root / arch, arch, sources, spec)
+            if spec:
+                bundle.function(spec.name)  # one that lacks it is not kept: it will be made anew
+            _loaded[key] = bundle
         return _loaded[key]

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from . import toolchain
-from .errors import BundleDamaged, BundleForeign, BundleMissing, BundleOutdated
+from cute_kernels.specs import Spec, from_dict, to_dict
+
+from . import toolchain, trust
+from .errors import REMEDY, BundleDamaged, BundleForeign, BundleMissing, BundleOutdated
 from .resources import KernelResources
 
 FORMAT = "glulam-bundle"
 SCHEMA = 1
 FILE = "manifest.json"
-REMEDY = "run `glulam build`"
+PACKAGES = ("cute_kernels",)
+"""Top-level packages whose sources a bundle is made of, unless the caller names others; a file never names any."""
+LIBRARY = re.compile(r"libglulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)(-[0-9a-f]{16})?\.so")
+
+_MAX_BYTES = 64 << 20
+_MAX_DIGITS = 18
+_CHUNK = 1 << 20
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,66 +63,165 @@ class Manifest:
     functions: dict[str, Function]
 
     def write(self, folder: Path) -> None:
-        """Writes `folder`/manifest.json; the same manifest gives the same bytes."""
+        """Writes `folder`/manifest.json to the disk; the same manifest gives the same bytes."""
         data = {"format": FORMAT, "schema": SCHEMA, **dataclasses.asdict(self)}
-        (folder / FILE).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+        with (folder / FILE).open("w") as file:
+            file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)
 
 
-def library_name(arch: str) -> str:
-    return f"libglulam_{arch}.so"
+def library_name(arch: str, sha256: str) -> str:
+    """Named by its content: a new library never takes the place of one that a manifest describes."""
+    return f"libglulam_{arch}-{sha256[:16]}.so"
 
 
-def file_hash(path: Path) -> str:
-    """sha256 of a file's bytes, hexadecimal."""
+def hash_of(handle: int) -> str:
+    """sha256 of an open file from where it stands, hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    while chunk := os.read(handle, _CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+# What each field may hold. Texts are plain ASCII, since messages and tables quote them.
+
+
+def _text(pattern: str) -> Callable[[Any], bool]:
+    matches = re.compile(pattern, re.ASCII).fullmatch
+    return lambda value: type(value) is str and matches(value) is not None
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _object(names: Callable[[Any], bool], values: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is dict and all(names(n) and values(v) for n, v in value.items())
+
+
+def _list(items: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(items, value))
+
+
+def _record(**fields: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """An object of exactly these fields."""
+    checks = tuple(fields.items())
+    return lambda value: (
+        type(value) is dict and value.keys() == fields.keys() and all(check(value[name]) for name, check in checks)
+    )
+
+
+_SYMBOL, _NAME = _text(r"\w{1,255}"), _text(r"[\w.\-]{1,100}")
+_VERSION, _HASH = _text(r"[\w.+!\-]{1,100}"), _text(r"[0-9a-f]{64}")
+_KERNEL = _record(
+    name=_text(r"[!-~]{1,4096}"),
+    registers=_count,
+    spill_stores=_count,
+    spill_loads=_count,
+    static_smem=_count,
+    dynamic_smem=_count,
+    diagnostics=_list(_text(r"C[0-9]{4}")),
+)
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "arch": _text(r"sm_[0-9]{1,4}[a-z]?"),
+    "library": _text(r"[!-~]{1,255}"),
+    "sha256": _HASH,
+    "size": _count,
+    "versions": _object(_NAME, lambda version: version is None or _VERSION(version)),
+    "sources": _object(_NAME, _HASH),
+    "functions": _object(_SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL))),
+}
+
+
+def _damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
+    raise BundleDamaged(f"damaged bundle: {path} {what}; {REMEDY}") from cause
+
+
+def _shown(value: Any) -> str:
+    """A value out of a file, for a message: one line, without what a terminal would act on."""
+    return ascii(value)[:60] if value is None or isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name twice in one object")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _content(path: Path) -> bytes:
     try:
-        data = json.loads(path.read_bytes())
+        with trust.opened(path) as handle, open(handle, "rb", closefd=False) as file:
+            content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise BundleMissing(f"no bundle: {path} does not exist; {REMEDY}") from None
-    except (OSError, ValueError) as error:
-        raise BundleDamaged(f"damaged bundle: {path} cannot be read ({error}); {REMEDY}") from error
+    except OSError as error:
+        _damaged(path, f"cannot be read ({error.strerror or error})", error)
+    if len(content) > _MAX_BYTES:
+        _damaged(path, f"has more than {_MAX_BYTES >> 20} MB")
+    return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = _content(path)
+    try:
+        data = json.loads(content, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        _damaged(path, f"cannot be read ({error})", error)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise BundleForeign(f"foreign bundle: {path} was not written by `glulam build`; {REMEDY}")
     return data
 
 
 def read(folder: Path) -> Manifest:
-    """Reads `folder`/manifest.json.
+    """Reads `folder`/manifest.json; every field has its declared type and form.
 
     Raises:
         BundleMissing: there is none.
-        BundleForeign: it is not a manifest of Glulam's.
+        BundleForeign: it is not a manifest of Glulam's, or another user may have written it.
         BundleOutdated: its schema is not the one that this version reads.
-        BundleDamaged: it does not parse.
+        BundleDamaged: it cannot be read, or a field is absent, unknown or of another form.
     """
     path = folder / FILE
     data = _read_json(path)
-    if data.get("schema") != SCHEMA:
+    schema = data.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
         raise BundleOutdated(
-            f"outdated bundle: {path} has manifest schema {data.get('schema')!r}, this Glulam reads {SCHEMA}; {REMEDY}"
+            f"outdated bundle: {path} has manifest schema {_shown(schema)}, this Glulam reads {SCHEMA}; {REMEDY}"
         )
-    try:
-        functions = {
-            name: Function(entry["spec"], tuple(KernelResources.from_dict(k) for k in entry["kernels"]))
-            for name, entry in data["functions"].items()
-        }
-        fields = {f.name: data[f.name] for f in dataclasses.fields(Manifest)}
-        return Manifest(**{**fields, "functions": functions})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise BundleDamaged(f"damaged bundle: {path} is incomplete ({error!r}); {REMEDY}") from error
+    if absent := _FIELDS.keys() - data.keys():
+        _damaged(path, f"is incomplete: it has no {min(absent)}")
+    if odd := data.keys() - _FIELDS.keys() - {"format", "schema"}:
+        _damaged(path, f"has a field {_shown(min(odd))}, which no manifest has")
+    for name, fits in _FIELDS.items():
+        if not fits(data[name]):
+            _damaged(path, f"has {name} of another form than a manifest's: {_shown(data[name])}")
+    functions = {
+        name: Function(entry["spec"], tuple(map(KernelResources.from_dict, entry["kernels"])))
+        for name, entry in data["functions"].items()
+    }
+    return Manifest(**{**{name: data[name] for name in _FIELDS}, "functions": functions})
 
 
 def _check_versions(manifest: Manifest, folder: Path) -> None:
     """An unknown version (a package that is a bare folder) is not held against the bundle."""
-    for name, present in toolchain.versions().items():
-        built = manifest.versions.get(name)
+    installed = toolchain.versions()
+    if manifest.versions.keys() != installed.keys():
+        _damaged(folder / FILE, f"has versions of {_names(manifest.versions)} instead of {_names(installed)}")
+    for name, present in installed.items():
+        built = manifest.versions[name]
         if built and present and built != present:
             raise BundleOutdated(
                 f"outdated bundle: {folder} was built with {name} {built}, installed is {present}; "
@@ -117,39 +229,106 @@ def _check_versions(manifest: Manifest, folder: Path) -> None:
             )
 
 
-def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str]) -> None:
-    for package, built in manifest.sources.items():
-        if (sources.get(package) or toolchain.sources_hash(package)) != built:
+def _names(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(names))[:200] or "nothing"
+
+
+def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] | None) -> None:
+    wanted = {package: toolchain.sources_hash(package) for package in PACKAGES} if sources is None else sources
+    if manifest.sources.keys() != wanted.keys():
+        _damaged(folder / FILE, f"has sources of {_names(manifest.sources)} instead of {_names(wanted)}")
+    for package, present in wanted.items():
+        if manifest.sources[package] != present:
             raise BundleOutdated(
                 f"outdated bundle: {folder} was built from other sources of {package} than the installed; {REMEDY}"
             )
 
 
-def _check_library(manifest: Manifest, folder: Path) -> None:
+def _check_function(manifest: Manifest, folder: Path, spec: Spec) -> None:
+    if {name: function.spec for name, function in manifest.functions.items()} != {spec.name: to_dict(spec)}:
+        _damaged(folder / FILE, f"describes other functions than {spec.name} alone")
+
+
+def _check_specs(manifest: Manifest, folder: Path) -> None:
+    for name, function in manifest.functions.items():
+        try:
+            described = from_dict(function.spec).name
+        except Exception as error:  # a spec's own checks expect a program's mistakes, not a file's
+            _damaged(folder / FILE, f"gives {name} a spec that is none", error)
+        if described != name:
+            _damaged(folder / FILE, f"gives {name} the spec of another function")
+
+
+def check(folder: Path, arch: str, sources: Mapping[str, str] | None = None, spec: Spec | None = None) -> Manifest:
+    """The manifest in `folder` after every check that needs the manifest alone; arguments and errors as of `verify`."""
+    manifest = read(folder)
+    if manifest.arch != arch:
+        raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {REMEDY}")
+    library = LIBRARY.fullmatch(manifest.library)
+    if library is None or library["arch"] != arch:
+        named = _shown(manifest.library)
+        raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {REMEDY}")
+    _check_versions(manifest, folder)
+    _check_sources(manifest, folder, sources)
+    if spec:
+        _check_function(manifest, folder, spec)
+    return manifest
+
+
+@contextlib.contextmanager
+def opened_library(folder: Path, manifest: Manifest) -> Iterator[int]:
+    """A descriptor of the very library that `manifest` describes: owner, mode, size and hash are those of this file.
+
+    Raises:
+        BundleForeign: another user may have written it.
+        BundleDamaged: it cannot be read or is another one.
+    """
     path = folder / manifest.library
-    try:
-        present = file_hash(path)
-    except OSError as error:
-        raise BundleDamaged(f"damaged bundle: {path} cannot be read ({error.strerror}); {REMEDY}") from error
-    if present != manifest.sha256:
-        raise BundleDamaged(
-            f"damaged bundle: {path} has sha256 {present[:12]}, its manifest says {manifest.sha256[:12]}; {REMEDY}"
-        )
+    with contextlib.ExitStack() as stack:
+        try:
+            handle = stack.enter_context(trust.opened(path))
+            size = os.fstat(handle).st_size
+            present = hash_of(handle) if size == manifest.size else ""
+        except OSError as error:
+            _damaged(path, f"cannot be read ({error.strerror or error})", error)
+        if size != manifest.size:
+            _damaged(path, f"has {size} bytes, its manifest says {manifest.size}")
+        if present != manifest.sha256:
+            _damaged(path, f"has sha256 {present[:12]}, its manifest says {manifest.sha256[:12]}")
+        yield handle
 
 
-def verify(folder: Path, arch: str, sources: Mapping[str, str] | None = None) -> Manifest:
+def checked(
+    use: Callable[[Path, Manifest], _Result],
+    folder: Path,
+    arch: str,
+    sources: Mapping[str, str] | None = None,
+    spec: Spec | None = None,
+) -> _Result:
+    """`use` of the folder and its checked manifest; again where a build replaced the bundle in between."""
+    while True:
+        manifest = check(folder, arch, sources, spec)
+        try:
+            return use(folder, manifest)
+        except BundleDamaged:
+            if check(folder, arch, sources, spec).sha256 == manifest.sha256:
+                raise
+
+
+def _looked_at(folder: Path, manifest: Manifest) -> Manifest:
+    _check_specs(manifest, folder)  # for who shows them: 10 ms for the shipped ones, which loading does not need
+    with opened_library(folder, manifest):
+        return manifest
+
+
+def verify(folder: Path, arch: str, sources: Mapping[str, str] | None = None, spec: Spec | None = None) -> Manifest:
     """The manifest of the bundle in `folder`, after every check that needs no loading.
 
     Args:
-        sources: hashes of packages' sources that the caller took just now; others are taken here.
+        sources: hashes of exactly the packages that the bundle is to be made of; default, those of PACKAGES now.
+        spec: the one function that the bundle is to hold; default, any.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: what does not fit, and the command that mends it.
     """
-    manifest = read(folder)
-    if manifest.arch != arch or manifest.library != library_name(arch):
-        raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {REMEDY}")
-    _check_versions(manifest, folder)
-    _check_sources(manifest, folder, sources or {})
-    _check_library(manifest, folder)
-    return manifest
+    return checked(_looked_at, folder, arch, sources, spec)

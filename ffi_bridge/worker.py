@@ -20,11 +20,13 @@ from .errors import CompileError
 _LAST_WORDS = 2000  # characters of the process's standard error that an error message quotes
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, less what would change the code, plus what this process can import."""
+def _environment(directory: Path) -> dict[str, str]:
+    """This process's environment, less what would change the code, plus what this process can import.
+
+    Temporary files go where the objects do: one disk to be full, and gone with them."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    return {**kept, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    return {**kept, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
 
 
 class Worker:
@@ -46,7 +48,7 @@ class Worker:
             stderr=self._log,
             text=True,
             cwd=self._directory,
-            env=_environment(),
+            env=_environment(self._directory),
         )
 
     def __enter__(self) -> Worker:

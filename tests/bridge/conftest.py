@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ffi_bridge import build
+from ffi_bridge import build, manifest
 from toys import TOY_SPECS, TOY_TRACER
+
+
+@pytest.fixture(autouse=True, scope="session")
+def umask() -> Iterator[None]:
+    """Files that these tests write themselves are as a bundle's are: nobody else can write them."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture(autouse=True)
+def toys_are_expected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a test has a bundle of toy kernels, that is what a bundle is to be made of."""
+    if "toy_bundle" in request.fixturenames:
+        monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
 
 
 @pytest.fixture(scope="session")

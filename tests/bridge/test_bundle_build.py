@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, from_dict
-from ffi_bridge import CompileError, ToolchainError, build, manifest, toolchain
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER
+from ffi_bridge import BundleBusy, BundleForeign, CompileError, ToolchainError, build, manifest, scratch, toolchain
+from ffi_bridge.compiler import KernelArtifact
+from ffi_bridge.resources import KernelResources
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in
 
 SPEC = TOY_SPECS[0]
-LIBRARY = "sm_90a/libglulam_sm_90a.so"
+ARCH = "sm_90a"
 MANIFEST = "sm_90a/manifest.json"
+
+
+def _content(bundle: Path) -> dict[str, bytes]:
+    """Every file of a bundle, by name."""
+    return {file.name: file.read_bytes() for file in (bundle / ARCH).iterdir()}
 
 
 def _build(specs: list, out: Path, tracer: str = TOY_TRACER, allowed: dict | None = None) -> manifest.Manifest:
@@ -29,7 +40,9 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
     described = manifest.read(toy_bundle / "sm_90a")
     assert list(described.functions) == sorted(spec.name for spec in TOY_SPECS)
     assert [from_dict(f.spec) for f in described.functions.values()] == sorted(TOY_SPECS, key=lambda s: s.name)
-    assert described.size == (toy_bundle / LIBRARY).stat().st_size
+    library = library_in(toy_bundle / ARCH)
+    assert (described.library, described.size) == (library.name, library.stat().st_size)
+    assert library.name == f"libglulam_sm_90a-{described.sha256[:16]}.so"
     assert described.versions == toolchain.versions()
     assert None not in described.versions.values()
     launched = {name: len(f.kernels) for name, f in described.functions.items()}
@@ -40,7 +53,7 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
 
 def test_library_exports_the_specs_names_and_nothing_else(toy_bundle: Path) -> None:
     listing = subprocess.run(
-        ["nm", "-D", "--defined-only", toy_bundle / LIBRARY], capture_output=True, text=True, check=True
+        ["nm", "-D", "--defined-only", library_in(toy_bundle / ARCH)], capture_output=True, text=True, check=True
     ).stdout
     exported = {line.split()[-1] for line in listing.splitlines()}
     assert exported == {f"__tvm_ffi_{spec.name}" for spec in TOY_SPECS}
@@ -60,12 +73,11 @@ def test_twice_is_the_same_bytes_anywhere_in_any_order(toy_bundle: Path, tmp_pat
     subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")], check=True, env=environment, cwd=elsewhere, umask=0o077
     )
-    for file in (LIBRARY, MANIFEST):
-        assert (tmp_path / "out" / file).read_bytes() == (toy_bundle / file).read_bytes(), file
+    assert _content(tmp_path / "out") == _content(toy_bundle)
 
 
 def test_library_holds_no_path_of_this_machine(toy_bundle: Path) -> None:
-    content = (toy_bundle / LIBRARY).read_bytes()
+    content = library_in(toy_bundle / ARCH).read_bytes()
     for trace in (HERE, toy_bundle, Path.home(), toolchain.runtime_library().parent):
         assert str(trace).encode() not in content
     assert b"toy_kernels" not in content
@@ -94,12 +106,12 @@ def test_refuses_slow_code_unless_allowed_by_name(variant: str, complaint: str, 
     ],
 )
 def test_a_failure_names_the_spec_and_leaves_the_old_bundle(bundle_copy: Path, tracer: str, words: str) -> None:
-    before = {file: (bundle_copy / file).read_bytes() for file in (LIBRARY, MANIFEST)}
+    before = _content(bundle_copy)
     with pytest.raises(CompileError) as failure:
         _build([SPEC], bundle_copy, tracer=tracer)
     assert SPEC.name in str(failure.value)
     assert words in str(failure.value)
-    assert {file: (bundle_copy / file).read_bytes() for file in before} == before
+    assert _content(bundle_copy) == before
     assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
 
 
@@ -107,6 +119,154 @@ def test_a_build_replaces_the_old_bundle(bundle_copy: Path) -> None:
     _build([SPEC], bundle_copy)
     assert list(json.loads((bundle_copy / MANIFEST).read_text())["functions"]) == [SPEC.name]
     assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
+    assert library_in(bundle_copy / ARCH).name == manifest.read(bundle_copy / ARCH).library, "the old one is gone"
+
+
+def _hanging_build(out: Path) -> subprocess.Popen[str]:
+    """Another process that builds in `out` and does not end by itself; returns once it compiles."""
+    log = out.with_name("traced.log")
+    script = (
+        "import sys; from ffi_bridge import build; from toys import TOY_SPECS, TOY_TRACER\n"
+        "build.build(TOY_SPECS[:1], sys.argv[1], jobs=1, progress=False, tracer=TOY_TRACER, allowed={})"
+    )
+    path = os.pathsep.join([str(REPOSITORY), str(HERE), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, "TOY_HANG": "1", "TOY_LOG": str(log)}
+    process = subprocess.Popen([sys.executable, "-c", script, str(out)], env=environment, text=True)
+    for _ in range(1200):
+        if log.exists():
+            return process
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail("waited 60 s for nothing")
+
+
+def test_a_second_build_is_told_at_once_and_a_dead_one_is_no_obstacle(
+    bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = _content(bundle_copy)
+    first = _hanging_build(bundle_copy)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+            with pytest.raises(BundleBusy, match=f"another process is building a bundle in {bundle_copy}; wait until"):
+                _build([SPEC], bundle_copy)
+        assert _content(bundle_copy) == before
+    finally:
+        first.kill()
+        first.wait()
+    assert list(_build([SPEC], bundle_copy).functions) == [SPEC.name]
+
+
+def _quick_bundle(folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> manifest.Manifest:
+    """A bundle whose library is `content`; what is in it does not matter to who checks it."""
+    folder.mkdir()
+    monkeypatch.setattr(build, "link", lambda objects, library: library.write_bytes(content))
+    artifact = KernelArtifact(SPEC.name, folder / "kernel.o", (KernelResources("kernel", 1, 0, 0, 0, 0),))
+    sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
+    return build.write_bundle(folder, ARCH, [SPEC], [artifact], sources)
+
+
+def test_a_reader_meets_a_whole_bundle_at_every_moment(
+    bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new bundle takes the old one's place between any two steps of whoever reads it."""
+    target = bundle_copy / ARCH
+    made = iter(range(1000))
+
+    def replaced_before(step: str) -> None:
+        original = getattr(manifest, step)
+
+        def replace_first(*arguments: object) -> object:
+            monkeypatch.setattr(manifest, step, original)
+            new = tmp_path / f"new{next(made)}"
+            build.publish(new, target, _quick_bundle(new, new.name.encode(), monkeypatch))
+            return original(*arguments)
+
+        monkeypatch.setattr(manifest, step, replace_first)
+
+    for step in ("read", "_check_versions", "_check_sources", "opened_library", "hash_of"):
+        replaced_before(step)
+        found = manifest.verify(target, ARCH)
+        assert (target / found.library).exists() == (step != "hash_of"), "that one had the old library open already"
+    assert len(list(target.iterdir())) == 2
+
+
+def test_readers_beside_a_builder_find_no_fault(
+    bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = bundle_copy / ARCH
+    ready = [tmp_path / f"new{i}" for i in range(100)]
+    manifests = [_quick_bundle(new, new.name.encode(), monkeypatch) for new in ready]
+    seen = set()
+
+    def publish() -> None:
+        for new, described in zip(ready, manifests, strict=True):
+            build.publish(new, target, described)
+
+    with ThreadPoolExecutor(1) as pool:
+        builder = pool.submit(publish)
+        while True:
+            seen.add(manifest.verify(target, ARCH).sha256)
+            if builder.done():
+                break
+        builder.result()
+    assert seen and manifest.verify(target, ARCH) == manifests[-1]
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _says(words: str) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise CompileError(f"the tool failed:\n{words}\nmore words")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "step"),
+    [
+        (scratch.tempfile, "mkdtemp", _full),
+        (build, "compile_all", _full),
+        (build, "compile_all", _says("LLVM ERROR: IO failure on output stream: No space left on device")),
+        (build, "link", _says("ld: final link failed: No space left on device")),
+        (build, "link", _says("Disk quota exceeded")),
+        (build.manifests.os, "fsync", _full),
+        (build.os, "replace", _full),
+    ],
+    ids=["scratch", "compile", "compiler", "linker", "quota", "sync", "replace"],
+)
+def test_a_full_disk_is_one_line_and_replaces_nothing(
+    bundle_copy: Path, monkeypatch: pytest.MonkeyPatch, place: object, name: str, step: Callable[..., None]
+) -> None:
+    before = _content(bundle_copy)
+    monkeypatch.setattr(place, name, step)
+    with pytest.raises(OSError, match=f"No space left on device; free some space, or build .*{bundle_copy}") as told:
+        _build([SPEC], bundle_copy)
+    assert told.value.errno == errno.ENOSPC and "\n" not in str(told.value)
+    assert _content(bundle_copy) == before
+    assert [entry.name for entry in bundle_copy.iterdir()] == [ARCH]
+
+
+def test_a_place_that_others_can_write_is_refused_before_compiling(
+    bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+    for folder in (bundle_copy / ARCH, bundle_copy):
+        folder.chmod(0o775)
+        with pytest.raises(BundleForeign, match=f"others can write {folder} "):
+            _build([SPEC], bundle_copy)
+
+
+def test_what_a_build_makes_does_not_depend_on_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        _build([SPEC], tmp_path / "out")
+    finally:
+        os.umask(before)
+    sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
+    assert manifest.verify(tmp_path / "out" / ARCH, ARCH, sources)
 
 
 def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from ffi_bridge import (
     loader,
     toolchain,
 )
-from toys import HERE, REPOSITORY, TOY_SPECS
+from toys import HERE, REPOSITORY, TOY_SPECS, library_in, rewrite
 
 Damage = Callable[[Path], Any]
 
@@ -46,19 +47,23 @@ def _drop(key: str) -> Damage:
     return drop
 
 
+def _text(text: str) -> Damage:
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
 def _flip(position: int) -> Damage:
     def flip(folder: Path) -> None:
-        library = folder / "libglulam_sm_90a.so"
+        library = library_in(folder)
         content = bytearray(library.read_bytes())
         content[position] ^= 1
-        library.write_bytes(content)
+        rewrite(library, content)
 
     return flip
 
 
 def _truncate(folder: Path) -> None:
-    library = folder / "libglulam_sm_90a.so"
-    library.write_bytes(library.read_bytes()[:-1])
+    library = library_in(folder)
+    rewrite(library, library.read_bytes()[:-1])
 
 
 def _versions(**changes: str) -> Damage:
@@ -69,16 +74,16 @@ def _versions(**changes: str) -> Damage:
 CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
     "no folder": (lambda f: f.rename(f.parent / "aside"), BundleMissing, "does not exist"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), BundleMissing, "manifest.json does not exist"),
-    "no library": (lambda f: (f / "libglulam_sm_90a.so").unlink(), BundleDamaged, "libglulam_sm_90a.so cannot be read"),
+    "no library": (lambda f: library_in(f).unlink(), BundleDamaged, ".so cannot be read (No such file"),
     "a flipped bit in the header": (_flip(4), BundleDamaged, "has sha256"),
     "a flipped bit at the end": (_flip(-1), BundleDamaged, "has sha256"),
-    "truncated": (_truncate, BundleDamaged, "has sha256"),
+    "truncated": (_truncate, BundleDamaged, "bytes, its manifest says"),
     "manifest is no JSON": (lambda f: (f / "manifest.json").write_bytes(b"\xff{"), BundleDamaged, "cannot be read"),
     "manifest is a list": (lambda f: (f / "manifest.json").write_text("[]"), BundleForeign, "was not written by"),
     "another program's manifest": (_edit(format="webpack"), BundleForeign, "was not written by `glulam build`"),
-    "manifest lacks its functions": (_drop("functions"), BundleDamaged, "is incomplete (KeyError('functions'))"),
-    "manifest lacks its hash": (_drop("sha256"), BundleDamaged, "is incomplete"),
-    "functions of a wrong type": (_edit(functions=[1]), BundleDamaged, "is incomplete"),
+    "manifest lacks its functions": (_drop("functions"), BundleDamaged, "is incomplete: it has no functions"),
+    "manifest lacks its hash": (_drop("sha256"), BundleDamaged, "it has no sha256"),
+    "functions of a wrong type": (_edit(functions=[1]), BundleDamaged, "functions of another form"),
     "another architecture": (_edit(arch="sm_100a"), BundleForeign, "is for sm_100a, wanted sm_90a"),
     "a library elsewhere": (_edit(library="../../evil.so"), BundleForeign, "foreign bundle"),
     "a later schema": (_edit(schema=2), BundleOutdated, "has manifest schema 2, this Glulam reads 1"),
@@ -86,6 +91,22 @@ CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
     "another Glulam": (_versions(glulam="0.0.9"), BundleOutdated, "was built with glulam 0.0.9, installed is"),
     "another DSL": (_versions(nvidia_cutlass_dsl="4.7.0"), BundleOutdated, "install nvidia-cutlass-dsl==4.7.0"),
     "another TVM-FFI": (_versions(apache_tvm_ffi="0.1.2"), BundleOutdated, "built with apache-tvm-ffi 0.1.2"),
+    "versions of another form": (_edit(versions=[]), BundleDamaged, "has versions of another form"),
+    "sources of another form": (_edit(sources=[]), BundleDamaged, "has sources of another form"),
+    "no versions": (_edit(versions={}), BundleDamaged, "has versions of nothing instead of apache-tvm-ffi"),
+    "no sources": (_edit(sources={}), BundleDamaged, "has sources of nothing instead of toy_kernels"),
+    "one more field": (_edit(extra=1), BundleDamaged, "has a field 'extra', which no manifest has"),
+    "a size that is true": (_edit(size=True), BundleDamaged, "has size of another form than a manifest's: True"),
+    "another size": (_edit(size=1), BundleDamaged, "bytes, its manifest says 1"),
+    "a hash that is none": (_edit(sha256="A" * 64), BundleDamaged, "has sha256 of another form"),
+    "an architecture elsewhere": (_edit(arch="../sm_90a"), BundleDamaged, "has arch of another form"),
+    "a schema that is true": (_edit(schema=True), BundleOutdated, "has manifest schema True"),
+    "a terminal's commands": (_edit(arch="\x1b[2J\n"), BundleDamaged, r"'\x1b[2J\n'"),
+    "a name twice": (_text('{"format": 1, "format": 2}'), BundleDamaged, "a name twice in one object"),
+    "nested deeply": (_text("[" * 100_000), BundleDamaged, "cannot be read (maximum recursion depth"),
+    "a huge number": (_text('{"size": ' + "9" * 5000 + "}"), BundleDamaged, "a number of 5000 digits"),
+    "a huge file": (lambda f: os.truncate(f / "manifest.json", 65 << 20), BundleDamaged, "has more than 64 MB"),
+    "no number": (_edit(size=float("nan")), BundleDamaged, "NaN is no number"),
     "other sources": (_edit(sources={"toy_kernels": "0" * 64}), BundleOutdated, "other sources of toy_kernels"),
 }
 
@@ -113,7 +134,7 @@ def test_a_bad_bundle_is_named_with_its_remedy_and_never_executed(bundle_copy: P
 
 @pytest.mark.usefixtures("sealed")
 def test_the_seal_sees_a_sound_bundle(bundle_copy: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"executed .*libglulam_sm_90a\.so"):
+    with pytest.raises(pytest.fail.Exception, match=r"executed .*libglulam_sm_90a-[0-9a-f]{16}\.so"):
         load("sm_90a", bundle_copy)
 
 
@@ -200,7 +221,9 @@ def test_importing_the_bridge_imports_nothing_heavy() -> None:
 def test_loading_and_verifying_imports_no_compiler(toy_bundle: Path) -> None:
     path = [str(HERE)]
     modules = _modules_after(
-        f"sys.path += {path!r}\nimport ffi_bridge\nb = ffi_bridge.load('sm_90a', {str(toy_bundle)!r})\n"
+        f"sys.path += {path!r}\nimport ffi_bridge; from ffi_bridge.toolchain import sources_hash\n"
+        f"sources = {{'toy_kernels': sources_hash('toy_kernels')}}\n"
+        f"b = ffi_bridge.load('sm_90a', {str(toy_bundle)!r}, sources)\n"
         "[b.function(name) for name in b.names()]"
     )
     assert "tvm_ffi" in modules

@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import CompileError, jit, loader, manifest, toolchain
 from ffi_bridge import cache as cache_module
-from toys import HERE, REPOSITORY, TOY_TRACER
+from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite
 
 SPEC = GroupedMmSpec("float16")
 GET = (
@@ -51,8 +53,12 @@ def _process(**environment: str) -> subprocess.Popen[str]:
     )
 
 
-def _library(cache: Path) -> Path:
-    return cache / jit.cache_key(SPEC, TOY_TRACER) / "sm_90a" / "libglulam_sm_90a.so"
+def _entry(cache: Path) -> Path:
+    return cache / jit.cache_key(SPEC, TOY_TRACER)
+
+
+def _inner(cache: Path) -> Path:
+    return _entry(cache) / "sm_90a"
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:
@@ -75,10 +81,10 @@ def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pyt
 
 def test_an_entry_is_a_bundle_of_its_own(cache: Path) -> None:
     jit.get(SPEC, tracer=TOY_TRACER)
-    described = manifest.verify(_library(cache).parent, "sm_90a")
+    described = manifest.verify(_inner(cache), "sm_90a", cache_module.tracer_sources(TOY_TRACER), SPEC)
     assert list(described.functions) == [SPEC.name]
-    leftovers = {path.name for path in cache.iterdir()} - {_library(cache).parents[1].name}
-    assert leftovers == {f"{jit.cache_key(SPEC, TOY_TRACER)}.lock"}
+    leftovers = {path.name for path in cache.iterdir()} - {_entry(cache).name}
+    assert leftovers == {f"{_entry(cache).name}.lock", ".glulam-cache"}
 
 
 def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +120,11 @@ def test_a_killed_compile_leaves_nothing_that_matters(cache: Path) -> None:
     _wait_until(lambda: _traced(cache) == 1)
     victim.send_signal(signal.SIGKILL)
     victim.communicate(timeout=60)
-    assert not _library(cache).exists()
+    assert not _entry(cache).exists()
 
-    (abandoned,) = cache.glob(".compile-*")
+    (abandoned,) = cache.glob(".glulam-compile-*")
     jit.get(SPEC, tracer=TOY_TRACER)
-    assert _library(cache).exists()
+    assert library_in(_inner(cache))
     assert abandoned.exists()  # it could be another key's compile, running now
 
     for folder in (*abandoned.iterdir(), abandoned):
@@ -130,10 +136,10 @@ def test_a_killed_compile_leaves_nothing_that_matters(cache: Path) -> None:
 @pytest.mark.parametrize("damage", ["flipped", "emptied", "manifest"])
 def test_a_damaged_entry_is_put_aside_and_rebuilt(cache: Path, damage: str) -> None:
     jit.get(SPEC, tracer=TOY_TRACER)
-    library = _library(cache)
+    library = library_in(_inner(cache))
     sound = library.read_bytes()
     target = library.with_name("manifest.json") if damage == "manifest" else library
-    target.write_bytes(bytes([sound[0] ^ 1]) + sound[1:] if damage == "flipped" else b"")
+    rewrite(target, bytes([sound[0] ^ 1]) + sound[1:] if damage == "flipped" else b"")
 
     process = _process()
     output, error = process.communicate(timeout=120)
@@ -142,14 +148,14 @@ def test_a_damaged_entry_is_put_aside_and_rebuilt(cache: Path, damage: str) -> N
     assert "rebuilding it" in error
     assert _traced(cache) == 2
     assert library.read_bytes() == sound
-    assert library.parents[1].with_name(f"{library.parents[1].name}.damaged").is_dir()
+    assert _entry(cache).with_name(f"{_entry(cache).name}.damaged").is_dir()
 
 
 def test_half_an_entry_is_none(cache: Path) -> None:
-    _library(cache).parent.mkdir(parents=True)
+    _inner(cache).mkdir(parents=True)
     jit.get(SPEC, tracer=TOY_TRACER)
     assert _traced(cache) == 1
-    assert _library(cache).exists()
+    assert library_in(_inner(cache))
 
 
 def test_a_cache_that_cannot_be_made_costs_a_warning(
@@ -177,35 +183,38 @@ def test_a_read_only_cache_is_read(cache: Path) -> None:
         cache.chmod(0o755)
 
 
-def _refuse_linking_in(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _refuse_linking_in(cache: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     link = jit.build.link
 
     def refuse(objects: Iterable[Path], library: Path) -> None:
         if library.is_relative_to(cache):
-            raise CompileError("ld: final link failed: No space left on device")
+            raise CompileError(f"ld: final link failed: {words}")
         link(objects, library)
 
     monkeypatch.setattr(jit.build, "link", refuse)
 
 
-def test_a_full_cache_costs_a_warning(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linker tells a full disk in its own words; what decides is that the disk takes no more."""
-    write = Path.write_bytes
+@pytest.mark.parametrize("words", ["No space left on device", "Bus error"])
+def test_a_full_cache_costs_a_warning(cache: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """A linker tells a full disk in its own words, which may be none: then the disk itself is asked."""
+    temporary = tempfile.TemporaryFile
 
-    def full(path: Path, data: bytes) -> int:
-        if path.is_relative_to(cache):
+    def full(*arguments: Any, **named: Any) -> Any:
+        if named.get("dir") == cache:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, data)
+        return temporary(*arguments, **named)
 
-    _refuse_linking_in(cache, monkeypatch)
-    monkeypatch.setattr(Path, "write_bytes", full)
+    _refuse_linking_in(cache, monkeypatch, words)
+    if words == "Bus error":
+        monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.warns(RuntimeWarning, match="cannot be used .*No space left on device"):
         assert callable(jit.get(SPEC, tracer=TOY_TRACER))
     assert _traced(cache) == 2
+    assert not list(cache.glob(".glulam-compile-*"))
 
 
 def test_a_linker_that_fails_on_a_disk_with_space_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _refuse_linking_in(cache, monkeypatch)
+    _refuse_linking_in(cache, monkeypatch, "undefined symbol")
     with pytest.raises(CompileError, match="final link failed"):
         jit.get(SPEC, tracer=TOY_TRACER)
     assert _traced(cache) == 1
@@ -214,7 +223,7 @@ def test_a_linker_that_fails_on_a_disk_with_space_is_an_error(cache: Path, monke
 def test_a_failed_compile_names_the_spec_and_leaves_no_entry(cache: Path) -> None:
     with pytest.raises(CompileError, match=f"{SPEC.name}: ValueError: no kernel for"):
         jit.get(SPEC, tracer="toy_kernels:fail")
-    assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_slow_code_is_compiled_with_a_warning(cache: Path) -> None:

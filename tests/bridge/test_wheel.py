@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,18 @@ def _pip_wheel(checkout: Path, out: Path) -> Path:
     return wheel
 
 
+def test_building_leaves_what_lies_beside_the_packages(tmp_path: Path) -> None:
+    checkout = _toy_checkout(tmp_path / "checkout")
+    (theirs := tmp_path / "lib" / "thesis").mkdir(parents=True)
+    (leftover := tmp_path / "lib" / "glulam" / "gone.py").parent.mkdir()
+    leftover.touch()
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert theirs.is_dir() and not leftover.exists()
+    assert (tmp_path / "lib" / "glulam" / "_bundle" / "sm_90a" / "manifest.json").is_file()
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("wheels")
@@ -69,8 +82,9 @@ def test_names_and_tags(wheels: list[Path]) -> None:
 def test_holds_the_bundle_and_the_packages_only(wheels: list[Path]) -> None:
     names = zipfile.ZipFile(wheels[0]).namelist()
     assert {name.split("/")[0] for name in names} == {"glulam", "ffi_bridge", "cute_kernels", "glulam-0.1.0.dist-info"}
-    bundled = {name for name in names if "_bundle" in name}
-    assert bundled == {f"glulam/_bundle/sm_90a/{file}" for file in ("libglulam_sm_90a.so", "manifest.json")}
+    library, described = sorted(name for name in names if "_bundle" in name)
+    assert re.fullmatch(r"glulam/_bundle/sm_90a/libglulam_sm_90a-[0-9a-f]{16}\.so", library)
+    assert described == "glulam/_bundle/sm_90a/manifest.json"
     assert {"cute_kernels/entry.py", "cute_kernels/sm90/configs.py", "glulam/cli.py"} <= set(names)
 
 

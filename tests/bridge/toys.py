@@ -14,3 +14,15 @@ TOY_SPECS: list[Spec] = [GroupedMmSpec(), GroupedGluSpec(save_preact=True), Grou
 
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))  # where the loader's check of the sources finds toy_kernels
+
+
+def library_in(folder: Path) -> Path:
+    """The library of a bundle's <root>/<arch> folder."""
+    (library,) = folder.glob("libglulam_*.so")
+    return library
+
+
+def rewrite(file: Path, content: bytes) -> None:
+    """Puts another file in place of one that this process may have mapped: changing that one would end it."""
+    file.unlink()
+    file.write_bytes(content)

@@ -1,0 +1,93 @@
+"""Whose files are loaded. A library runs as its caller, so no other user may have written it, or put it where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import toolchain
+from .errors import REMEDY, BundleForeign
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclasses.dataclass(frozen=True)
+class Trust:
+    """What is asked of a bundle's folders and files.
+
+    Attributes:
+        owners: user ids that may own them.
+        shared: write bits of the group and of others that are let pass.
+        follows: whether the names below the bundle's root may be symbolic links.
+    """
+
+    owners: frozenset[int]
+    shared: int = 0
+    follows: bool = False
+
+    def check(self, path: Path, found: os.stat_result) -> None:
+        """Raises BundleForeign where another user owns `path`, whose status is `found`, or may write it."""
+        if found.st_uid not in self.owners:
+            raise BundleForeign(
+                f"foreign bundle: {path} belongs to uid {found.st_uid}, neither to this user (uid {os.geteuid()}) "
+                f"nor to root; {REMEDY} as this user"
+            )
+        if found.st_mode & _OTHERS_WRITE & ~self.shared:
+            raise BundleForeign(
+                f"foreign bundle: others can write {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
+                f"run `chmod go-w` on it if all in it is yours, else {REMEDY} into another folder"
+            )
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, at: int | None = None, *, folder: bool = False) -> Iterator[int]:
+        """A descriptor of a checked file or folder; with `at`, of the last part of `path` in that open folder.
+
+        Raises:
+            BundleForeign: another user owns it or may write it.
+            OSError: it cannot be opened, is a symbolic link, or is no regular file (no folder).
+        """
+        kind = os.O_DIRECTORY if folder else os.O_NONBLOCK  # the latter: a FIFO has no writer to wait for
+        links = 0 if at is None or self.follows else os.O_NOFOLLOW
+        handle = os.open(path if at is None else path.name, os.O_RDONLY | os.O_CLOEXEC | kind | links, dir_fd=at)
+        try:
+            found = os.fstat(handle)
+            if not folder and not stat.S_ISREG(found.st_mode):
+                raise OSError(f"{path.name} is no regular file")
+            self.check(path, found)
+            yield handle
+        finally:
+            os.close(handle)
+
+
+def of(root: Path) -> Trust:
+    """What is asked of the bundle in `root`: this user's or root's, written by nobody else.
+
+    The bundle inside the installed package is as good as the Python files beside it, which run already: whoever
+    owns the package's folder may own it, and it may be as writable.
+    """
+    own = frozenset((os.geteuid(), 0))
+    for package in toolchain.package_folders("glulam"):
+        if os.path.realpath(root) == os.path.realpath(package / "_bundle"):
+            beside = package.stat()
+            return Trust(own | {beside.st_uid}, beside.st_mode & _OTHERS_WRITE, follows=True)
+    return Trust(own)
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Iterator[int]:
+    """A descriptor of <root>/<arch>/<name>, each of the three checked and opened inside the one before.
+
+    Raises as `Trust.opened`.
+    """
+    folder = file.parent
+    trust = of(folder.parent)
+    with (
+        trust.opened(folder.parent, folder=True) as root,
+        trust.opened(folder, root, folder=True) as inner,
+        trust.opened(file, inner) as handle,
+    ):
+        yield handle
