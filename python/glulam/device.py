@@ -123,11 +123,11 @@ def parsed(caller: str, device: Any) -> torch.device:
         raise TypeError(f"{caller}: device is {device!r}; give a torch.device, its name as 'cuda:0', or an index")
     try:
         where = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+        if not isinstance(device, int) or where.index == device:  # torch keeps eight bits of an index
+            return where
     except RuntimeError:
-        where = None
-    if where is None or (isinstance(device, int) and where.index != device):  # torch keeps eight bits of an index
-        raise ValueError(f"{caller}: device is {device!r}; give one as 'cuda:0', or an index")
-    return where
+        pass
+    raise ValueError(f"{caller}: device is {device!r}; give one as 'cuda:0', or an index")
 
 
 def cuda_index(caller: str, device: Any) -> int:
@@ -142,11 +142,10 @@ def cuda_index(caller: str, device: Any) -> int:
         raise ValueError(f"{caller}: device is {where}; give a CUDA device, since kernels run on no other")
     if not torch.cuda.is_available():
         raise UnsupportedDevice(f"{caller}: torch sees no CUDA GPU; kernels need one, the CPU reference does not")
-    if where.index is None:
-        return int(torch.cuda.current_device())
-    if not 0 <= where.index < torch.cuda.device_count():
+    index = torch.cuda.current_device() if where.index is None else where.index
+    if where.index is not None and not 0 <= index < torch.cuda.device_count():
         raise ValueError(f"{caller}: device is {where}; torch sees {torch.cuda.device_count()} GPUs")
-    return where.index
+    return index
 
 
 def is_traced(value: Any) -> bool:

@@ -23,7 +23,7 @@ from cute_kernels.specs import (
     from_dict,
     operands_of,
 )
-from cute_kernels.tiles import TileConfig
+from cute_kernels.tiles import SCHEDULES, TileConfig, require
 from ffi_bridge import BundleError
 
 from . import device as gpus
@@ -97,7 +97,7 @@ def _spec_from(op: Any, fields: dict[str, Any]) -> Spec:
         return _spec_on(fields, tile)
     m, n, k = _integers("tile", tile, 3)
     cluster, schedule = shape.get("cluster", (1, 1)), shape.get("schedule", "cooperative")
-    validity.require("schedule", schedule, tuple(validity.SCHEDULES))
+    require("schedule", schedule, tuple(SCHEDULES))
     make = functools.partial(_spec_on, fields)
     if not isinstance(cluster, str):
         cluster_m, cluster_n = _integers("cluster", cluster, 2)
@@ -136,7 +136,9 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
         CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
     """
     if spec is not None and type(spec) not in validity.SPECS.values():
-        raise TypeError(f"compile: spec is {spec!r}; give a spec of cute_kernels.specs, or keywords, as op='grouped_mm'")
+        raise TypeError(
+            f"compile: spec is {spec!r}; give a spec of cute_kernels.specs, or keywords, as op='grouped_mm'"
+        )
     if spec is not None and fields:
         raise TypeError(f"compile: give a spec or keywords, not both (got {', '.join(fields)} besides the spec)")
     if not isinstance(prefer, bool):

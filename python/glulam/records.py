@@ -1,4 +1,4 @@
-"""JSON files that other people, processes and versions write: never trusted when read, replaced as a whole when written."""
+"""JSON files that other people, processes and versions write: checked when read, replaced as a whole when written."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def require_text(what: str, data: Any) -> str:
 
 def require_number(what: str, data: Any, least: float = 0.0, most: float = LARGEST) -> float:
     """Raises ValueError where `data` is no number above 0 between these bounds."""
-    if type(data) not in (int, float) or not (0 < data and least <= data <= most):  # NaN is not, either
+    if type(data) not in (int, float) or not (data > 0 and least <= data <= most):  # NaN is not, either
         above = f"from {least:g}" if least else "above 0"
         raise ValueError(f"{what} is {_brief(data)}, not a number {above} to {most:g}")
     return float(data)

@@ -183,7 +183,9 @@ def read(path: Path) -> list[Section]:
     """
     sections, wrong = content(path)
     if wrong:
-        raise ValueError(f"the tuned table {records.shown(path)} holds what `glulam tune` does not write: {_first(wrong)}")
+        raise ValueError(
+            f"the tuned table {records.shown(path)} holds what `glulam tune` does not write: {_first(wrong)}"
+        )
     return sections
 
 
