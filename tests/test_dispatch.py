@@ -20,7 +20,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_s
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import kernels, tickets
+from glulam import kernels, loadable, tickets
 from glulam.dispatch import Problem, choose
 
 pytest_plugins = ["support.fixtures"]
@@ -77,6 +77,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundle: FakeBundle
 
     monkeypatch.setattr(jit, "get", get)
     monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: spec in sent or bundle.has(spec.name))
     monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path))
     kernels.forget_choices()
     yield sent

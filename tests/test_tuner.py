@@ -248,7 +248,7 @@ class TestArguments:
         y = glulam.grouped_mlp(x, w1, w2, offs=offs)
         y.backward(torch.ones_like(y))
         shape = Problem("grouped_mlp", "bfloat16", 0, 4, 64, 48, 64, "swiglu")
-        wanted = {tuned.key_of(tuned.question(problem)) for problem in entry._problems(shape, training=True)}
+        wanted = {tuned.key_of(tuned.question(problem)) for problem in entry.problems_of("tune", shape, training=True)}
         assert {tuned.key_of(tuned.question(problem)) for problem in asked} == wanted
 
     @pytest.mark.parametrize("name", PROBLEMS)

@@ -26,7 +26,7 @@ from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
 
-from . import validity
+from . import records, validity
 from .errors import UnsupportedDevice
 
 
@@ -90,6 +90,8 @@ def _as_typed(error: Exception) -> str:
         cluster = validity.ADAPTIVE if tile.adaptive else f"{tile.cluster_m}x{tile.cluster_n}"
         nearest = f"--tile {tile.m}x{tile.n}x{tile.k} --cluster {cluster} --schedule {tile.schedule}"
         return f"{error.limit.partition('; choose')[0]}; the nearest valid choice is {nearest}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{records.shown(error.object)} is no text in UTF-8, and TVM-FFI opens no such path; rename it"
     if not isinstance(error, ValueError):
         return str(error)
     return _NAMED.sub(lambda name: option(name[1] or name[2]) + " " * name[0].endswith("="), str(error))

@@ -94,7 +94,7 @@ def test_list_verify_and_clear(entry: Path) -> None:
     assert list(_states().values()) == ["sound"]
 
     assert "removed 0 kernels" in _run("clear", "--preferred").output
-    assert list(_states().values()) == ["sound"] and not list(preferences.stored())
+    assert list(_states().values()) == ["sound"] and not preferences.stored().specs
     assert "removed 1 kernels" in _run("clear").output and not _states()
     assert _run("list").exit_code == 0
 

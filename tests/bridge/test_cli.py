@@ -47,7 +47,6 @@ def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "--arch", "sm_80"], "arch='sm_80' has no kernels; choose one of: sm_90a"),
         (["build", "--arch", "sm_90a", "--out", "/proc/none/here"], "/proc/none"),
         (["info", "--bundle", "/nowhere"], "/nowhere/sm_90a/manifest.json does not exist; run `glulam build`"),
     ],
