@@ -183,6 +183,35 @@ class TestExplain:
         with pytest.raises(TypeError, match="tile"):
             glulam.explain("grouped_mm", (64, 64), (2, 64, 64), tile=3)
 
+    @pytest.mark.parametrize(
+        ("error", "words", "arguments", "options"),
+        [
+            (ValueError, "x is \\(-1, 64\\); give the sizes", ((-1, 64), (2, 64, 64)), {}),
+            (ValueError, "w is \\(2, 64, 1267", ((64, 64), (2, 64, 1 << 100)), {}),
+            (TypeError, "x is a tuple", (("64", 64), (2, 64, 64)), {}),
+            (TypeError, "x is a tuple", ((True, 64), (2, 64, 64)), {}),
+            (TypeError, "w is a int", ((64, 64), 5), {}),
+            (TypeError, "w is a NoneType", ((64, 64), None), {}),
+            (ValueError, "w has shape", ((64, 64), ()), {}),
+            (TypeError, "argument: 'w'", ((64, 64),), {}),
+            (TypeError, "dtype is 'int9'", ((64, 64), (2, 64, 64)), {"dtype": "int9"}),
+            (TypeError, "dtype is 3", ((64, 64), (2, 64, 64)), {"dtype": 3}),
+            (ValueError, "device is 'gpu'", ((64, 64), (2, 64, 64)), {"device": "gpu"}),
+            (ValueError, "device is 300", ((64, 64), (2, 64, 64)), {"device": 300}),
+            (TypeError, "device is True", ((64, 64), (2, 64, 64)), {"device": True}),
+            (TypeError, "transpose_w is", ((64, 64), (2, 64, 64)), {"transpose_w": "yes"}),
+        ],
+    )
+    def test_names_the_argument_that_is_wrong(
+        self, error: type[Exception], words: str, arguments: Any, options: Any
+    ) -> None:
+        with pytest.raises(error, match=words):
+            glulam.explain("grouped_mm", *arguments, **options)
+
+    def test_a_dtype_may_be_a_name(self, bundle: FakeBundle) -> None:
+        told = glulam.explain("grouped_mm", (64, 64), (2, 64, 64), dtype="float16")
+        assert told.spec is not None and told.spec.dtype == "float16"
+
 
 class TestCompile:
     def test_keywords_make_a_spec_and_prefer_it(self, compiled: list[Any]) -> None:
@@ -229,6 +258,31 @@ class TestCompile:
             (SpecError, "no field 'transpose_w'", lambda: glulam.compile(op="grouped_mlp", transpose_w=True)),
             (SpecError, "activation='swish'", lambda: glulam.compile(op="grouped_mlp", activation="swish")),
             (SpecError, "dtype='float32'", lambda: glulam.compile(op="grouped_mm", dtype=torch.float32)),
+            (TypeError, "spec is 'grouped_mm'; give a spec.*op='grouped_mm'", lambda: glulam.compile("grouped_mm")),
+            (TypeError, "cluster is None", lambda: glulam.compile(op="grouped_mm", cluster=None)),
+            (TypeError, "schedule is \\['x'\\]", lambda: glulam.compile(op="grouped_mm", schedule=["x"])),
+            (TypeError, "tile is \\(True, 64, 64\\)", lambda: glulam.compile(op="grouped_mm", tile=(True, 64, 64))),
+            (
+                TypeError,
+                "cluster is given beside a TileConfig",
+                lambda: glulam.compile(op="grouped_mm", tile=TILE, cluster=(1, 1)),
+            ),
+            (TypeError, "prefer is 'yes'", lambda: glulam.compile(op="grouped_mm", prefer="yes")),
+            (SpecError, "op=\\['x'\\]", lambda: glulam.compile(op=["x"])),
+            (SpecError, "dtype=3 is a int; give a str", lambda: glulam.compile(op="grouped_mm", dtype=3)),
+            (
+                SpecError,
+                "transpose_w='no' is a str; give a bool",
+                lambda: glulam.compile(op="grouped_mm", transpose_w="no"),
+            ),
+            (SpecError, "operands=\\[\\] is a list", lambda: glulam.compile(op="grouped_mm", operands=[])),
+            (SpecError, "dgrad='x' is a str", lambda: glulam.compile(op="grouped_dglu", dgrad="x")),
+            (
+                SpecError,
+                "quantize_mxfp8 has no field 'tile'",
+                lambda: glulam.compile(op="quantize_mxfp8", tile=(1, 1, 1)),
+            ),
+            (SpecError, "mhc has no field 'cluster'", lambda: glulam.compile(op="mhc", cluster=(1, 1))),
         ):
             with pytest.raises(error, match=words):
                 call()
@@ -259,6 +313,15 @@ class TestPreload:
     def test_refusals(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="device is cpu"):
             glulam.preload("cpu")
+        for error, device in (
+            (ValueError, "gpu"),
+            (ValueError, -1),
+            (ValueError, 300),
+            (TypeError, True),
+            (TypeError, 1.5),
+        ):
+            with pytest.raises(error, match=f"preload: device is {device!r}"):
+                glulam.preload(device)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(glulam.UnsupportedDevice, match="no CUDA GPU"):
             glulam.preload()

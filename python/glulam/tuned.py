@@ -437,11 +437,6 @@ def _read_for(gpu: str) -> Tables:
         except ValueError as error:
             ignored.append(f"{error}; it is ignored, remove it")
             continue
-        if wrong:
-            ignored.append(
-                f"the tuned table {records.shown(path)} is ignored in part, which `glulam tune` did not write: "
-                f"{_first(wrong)}; tune anew into another file"
-            )
         here = stamp_of(gpu)
         fitting = [section for section in sections if not section.stamp.unlike(here)]
         for section in fitting:
@@ -449,6 +444,11 @@ def _read_for(gpu: str) -> Tables:
         if sections and not fitting:
             why = sections[-1].stamp.unlike(here)
             ignored.append(f"the tuned table {records.shown(path)} is ignored: {why}; run `glulam tune` here")
+        elif wrong:
+            ignored.append(
+                f"the tuned table {records.shown(path)} is ignored in part, which `glulam tune` did not write: "
+                f"{_first(wrong)}; tune anew into another file"
+            )
     return Tables(layers, tuple(ignored))
 
 
