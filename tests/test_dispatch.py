@@ -125,6 +125,12 @@ def test_both_weight_gradients_of_an_mlp_share_a_tile() -> None:
     assert "2688 x 576 and 576 x 1344" in choice.why
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("experts", [1, 3000, 1 << 31])
+def test_hardly_any_rows_an_expert(rows: int, experts: int) -> None:
+    assert isinstance(choose(problem(rows=rows, experts=experts), ARCH).spec, GroupedMlpSpec)
+
+
 def test_every_choice_is_shipped() -> None:
     shipped = set(shipped_specs())
     for rows in (8, 2000, 100_000):

@@ -63,9 +63,10 @@ _PIPE_WIDTH = 120  # columns where the output is not a terminal
 
 def console() -> Console:
     """Standard output; wide enough for a table where it goes to a file or a pipe. Text is shown as it is."""
-    width = Console().width
-    wide = None if Console().is_terminal else max(width, _PIPE_WIDTH)
-    return Console(width=wide, markup=False, emoji=False, highlight=False)
+    out = Console(markup=False, emoji=False, highlight=False)
+    if not out.is_terminal:
+        out.width = max(out.width, _PIPE_WIDTH)
+    return out
 
 
 def _say_error(text: str) -> None:

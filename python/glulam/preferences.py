@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 import warnings
@@ -70,7 +71,7 @@ def prefer(form: Spec, spec: Spec, keep: bool = True) -> None:
 
 def _files() -> list[Path]:
     """Whatever has the ending of a preference. A folder that is a link is somebody else's."""
-    return [] if folder().is_symlink() else sorted(folder().glob("*.json"))
+    return [] if os.path.islink(folder()) else sorted(folder().glob("*.json"))
 
 
 def _read(path: Path) -> tuple[Spec, Spec]:
@@ -96,7 +97,7 @@ def _read(path: Path) -> tuple[Spec, Spec]:
 
 def _content(path: Path) -> dict[str, Any]:
     """What is in a file that is certainly one of ours. Raises ValueError."""
-    if path.is_symlink():
+    if os.path.islink(path):
         raise ValueError("it is a symbolic link")
     data = records.read(path)
     if not NAME.fullmatch(path.name) or data.get("format") != FORMAT:
