@@ -20,7 +20,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS
-from cute_kernels.tiles import CLUSTERS, TILE_K
+from cute_kernels.tiles import CLUSTERS, TILE_K, SpecError
 from ffi_bridge import BundleError, CompileError, ToolchainError, __version__
 from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
@@ -93,8 +93,8 @@ def _as_typed(error: Exception) -> str:
         return f"{error.limit.partition('; choose')[0]}; the nearest valid choice is {nearest}"
     if isinstance(error, UnicodeEncodeError):
         return f"{records.shown(error.object)} is no text in UTF-8, and TVM-FFI opens no such path; rename it"
-    if not isinstance(error, ValueError):
-        return str(error)
+    if not isinstance(error, SpecError) and not str(error).startswith(("tune: ", "explain: ")):
+        return str(error)  # of no argument: it may hold a path
     return _NAMED.sub(lambda name: option(name[1] or name[2]) + " " * name[0].endswith("="), str(error))
 
 

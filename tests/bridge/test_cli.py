@@ -239,6 +239,7 @@ LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
         ("explain grouped_glu --experts 8 --in-features 64 --intermediate 12", "explain: --intermediate is 12"),
         ("tables --merge /nowhere/a.json", "--merge needs --out"),
         ("tables --merge /nowhere/a.json --out /nowhere/b.json", "/nowhere/a.json is no table of tuned kernels"),
+        ("tables --merge /nowhere/out_dtype=.json --out /nowhere/b.json", "/nowhere/out_dtype=.json is no table"),
         ("nonsense", "'nonsense'"),
         ("cache nonsense", "'nonsense'"),
         ("compile --stages 4", "--stages"),
