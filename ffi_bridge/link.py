@@ -35,7 +35,7 @@ def link(objects: Iterable[Path], library: Path) -> None:
     arguments.write_bytes(b"".join(_quoted(path) + b"\n" for path in ordered))
     libraries = [str(toolchain.runtime_library()), str(toolchain.tvm_ffi_library())]
     command = [*toolchain.c_compiler(), *_FLAGS, "-o", str(library), f"@{arguments}", *libraries]
-    environment = {**os.environ, "LC_ALL": "C"}
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(library.parent)}
     done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", env=environment)
     arguments.unlink()
     if done.returncode:
