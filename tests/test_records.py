@@ -219,6 +219,7 @@ class TestTables:
         data = described(MM, SPEC)
         data["sections"][0]["stamp"]["versions"]["glulam"] = "0.0.1"
         layer_of(data)["problem"]["temperature"] = 3
+        layer_of(data)["kernels"].append({"op": "grouped_mm", "swizzle": {"of": 3}})
         table.write_text(json.dumps(data))
         tuned.write(table, [tuned.Section(tuned.stamp_of(GPU), {})])
         assert json.loads(table.read_text())["sections"][0] == data["sections"][0]

@@ -63,7 +63,7 @@ def require_fields(what: str, data: Any, fields: Collection[str]) -> None:
         if name not in data:
             raise ValueError(f"{what} lacks {name!r}")
     if other := data.keys() - fields:
-        raise ValueError(f"{what} has an unknown field {_brief(min(other))}")
+        raise ValueError(f"{what} has an unknown field {brief(min(other))}")
 
 
 def require_list(what: str, data: Any) -> list[Any]:
@@ -76,7 +76,7 @@ def require_list(what: str, data: Any) -> list[Any]:
 def require_text(what: str, data: Any) -> str:
     """Raises ValueError where `data` is no string that can be shown in one line."""
     if not isinstance(data, str) or not data.isprintable():
-        raise ValueError(f"{what} is {_brief(data)}, not a line of text")
+        raise ValueError(f"{what} is {brief(data)}, not a line of text")
     return data
 
 
@@ -84,11 +84,12 @@ def require_number(what: str, data: Any, least: float = 0.0, most: float = LARGE
     """Raises ValueError where `data` is no number above 0 between these bounds."""
     if type(data) not in (int, float) or not (data > 0 and least <= data <= most):  # NaN is not, either
         above = f"from {least:g}" if least else "above 0"
-        raise ValueError(f"{what} is {_brief(data)}, not a number {above} to {most:g}")
+        raise ValueError(f"{what} is {brief(data)}, not a number {above} to {most:g}")
     return float(data)
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """What a file has instead, in a few characters that can be shown."""
     text = ascii(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

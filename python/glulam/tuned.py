@@ -10,7 +10,6 @@ has not compiled is passed over as well.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -105,11 +104,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One problem at several numbers of rows, ascending. `kernels`: the specs behind the names."""
+    """One problem at several numbers of rows, ascending.
+
+    kernels: the specs behind the names. others: descriptions of kernels that only another version knows.
+    """
 
     problem: dict[str, Any]
     kernels: dict[str, Spec]
     points: tuple[Point, ...]
+    others: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +199,7 @@ def content(path: Path) -> Content:
         if data.get("format") != FORMAT:
             raise ValueError("not written by `glulam tune`")
         if data.get("schema") != SCHEMA:
-            raise ValueError("its schema is another one than this Glulam reads")
+            raise ValueError(f"its schema is {records.brief(data.get('schema'))}, this Glulam reads {SCHEMA}")
         records.require_fields("it", data, ("format", "schema", "sections"))
         found = Content([], [])
         for number, section in enumerate(records.require_list("sections", data["sections"]), 1):
@@ -249,17 +252,18 @@ def _layer(data: Any, is_ours: bool) -> Layer:
     """`is_ours`: written by this version, whose problems and kernels are known. Raises ValueError."""
     records.require_fields("it", data, ("problem", "kernels", "points"))
     described = records.require_list("kernels", data["kernels"])
+    others: list[dict[str, Any]] = []
     if is_ours:
         kernels = _kernels(described, _problem(data["problem"]))
     else:
         _check_foreign(data["problem"])
-        kernels = _known_kernels(described)
+        kernels, others = _known_kernels(described)
     points = sorted(map(_point, records.require_list("points", data["points"])), key=lambda p: p.rows_per_expert)
     if len({point.rows_per_expert for point in points}) < len(points):
         raise ValueError("two points have the same number of rows")
     if is_ours and (other := [point.chosen for point in points if point.chosen not in kernels]):
         raise ValueError(f"no kernel is described that is named {other[0]}")
-    return Layer(data["problem"], kernels, tuple(points))
+    return Layer(data["problem"], kernels, tuple(points), tuple(others))
 
 
 def _problem(data: Any) -> Problem:
@@ -302,14 +306,18 @@ def _check_foreign(problem: Any) -> None:
             records.require_text(name, value)
 
 
-def _known_kernels(described: Sequence[Any]) -> dict[str, Spec]:
-    """Those that this version knows; another one may have others."""
-    known = {}
+def _known_kernels(described: Sequence[Any]) -> tuple[dict[str, Spec], list[dict[str, Any]]]:
+    """Those that this version knows, and the descriptions of others, which go back into the file as they are."""
+    known, others = {}, []
     for each in described:
-        with contextlib.suppress(SpecError):
+        try:
             spec = validity.described(each)
             known[spec.name] = spec
-    return known
+        except SpecError:
+            if not isinstance(each, dict) or any(isinstance(value, list) for value in each.values()):
+                raise
+            others.append(each)
+    return known, others
 
 
 def _point(data: Any) -> Point:
@@ -353,7 +361,9 @@ def merged(sections: Iterable[Section]) -> list[Section]:
 
 def _both(old: Layer, new: Layer) -> Layer:
     points = {point.rows_per_expert: point for point in (*old.points, *new.points)}
-    return Layer(new.problem, {**old.kernels, **new.kernels}, tuple(points[rows] for rows in sorted(points)))
+    others = [each for each in old.others if each not in new.others]
+    ascending = tuple(points[rows] for rows in sorted(points))
+    return Layer(new.problem, {**old.kernels, **new.kernels}, ascending, (*others, *new.others))
 
 
 def text(sections: Sequence[Section]) -> str:
@@ -367,7 +377,7 @@ def _to_dict(section: Section) -> dict[str, Any]:
     layers = [
         {
             "problem": layer.problem,
-            "kernels": [to_dict(spec) for spec in layer.kernels.values()],
+            "kernels": [*(to_dict(spec) for spec in layer.kernels.values()), *layer.others],
             "points": [dataclasses.asdict(point) for point in layer.points],
         }
         for layer in section.layers.values()
