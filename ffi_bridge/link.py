@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,11 @@ from .errors import CompileError
 # No build id, no symbols but the exported ones: nothing of the machine or of the build's folders stays in the
 # library. `-z defs` finds a symbol that neither run-time library has here rather than in a user's first call.
 _FLAGS = ("-shared", "-Wl,--build-id=none", "-Wl,--strip-all", "-Wl,--hash-style=gnu", "-Wl,-z,defs", "-Wl,-z,now")
+
+
+def _quoted(path: Path) -> bytes:
+    """A path as a response file has it: a backslash takes the meaning from what follows it."""
+    return b'"' + re.sub(rb'[\\"]', rb"\\\g<0>", os.fsencode(path)) + b'"'
 
 
 def link(objects: Iterable[Path], library: Path) -> None:
@@ -26,11 +32,11 @@ def link(objects: Iterable[Path], library: Path) -> None:
     """
     ordered = sorted(objects, key=lambda path: path.name)
     arguments = library.with_suffix(".rsp")  # thousands of objects outgrow a command line
-    arguments.write_text("\n".join(f'"{path}"' for path in ordered) + "\n")
+    arguments.write_bytes(b"".join(_quoted(path) + b"\n" for path in ordered))
     libraries = [str(toolchain.runtime_library()), str(toolchain.tvm_ffi_library())]
     command = [*toolchain.c_compiler(), *_FLAGS, "-o", str(library), f"@{arguments}", *libraries]
     environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(library.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", env=environment)
     arguments.unlink()
     if done.returncode:
         raise CompileError(f"linking {library.name} failed:\n{done.stderr.strip()}")

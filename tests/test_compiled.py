@@ -180,7 +180,9 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
 
     def test_one_that_is_gone_is_passed_over_with_one_line(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)
-        assert glulam.compile(SPEC) == SPEC and choose(MM, ARCH).spec == SPEC
+        with monkeypatch.context() as kept:
+            kept.setattr(loadable, "is_loadable", lambda spec: True)
+            assert glulam.compile(SPEC) == SPEC and choose(MM, ARCH).spec == SPEC
         monkeypatch.setattr(kernels, "_compiled", {})
         kernels.forget_choices()
         with pytest.warns(RuntimeWarning, match=f"preferred kernel {SPEC.name} is not in the cache") as seen:
@@ -213,10 +215,13 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
     def test_what_does_not_parse_is_left_out(self, empty: Path, content: str) -> None:
         preferences.folder().mkdir(parents=True)
         (preferences.folder() / "grouped_mm-0.json").write_text(content)
-        assert choose(MM, ARCH).spec == dispatch.shipped_choice(MM, ARCH).spec
+        with pytest.warns(RuntimeWarning, match="preference .*grouped_mm-0.json is ignored: .*; remove it") as seen:
+            assert {choose(MM, ARCH).spec for _ in range(3)} == {dispatch.shipped_choice(MM, ARCH).spec}
+        assert len(seen) == 1
 
     def test_a_users_choice_stands_above_a_table(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)
+        monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
         monkeypatch.setattr(tuned, "lookup", lambda *_: pytest.fail("looked into tables"))
         glulam.compile(SPEC)
         assert choose(MM, ARCH, "a GPU").spec == SPEC
@@ -287,6 +292,7 @@ class TestServing:
 
 def test_forms_of_an_mlp_are_told_apart(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
     spec = GroupedMlpSpec(GroupedGluSpec(activation="silu", tile=TileConfig(64, 128, 64)), GroupedMmSpec(tile=SMALL))
     glulam.compile(spec)
     mlp = Problem("grouped_mlp", "bfloat16", 64, 4, 64, 64, 64, "silu")

@@ -20,7 +20,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_s
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import kernels, tickets
+from glulam import kernels, loadable, tickets
 from glulam.dispatch import Problem, choose
 
 pytest_plugins = ["support.fixtures"]
@@ -77,6 +77,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bundle: FakeBundle
 
     monkeypatch.setattr(jit, "get", get)
     monkeypatch.setattr(kernels, "_compiled", {})
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: spec in sent or bundle.has(spec.name))
     monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path))
     kernels.forget_choices()
     yield sent
@@ -122,6 +123,12 @@ def test_both_weight_gradients_of_an_mlp_share_a_tile() -> None:
     choice = choose(both, ARCH)
     assert choice.spec == GroupedWgradSpec("bfloat16", "bfloat16", WGRAD_WIDE)
     assert "2688 x 576 and 576 x 1344" in choice.why
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("experts", [1, 3000, 1 << 31])
+def test_hardly_any_rows_an_expert(rows: int, experts: int) -> None:
+    assert isinstance(choose(problem(rows=rows, experts=experts), ARCH).spec, GroupedMlpSpec)
 
 
 def test_every_choice_is_shipped() -> None:
@@ -182,6 +189,35 @@ class TestExplain:
         with pytest.raises(TypeError, match="tile"):
             glulam.explain("grouped_mm", (64, 64), (2, 64, 64), tile=3)
 
+    @pytest.mark.parametrize(
+        ("error", "words", "arguments", "options"),
+        [
+            (ValueError, "x is \\(-1, 64\\); give the sizes", ((-1, 64), (2, 64, 64)), {}),
+            (ValueError, "w is \\(2, 64, 1267", ((64, 64), (2, 64, 1 << 100)), {}),
+            (TypeError, "x is a tuple", (("64", 64), (2, 64, 64)), {}),
+            (TypeError, "x is a tuple", ((True, 64), (2, 64, 64)), {}),
+            (TypeError, "w is a int", ((64, 64), 5), {}),
+            (TypeError, "w is a NoneType", ((64, 64), None), {}),
+            (ValueError, "w has shape", ((64, 64), ()), {}),
+            (TypeError, "argument: 'w'", ((64, 64),), {}),
+            (TypeError, "dtype is 'int9'", ((64, 64), (2, 64, 64)), {"dtype": "int9"}),
+            (TypeError, "dtype is 3", ((64, 64), (2, 64, 64)), {"dtype": 3}),
+            (ValueError, "device is 'gpu'", ((64, 64), (2, 64, 64)), {"device": "gpu"}),
+            (ValueError, "device is 300", ((64, 64), (2, 64, 64)), {"device": 300}),
+            (TypeError, "device is True", ((64, 64), (2, 64, 64)), {"device": True}),
+            (TypeError, "transpose_w is", ((64, 64), (2, 64, 64)), {"transpose_w": "yes"}),
+        ],
+    )
+    def test_names_the_argument_that_is_wrong(
+        self, error: type[Exception], words: str, arguments: Any, options: Any
+    ) -> None:
+        with pytest.raises(error, match=words):
+            glulam.explain("grouped_mm", *arguments, **options)
+
+    def test_a_dtype_may_be_a_name(self, bundle: FakeBundle) -> None:
+        told = glulam.explain("grouped_mm", (64, 64), (2, 64, 64), dtype="float16")
+        assert told.spec is not None and told.spec.dtype == "float16"
+
 
 class TestCompile:
     def test_keywords_make_a_spec_and_prefer_it(self, compiled: list[Any]) -> None:
@@ -228,6 +264,31 @@ class TestCompile:
             (SpecError, "no field 'transpose_w'", lambda: glulam.compile(op="grouped_mlp", transpose_w=True)),
             (SpecError, "activation='swish'", lambda: glulam.compile(op="grouped_mlp", activation="swish")),
             (SpecError, "dtype='float32'", lambda: glulam.compile(op="grouped_mm", dtype=torch.float32)),
+            (TypeError, "spec is 'grouped_mm'; give a spec.*op='grouped_mm'", lambda: glulam.compile("grouped_mm")),
+            (TypeError, "cluster is None", lambda: glulam.compile(op="grouped_mm", cluster=None)),
+            (TypeError, "schedule is \\['x'\\]", lambda: glulam.compile(op="grouped_mm", schedule=["x"])),
+            (TypeError, "tile is \\(True, 64, 64\\)", lambda: glulam.compile(op="grouped_mm", tile=(True, 64, 64))),
+            (
+                TypeError,
+                "cluster is given beside a TileConfig",
+                lambda: glulam.compile(op="grouped_mm", tile=TILE, cluster=(1, 1)),
+            ),
+            (TypeError, "prefer is 'yes'", lambda: glulam.compile(op="grouped_mm", prefer="yes")),
+            (SpecError, "op=\\['x'\\]", lambda: glulam.compile(op=["x"])),
+            (SpecError, "dtype=3 is a int; give a str", lambda: glulam.compile(op="grouped_mm", dtype=3)),
+            (
+                SpecError,
+                "transpose_w='no' is a str; give a bool",
+                lambda: glulam.compile(op="grouped_mm", transpose_w="no"),
+            ),
+            (SpecError, "operands=\\[\\] is a list", lambda: glulam.compile(op="grouped_mm", operands=[])),
+            (SpecError, "dgrad='x' is a str", lambda: glulam.compile(op="grouped_dglu", dgrad="x")),
+            (
+                SpecError,
+                "quantize_mxfp8 has no field 'tile'",
+                lambda: glulam.compile(op="quantize_mxfp8", tile=(1, 1, 1)),
+            ),
+            (SpecError, "mhc has no field 'cluster'", lambda: glulam.compile(op="mhc", cluster=(1, 1))),
         ):
             with pytest.raises(error, match=words):
                 call()
@@ -258,6 +319,15 @@ class TestPreload:
     def test_refusals(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="device is cpu"):
             glulam.preload("cpu")
+        for error, device in (
+            (ValueError, "gpu"),
+            (ValueError, -1),
+            (ValueError, 300),
+            (TypeError, True),
+            (TypeError, 1.5),
+        ):
+            with pytest.raises(error, match=f"preload: device is {device!r}"):
+                glulam.preload(device)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(glulam.UnsupportedDevice, match="no CUDA GPU"):
             glulam.preload()

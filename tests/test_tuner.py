@@ -210,6 +210,26 @@ class TestSession:
         tune(fresh, places)
         assert len(fresh.contests) >= 6, "a finished run was taken for an unfinished one"
 
+    @pytest.mark.parametrize("damage", [b"\xff", b"", b"[" * 100_000, None])
+    def test_what_was_kept_of_it_is_checked(self, places: Path, damage: bytes | None) -> None:
+        """A damaged file, or one of another problem, is measured anew and written over."""
+        calls = itertools.count()
+
+        def interrupt(spec: Spec, rows: int, routing: str) -> float:
+            if rows == 16 * MM.experts and next(calls) > 5:
+                raise KeyboardInterrupt
+            return 100.0
+
+        with pytest.raises(KeyboardInterrupt):
+            tune(FakeBench(interrupt), places)
+        (kept,) = (entry.cache_root() / entry.UNFINISHED).glob("*.json")
+        data = json.loads(kept.read_text())
+        data["sections"][0]["layers"][0]["problem"]["experts"] = 8
+        kept.write_bytes(json.dumps(data).encode() if damage is None else damage)
+        again = FakeBench(lambda *_: 50.0)
+        tune(again, places)
+        assert {rows for rows, *_ in again.contests} == {average * MM.experts for average in (1, 16, 256)}
+
     def test_every_operator_can_be_tuned(self, places: Path) -> None:
         for problem in PROBLEMS.values():
             (layer,) = tune(FakeBench(lambda *_: 100.0), places, problem).layers
@@ -230,6 +250,39 @@ class TestArguments:
             with pytest.raises(ValueError, match=words):
                 call()
 
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        {
+            "op": ["conv", None, 3, []],
+            "experts": [0, -1, "8", None, True, 8.0, 1 << 40],
+            "in_features": [-8, "64", None, 60],
+            "out_features": [-8, "64", 1.5],
+            "rows_per_expert": [0, "16", None, (), (0,), (-1,), (1.5,), ("a",), (True,)],
+            "dtype": ["float32", 3, None, torch.float32],
+            "transpose_w": ["yes", None, 1],
+            "save_preact": [True, 0],
+            "training": ["no"],
+            "budget_s": [0, -1, float("nan"), float("inf"), "9", None, True],
+            "candidates": [-1, "8", 1.5, None],
+            "jobs": [0, -1, "2", True],
+            "device": ["gpu", "cpu", True, 1.5, -1],
+            "out": [3, b"x"],
+            "progress": ["yes"],
+        }.items(),
+    )
+    def test_an_argument_that_is_wrong_is_named(self, name: str, values: list[Any]) -> None:
+        right = {"op": "grouped_mm", "experts": 8, "in_features": 64, "out_features": 64}
+        for value in values:
+            arguments = {**right, name: value}
+            with pytest.raises((ValueError, TypeError), match=f"tune: .*{name}"):
+                glulam.tune(arguments.pop("op"), **arguments)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("name", ["activation", "glu_layout"])
+    def test_so_is_one_of_an_activation(self, name: str) -> None:
+        for value in ("swish", None, 3, ["swiglu"]):
+            with pytest.raises(ValueError, match=f"tune: {name}="):
+                glulam.tune("grouped_glu", experts=8, in_features=64, intermediate=64, **{name: value})  # type: ignore[arg-type]
+
     def test_there_is_nothing_to_tune_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(glulam.UnsupportedDevice, match="no CUDA GPU"):
@@ -248,7 +301,7 @@ class TestArguments:
         y = glulam.grouped_mlp(x, w1, w2, offs=offs)
         y.backward(torch.ones_like(y))
         shape = Problem("grouped_mlp", "bfloat16", 0, 4, 64, 48, 64, "swiglu")
-        wanted = {tuned.key_of(tuned.question(problem)) for problem in entry._problems(shape, training=True)}
+        wanted = {tuned.key_of(tuned.question(problem)) for problem in entry.problems_of("tune", shape, training=True)}
         assert {tuned.key_of(tuned.question(problem)) for problem in asked} == wanted
 
     @pytest.mark.parametrize("name", PROBLEMS)
@@ -317,9 +370,10 @@ class TestTable:
         places.write_text(content)
         with pytest.warns(RuntimeWarning, match="is no table of tuned kernels.*it is ignored"):
             assert not choose(rows_of(MM, 16), ARCH, GPU).is_tuned
+        bench = FakeBench(lambda *_: 100.0)
         with pytest.raises(ValueError, match="is no table"):
-            tune(FakeBench(lambda *_: 100.0), places)
-        assert places.read_text() == content
+            tune(bench, places)
+        assert places.read_text() == content and not bench.contests, "measured for nothing"
 
     def test_a_kernel_that_is_not_compiled_here_is_passed_over(
         self, places: Path, monkeypatch: pytest.MonkeyPatch

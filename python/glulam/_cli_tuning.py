@@ -1,22 +1,27 @@
-"""What the commands `compile`, `tune`, `tables` and `cache` do; their options are in `cli`."""
+"""What the commands `compile`, `tune`, `explain`, `tables` and `cache` do; their options are in `cli`."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from cute_kernels.specs import Spec
 from ffi_bridge import cache, manifest
 
 from . import device as gpus
-from . import kernels, loadable, preferences, tuned
-from .tuner import report
+from . import dispatch, explanation, kernels, loadable, preferences, records, tuned
+from .cli import console
+from .tuner import entry, report
 from .tuner import tune as run_tuner
+from .tuner.session import Options
 
 INTERRUPTED = 130  # as shells report it
 
@@ -36,7 +41,9 @@ def _compile(spec: Spec | None, fields: dict[str, Any], prefer: bool) -> None:
     start = time.perf_counter()
     made = kernels.compile(spec, **fields, prefer=prefer)
     seconds = time.perf_counter() - start
-    where = "in the bundle" if loadable.in_bundle(made) else f"in {cache.cache_root()}"
+    if not loadable.is_loadable(made):
+        raise OSError(f"{made.name} was compiled, but not kept in {records.shown(cache.cache_root())}: nothing changed")
+    where = "in the bundle" if loadable.in_bundle(made) else f"in {records.shown(cache.cache_root())}"
     typer.echo(f"{made.name}: {where}, {seconds:.2f} s{_resources(made)}")
 
 
@@ -46,8 +53,6 @@ def compile_one(fields: dict[str, Any], prefer: bool) -> None:
 
 def compile_tuned() -> None:
     """Every kernel that tables for this GPU choose, so that the dispatcher can take it."""
-    import torch
-
     if not torch.cuda.is_available():
         raise ValueError("--tuned needs the GPU whose tables are meant; torch sees none")
     for spec in tuned.specs(gpus.gpu(torch.cuda.current_device()).name):
@@ -55,8 +60,6 @@ def compile_tuned() -> None:
 
 
 def tune(op: str, arguments: dict[str, Any]) -> None:
-    from .cli import console
-
     try:
         found = run_tuner(op, **arguments, progress=True)
     except KeyboardInterrupt:
@@ -65,9 +68,29 @@ def tune(op: str, arguments: dict[str, Any]) -> None:
     out = console()
     for layer in found.layers:
         out.print(_layer_table(layer))
-    for note in found.notes:
-        out.print(note, markup=False, highlight=False, soft_wrap=True)
-    out.print(f"mean gain {found.gain:.3f}, {found.seconds:.0f} s; wrote {found.path}", highlight=False, soft_wrap=True)
+    path = records.shown(found.path)
+    _print(out, *found.notes, f"mean gain {found.gain:.3f}, {found.seconds:.0f} s; wrote {path}")
+
+
+def explain(
+    op: str, layer: dict[str, Any], training: bool, rows: Sequence[int], arch: str | None, gpu: str | None
+) -> None:
+    """`rows`: of all experts; none: those of as many rows an expert as are tuned by default."""
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if index is not None and (arch is None or gpu is None):
+        here = gpus.gpu(index)
+        arch, gpu = arch or here.arch, here.name if gpu is None else gpu
+    arch, gpu = arch or next(iter(dispatch.CONFIGS)), gpu or ""
+    out = console()
+    for problem in entry.problems_of("explain", entry.shape_of(op, **layer), training):
+        for total in rows or [count * problem.experts for count in Options.rows_per_expert]:
+            told = explanation.of_problem(dataclasses.replace(problem, rows=total), gpu or arch, arch, gpu)
+            _print(out, f"{total} rows: {told}")
+
+
+def _print(out: Console, *lines: str) -> None:
+    for line in lines:
+        out.print(line, soft_wrap=True)
 
 
 def _layer_table(layer: tuned.Layer) -> Table:
@@ -81,19 +104,24 @@ def _layer_table(layer: tuned.Layer) -> Table:
 
 
 def show_tables() -> None:
-    from .cli import console
-
     out = console()
     if not tuned.files():
-        places = ", ".join(map(str, tuned.locations())) or f"no place: ${tuned.ENV_TUNED} is empty"
-        out.print(f"no tables in {places}; `glulam tune` makes one", highlight=False, soft_wrap=True)
+        places = ", ".join(map(records.shown, tuned.locations())) or f"no place: ${tuned.ENV_TUNED} is empty"
+        _print(out, f"no tables in {places}; `glulam tune` makes one")
     for path in tuned.files():
-        for section in tuned.read(path):
-            out.print(f"{path}: {section.stamp.gpu}, {section.stamp.date}", highlight=False, soft_wrap=True)
+        try:
+            sections, wrong = tuned.content(path)
+        except ValueError as error:
+            _print(out, f"ignored: {error}; remove it")
+            continue
+        name = records.shown(path)
+        for section in sections:
+            _print(out, f"{name}: {section.stamp.gpu}, {section.stamp.date}")
             if why := section.stamp.unlike(tuned.stamp_of(section.stamp.gpu)):
-                out.print(f"  ignored: {why}", highlight=False, soft_wrap=True)
+                _print(out, f"  ignored: {why}")
             for layer in section.layers.values():
                 out.print(_layer_table(layer))
+        _print(out, *(f"ignored: {name}, {line}; tune anew into another file" for line in wrong))
 
 
 def merge(paths: Sequence[Path], out: Path | None) -> None:
@@ -101,37 +129,37 @@ def merge(paths: Sequence[Path], out: Path | None) -> None:
         raise ValueError("--merge needs --out, the file to add to")
     sections = [section for path in paths for section in tuned.read(path)]
     tuned.write(out, sections)
-    typer.echo(f"{out}: {len(tuned.read(out))} sections")
+    typer.echo(f"{records.shown(out)}: {len(tuned.read(out))} sections")
 
 
 def cache_list() -> None:
-    from .cli import console
-
-    preferred = {spec for _, _, spec in preferences.stored()}
-    table = Table(title=str(cache.cache_root()))
+    stored = preferences.stored()
+    preferred = {spec for spec, _ in stored.specs.values()}
+    table = Table(title=records.shown(cache.cache_root()))
     for heading in ("kernel", "state", ""):
         table.add_column(heading, overflow="fold")
     table.add_column("KB", justify="right")
-    for entry in cache.entries():
-        name = entry.spec.name if entry.spec else entry.name
-        mark = "preferred" if entry.spec in preferred and entry.state == "sound" else ""
-        table.add_row(name, entry.state, mark, f"{entry.size / 1024:.0f}")
+    for kept in cache.entries():
+        name = kept.spec.name if kept.spec else records.shown(kept.name)
+        mark = "preferred" if kept.spec in preferred and kept.state == "sound" else ""
+        table.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
     out = console()
     out.print(table)
-    for spec in preferred:
-        if loadable.in_bundle(spec):
-            out.print(f"preferred from the bundle: {spec.name}", highlight=False, soft_wrap=True)
+    _print(out, *(f"preferred from the bundle: {spec.name}" for spec in preferred if loadable.in_bundle(spec)))
+    _print(out, *stored.ignored)
 
 
 def cache_verify() -> bool:
-    """Whether nothing is damaged."""
+    """Whether no kernel is damaged."""
     found = list(cache.entries())
-    for entry in found:
-        if entry.problem:
-            typer.echo(f"{entry.state}: {entry.name}: {entry.problem}")
-    counts = ", ".join(f"{sum(entry.state == state for entry in found)} {state}" for state in cache.STATES)
-    typer.echo(f"{len(found)} kernels in {cache.cache_root()}: {counts}")
-    return all(entry.state != "damaged" for entry in found)
+    for kept in found:
+        if kept.problem:
+            typer.echo(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
+    for line in preferences.stored().ignored:
+        typer.echo(line)
+    counts = ", ".join(f"{sum(kept.state == state for kept in found)} {state}" for state in cache.STATES)
+    typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {counts}")
+    return all(kept.state != "damaged" for kept in found)
 
 
 def cache_clear(outdated: bool, preferred: bool) -> None:
@@ -139,5 +167,8 @@ def cache_clear(outdated: bool, preferred: bool) -> None:
     if not preferred:
         removed = cache.clear(states=("outdated", "damaged", "aside") if outdated else cache.STATES)
     forgotten = 0 if outdated and not preferred else preferences.clear()
-    size = sum(entry.size for entry in removed) / 1024
-    typer.echo(f"{cache.cache_root()}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences")
+    size = sum(kept.size for kept in removed) / 1024
+    root = records.shown(cache.cache_root())
+    typer.echo(f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences")
+    for line in preferences.stored().ignored:
+        typer.echo(line)

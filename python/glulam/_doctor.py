@@ -14,7 +14,7 @@ from typing import Any
 
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, toolchain
 
-from . import tuned
+from . import preferences, records, tuned
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
@@ -146,17 +146,27 @@ def _check_compiler() -> Check:
 
 
 def _check_cache() -> Check:
-    root = jit.cache_root()
-    parent = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
+    name, root = "JIT cache", jit.cache_root()
+    shown = records.shown(root)
+    parent = next(folder for folder in (root, *root.parents) if os.path.lexists(folder))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         remedy = f"export {jit.ENV_CACHE}=<a folder that can be written>"
-        return Check("JIT cache", "note", f"{root} cannot be written: compiled kernels last one process", remedy)
-    states = Counter(entry.state for entry in cache.entries())
+        return Check(name, "note", f"{shown} cannot be written: compiled kernels last one process", remedy)
+    try:
+        states = Counter(entry.state for entry in cache.entries())
+    except (OSError, ValueError, RecursionError) as error:
+        return Check(name, "note", f"{shown} cannot be examined ({error})", f"remove {shown}")
     counts = ", ".join(f"{states[state]} {state}" for state in states if state != "sound")
-    found = f"{states['sound']} kernels in {root}" + (f" ({counts})" if counts else "")
+    found = f"{states['sound']} kernels in {shown}" + (f" ({counts})" if counts else "")
     if states["damaged"]:
-        return Check("JIT cache", "note", found, "run `glulam cache clear --outdated`")
-    return Check("JIT cache", "ok", found)
+        return Check(name, "note", found, "run `glulam cache clear --outdated`")
+    return Check(name, "ok", found)
+
+
+def _check_preferences() -> Check:
+    stored = preferences.stored()
+    summary = f"{len(stored.specs)} kernels of `glulam compile` serve their forms"
+    return _with_ignored("preferences", summary, stored.ignored)
 
 
 def _check_tables(gpu: Gpu | None) -> Check:
@@ -167,9 +177,12 @@ def _check_tables(gpu: Gpu | None) -> Check:
         warnings.simplefilter("ignore")
         found = tuned.tables(gpu.name if gpu else "")
     summary = f"{len(found.layers)} layers in {len(tuned.files())} tables hold for this GPU"
-    if found.ignored:
-        return Check("tuning", "note", f"{summary}; {found.ignored[0]}")
-    return Check("tuning", "ok", summary)
+    return _with_ignored("tuning", summary, found.ignored)
+
+
+def _with_ignored(name: str, summary: str, ignored: tuple[str, ...]) -> Check:
+    """Each line says what mends it."""
+    return Check(name, "note" if ignored else "ok", "; ".join((summary, *ignored)))
 
 
 def _from_error(name: str, error: Exception, state: str = "bad") -> Check:
@@ -193,6 +206,7 @@ def _checks() -> Iterator[Check]:
         yield _check_bundle(arch, needed=gpu is not None)
     yield _check_compiler()
     yield _check_cache()
+    yield _check_preferences()
     yield _check_tables(gpu)
 
 

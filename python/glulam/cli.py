@@ -6,6 +6,10 @@ Needs no torch to build or to show: only `doctor` imports it.
 from __future__ import annotations
 
 import contextlib
+import io
+import re
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,37 +17,145 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
+from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS
+from cute_kernels.tiles import CLUSTERS, TILE_K, SpecError
 from ffi_bridge import BundleError, CompileError, ToolchainError, __version__
 from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
 
+from . import records, validity
 from .errors import UnsupportedDevice
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Fused grouped-GEMM kernels for mixture-of-experts layers."
-)
 
-Archs = Annotated[list[str] | None, typer.Option(help="Architecture, repeatable; default: every one.")]
+class _OneLineErrors(TyperGroup):
+    """Tells of a mistake on the command line as of any other: in one line."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
+        try:
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+            else:
+                _say_error(error.format_message())
+            status = error.exit_code
+        except typer.Abort:
+            status = 1
+        sys.exit(status or 0)
+
+
+_UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Fused grouped-GEMM kernels for mixture-of-experts layers.",
+)
 
 _PIPE_WIDTH = 120  # columns where the output is not a terminal
 
 
 def console() -> Console:
-    """Standard output; wide enough for a table where it goes to a file or a pipe."""
-    out = Console()
-    return out if out.is_terminal else Console(width=max(out.width, _PIPE_WIDTH))
+    """Standard output; wide enough for a table where it goes to a file or a pipe. Text is shown as it is."""
+    out = Console(markup=False, emoji=False, highlight=False)
+    if not out.is_terminal:
+        out.width = max(out.width, _PIPE_WIDTH)
+    return out
+
+
+def _say_error(text: str) -> None:
+    typer.echo(f"glulam: {text}", err=True)
+
+
+def option(name: str) -> str:
+    """A parameter as it is typed."""
+    return "--budget" if name == "budget_s" else f"--{name.replace('_', '-')}"
+
+
+_NAMED = re.compile(
+    r"\b(?:(in_features|out_features|rows_per_expert|glu_layout|save_preact|transpose_w|out_dtype|budget_s)=?"
+    r"|(intermediate|experts|dtype|activation|training|candidates|jobs|schedule)(?:=|(?= is |, got)))"
+)
+
+
+def _as_typed(error: Exception) -> str:
+    """An error's message, in which options are named as they are typed."""
+    if isinstance(error, validity.TileError):
+        tile = error.nearest
+        cluster = validity.ADAPTIVE if tile.adaptive else f"{tile.cluster_m}x{tile.cluster_n}"
+        nearest = f"--tile {tile.m}x{tile.n}x{tile.k} --cluster {cluster} --schedule {tile.schedule}"
+        return f"{error.limit.partition('; choose')[0]}; the nearest valid choice is {nearest}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{records.shown(error.object)} is no text in UTF-8, and TVM-FFI opens no such path; rename it"
+    if not isinstance(error, SpecError) and not str(error).startswith(("tune: ", "explain: ")):
+        return str(error)  # of no argument: it may hold a path
+    return _NAMED.sub(lambda name: option(name[1] or name[2]) + " " * name[0].endswith("="), str(error))
 
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """What a user can mend is one message and exit status 1, not a traceback."""
+    """What a user can mend is one message and exit status 1, not a traceback; so is a warning a message."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: _say_error(str(message))
+        try:
+            yield
+        except (BundleError, CompileError, ToolchainError, UnsupportedDevice, ValueError, OSError) as error:
+            _say_error(_as_typed(error))
+            raise typer.Exit(1) from error
+
+
+def _one_of(*choices: str) -> Any:
+    """What parses one of these words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _numbers(text: str, separator: str) -> tuple[int, ...]:
+    """Whole numbers above 0. Raises ValueError."""
+    numbers = tuple(int(part) for part in text.lower().split(separator))
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def _row_counts(text: str) -> tuple[int, ...]:
     try:
-        yield
-    except (BundleError, CompileError, ToolchainError, UnsupportedDevice, ValueError, OSError) as error:
-        typer.echo(f"glulam: {error}", err=True)
-        raise typer.Exit(1) from error
+        return _numbers(text, ",")
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not of the form 1,16,256") from None
+
+
+def _tile_shape(text: str) -> tuple[int, ...]:
+    with contextlib.suppress(ValueError):
+        m, n, k = _numbers(text, "x")
+        if k == TILE_K[16]:
+            return m, n, k
+    raise typer.BadParameter(f"{text!r} is not of the form 128x256x64, where the last is always 64")
+
+
+def _choices(words: Any) -> str:
+    return f"[{'|'.join(words)}]"
+
+
+Archs = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Architecture, repeatable; default: every one.",
+        parser=_one_of(*builder.CONFIGS),
+        metavar=_choices(builder.CONFIGS),
+    ),
+]
 
 
 def _megabytes(size: int) -> str:
@@ -141,42 +253,75 @@ def doctor() -> None:
     out = console()
     diagnosis = examine()
     for check in diagnosis.checks:
-        mark = {"ok": "[green]ok  [/]", "note": "[yellow]note[/]", "bad": "[red]BAD [/]"}[check.state]
-        out.print(f"{mark} {check.name:<12}", end=" ")
-        out.print(check.finding, markup=False, highlight=False, soft_wrap=True)
+        mark, style = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red")}[check.state]
+        out.print(f"{mark:<4}", style=style, end=" ")
+        out.print(f"{check.name:<12} {check.finding}", soft_wrap=True)
         if check.remedy:
-            out.print(f"{'':<17} -> {check.remedy}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"{'':<17} -> {check.remedy}", soft_wrap=True)
     out.print()
-    out.print(diagnosis.verdict, markup=False, highlight=False, soft_wrap=True)
+    out.print(diagnosis.verdict, soft_wrap=True)
     raise typer.Exit(0 if diagnosis.usable else 1)
 
 
-def _triple(text: str) -> tuple[int, ...]:
-    """ "128x256x64" as numbers. Raises ValueError."""
-    try:
-        return tuple(int(part) for part in text.lower().replace(",", "x").split("x"))
-    except ValueError:
-        raise ValueError(f"{text!r} is not of the form 128x256x64") from None
-
-
-Activation = Annotated[str, typer.Option(help="As swiglu, geglu, silu.")]
-GluLayout = Annotated[str, typer.Option(help="concat, interleaved or interleaved32.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
-OutDtype = Annotated[str | None, typer.Option(help="Of a grouped_wgrad: that of x, or float32.")]
+_OPS = ", ".join(validity.TILED)
+Experts = Annotated[int, typer.Option(min=1)]
+InFeatures = Annotated[int, typer.Option(min=1, help="Columns of x (of a grouped_dglu: of dy).")]
+Intermediate = Annotated[int, typer.Option(min=0, help="Columns of the activation.")]
+OutFeatures = Annotated[int, typer.Option(min=0, help="Columns of the result; of a grouped_mlp those of x.")]
+RowsPerExpert = Annotated[
+    Any, typer.Option(help="As 1,16,256; default: eight, 1 to 4096.", parser=_row_counts, metavar="N,N,...")
+]
+Activation = Annotated[
+    Any, typer.Option(help="As swiglu (default), geglu, silu.", parser=_one_of(*ACTIVATIONS), metavar="NAME")
+]
+GluLayout = Annotated[
+    Any, typer.Option(help="Default: concat.", parser=_one_of(*GLU_LAYOUTS), metavar=_choices(GLU_LAYOUTS))
+]
+Dtype = Annotated[Any, typer.Option(help="Default: bfloat16.", parser=_one_of(*DTYPES), metavar=_choices(DTYPES))]
+OutDtype = Annotated[
+    Any,
+    typer.Option(help="Of a grouped_wgrad: that of x, or float32.", parser=_one_of(*DTYPES, "float32"), metavar="NAME"),
+]
 SavePreact = Annotated[bool, typer.Option("--save-preact", help="Of a grouped_glu: store the preactivation.")]
 TransposeW = Annotated[bool, typer.Option("--transpose-w", help="Of a grouped_mm: contract over the weight's rows.")]
-WITH_ACTIVATION = ("grouped_glu", "grouped_mlp", "grouped_dglu")
+Operator = Annotated[Any, typer.Argument(help=f"One of {_OPS}.", parser=_one_of(*validity.TILED), metavar="OP")]
+Training = Annotated[bool, typer.Option("--training", help="Of a grouped_mlp: its training step.")]
+
+
+_CLUSTERS: dict[str, Any] = {**{f"{m}x{n}": (m, n) for m, n in CLUSTERS}, validity.ADAPTIVE: validity.ADAPTIVE}
+_SCHEDULES = ("cooperative", "pingpong")
+
+
+def _form(
+    op: str, dtype: Any, activation: Any, glu_layout: Any, save_preact: bool, transpose_w: bool, out_dtype: Any
+) -> dict[str, Any]:
+    """The options that were given. Raises ValueError where the operator has no such option."""
+    options = {
+        "dtype": dtype, "activation": activation, "glu_layout": glu_layout, "save_preact": save_preact,
+        "transpose_w": transpose_w, "out_dtype": out_dtype,
+    }  # fmt: skip
+    known = validity.fields_of(op)
+    given = {name: value for name, value in options.items() if value}
+    for name in given:
+        if name not in known:
+            others = ", ".join(option(other) for other in options if other in known)
+            raise ValueError(f"{op} has no option {option(name)}; it has {others}")
+    return given
 
 
 @app.command("compile")
 def compile_kernel(
-    op: Annotated[str | None, typer.Argument(help="grouped_mm, grouped_glu, grouped_mlp, grouped_dglu, ...")] = None,
-    tile: Annotated[str, typer.Option(help="Rows x weight rows x depth of a CTA's tile.")] = "128x128x64",
-    cluster: Annotated[str, typer.Option(help="1x1, 2x1, 1x2, or adaptive.")] = "1x1",
-    schedule: Annotated[str, typer.Option(help="cooperative or pingpong.")] = "cooperative",
-    dtype: Dtype = "bfloat16",
-    activation: Activation = "swiglu",
-    glu_layout: GluLayout = "concat",
+    op: Operator = None,
+    tile: Annotated[
+        Any, typer.Option(help="Rows x weight rows x depth of a CTA's tile.", parser=_tile_shape, metavar="MxNxK")
+    ] = "128x128x64",
+    cluster: Annotated[
+        Any, typer.Option(help="CTAs along both.", parser=_one_of(*_CLUSTERS), metavar=_choices(_CLUSTERS))
+    ] = "1x1",
+    schedule: Annotated[Any, typer.Option(parser=_one_of(*_SCHEDULES), metavar=_choices(_SCHEDULES))] = "cooperative",
+    dtype: Dtype = None,
+    activation: Activation = None,
+    glu_layout: GluLayout = None,
     save_preact: SavePreact = False,
     transpose_w: TransposeW = False,
     out_dtype: OutDtype = None,
@@ -189,33 +334,32 @@ def compile_kernel(
     from . import _cli_tuning
 
     with _reported():
+        if tuned == (op is not None):
+            raise ValueError(f"give an operator ({_OPS}) or --tuned, one of the two")
         if tuned:
             _cli_tuning.compile_tuned()
             return
-        fields: dict[str, Any] = {"op": op, "tile": _triple(tile), "schedule": schedule, "dtype": dtype}
-        fields["cluster"] = cluster if cluster == "adaptive" else _triple(cluster)
-        if op in WITH_ACTIVATION:
-            fields |= {"activation": activation, "glu_layout": glu_layout}
-        flags = {"save_preact": save_preact, "transpose_w": transpose_w, "out_dtype": out_dtype}
-        _cli_tuning.compile_one({**fields, **{name: value for name, value in flags.items() if value}}, prefer)
+        form = _form(op, dtype, activation, glu_layout, save_preact, transpose_w, out_dtype)
+        shape = {"tile": tile, "cluster": _CLUSTERS[cluster], "schedule": schedule}
+        _cli_tuning.compile_one({"op": op, **shape, **form}, prefer)
 
 
 @app.command()
 def tune(
-    op: Annotated[str, typer.Argument(help="grouped_mm, grouped_glu, grouped_mlp, grouped_dglu or grouped_wgrad.")],
-    experts: Annotated[int, typer.Option(min=1)],
-    in_features: Annotated[int, typer.Option(min=1, help="Columns of x (of a grouped_dglu: of dy).")],
-    intermediate: Annotated[int, typer.Option(help="Columns of the activation.")] = 0,
-    out_features: Annotated[int, typer.Option(help="Columns of the result; of a grouped_mlp those of x.")] = 0,
-    rows_per_expert: Annotated[str | None, typer.Option(help="As 1,16,256; default: eight, 1 to 4096.")] = None,
-    dtype: Dtype = "bfloat16",
-    activation: Activation = "swiglu",
-    glu_layout: GluLayout = "concat",
+    op: Operator,
+    experts: Experts,
+    in_features: InFeatures,
+    intermediate: Intermediate = 0,
+    out_features: OutFeatures = 0,
+    rows_per_expert: RowsPerExpert = None,
+    dtype: Dtype = None,
+    activation: Activation = None,
+    glu_layout: GluLayout = None,
     save_preact: SavePreact = False,
     transpose_w: TransposeW = False,
     out_dtype: OutDtype = None,
-    training: Annotated[bool, typer.Option("--training", help="Of a grouped_mlp: its training step.")] = False,
-    budget: Annotated[float | None, typer.Option(help="Seconds of sampling for each problem.")] = None,
+    training: Training = False,
+    budget_s: Annotated[float | None, typer.Option("--budget", help="Seconds of sampling for each problem.")] = None,
     candidates: Annotated[int | None, typer.Option(min=1, help="Kernels beside the shipped, at each size.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compile processes; default: one a CPU but two.")] = None,
     out: Annotated[Path | None, typer.Option(help="Table to add to; default: where the dispatcher looks.")] = None,
@@ -223,25 +367,52 @@ def tune(
     """Measure which kernels serve a layer best on this GPU, and let them serve it from now on."""
     from . import _cli_tuning
 
-    chosen: dict[str, Any] = {"budget_s": budget, "candidates": candidates, "jobs": jobs, "out": out}
     with _reported():
-        if rows_per_expert:
-            chosen["rows_per_expert"] = _triple(rows_per_expert)
-        shape: dict[str, Any] = {
-            "experts": experts,
-            "in_features": in_features,
-            "intermediate": intermediate,
-            "out_features": out_features,
-            "dtype": dtype,
-            "activation": activation,
-            "glu_layout": glu_layout,
-            "save_preact": save_preact,
-            "transpose_w": transpose_w,
-            "out_dtype": out_dtype,
-            "training": training,
-        }
-        given = {name: value for name, value in chosen.items() if value is not None}
-        _cli_tuning.tune(op, {**shape, **given})
+        form = _form(op, dtype, activation, glu_layout, save_preact, transpose_w, out_dtype)
+        layer = {"experts": experts, "in_features": in_features, "intermediate": intermediate}
+        cost = {"rows_per_expert": rows_per_expert, "budget_s": budget_s, "candidates": candidates, "jobs": jobs}
+        chosen = {name: value for name, value in {**cost, "out": out}.items() if value is not None}
+        _cli_tuning.tune(op, {**layer, "out_features": out_features, "training": training, **form, **chosen})
+
+
+@app.command()
+def explain(
+    op: Operator,
+    experts: Experts,
+    in_features: InFeatures,
+    intermediate: Intermediate = 0,
+    out_features: OutFeatures = 0,
+    rows: Annotated[
+        Any, typer.Option(help="Of all experts together, as 8,4096.", parser=_row_counts, metavar="N,N,...")
+    ] = None,
+    rows_per_expert: RowsPerExpert = None,
+    dtype: Dtype = None,
+    activation: Activation = None,
+    glu_layout: GluLayout = None,
+    save_preact: SavePreact = False,
+    transpose_w: TransposeW = False,
+    out_dtype: OutDtype = None,
+    training: Training = False,
+    arch: Annotated[
+        Any,
+        typer.Option(
+            help="Architecture; default: this GPU's, or where there is none the first.",
+            parser=_one_of(*builder.CONFIGS),
+            metavar=_choices(builder.CONFIGS),
+        ),
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Name of the GPU whose tables hold; default: this GPU's.")] = None,
+) -> None:
+    """Show which kernels would serve a layer, and why. Needs no GPU, and launches nothing."""
+    from . import _cli_tuning
+
+    with _reported():
+        if rows and rows_per_expert:
+            raise ValueError("give --rows or --rows-per-expert, not both")
+        form = _form(op, dtype, activation, glu_layout, save_preact, transpose_w, out_dtype)
+        layer = {"experts": experts, "in_features": in_features, "intermediate": intermediate}
+        totals = tuple(count * experts for count in rows_per_expert or ()) or rows
+        _cli_tuning.explain(op, {**layer, "out_features": out_features, **form}, training, totals, arch, gpu)
 
 
 @app.command()
@@ -306,6 +477,9 @@ Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_
 @app.callback()
 def _common(version: Version = False) -> None:
     """Options of the command itself."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from dataclasses import dataclass
 
 from cute_kernels.tiles import TileConfig
@@ -64,8 +65,8 @@ def _more_than(rows: float, average: float) -> float:
 
 
 def active_share(average: float, routing: str) -> float:
-    """The share of experts that get any row, where the average expert has `average`."""
-    return min(average, 1.0) if routing == EVEN else _more_than(0.5, average)
+    """The share of experts that get any row, where the average expert has `average`. Above 0: others divide by it."""
+    return min(average, 1.0) if routing == EVEN else max(_more_than(0.5, average), sys.float_info.min)
 
 
 @functools.lru_cache(maxsize=1024)  # a choice asks several times: for tiles, GEMMs and their terms

@@ -113,6 +113,41 @@ def gpu(index: int) -> Gpu:
     return Gpu(properties.name, arch, properties.multi_processor_count)
 
 
+def parsed(caller: str, device: Any) -> torch.device:
+    """What a caller's `device` names; an integer is the index of a GPU.
+
+    Raises:
+        TypeError, ValueError: it names none.
+    """
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"{caller}: device is {device!r}; give a torch.device, its name as 'cuda:0', or an index")
+    try:
+        where = torch.device(f"cuda:{device}" if isinstance(device, int) else device)
+        if not isinstance(device, int) or where.index == device:  # torch keeps eight bits of an index
+            return where
+    except RuntimeError:
+        pass
+    raise ValueError(f"{caller}: device is {device!r}; give one as 'cuda:0', or an index")
+
+
+def cuda_index(caller: str, device: Any) -> int:
+    """The index of the GPU that a caller's `device` names; None: of the current one.
+
+    Raises:
+        TypeError, ValueError: it names no GPU that torch sees.
+        UnsupportedDevice: there is no GPU at all.
+    """
+    where = parsed(caller, "cuda" if device is None else device)
+    if where.type != "cuda":
+        raise ValueError(f"{caller}: device is {where}; give a CUDA device, since kernels run on no other")
+    if not torch.cuda.is_available():
+        raise UnsupportedDevice(f"{caller}: torch sees no CUDA GPU; kernels need one, the CPU reference does not")
+    index = torch.cuda.current_device() if where.index is None else where.index
+    if where.index is not None and not 0 <= index < torch.cuda.device_count():
+        raise ValueError(f"{caller}: device is {where}; torch sees {torch.cuda.device_count()} GPUs")
+    return index
+
+
 def is_traced(value: Any) -> bool:
     """Whether a tensor (a fake or meta one, a wrapper) is the business of torch's dispatcher: it has no memory."""
     return isinstance(value, torch.Tensor) and (type(value) not in PLAIN_TENSORS or value.is_meta)

@@ -25,7 +25,7 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 
-from . import choice, cost, preferences, tuned
+from . import choice, cost, preferences, records, tuned
 from .choice import Part
 from .cost import Gemm
 
@@ -157,9 +157,16 @@ def form(spec: Spec) -> Spec:
     return replace(spec, tile=any_tile)
 
 
-def prefer(spec: Spec) -> None:
-    """From now on `spec` serves every problem of its form, whatever the number of rows; in later processes as well."""
-    preferences.prefer(form(spec), spec)
+def form_of(problem: Problem, arch: str) -> Spec:
+    """The form of the kernels that can serve a problem, whatever its number of rows. Raises SpecError: of none."""
+    return form(shipped_choice(replace(problem, rows=problem.experts), arch).spec)
+
+
+def prefer(spec: Spec, keep: bool = True) -> None:
+    """From now on `spec` serves every problem of its form, whatever the number of rows; with `keep`, in later processes
+    as well.
+    """
+    preferences.prefer(form(spec), spec, keep)
 
 
 def _us(us: float) -> str:
@@ -233,7 +240,7 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", _faster(shipped))
     if found := tuned.lookup(problem, shipped.spec, gpu):
         return _from_table(found, shipped)
-    ignored = tuned.tables(gpu).ignored if gpu else ()
+    ignored = (*preferences.ignored(), *(tuned.tables(gpu).ignored if gpu else ()))
     return replace(shipped, why_not=(*shipped.why_not, *ignored)) if ignored else shipped
 
 
@@ -243,7 +250,7 @@ def _faster(choice: Choice) -> tuple[str, ...]:
 
 
 def _from_table(found: tuned.Tuned, shipped: Choice) -> Choice:
-    why = f"{found.path} has it fastest: {_us(found.us)}, mean over the routings"
+    why = f"{records.shown(found.path)} has it fastest: {_us(found.us)}, mean over the routings"
     if found.spec == shipped.spec:
         why = f"{why}; it ships"
     elif found.shipped_us:

@@ -17,6 +17,7 @@ from ffi_bridge import BundleError
 from . import device as gpus
 from . import dispatch, kernels, recipes
 from .call import Call
+from .dispatch import Problem
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -97,27 +98,27 @@ def explain(
         arch = gpus.gpu(lead.get_device()).arch if runs_kernels(lead) else None
     else:
         where, arch = _target(device)
-        arguments = _shapes_as_tensors(call_type, arguments, dtype or torch.bfloat16)
+        arguments = _shapes_as_tensors(call_type, arguments, _dtype(dtype))
     fields = {field.name for field in dataclasses.fields(call_type)}
-    return _explain(call_type(**{k: v for k, v in arguments.items() if k in fields}), where, arch)
-
-
-def _explain(call: Call, where: torch.device, arch: str | None) -> Explanation:
-    problem = call.check()
+    problem = call_type(**{k: v for k, v in arguments.items() if k in fields}).check()
     if arch is None:
-        return Explanation(
-            call.op, str(where), None, "reference", "the tensors are on the CPU", ("kernels run on tensors on a GPU",)
-        )
+        why_not = ("kernels run on tensors on a GPU",)
+        return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not)
     for width in (problem.in_features, problem.intermediate, problem.out_features):
         if width:  # tensors on a GPU were checked already, shapes were not
-            check_width(call.op, "a tensor", width, on_gpu=True)
-    choice = dispatch.choose(problem, arch, _gpu_name(where))
+            check_width(name, "a tensor", width, on_gpu=True)
+    return of_problem(problem, str(where), arch, _gpu_name(where))
+
+
+def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanation:
+    """What would serve a problem on a GPU of this architecture and name; without a name no tuned table holds."""
+    choice = dispatch.choose(problem, arch, gpu)
     try:
         source, why = kernels.find(choice.spec).source, choice.why
         source = "tuned" if choice.is_tuned else source
     except BundleError as error:
         source, why = "missing", str(error)
-    return Explanation(call.op, str(where), choice.spec, source, why, choice.why_not)
+    return Explanation(problem.op, device, choice.spec, source, why, choice.why_not)
 
 
 def _gpu_name(where: torch.device) -> str:
@@ -129,25 +130,36 @@ def _target(device: Any) -> tuple[torch.device, str | None]:
     """A device for shapes, and its kernels' architecture; None on the CPU."""
     if device is None and not torch.cuda.is_available():
         return torch.device(gpus.KERNEL_DEVICE), next(iter(gpus.ARCHS.values()))
-    where = torch.device("cuda" if device is None else device)
+    where = gpus.parsed("explain", "cuda" if device is None else device)
     if where.type != "cuda":
         return where, None
-    index = torch.cuda.current_device() if where.index is None else where.index
+    index = gpus.cuda_index("explain", where)
     return torch.device("cuda", index), gpus.gpu(index).arch
+
+
+def _dtype(dtype: Any) -> torch.dtype:
+    """A dtype or the name of one; None: bfloat16. Raises TypeError."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else torch.bfloat16 if dtype is None else dtype
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"explain: dtype is {dtype!r}; give a torch dtype, as torch.bfloat16, or its name")
+    return found
 
 
 def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Meta tensors for shapes. An argument that is no shape stays as it is."""
 
-    def tensor(shape: Sequence[int], of: torch.dtype = dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=of, device="meta")
+    def tensor(name: str, shape: Sequence[int], of: torch.dtype = dtype) -> Tensor:
+        try:
+            return torch.empty(tuple(shape), dtype=of, device="meta")
+        except (RuntimeError, TypeError):
+            raise ValueError(f"explain: {name} is {shape!r}; give the sizes of a tensor") from None
 
     result = dict(arguments)
     for name in (*call_type.matrices, *call_type.outputs, *call_type.weights, *call_type.biases, *call_type.scales):
         value = arguments[name]
-        if isinstance(value, (tuple, list)) and all(isinstance(size, int) for size in value):
-            result[name] = tensor(value, torch.float32 if name in call_type.scales else dtype)
-    if call_type.weights:
-        experts = len(result[call_type.weights[0]])
-        result["offs"], result["splits"] = tensor((experts,), torch.int32), None
+        if isinstance(value, (tuple, list)) and all(type(size) is int for size in value):
+            result[name] = tensor(name, value, torch.float32 if name in call_type.scales else dtype)
+    weights = result[call_type.weights[0]] if call_type.weights else ()
+    if (isinstance(weights, Tensor) and weights.dim()) or isinstance(weights, (list, tuple)):
+        result["offs"], result["splits"] = tensor("offs", (len(weights),), torch.int32), None
     return result

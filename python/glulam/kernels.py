@@ -28,7 +28,6 @@ from ffi_bridge import BundleError
 
 from . import device as gpus
 from . import dispatch, loadable, preferences, tickets, tuned, validity
-from .errors import UnsupportedDevice
 from .loadable import Function
 from .plans import forget_plans
 
@@ -60,7 +59,7 @@ def find(spec: Spec) -> Kernel:
 
 
 def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or len(value) != length or not all(isinstance(v, int) for v in value):
+    if not isinstance(value, (tuple, list)) or len(value) != length or any(type(v) is not int for v in value):
         raise TypeError(f"compile: {name} is {value!r}; give {length} integers, as a tuple")
     return tuple(value)
 
@@ -80,17 +79,26 @@ def _spec_on(fields: dict[str, Any], tile: TileConfig) -> Spec:
     )
 
 
-def _spec_from(fields: dict[str, Any]) -> Spec:
+def _spec_from(op: Any, fields: dict[str, Any]) -> Spec:
     """The spec that keywords describe."""
+    types = validity.fields_of(op)
     for name in fields.keys() & {"dtype", "out_dtype"}:
-        fields[name] = str(fields[name]).removeprefix("torch.")
-    if fields.get("op") in (QuantizeMxfp8Spec.op, FoldMxfp8Spec.op):
+        if isinstance(fields[name], torch.dtype):
+            fields[name] = str(fields[name]).removeprefix("torch.")
+    shape = {name: fields.pop(name) for name in ("tile", "cluster", "schedule") if name in fields and "tile" in types}
+    validity.check_fields(op, fields, types)
+    fields["op"] = op
+    if "tile" not in types:
         return from_dict(fields)
-    tile, cluster = fields.pop("tile", (128, 256, 64)), fields.pop("cluster", (1, 1))
-    schedule = fields.pop("schedule", "cooperative")
+    tile = shape.pop("tile", (128, 256, 64))
     if isinstance(tile, TileConfig):
+        if shape:
+            raise TypeError(f"compile: {next(iter(shape))} is given beside a TileConfig, which says what it is")
         return _spec_on(fields, tile)
     m, n, k = _integers("tile", tile, 3)
+    cluster, schedule = shape.get("cluster", (1, 1)), shape.get("schedule", "cooperative")
+    if not isinstance(schedule, str):
+        raise TypeError(f"compile: schedule is {schedule!r}; give 'cooperative' or 'pingpong'")
     make = functools.partial(_spec_on, fields)
     if not isinstance(cluster, str):
         cluster_m, cluster_n = _integers("cluster", cluster, 2)
@@ -104,6 +112,7 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
     The form is everything but the tile: operator, dtype, activation, glu_layout, preactivation, transposition. What is
     asked for is checked first; the kernel is then compiled in a helper process and kept in the cache on disk, where
     later processes find both the kernel and the preference. Nothing is compiled where the bundle or the cache has it.
+    A kernel that could not be kept is preferred in this process alone, and later ones go on with what they preferred.
     `glulam cache clear` undoes it, and so does preferring a spec that ships.
 
     Args:
@@ -123,19 +132,26 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
     Raises:
         SpecError (a ValueError): an unknown field or value, or a tile that breaks a limit of shared memory, registers,
             wgmma or clusters, which the message names together with the nearest valid choice.
-        TypeError: both a spec and keywords, or a tile that is no tuple of integers.
+        TypeError: both a spec and keywords, something else as the spec, a tile that is no tuple of integers, or a
+            TileConfig together with a cluster or schedule.
         CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
     """
+    if spec is not None and type(spec) not in validity.SPECS.values():
+        raise TypeError(
+            f"compile: spec is {spec!r}; give a spec of cute_kernels.specs, or keywords, as op='grouped_mm'"
+        )
     if spec is not None and fields:
         raise TypeError(f"compile: give a spec or keywords, not both (got {', '.join(fields)} besides the spec)")
-    chosen = _spec_from(fields) if spec is None else spec
+    if not isinstance(prefer, bool):
+        raise TypeError(f"compile: prefer is {prefer!r}; give True or False")
+    chosen = _spec_from(fields.pop("op", None), fields) if spec is None else spec
     validity.check(chosen)
     if not loadable.in_bundle(chosen):
         from ffi_bridge import jit
 
         _compiled[chosen] = jit.get(chosen)
     if prefer:
-        dispatch.prefer(chosen)
+        dispatch.prefer(chosen, keep=loadable.is_loadable(chosen))
         forget_plans()
     return chosen
 
@@ -231,16 +247,11 @@ def preload(device: torch.device | str | int | None = None) -> int:
         The number of functions loaded.
 
     Raises:
-        ValueError: the device is no GPU.
+        TypeError, ValueError: the device is none, or no GPU that torch sees.
         UnsupportedDevice: no kernel runs on that GPU, or there is none.
         BundleError: there is no usable bundle.
     """
-    wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    if wanted.type != "cuda":
-        raise ValueError(f"preload: device is {wanted}; give a CUDA device, since kernels run on no other")
-    if not torch.cuda.is_available():
-        raise UnsupportedDevice("preload: torch sees no CUDA GPU; on the CPU the reference needs no preloading")
-    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    index = gpus.cuda_index("preload", device)
     gpu = gpus.gpu(index)
     bundle = ffi_bridge.load(gpu.arch)
     shipped = {from_dict(entry.spec): bundle.function(name) for name, entry in bundle.manifest.functions.items()}

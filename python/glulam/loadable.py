@@ -26,7 +26,7 @@ def cached(spec: Spec) -> Function | None:
     if spec not in _from_cache:
         from ffi_bridge import cache  # where every kernel is the bundle's, it is never asked
 
-        with contextlib.suppress(ToolchainError, OSError):
+        with contextlib.suppress(ToolchainError, OSError, UnicodeError):  # TVM-FFI opens no path that is no text
             if function := cache.find(spec):
                 _from_cache[spec] = function
     return _from_cache.get(spec)

@@ -2,14 +2,14 @@
 
 They are JSON files at the places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration
 of glulam. A file has sections, each with a stamp: the GPU, the versions and the kernels' sources that its times hold
-for. A section for another GPU or version is passed over, and a warning says so once. Files are read when the first
-kernel is chosen, once. The choice is a pure function of what the host knows, and it never compiles: a kernel that this
-machine has not compiled is passed over as well.
+for. A section for another GPU or version is passed over, and a warning says so once. So is what the tuner does not
+write, as a kernel of another form than its layer's: a file may come from anybody. Files are read when the first kernel
+is chosen, once. The choice is a pure function of what the host knows, and it never compiles: a kernel that this machine
+has not compiled is passed over as well.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -21,11 +21,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cute_kernels.specs import Spec, from_dict, to_dict
+from cute_kernels.specs import Spec, to_dict
 from cute_kernels.tiles import SpecError
 from ffi_bridge import toolchain
 
-from . import loadable
+from . import loadable, records, validity
 
 if TYPE_CHECKING:
     from .dispatch import Problem
@@ -36,6 +36,17 @@ REACH = 2.0
 """How far beyond the fewest and the most rows that were tuned their kernels are taken, as a factor."""
 NOISE = 0.01
 """Between tuned numbers of rows, another kernel than the shipped one must be faster by this share."""
+WIDTHS = {
+    "grouped_mm": ("in_features", "out_features"),
+    "grouped_glu": ("in_features", "intermediate"),
+    "grouped_mlp": ("in_features", "intermediate", "out_features"),
+    "grouped_dglu": ("in_features", "intermediate"),
+    "grouped_wgrad": ("in_features", "out_features"),
+}
+"""Those that a problem of an operator cannot do without."""
+ALIGNMENT = 8
+LARGEST_SIZE = 2**31 - 1
+MOST_ROWS = 2.0**26
 
 Us = dict[str, dict[str, float]]  # by the kernel's name and the routing's
 
@@ -58,9 +69,9 @@ class Stamp:
         """How this differs from what is here; empty where times hold here."""
         if self.gpu != here.gpu:
             return f"measured on {self.gpu}, this is {here.gpu or 'no GPU'}"
-        for name, version in self.versions.items():
-            if version != here.versions.get(name):
-                return f"measured with {name} {version}, installed is {here.versions.get(name)}"
+        for name in {**here.versions, **self.versions}:
+            if self.versions.get(name) != here.versions.get(name):
+                return f"measured with {name} {self.versions.get(name)}, installed is {here.versions.get(name)}"
         return "" if self.kernels == here.kernels else "measured with other sources of the kernels"
 
 
@@ -93,11 +104,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One problem at several numbers of rows, ascending. `kernels`: the specs behind the names."""
+    """One problem at several numbers of rows, ascending.
+
+    kernels: the specs behind the names. others: descriptions of kernels that only another version knows.
+    """
 
     problem: dict[str, Any]
     kernels: dict[str, Spec]
     points: tuple[Point, ...]
+    others: tuple[dict[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +134,20 @@ def key_of(question: dict[str, Any]) -> str:
     return json.dumps(question, sort_keys=True)
 
 
+def check(problem: Problem) -> None:
+    """Raises ValueError where no kernel that has a tile serves a problem, whatever its rows."""
+    if problem.op not in validity.TILED:
+        raise ValueError(f"op is {problem.op!r}; choose one of {', '.join(validity.TILED)}")
+    for name in ("experts", "in_features", "intermediate", "out_features"):
+        size = getattr(problem, name)
+        if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
+            raise ValueError(f"{name} is {size!r}; give a whole number, at most {LARGEST_SIZE}")
+        if size < 1 and name in ("experts", *WIDTHS[problem.op]):
+            raise ValueError(f"{problem.op} needs {name}, got {size}")
+        if name != "experts" and size % ALIGNMENT:
+            raise ValueError(f"{name} is {size}; kernels need a multiple of {ALIGNMENT}")
+
+
 def locations() -> list[Path]:
     """Files and folders that are searched: those of $GLULAM_TUNED, separated as in PATH, else the user's folder."""
     chosen = os.environ.get(ENV_TUNED)
@@ -130,40 +159,192 @@ def locations() -> list[Path]:
 
 
 def files() -> list[Path]:
-    found = (sorted(place.glob("*.json")) if place.is_dir() else [place] for place in locations())
-    return [path for paths in found for path in paths if path.is_file()]
+    """Whatever is to be read, and what of `locations` is neither a file nor a folder that can be listed."""
+    found: list[Path] = []
+    for place in locations():
+        try:
+            found += sorted(path for path in place.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found.append(place)
+    return found
+
+
+class Content(NamedTuple):
+    """What a file holds, and of what it holds beside that, what is wrong with it."""
+
+    sections: list[Section]
+    wrong: list[str]
 
 
 def read(path: Path) -> list[Section]:
-    """The sections of a file. Raises ValueError, in one line, where it is no table or of another schema."""
-    try:
-        data = json.loads(path.read_text())
-        if data["format"] != FORMAT:
-            raise ValueError("not written by `glulam tune`")
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"it has schema {data['schema']!r}, this Glulam reads {SCHEMA}")
-        return [_section(section) for section in data["sections"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no table of tuned kernels: {error!r}") from error
+    """The sections of a file.
 
-
-def _section(data: dict[str, Any]) -> Section:
-    layers = [
-        Layer(
-            layer["problem"],
-            {spec.name: spec for spec in _specs(layer["kernels"])},
-            tuple(sorted((Point(**point) for point in layer["points"]), key=lambda point: point.rows_per_expert)),
+    Raises:
+        ValueError: in one line: it is no table, of another schema, or holds something that the tuner does not write.
+    """
+    sections, wrong = content(path)
+    if wrong:
+        raise ValueError(
+            f"the tuned table {records.shown(path)} holds what `glulam tune` does not write: {_first(wrong)}"
         )
-        for layer in data["layers"]
-    ]
-    return Section(Stamp(**data["stamp"]), {key_of(layer.problem): layer for layer in layers})
+    return sections
 
 
-def _specs(described: Iterable[dict[str, Any]]) -> Iterable[Spec]:
-    """Those that this version knows; a section of another one may hold others."""
-    for spec in described:
-        with contextlib.suppress(SpecError):
-            yield from_dict(spec)
+def content(path: Path) -> Content:
+    """What a file holds. Raises ValueError, in one line, where it is no table or of another schema."""
+    try:
+        data = records.read(path)
+        if data.get("format") != FORMAT:
+            raise ValueError("not written by `glulam tune`")
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {records.brief(data.get('schema'))}, this Glulam reads {SCHEMA}")
+        records.require_fields("it", data, ("format", "schema", "sections"))
+        found = Content([], [])
+        for number, section in enumerate(records.require_list("sections", data["sections"]), 1):
+            _add_section(found, section, f"section {number}")
+        return found
+    except ValueError as error:
+        raise ValueError(f"{records.shown(path)} is no table of tuned kernels: {error}") from error
+
+
+def _first(lines: Sequence[str]) -> str:
+    return lines[0] if len(lines) == 1 else f"{lines[0]} (and {len(lines) - 1} more)"
+
+
+def _add_section(found: Content, data: Any, where: str) -> None:
+    layers: dict[str, Layer] = {}
+    try:
+        records.require_fields("it", data, ("stamp", "layers"))
+        stamp = _stamp(data["stamp"])
+        if any(section.stamp.holds_for == stamp.holds_for for section in found.sections):
+            raise ValueError("it has the stamp of an earlier one")
+        described = records.require_list("layers", data["layers"])
+    except ValueError as error:
+        found.wrong.append(f"{where}: {error}")
+        return
+    is_ours = not stamp.unlike(stamp_of(stamp.gpu))
+    for number, each in enumerate(described, 1):
+        try:
+            layer = _layer(each, is_ours)
+            if layers.setdefault(key_of(layer.problem), layer) is not layer:
+                raise ValueError("its problem is that of an earlier one")
+        except ValueError as error:
+            found.wrong.append(f"{where}, layer {number}: {error}")
+    found.sections.append(Section(stamp, layers))
+
+
+def _stamp(data: Any) -> Stamp:
+    records.require_fields("its stamp", data, [field.name for field in dataclasses.fields(Stamp)])
+    for name in ("gpu", "kernels", "date", "driver"):
+        records.require_text(name, data[name])
+    if not isinstance(data["versions"], dict):
+        raise ValueError("versions are no object")
+    for name, version in data["versions"].items():
+        records.require_text("a package's name", name)
+        if version is not None:
+            records.require_text(f"the version of {name}", version)
+    return Stamp(**data)
+
+
+def _layer(data: Any, is_ours: bool) -> Layer:
+    """`is_ours`: written by this version, whose problems and kernels are known. Raises ValueError."""
+    records.require_fields("it", data, ("problem", "kernels", "points"))
+    described = records.require_list("kernels", data["kernels"])
+    others: list[dict[str, Any]] = []
+    if is_ours:
+        kernels = _kernels(described, _problem(data["problem"]))
+    else:
+        _check_foreign(data["problem"])
+        kernels, others = _known_kernels(described)
+    points = sorted(map(_point, records.require_list("points", data["points"])), key=lambda p: p.rows_per_expert)
+    if len({point.rows_per_expert for point in points}) < len(points):
+        raise ValueError("two points have the same number of rows")
+    if is_ours and (other := [point.chosen for point in points if point.chosen not in kernels]):
+        raise ValueError(f"no kernel is described that is named {other[0]}")
+    return Layer(data["problem"], kernels, tuple(points), tuple(others))
+
+
+def _problem(data: Any) -> Problem:
+    """The problem, of no rows, whose `question` this is. Raises ValueError."""
+    from .dispatch import Problem  # which asks this module
+
+    fields = {field.name: field for field in dataclasses.fields(Problem) if field.name != "rows"}
+    required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    if not isinstance(data, dict) or not data.keys() >= set(required) or not data.keys() <= fields.keys():
+        raise ValueError(f"its problem has other fields than {', '.join(required)} and options")
+    for name, value in data.items():
+        if type(value).__name__ != fields[name].type:
+            raise ValueError(f"{name} is a {type(value).__name__}, not of type {fields[name].type}")
+    problem = Problem(rows=0, **data)
+    check(problem)
+    if question(problem) != data:
+        raise ValueError("its problem names what is so by default")
+    return problem
+
+
+def _kernels(described: Sequence[Any], problem: Problem) -> dict[str, Spec]:
+    """By name, kernels that can serve the problem. Raises ValueError where one cannot."""
+    from . import dispatch
+
+    specs = [validity.described(each) for each in described]
+    forms = {arch: dispatch.form_of(problem, arch) for arch in {spec.arch for spec in specs}}
+    for spec in specs:
+        if dispatch.form(spec) != forms[spec.arch]:
+            raise ValueError(f"{spec.name} is of another form than its problem, {problem.op} of {problem.dtype}")
+    return {spec.name: spec for spec in specs}
+
+
+def _check_foreign(problem: Any) -> None:
+    """A problem of another version: what telling of it needs. Raises ValueError."""
+    if not isinstance(problem, dict) or not problem.keys() >= {"op", "dtype", "experts", "in_features"}:
+        raise ValueError("its problem lacks op, dtype, experts or in_features")
+    for name, value in problem.items():
+        records.require_text("a field's name", name)
+        if type(value) not in (int, bool):
+            records.require_text(name, value)
+
+
+def _known_kernels(described: Sequence[Any]) -> tuple[dict[str, Spec], list[dict[str, Any]]]:
+    """Those that this version knows, and the descriptions of others, which go back into the file as they are."""
+    known, others = {}, []
+    for each in described:
+        try:
+            spec = validity.described(each)
+            known[spec.name] = spec
+        except SpecError:
+            if not isinstance(each, dict) or any(isinstance(value, list) for value in each.values()):
+                raise
+            others.append(each)
+    return known, others
+
+
+def _point(data: Any) -> Point:
+    records.require_fields("a point", data, [field.name for field in dataclasses.fields(Point)])
+    rows = records.require_number("rows_per_expert", data["rows_per_expert"], least=1.0, most=MOST_ROWS)
+    gain = records.require_number("gain", data["gain"])
+    us = {name: _times(times) for name, times in _objects("us", data["us"])}
+    if len({frozenset(times) for times in us.values()}) > 1:
+        raise ValueError("a point's kernels have times of different routings")
+    for name in ("chosen", "shipped"):
+        if records.require_text(name, data[name]) not in us:
+            raise ValueError(f"the {name} kernel of a point has no times")
+    return Point(rows, data["chosen"], data["shipped"], gain, us)
+
+
+def _times(data: Any) -> dict[str, float]:
+    times = {name: records.require_number("a time", us) for name, us in _objects("a kernel's times", data)}
+    if not times:
+        raise ValueError("a kernel has no times")
+    return times
+
+
+def _objects(what: str, data: Any) -> list[tuple[str, Any]]:
+    """The items of an object whose names can be shown. Raises ValueError."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} is a {type(data).__name__}, not an object")
+    return [(records.require_text("a name", name), value) for name, value in data.items()]
 
 
 def merged(sections: Iterable[Section]) -> list[Section]:
@@ -180,7 +361,9 @@ def merged(sections: Iterable[Section]) -> list[Section]:
 
 def _both(old: Layer, new: Layer) -> Layer:
     points = {point.rows_per_expert: point for point in (*old.points, *new.points)}
-    return Layer(new.problem, {**old.kernels, **new.kernels}, tuple(points[rows] for rows in sorted(points)))
+    others = [each for each in old.others if each not in new.others]
+    ascending = tuple(points[rows] for rows in sorted(points))
+    return Layer(new.problem, {**old.kernels, **new.kernels}, ascending, (*others, *new.others))
 
 
 def text(sections: Sequence[Section]) -> str:
@@ -194,7 +377,7 @@ def _to_dict(section: Section) -> dict[str, Any]:
     layers = [
         {
             "problem": layer.problem,
-            "kernels": [to_dict(spec) for spec in layer.kernels.values()],
+            "kernels": [*(to_dict(spec) for spec in layer.kernels.values()), *layer.others],
             "points": [dataclasses.asdict(point) for point in layer.points],
         }
         for layer in section.layers.values()
@@ -214,15 +397,13 @@ def _indented(value: Any, depth: int = 0) -> str:
 
 
 def write(path: Path, sections: Sequence[Section]) -> None:
-    """Adds sections to a file, which other processes may be doing as well. Raises ValueError where it is no table."""
+    """Adds sections to a file, which other processes may be doing as well. Raises ValueError, as `read` does."""
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path.with_name(f".{path.name}.lock")):
         known = read(path) if path.exists() else []
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(text(merged([*known, *sections])))
-        new.replace(path)
+        records.write(path, text(merged([*known, *sections])))
 
 
 class Tuned(NamedTuple):
@@ -262,9 +443,9 @@ def _read_for(gpu: str) -> Tables:
     ignored: list[str] = []
     for path in files():
         try:
-            sections = read(path)
+            sections, wrong = content(path)
         except ValueError as error:
-            ignored.append(f"{error}; it is ignored")
+            ignored.append(f"{error}; it is ignored, remove it")
             continue
         here = stamp_of(gpu)
         fitting = [section for section in sections if not section.stamp.unlike(here)]
@@ -272,7 +453,12 @@ def _read_for(gpu: str) -> Tables:
             layers.update({key: (layer, path) for key, layer in section.layers.items()})
         if sections and not fitting:
             why = sections[-1].stamp.unlike(here)
-            ignored.append(f"the tuned table {path} is ignored: {why}; run `glulam tune` here")
+            ignored.append(f"the tuned table {records.shown(path)} is ignored: {why}; run `glulam tune` here")
+        elif wrong:
+            ignored.append(
+                f"the tuned table {records.shown(path)} is ignored in part, which `glulam tune` did not write: "
+                f"{_first(wrong)}; tune anew into another file"
+            )
     return Tables(layers, tuple(ignored))
 
 

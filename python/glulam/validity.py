@@ -1,19 +1,81 @@
-"""Tiles that users name: which limit of the hardware one breaks, and the nearest one that breaks none."""
+"""Specs that users and files describe: fields that an operator has, and tiles. Which limit of the hardware one breaks,
+and the nearest one that breaks none.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
 from cute_kernels.sm90 import budget
-from cute_kernels.specs import Spec
-from cute_kernels.tiles import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, Spec, from_dict, to_dict
+from cute_kernels.tiles import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, SpecError, TileConfig, require
 
 ADAPTIVE = "adaptive"
 MakeSpec = Callable[[TileConfig], Spec]
+SPECS: dict[str, Any] = {spec.op: spec for spec in get_args(Spec)}
+TILED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad")
+"""Operators whose kernels have tiles, so that there is something to choose."""
+
+
+class TileError(SpecError):
+    """A tile that cannot be. `limit`: what stands against it; `nearest`: the nearest that can."""
+
+    def __init__(self, limit: str, nearest: TileConfig) -> None:
+        super().__init__(f"{limit}; the nearest valid choice is {_words(nearest)}")
+        self.limit, self.nearest = limit, nearest
+
+
+def fields_of(op: Any) -> dict[str, type]:
+    """What an operator's kernels are told apart by: the keywords of `glulam.compile`, with their types.
+
+    Raises:
+        SpecError: there is no such operator.
+    """
+    require("op", op, tuple(SPECS))
+    if op != GroupedMlpSpec.op:
+        return _types_of(SPECS[op])
+    fields = _types_of(GroupedGluSpec)
+    del fields["save_preact"]
+    return fields
+
+
+def _types_of(spec: Any) -> dict[str, type]:
+    return {field.name: type(field.default) for field in dataclasses.fields(spec)}
+
+
+def check_fields(what: str, fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    """Raises SpecError where a field is none of these, or its value is not of its type, or of a class like it."""
+    for name, value in fields.items():
+        if name not in types:
+            raise SpecError(f"{what} has no field {name!r}; it has: {', '.join(sorted(types))}")
+        wanted = types[name]
+        if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
+            check_fields(f"{what}'s {name}", value, _types_of(wanted))
+        elif type(value) is not wanted:
+            raise SpecError(f"{name}={value!r} is a {type(value).__name__}; give a {wanted.__name__}")
+
+
+def described(data: Any) -> Spec:
+    """The spec that a file describes as `to_dict` does: every field, of its type, and nothing else.
+
+    Raises:
+        SpecError: it is no such description, or no kernel of the spec can run.
+    """
+    if not isinstance(data, dict):
+        raise SpecError(f"a kernel is described by a {type(data).__name__}, not an object")
+    fields = {name: value for name, value in data.items() if name != "op"}
+    require("op", data.get("op"), tuple(SPECS))
+    check_fields(data["op"], fields, _types_of(SPECS[data["op"]]))
+    spec = from_dict(data)
+    if to_dict(spec) != data:
+        raise SpecError(f"the description of {spec.name} lacks fields")
+    check(spec)
+    return spec
 
 
 @functools.cache
@@ -90,7 +152,8 @@ def tile_for(make: MakeSpec, tile: tuple[int, int, int], cluster: tuple[int, int
     """The tile of these words, with which `make` describes a kernel that can run.
 
     Raises:
-        SpecError: which limit stands against it, and the nearest valid tile, where there is any.
+        TileError: which limit stands against it, and the nearest valid tile.
+        SpecError: no tile can be, for another reason.
     """
     try:
         wanted = _wanted(tile, cluster, schedule)
@@ -101,4 +164,4 @@ def tile_for(make: MakeSpec, tile: tuple[int, int, int], cluster: tuple[int, int
         if not valid:  # whatever the tile
             raise
         nearest = min(valid, key=functools.partial(_distance, (tile, cluster, schedule)))
-        raise SpecError(f"{error}; the nearest valid choice is {_words(nearest)}") from None
+        raise TileError(str(error), nearest) from None

@@ -92,7 +92,7 @@ def test_list_verify_and_clear(entry: Path) -> None:
     assert list(_states().values()) == ["sound"]
 
     assert "removed 0 kernels" in _run("clear", "--preferred").output
-    assert list(_states().values()) == ["sound"] and not list(preferences.stored())
+    assert list(_states().values()) == ["sound"] and not preferences.stored().specs
     assert "removed 1 kernels" in _run("clear").output and not _states()
     assert _run("list").exit_code == 0
 
@@ -188,8 +188,8 @@ def test_an_entry_that_cannot_be_read_is_one_line(entry: Path, monkeypatch: pyte
     verified = _run("verify")
     assert verified.exit_code == 1 and f"damaged: {entry.name}: cannot be read (Permission denied)" in verified.output
     assert _run("list").exit_code == 0
-    with pytest.warns(RuntimeWarning, match=rf"kernel cache: {entry} stays \(Permission denied\)"):
-        assert "removed 1 kernels" in _run("clear").output
+    cleared = _run("clear").output
+    assert "removed 1 kernels" in cleared and f"kernel cache: {entry} stays (Permission denied)" in cleared
 
 
 def test_a_cache_that_cannot_be_read_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

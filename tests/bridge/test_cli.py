@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ffi_bridge
-from ffi_bridge import ToolchainError, build, jit, loader, toolchain
-from glulam import _doctor, cli
+from cute_kernels.specs import GroupedMmSpec
+from cute_kernels.tiles import TileConfig
+from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, toolchain
+from glulam import _doctor, cli, dispatch, kernels, loadable, preferences, tuned, validity
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
 
 H200 = _doctor.Gpu("NVIDIA H200", (9, 0), "sm_90a")
@@ -40,14 +43,14 @@ def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeyp
     monkeypatch.setattr(build, "build", toy_build)
     result = _run("build", "--arch", "sm_90a", "--jobs", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert f"{tmp_path}/sm_90a/libglulam_sm_90a.so: 3 functions" in result.output
+    (library,) = (tmp_path / "sm_90a").glob("*.so")
+    assert f"{library}: 3 functions" in result.output
     assert (tmp_path / "sm_90a" / "manifest.json").is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "--arch", "sm_80"], "arch='sm_80' has no kernels; choose one of: sm_90a"),
         (["build", "--arch", "sm_90a", "--out", "/proc/none/here"], "/proc/none"),
         (["info", "--bundle", "/nowhere"], "/nowhere/sm_90a/manifest.json does not exist; run `glulam build`"),
     ],
@@ -80,7 +83,8 @@ def test_info_of_one_operator(toy_bundle: Path) -> None:
 
 
 def test_info_of_a_damaged_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bundle_copy / "sm_90a" / "libglulam_sm_90a.so").write_bytes(b"")
+    (library,) = (bundle_copy / "sm_90a").glob("*.so")
+    library.write_bytes(b"")
     monkeypatch.setenv(loader.ENV_BUNDLE, str(bundle_copy))
     result = _run("info")
     assert result.exit_code == 1
@@ -184,3 +188,241 @@ def test_the_console_script_runs() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("build", "info", "doctor"):
         assert command in done.stdout
+
+
+LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("build --arch sm_80", "'--arch': 'sm_80' is not one of sm_90a"),
+        ("info --arch sm_80", "'--arch': 'sm_80' is not one of sm_90a"),
+        ("build --jobs 0", "'--jobs'"),
+        ("compile", "give an operator (grouped_mm, grouped_glu, grouped_mlp, grouped_dglu, grouped_wgrad) or --tuned"),
+        ("compile grouped_mm --tuned", "one of the two"),
+        ("compile conv", "'conv' is not one of grouped_mm, grouped_glu"),
+        ("compile fold_mxfp8", "'fold_mxfp8' is not one of grouped_mm"),
+        ("compile grouped_mm --cluster 2", "'--cluster': '2' is not one of 1x1, 2x1, 1x2, adaptive"),
+        ("compile grouped_mm --cluster 4x1", "'--cluster': '4x1' is not one of"),
+        ("compile grouped_mm --tile 128x128x64x1", "'--tile': '128x128x64x1' is not of the form 128x256x64"),
+        ("compile grouped_mm --tile 128x128", "'--tile': '128x128' is not of the form"),
+        ("compile grouped_mm --tile axbxc", "'--tile': 'axbxc' is not of the form"),
+        ("compile grouped_mm --tile 128x128x128", "where the last is always 64"),
+        ("compile grouped_mm --tile -128x128x64", "'--tile': '-128x128x64' is not"),
+        ("compile grouped_mm --tile 96x256x64", "choice is --tile 128x256x64 --cluster 1x1 --schedule cooperative"),
+        ("compile grouped_wgrad --cluster adaptive", "choice is --tile 128x128x64 --cluster 1x1 --schedule coop"),
+        ("compile grouped_mm --schedule swapped", "'--schedule': 'swapped' is not one of cooperative, pingpong"),
+        ("compile grouped_mm --dtype float32", "'--dtype': 'float32' is not one of bfloat16, float16"),
+        (
+            "compile grouped_mm --activation gelu",
+            "grouped_mm has no option --activation; it has --dtype, --transpose-w",
+        ),
+        ("compile grouped_mlp --save-preact", "grouped_mlp has no option --save-preact"),
+        ("compile grouped_glu --activation gelu --glu-layout interleaved", "--glu-layout 'interleaved' has no meaning"),
+        ("compile grouped_wgrad --dtype float16 --out-dtype bfloat16", "--out-dtype 'bfloat16' is not supported"),
+        ("tune grouped_mm --experts 0 --in-features 64", "'--experts'"),
+        ("tune grouped_mm --experts x --in-features 64", "'--experts'"),
+        ("tune grouped_mm --experts 8", "'--in-features'"),
+        ("tune grouped_mm --experts 8 --in-features 64", "grouped_mm needs --out-features, got 0"),
+        ("tune grouped_mm --experts 8 --in-features 60 --out-features 64", "--in-features is 60; kernels need"),
+        ("tune grouped_mlp --experts 8 --in-features 64", "grouped_mlp needs --intermediate, got 0"),
+        ("tune LAYER --rows-per-expert 1,0", "'--rows-per-expert': '1,0' is not of the form 1,16,256"),
+        ("tune LAYER --rows-per-expert many", "'--rows-per-expert'"),
+        ("tune LAYER --budget nan", "--budget is nan; give a positive number"),
+        ("tune LAYER --budget -1", "--budget is -1"),
+        ("tune LAYER --candidates 0", "'--candidates'"),
+        ("tune LAYER --jobs 0", "'--jobs'"),
+        ("tune LAYER --training", "--training is of a grouped_mlp, not of grouped_mm"),
+        ("tune LAYER --activation gelu", "grouped_mm has no option --activation"),
+        ("explain LAYER --rows 8 --rows-per-expert 1", "give --rows or --rows-per-expert, not both"),
+        ("explain LAYER --rows -8", "'--rows': '-8' is not"),
+        ("explain LAYER --arch sm_100", "'--arch': 'sm_100' is not one of sm_90a"),
+        ("explain grouped_glu --experts 8 --in-features 64 --intermediate 12", "explain: --intermediate is 12"),
+        ("tables --merge /nowhere/a.json", "--merge needs --out"),
+        ("tables --merge /nowhere/a.json --out /nowhere/b.json", "/nowhere/a.json is no table of tuned kernels"),
+        ("tables --merge /nowhere/out_dtype=.json --out /nowhere/b.json", "/nowhere/out_dtype=.json is no table"),
+        ("nonsense", "'nonsense'"),
+        ("cache nonsense", "'nonsense'"),
+        ("compile --stages 4", "--stages"),
+    ],
+)
+def test_a_mistake_is_one_line_in_the_words_that_were_typed(arguments: str, words: str) -> None:
+    result = _run(*arguments.replace("LAYER", " ".join(["grouped_mm", *LAYER])).split())
+    assert result.exit_code in (1, 2), result.output
+    (line,) = result.output.splitlines()
+    assert line.startswith("glulam: ") and words in line
+    assert not any(word in line for word in ("TileConfig", "SpecError", "Spec ", "_features", "adaptive=", "tile=("))
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder in which are an empty cache and a folder for tables; a bundle of nothing."""
+    monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(tuned.ENV_TUNED, str(tmp_path / "tuned"))
+    monkeypatch.setenv(loader.ENV_BUNDLE, str(tmp_path / "no bundle"))
+    monkeypatch.setattr(kernels, "_compiled", {})
+    (tmp_path / "tuned").mkdir()
+    kernels.forget_choices()
+    yield tmp_path
+    kernels.forget_choices()
+
+
+SPEC = GroupedMmSpec(tile=TileConfig(128, 128, 64))
+
+
+def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(jit, "get", lambda spec: made.append(spec.op))
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
+    listed = " ".join(_run("compile", "--help").output.replace("\u2502", " ").split())
+    for op in validity.TILED:
+        result = _run("compile", op)
+        assert result.exit_code == 0, result.output
+        assert op in listed
+    assert made == list(validity.TILED) and "..." not in listed and "fold_mxfp8" not in listed
+
+
+@pytest.mark.parametrize("failure", ["not kept", "does not compile"])
+def test_a_kernel_that_is_not_there_replaces_no_preference(
+    place: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    def get(spec: Any) -> Any:
+        if failure == "does not compile":
+            raise CompileError("it does not compile")
+        return lambda *_: None
+
+    dispatch.prefer(GroupedMmSpec())
+    (before,) = preferences.folder().iterdir()
+    content = before.read_bytes()
+    monkeypatch.setattr(jit, "get", get)
+    result = _run("compile", "grouped_mm")
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith("glulam: ") and failure in result.output
+    assert f"in {place / 'cache'}, " not in result.output
+    assert list(preferences.folder().iterdir()) == [before] and before.read_bytes() == content
+
+
+def _write_table(path: Path, gpu: str) -> None:
+    problem = dispatch.Problem("grouped_mm", "bfloat16", 0, 8, 64, 0, 64)
+    us = {SPEC.name: {"uniform": 1.0}, "another": {"uniform": 2.0}}
+    points = (tuned.Point(4.0, SPEC.name, "another", 2.0, us),)
+    layer = tuned.Layer(tuned.question(problem), {SPEC.name: SPEC}, points)
+    tuned.write(path, [tuned.Section(tuned.stamp_of(gpu), {tuned.key_of(layer.problem): layer})])
+
+
+class TestExplain:
+    def test_every_choice_and_why(self, place: Path) -> None:
+        result = _run("explain", "grouped_mm", *LAYER, "--rows", "8,4096")
+        assert result.exit_code == 0, result.output
+        assert "8 rows: grouped_mm on sm_90a: grouped_mm_bf16_nt_" in result.output
+        assert "4096 rows: grouped_mm on sm_90a" in result.output and "run `glulam build`" in result.output
+
+    def test_a_table_of_the_gpu_that_is_named(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _write_table(place / "tuned" / "a.json", "NVIDIA Fake")
+        monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
+        monkeypatch.setattr(kernels, "find", lambda spec: kernels.Kernel(print, "jit"))
+        told = _run("explain", "grouped_mm", *LAYER, "--rows-per-expert", "4", "--gpu", "NVIDIA Fake").output
+        assert f"32 rows: grouped_mm on NVIDIA Fake: {SPEC.name} (tuned)" in told and "a.json has it fastest" in told
+        kernels.forget_choices()
+        other = _run("explain", "grouped_mm", *LAYER, "--rows-per-expert", "4", "--gpu", "NVIDIA H100").output
+        assert SPEC.name not in other and "a.json is ignored: measured on NVIDIA Fake, this is NVIDIA H100" in other
+
+    def test_options_are_those_of_tune(self, place: Path) -> None:
+        layer = ["--experts", "8", "--in-features", "64", "--intermediate", "64", "--rows-per-expert", "1,16"]
+        forms = ["--dtype", "float16", "--activation", "geglu", "--glu-layout", "interleaved"]
+        told = _run("explain", "grouped_mlp", *layer, *forms).output
+        assert told.count("grouped_mlp_f16_geglu_interleaved_") == 2
+        told = _run("explain", "grouped_mlp", *layer, "--training").output
+        for op in ("grouped_glu_bf16_swiglu_concat_preact", "grouped_dglu_bf16", "grouped_wgrad_bf16_bf16"):
+            assert op in told
+        assert _run("explain", "grouped_wgrad", *LAYER, "--out-dtype", "float32").output.count("wgrad_bf16_f32") >= 8
+
+
+def _damage(place: Path) -> list[Path]:
+    """Tables and preferences that nothing can be made of."""
+    _write_table(place / "tuned" / "sound.json", "NVIDIA Fake")
+    dispatch.prefer(SPEC)
+    damaged = []
+    for folder in (place / "tuned", preferences.folder()):
+        for name, content in (("deep", b"[" * 100_000), ("bytes", b"\xff\xfe"), ("empty", b""), ("other", b"{}")):
+            damaged.append(folder / f"{name}.json")
+            damaged[-1].write_bytes(content)
+        damaged += [folder / "folder.json", folder / "link.json"]
+        damaged[-2].mkdir()
+        damaged[-1].symlink_to("nowhere")
+    kernels.forget_choices()
+    return damaged
+
+
+@pytest.mark.parametrize(
+    ("command", "folder"),
+    [
+        (["tables"], "tuned"),
+        (["doctor"], "tuned"),
+        (["doctor"], "preferred"),
+        (["explain", "grouped_mm", *LAYER, "--gpu", "NVIDIA Fake"], "tuned"),
+        (["explain", "grouped_mm", *LAYER, "--gpu", "NVIDIA Fake"], "preferred"),
+        (["cache", "list"], "preferred"),
+        (["cache", "verify"], "preferred"),
+        (["cache", "clear"], "preferred"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else value,
+)
+def test_what_is_damaged_is_named_with_its_remedy(place: Path, command: list[str], folder: str) -> None:
+    damaged = [path for path in _damage(place) if path.parent.name == folder]
+    result = _run(*command)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert result.exit_code == 0, result.output
+    told = [part for line in result.output.splitlines() for part in line.split("; the ")]
+    for path in damaged:
+        (line, *_) = [part for part in told if str(path) in part]
+        assert "ignored" in line and "remove it" in line
+    assert all(os.path.lexists(path) for path in damaged), "what is not ours is left"
+
+
+STRANGE = [b'a"b', b"a\\b", b"a\nb", b"a\xffb", b"a'b c", b"[red]a"]
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=ascii)
+def test_any_path_can_be_told_of(place: Path, toy_bundle: Path, monkeypatch: pytest.MonkeyPatch, name: bytes) -> None:
+    folder = place / os.fsdecode(name)
+    folder.mkdir()
+    _write_table(folder / "t.json", "NVIDIA Fake")
+    (folder / "preferred").mkdir()
+    (folder / "preferred" / f"{os.fsdecode(name)}.json").write_text("{}")
+    (folder / f"{os.fsdecode(name)}.json").write_text("{}")
+    (folder / f"{os.fsdecode(name)}-0").mkdir()
+    monkeypatch.setenv(jit.ENV_CACHE, str(folder))
+    monkeypatch.setenv(tuned.ENV_TUNED, str(folder))
+    for command in (
+        ["tables"], ["tables", "--merge", str(folder / "t.json"), "--out", str(folder / "u.json")],
+        ["explain", "grouped_mm", *LAYER, "--gpu", "NVIDIA Fake"], ["cache", "list"], ["cache", "verify"],
+        ["cache", "clear"], ["doctor"], ["info", "--bundle", str(folder)],
+    ):  # fmt: skip
+        result = _run(*command)
+        assert result.exception is None or isinstance(result.exception, SystemExit), command
+        if name.startswith(b"[red]"):
+            assert command[0] in ("explain", "doctor") or name.decode() in result.output
+
+
+@pytest.mark.parametrize("name", STRANGE, ids=ascii)
+def test_any_path_can_be_linked_in(tmp_path: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }")
+    command = [*toolchain.c_compiler(), "-fPIC", "-c", str(tmp_path / "one.c"), "-o", str(folder / "one.o")]
+    subprocess.run(command, check=True)
+    link.link([folder / "one.o"], folder / "lib.so")
+    assert (folder / "lib.so").stat().st_size > 0 and not (folder / "lib.rsp").exists()
+    (folder / "one.o").unlink()
+    with pytest.raises(CompileError, match="linking lib.so failed"):
+        link.link([folder / "one.o"], folder / "lib.so")
+
+
+def test_a_table_is_written_by_merging(place: Path) -> None:
+    for name in ("a", "b"):
+        _write_table(place / f"{name}.json", f"GPU {name}")
+    out = place / "all.json"
+    result = _run("tables", "--merge", str(place / "a.json"), "--merge", str(place / "b.json"), "--out", str(out))
+    assert result.output == f"{out}: 2 sections\n" and len(json.loads(out.read_text())["sections"]) == 2

@@ -20,7 +20,6 @@ from .. import dispatch, validity
 from ..cost import EVEN, Gemm, routed_us, time_us
 from ..dispatch import Problem
 
-OPS = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad")
 DEFAULT_COUNT = 8
 ALIKE = 2
 """Candidates that differ in cluster and schedule alone, which the model tells apart least."""

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +16,14 @@ from typing import Any
 
 import torch
 
+from cute_kernels.specs import GATED
 from ffi_bridge.cache import cache_root
 
-from .. import kernels, loadable, tuned
-from ..activations import GATED
+from .. import device as gpus
+from .. import dispatch, kernels, loadable, records, tuned
 from ..dispatch import Problem
-from ..errors import UnsupportedDevice
 from ..tuned import Layer, Point, Section, Stamp
 from .bench import Bench, GpuBench
-from .candidates import OPS
 from .pool import CompilePool, default_jobs
 from .report import TuneReport
 from .session import Makes, Options, Session
@@ -31,14 +31,6 @@ from .session import Makes, Options, Session
 COMPILE_S = 1.7  # one kernel, with its process
 SETUP_S = 3.0
 UNFINISHED = "tuning"
-WIDTHS = {
-    "grouped_mm": ("in_features", "out_features"),
-    "grouped_glu": ("in_features", "intermediate"),
-    "grouped_mlp": ("in_features", "intermediate", "out_features"),
-    "grouped_dglu": ("in_features", "intermediate"),
-    "grouped_wgrad": ("in_features", "out_features"),
-}
-ALIGNMENT = 8
 
 
 def tune(
@@ -88,11 +80,69 @@ def tune(
         progress: show a progress bar on standard error.
 
     Raises:
-        ValueError: an argument that does not fit, or nothing to measure.
+        ValueError, TypeError: an argument that does not fit, a file at `out` that is no table, or nothing to measure.
         UnsupportedDevice: there is no GPU that kernels run on.
         BundleError, CompileError, ToolchainError (RuntimeErrors): there is nothing to compare with.
     """
-    shape = Problem(
+    _check_flags(save_preact=save_preact, transpose_w=transpose_w, training=training, progress=progress)
+    if not isinstance(rows_per_expert, (tuple, list, range)) or not rows_per_expert:
+        raise TypeError(f"tune: rows_per_expert is {rows_per_expert!r}; give whole numbers, as a tuple")
+    for average in rows_per_expert:
+        _check_count("rows_per_expert", average, 1)
+    _check_count("candidates", candidates, 0)
+    _check_count("jobs", 1 if jobs is None else jobs, 1)
+    if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not 0 < budget_s < math.inf:
+        raise ValueError(f"tune: budget_s is {budget_s!r}; give a positive number of seconds")
+    if out is not None and not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f"tune: out is {out!r}; give the path of a file")
+    shape = shape_of(
+        op,
+        experts=experts,
+        in_features=in_features,
+        intermediate=intermediate,
+        out_features=out_features,
+        dtype=dtype,
+        activation=activation,
+        glu_layout=glu_layout,
+        save_preact=save_preact,
+        transpose_w=transpose_w,
+        out_dtype=out_dtype,
+    )
+    problems = problems_of("tune", shape, training)
+    options = Options(tuple(rows_per_expert), budget_s=budget_s, count=candidates)
+    index = gpus.cuda_index("tune", device)
+    bench = GpuBench(index)
+    with torch.cuda.device(index), CompilePool(jobs or default_jobs()) as pool:
+        return run(problems, bench, pool, options, Path(out) if out else default_table(bench.gpu), progress)
+
+
+def _check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"tune: {name} is {value!r}; give True or False")
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"tune: {name} is {value!r}; give a whole number of at least {least}")
+
+
+def shape_of(
+    op: str,
+    *,
+    experts: int,
+    in_features: int,
+    intermediate: int = 0,
+    out_features: int = 0,
+    dtype: Any = "bfloat16",
+    activation: str = "swiglu",
+    glu_layout: str = "concat",
+    save_preact: bool = False,
+    transpose_w: bool = False,
+    out_dtype: Any = None,
+) -> Problem:
+    """The problem of `tune`'s arguments, of no rows."""
+    return Problem(
         op=op,
         dtype=_dtype_name(dtype),
         rows=0,
@@ -106,54 +156,41 @@ def tune(
         transpose_w=transpose_w,
         out_dtype=_dtype_name(out_dtype or dtype) if op == "grouped_wgrad" else "",
     )
-    options = Options(tuple(rows_per_expert), budget_s=budget_s, count=candidates)
-    problems = _problems(shape, training)
-    for problem in problems:
-        _check(problem)
-    index = _gpu_index(device)
-    bench = GpuBench(index)
-    with torch.cuda.device(index), CompilePool(jobs or default_jobs()) as pool:
-        return run(problems, bench, pool, options, Path(out) if out else default_table(bench.gpu), progress)
 
 
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _problems(shape: Problem, training: bool) -> list[Problem]:
-    """What is tuned: the shape itself, or the three functions of an MLP's training step as its plan asks for them."""
-    if not training:
-        return [shape]
-    if shape.op != "grouped_mlp":
-        raise ValueError(
-            f"tune: training is of a grouped_mlp, not of {shape.op}; tune the operators of a step one by one"
-        )
+def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
+    """What is tuned: the shape itself, or the three functions of an MLP's training step as its plan asks for them.
+
+    Raises:
+        ValueError: they are none that kernels serve.
+    """
+    for name, given, op in (
+        ("training", training, "grouped_mlp"),
+        ("save_preact", shape.save_preact, "grouped_glu"),
+        ("transpose_w", shape.transpose_w, "grouped_mm"),
+    ):
+        if given and shape.op != op:
+            raise ValueError(f"{caller}: {name} is of a {op}, not of {shape.op}; leave it out")
+    try:
+        tuned.check(shape)
+        problems = _training_step(shape) if training else [shape]
+        for problem in problems:
+            dispatch.form_of(problem, next(iter(dispatch.CONFIGS)))
+    except ValueError as error:
+        raise ValueError(f"{caller}: {error}") from None
+    return problems
+
+
+def _training_step(shape: Problem) -> list[Problem]:
     return [
         dataclasses.replace(shape, op="grouped_glu", save_preact=True),
         dataclasses.replace(shape, op="grouped_dglu", in_features=shape.out_features),
         dataclasses.replace(shape, op="grouped_wgrad", out_dtype=shape.dtype),
     ]
-
-
-def _check(problem: Problem) -> None:
-    """Raises ValueError where the widths are not those of the operator, or no kernel takes them."""
-    if problem.op not in OPS:
-        raise ValueError(f"tune: op is {problem.op!r}; choose one of {', '.join(OPS)}")
-    for name in (*WIDTHS[problem.op], "experts"):
-        if getattr(problem, name) < 1:
-            raise ValueError(f"tune: {problem.op} needs {name}, got {getattr(problem, name)}")
-    for name in ("in_features", "intermediate", "out_features"):
-        if getattr(problem, name) % ALIGNMENT:
-            raise ValueError(f"tune: {name} is {getattr(problem, name)}; kernels need a multiple of {ALIGNMENT}")
-
-
-def _gpu_index(device: torch.device | str | int | None) -> int:
-    if not torch.cuda.is_available():
-        raise UnsupportedDevice("tune: torch sees no CUDA GPU, and there is nothing to measure on a CPU")
-    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    if where.type != "cuda":
-        raise ValueError(f"tune: device is {where}; give a CUDA device")
-    return torch.cuda.current_device() if where.index is None else where.index
 
 
 def default_table(gpu: str) -> Path:
@@ -170,8 +207,14 @@ def default_table(gpu: str) -> Path:
 def run(
     problems: Sequence[Problem], bench: Bench, makes: Makes, options: Options, path: Path, progress: bool = False
 ) -> TuneReport:
-    """Tunes problems on a bench and adds the results to the table at `path`, the finished ones also if interrupted."""
+    """Tunes problems on a bench and adds the results to the table at `path`, the finished ones also if interrupted.
+
+    Raises:
+        ValueError: there is something else than a table at `path`; nothing was measured.
+    """
     start = time.perf_counter()
+    if path.exists():
+        tuned.read(path)
     stamp = tuned.stamp_of(bench.gpu, bench.driver)
     sessions = [Session(problem, bench, makes, options) for problem in problems]
     layers: list[Layer] = []
@@ -207,24 +250,26 @@ class Unfinished:
 
     def __init__(self, session: Session, options: Options, stamp: Stamp) -> None:
         self._stamp = stamp
+        self._key = tuned.key_of(tuned.question(session.problems[0]))
+        self._rows = {problem.rows / problem.experts for problem in session.problems}
         asked = [tuned.question(session.problems[0]), dataclasses.asdict(options), stamp.holds_for]
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         self._path = cache_root() / UNFINISHED / f"{digest[:16]}.json"
 
     def points(self) -> dict[float, Point]:
-        """What an interrupted run measured, by rows an expert."""
+        """What an interrupted run measured, by rows an expert; nothing where its file is damaged or another's."""
         with contextlib.suppress(ValueError):
-            if self._path.exists():
-                (section,) = tuned.read(self._path)
-                (layer,) = section.layers.values()
-                return {point.rows_per_expert: point for point in layer.points}
+            sections = [section for section in tuned.read(self._path) if not section.stamp.unlike(self._stamp)]
+            layers = [section.layers[self._key] for section in sections if self._key in section.layers]
+            points = [point for layer in layers for point in layer.points]
+            return {point.rows_per_expert: point for point in points if point.rows_per_expert in self._rows}
         return {}
 
     def keep(self, layer: Layer) -> None:
         section = Section(self._stamp, {tuned.key_of(layer.problem): layer})
         try:
-            tuned.write(self._path, [section])
-        except (OSError, NotImplementedError) as error:
+            records.write(self._path, tuned.text([section]))
+        except OSError as error:
             warnings.warn(f"an interrupted run could not go on: {error}", RuntimeWarning, stacklevel=4)
 
     def drop(self) -> None:
