@@ -424,6 +424,14 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
     return []
 
 
+def is_transformed(*tensors: Any) -> bool:
+    """Whether a tensor belongs to a transform of torch.func, or has a tangent of forward-mode AD."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return False
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    return any(is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None for t in given)
+
+
 def check_plain(op: str, name: str, tensor: Tensor) -> None:
     """Numbers in memory, as they are: no transform of torch's that a kernel would not see. Tensors without memory, and
     subclasses, pass: they are the business of torch's dispatcher.

@@ -49,8 +49,8 @@ def differentiate(
     if type(call) not in APPLY or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
+    call.check_plain()
     try:
-        call.check_plain()
         if plan is not None and failure is not None:
             raise failure
         if targets is not ORDINARY:

@@ -21,13 +21,14 @@ from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
-from ..plan import FreedStorage, check_apart, check_overlaps, launch_nothing
+from ..plan import check_apart, check_overlaps, launch_nothing
 from ..plans import Plans, unplanned
 from ..signature import (
     ALIGNMENT_BYTES,
     check_plain,
     check_written,
     extent,
+    is_transformed,
     refuse_out,
     runs_kernels,
     tensors_of,
@@ -113,20 +114,17 @@ class Operator:
         self, tensors: Tensors, options: tuple[Any, ...] = (), out: tuple[Tensor, ...] | None = None
     ) -> tuple[Any, ...]:
         """The outputs; `out` itself where it is given."""
-        key = plan = None
+        key = None
         if not unplanned():
             try:
                 given = tensors if out is None else (*tensors, *out)
                 absent = [t is None for t in given]
                 present = [t for t in given if t is not None] if True in absent else given
                 key, plan = self.plans.look_up(present, (options, *absent))
-            except Exception:  # an argument that has no such attributes; the checks say which
-                key = plan = None
-            if plan is not None:
-                try:
+                if plan is not None:
                     return self.launch(plan, tensors, options, out)
-                except FreedStorage:
-                    pass  # the checks say which
+            except Exception:  # the checks say of which argument; what is no argument's fault comes again behind them
+                key = None
         return self.settle(key, tensors, options, out)
 
     def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
@@ -268,7 +266,7 @@ def recorded(op: str, out: Any, *tensors: Any) -> bool:
         for tensor in tensors:
             if getattr(tensor, "requires_grad", False):
                 refuse_out(op, out)
-                return not is_dynamo_compiling()
+                return not (is_dynamo_compiling() or is_transformed(*tensors))
     return False
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -28,6 +28,7 @@ from ..plans import Plans, unplanned
 from ..recipes import Recipe
 from ..signature import (
     Experts,
+    any_requires_grad,
     check_activation,
     check_bias,
     check_experts,
@@ -195,13 +196,6 @@ def _grouped_mlp(
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
 
-def _refuse_gradients(recipe: str) -> NoReturn:
-    raise GradientNotSupported(
-        f"{OP}: recipe {recipe!r} has no gradient, and an argument requires one; call it under torch.no_grad() or "
-        "torch.inference_mode(), detach() its arguments, or choose recipe 'bf16'"
-    )
-
-
 PLANS: Plans[Any] = Plans()
 """Mxfp8MlpPlans, and `backward.planned_mlp.Mxfp8TrainingPlan`s where an argument requires a gradient."""
 
@@ -281,10 +275,15 @@ class Mxfp8MlpCall(Call):
 
     def refuse_gradients(self) -> None:
         """Where an argument requires one, and the recipe or an argument in MXFP8 has none."""
-        if requiring_grad(self.x, self.w1, self.w2, self.row_scale, self.b1, self.b2) is None:
+        names = ("x", "w1", "w2", "row_scale", "b1", "b2")
+        trained = next((name for name in names if any_requires_grad(getattr(self, name))), None)
+        if trained is None:
             return
         if not recipes.find(self.op, self.recipe).trains:
-            _refuse_gradients(self.recipe)
+            raise GradientNotSupported(
+                f"{self.op}: recipe {self.recipe!r} has no gradient, and {trained} requires one; call it under "
+                f"torch.no_grad() or torch.inference_mode(), give {trained}.detach(), or choose recipe 'bf16'"
+            )
         for name in ("x", "w1", "w2"):
             if getattr(self, f"{name}_scale") is not None:
                 raise GradientNotSupported(
