@@ -6,8 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from support.fake_gpu import FakeGpu
-from support.wrong_calls import OPERATIONS, Operation, complaints
+from support.wrong_calls import (
+    OPERATIONS,
+    STEPS,
+    TRAINED,
+    Operation,
+    complaint_of_a_step,
+    complaints,
+    gradients_of,
+    named,
+)
 
 from glulam import device
 
@@ -34,3 +44,15 @@ def test_on_the_cpu(operation: Operation) -> None:
 def test_on_the_host_path(operation: Operation, warm: bool, fake_gpu: FakeGpu) -> None:
     lines = complaints(operation, "cpu", by_reference, warm)
     assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("operation, name", STEPS, ids=lambda value: getattr(value, "name", value))
+def test_memory_that_is_gone_before_backward(operation: Operation, name: str, fake_gpu: FakeGpu) -> None:
+    assert not (line := complaint_of_a_step(operation, name, "cpu")), line
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_lazily_negated_gradients(name: str, fake_gpu: FakeGpu) -> None:
+    lazy = gradients_of(named(name), "cpu", lambda dy: torch._neg_view(dy))
+    eager = gradients_of(named(name), "cpu", lambda dy: -dy)
+    assert lazy and all(torch.equal(gradient, eager[one]) for one, gradient in lazy.items())

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.wrong_calls import OPERATIONS, Operation, complaints
+from support.wrong_calls import (
+    OPERATIONS,
+    STEPS,
+    TRAINED,
+    Operation,
+    complaint_of_a_step,
+    complaints,
+    gradients_of,
+    named,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +31,17 @@ def test_wrong_calls(operation: Operation, warm: bool) -> None:
     lines = complaints(operation, "cuda", by_reference, warm)
     assert not lines, "\n".join(lines)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("operation, name", STEPS, ids=lambda value: getattr(value, "name", value))
+def test_memory_that_is_gone_before_backward(operation: Operation, name: str) -> None:
+    with torch.enable_grad():
+        assert not (line := complaint_of_a_step(operation, name, "cuda")), line
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_lazily_negated_gradients(name: str) -> None:
+    with torch.enable_grad():
+        lazy = gradients_of(named(name), "cuda", lambda dy: torch._neg_view(dy))
+        eager = gradients_of(named(name), "cuda", lambda dy: -dy)
+    assert lazy and all(torch.equal(gradient, eager[one]) for one, gradient in lazy.items())

@@ -384,3 +384,47 @@ def complaints(operation: Operation, device: str, reference: Callable[..., Any],
     calls = [*wrong_calls(operation, good), ("", "good", operation.good(device))]
     lines = [(name, word, complaint(operation, name, word, given, reference)) for name, word, given in calls]
     return [f"{operation.name}: {name} {word}: {line}" for name, word, line in lines if line]
+
+
+def named(name: str) -> Operation:
+    return next(operation for operation in OPERATIONS if operation.name == name)
+
+
+TRAINED = {
+    "grouped_mm": ("w", "offs", "bias_scale"),
+    "grouped_mlp": ("x", "w1", "w2", "offs", "row_scale"),
+    "grouped_mlp mxfp8": ("x", "w1", "w2", "offs", "row_scale"),
+    "post_mix": ("residual", "h_res", "h_post", "x", "bias"),
+    "project": ("x", "weight", "alpha_pre", "bias"),
+}
+"""Operations with a gradient, and arguments that their backward reads."""
+STEPS = [(operation, name) for operation in OPERATIONS for name in TRAINED.get(operation.name, ())]
+
+
+def trained(operation: Operation, device: str) -> tuple[Arguments, list[Tensor]]:
+    """Arguments, of which matrices require a gradient, and the results of a call."""
+    arguments = {name: value for name, value in operation.good(device).items() if name not in operation.outputs}
+    for value in arguments.values():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+            value.requires_grad_()
+    return arguments, _flat(operation.call(**arguments))
+
+
+def complaint_of_a_step(operation: Operation, name: str, device: str) -> str:
+    """What is wrong with how a backward ends, before which the storage of an argument was freed."""
+    arguments, results = trained(operation, device)
+    gradients = [torch.ones_like(result) for result in results]
+    arguments[name].untyped_storage().resize_(0)
+    try:
+        torch.autograd.backward(results, gradients)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return "" if re.search(rf"\b{name}\b.*freed", str(error)) else f"{type(error).__name__}: {error!s:.300}"
+    return "passes"
+
+
+def gradients_of(operation: Operation, device: str, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The gradients of a step whose incoming gradients are changed."""
+    arguments, results = trained(operation, device)
+    incoming = [change(torch.linspace(-1, 1, r.numel(), device=device).view(r.shape).to(r.dtype)) for r in results]
+    torch.autograd.backward(results, incoming)
+    return {name: value.grad for name, value in arguments.items() if getattr(value, "grad", None) is not None}

@@ -23,6 +23,7 @@ from .parts import (
     WeightGrad,
     as_result,
     backward_of,
+    check_saved,
     once_differentiable,
     scale_of_bias_grad,
     taken,
@@ -115,6 +116,7 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
     weight gradient is allocated, its gradient before the last.
     """
+    check_saved(OP, saved)
     groups, scale = groups_of(saved), saved["row_scale"]
     result: dict[str, Any] = {}
     act = None

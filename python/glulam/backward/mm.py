@@ -15,6 +15,7 @@ from .parts import (
     Targets,
     as_result,
     backward_of,
+    check_saved,
     once_differentiable,
     scale_of_bias_grad,
     taken,
@@ -68,6 +69,7 @@ def make_gradients(
     saved: dict[str, Any], transpose_w: bool, targets: Targets, dy: Tensor, wanted: frozenset[str]
 ) -> dict[str, Any]:
     """The gradients that are wanted, by name."""
+    check_saved(OP, saved)
     groups: dict[str, Any] = {name: saved[name] for name in ("offs", "splits") if name in saved}
     result: dict[str, Any] = {}
     if "x" in wanted:

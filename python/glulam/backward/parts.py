@@ -18,11 +18,14 @@ from ..ops.grouped_wgrad import grouped_wgrad
 from ..plans import Plans
 from ..signature import (
     ALIGNMENT_BYTES,
+    LOWEST_ADDRESS,
     check_alignment,
     check_groups,
     check_no_overlap,
+    check_plain,
     check_rows_like,
     runs_kernels,
+    tensors_of,
 )
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
@@ -158,6 +161,14 @@ def taken(ctx: Any) -> tuple[Any, ...]:
     if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # another kind of context may have none
         clear()
     return saved
+
+
+def check_saved(op: str, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError where the storage of what forward saved was freed since."""
+    for name, value in saved.items():
+        for label, tensor in tensors_of(name, value):
+            if not gpus.is_traced(tensor) and tensor.numel() and tensor.data_ptr() < LOWEST_ADDRESS:
+                check_plain(f"{op}'s backward", label, tensor)
 
 
 def usable(dy: Tensor) -> Tensor:
