@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from cute_kernels.sm90 import budget
 from cute_kernels.sm90.configs import SMALL, shipped_specs
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
-from ffi_bridge import cache, jit, loader, manifest
+from ffi_bridge import cache, jit, loader, manifest, toolchain
 from glulam import dispatch, kernels, loadable, preferences, tuned, validity
 from glulam.dispatch import Problem, choose
 
@@ -166,17 +165,22 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         assert compiled["grown"] < 16 << 20, "the compiler takes some 250 MB"
         assert compiled["seconds"] < 20
 
-    def test_finding_a_compiled_kernel_takes_less_than_a_millisecond(
+    def test_finding_a_compiled_kernel_looks_at_the_sources_once(
         self, compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Looking at every file of the kernels' sources is most of what finding takes."""
         monkeypatch.setenv(cache.ENV_CACHE, str(compiled["root"]))
-        best = 1.0
-        for _ in range(20):
+        looks, look = [], toolchain._sources
+
+        def counted(package: str) -> Any:
+            looks.append(package)
+            return look(package)
+
+        monkeypatch.setattr(toolchain, "_sources", counted)
+        for _ in range(3):
             monkeypatch.setattr(loader, "_loaded", {})
-            start = time.perf_counter()
             assert cache.find(SPEC) is not None
-            best = min(best, time.perf_counter() - start)
-        assert best < 1e-3
+        assert looks == ["cute_kernels"] * 3
 
     def test_one_that_is_gone_is_passed_over_with_one_line(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)

@@ -159,7 +159,7 @@ def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: 
         value = arguments[name]
         if isinstance(value, (tuple, list)) and all(type(size) is int for size in value):
             result[name] = tensor(name, value, torch.float32 if name in call_type.scales else dtype)
-    weights = result[call_type.weights[0]] if call_type.weights else ()
+    weights = result[call_type.weights[0]] if call_type.weights else None
     if (isinstance(weights, Tensor) and weights.dim()) or isinstance(weights, (list, tuple)):
         result["offs"], result["splits"] = tensor("offs", (len(weights),), torch.int32), None
     return result

@@ -29,8 +29,8 @@ Arguments = dict[str, Any]
 class Operation:
     """A public function: `good(device)` makes arguments of a call that is right; `outputs` names its buffers.
 
-    `wrong`: for arguments that are no tensors, values that are wrong. `legal`: words of changes that leave rows behind
-    the groups, whose results may be anything.
+    `wrong`: for arguments that are no tensors, values that are wrong. `legal`: words of changes after which groups
+    end elsewhere than x, which only the device can know.
     """
 
     name: str
@@ -205,7 +205,7 @@ OPERATIONS = (
         _quantize,
         (),
         {"axis": ("x", 3, None), "block": ("x", 3, None), "scale_layout": ("x", 3, None)},
-        {"offs": ("one less", "one row less")},
+        {"offs": ("one less", "one row less"), "x": ("one row less",)},
     ),
     Operation("aggregate", mhc.aggregate, _aggregate, ("out",)),
     Operation("sinkhorn", mhc.sinkhorn, _sinkhorn, ("out",), {"iters": (-1, 1.5, "x", None), "eps": (-1.0, "x", None)}),
