@@ -334,32 +334,19 @@ class TestPreload:
 
 
 IMPORT_PROBE = """
-import sys, time, json
+import sys, json
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
 import glulam
-seconds = time.perf_counter() - start
-unwanted = ("cutlass", "cuda", "typer", "rich", "tvm_ffi", "filelock")
-heavy = [m for m in set(sys.modules) - before if m.split(".")[0] in unwanted]
-print(json.dumps({"seconds": seconds, "heavy": heavy}))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
 def test_importing_is_cheap() -> None:
-    """Under 150 ms above `import torch`, and nothing of the compiler. The best of a few, since machines are busy; from
-    bytecode, which the first leaves, as an installed package has it: compiling sources takes as long again.
-    """
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    best = 1.0
-    for _ in range(5):
-        out = subprocess.run(
-            [sys.executable, "-c", IMPORT_PROBE], env=env, capture_output=True, text=True, check=True
-        ).stdout
-        told = json.loads(out)
-        assert told["heavy"] == []
-        best = min(best, told["seconds"])
-        if best < 0.15:
-            break
-    assert best < 0.15
+    """Above `import torch`, a hundred modules, most of them Glulam's, and nothing of the compiler or of the command line."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, "-c", IMPORT_PROBE], env=env, capture_output=True, text=True, check=True)
+    modules = json.loads(out.stdout)
+    unwanted = ("cutlass", "cuda", "typer", "rich", "tvm_ffi", "filelock", "platformdirs")
+    assert not [module for module in modules if module.split(".")[0] in unwanted]
+    assert "glulam.tuner" not in modules and len(modules) <= 100
