@@ -343,7 +343,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def test_importing_is_cheap() -> None:
-    """Above `import torch`, a hundred modules, most of them Glulam's, and nothing of the compiler or of the command line."""
+    """A hundred modules above `import torch`, nothing of the compiler, and nothing of the command line."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", IMPORT_PROBE], env=env, capture_output=True, text=True, check=True)
     modules = json.loads(out.stdout)
