@@ -307,6 +307,19 @@ class TestBuffers:
             with pytest.raises(ValueError, match="grad_input overlaps the incoming gradient"):
                 y.backward(good)
 
+    @pytest.mark.parametrize("name", ["out", "grad_input"])
+    def test_a_buffer_over_a_weight(self, kind: str, packed: bool, name: str) -> None:
+        """After good calls of the same layouts, too."""
+        module, x = MODULES[kind](packed), batch().requires_grad_()
+        good = torch.empty(ROWS, H if name == "grad_input" else module(x, splits=SIZES).shape[1], dtype=F64)
+        module(x, splits=SIZES, **{name: good})
+        weight = next(module.parameters())
+        memory = torch.zeros(weight.numel() + good.numel(), dtype=F64)
+        weight.data = memory[: weight.numel()].view(weight.shape)
+        over = memory[weight.numel() - 2 :][: good.numel()].view(good.shape)
+        with pytest.raises(ValueError, match=rf"{name} overlaps w"):
+            module(x, splits=SIZES, **{name: over})
+
 
 @LAYOUTS
 @pytest.mark.parametrize("kind", MODULES)

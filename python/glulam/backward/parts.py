@@ -15,6 +15,7 @@ from .. import groups as group_sizes
 from ..errors import GradientNotSupported
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
+from ..plan import MAX_APART
 from ..plans import Plans
 from ..signature import (
     ALIGNMENT_BYTES,
@@ -76,8 +77,8 @@ class Targets:
 ORDINARY = Targets()
 
 
-_checked: Plans[bool] = Plans()
-"""Calls whose buffers were found good, by the layouts of all tensors."""
+_checked: Plans[set[tuple[int, ...]]] = Plans()
+"""Addresses of calls whose buffers were found good, as of `Launch.apart`, by the layouts of all tensors."""
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
@@ -94,7 +95,7 @@ def _layout(value: Any) -> Hashable:
 def check_targets(call: Any, targets: Targets) -> None:
     """Buffers that can be written: what an operator asks of `out`, and no part in a graph of their own.
 
-    Everything is looked at once for each layout, later what changes most: alignment, and overlaps with x.
+    Layouts are looked at once, addresses where they are new.
 
     Raises:
         ValueError, TypeError: one does not fit.
@@ -102,20 +103,26 @@ def check_targets(call: Any, targets: Targets) -> None:
     out, grad_input = targets.out, targets.grad_input
     if out is None and grad_input is None:
         return
-    known = _checked.find(key := (key_of(call, out, grad_input), torch.is_grad_enabled())) is not None
-    inputs = [("x", call.x)] if known else call.tensors()
-    if not known:
+    key = key_of(call, out, grad_input), torch.is_grad_enabled()
+    inputs, apart = call.tensors(), _checked.find(key)
+    if apart is None:
         _check_layouts(call, targets)
+        _checked.keep(key, apart := set())
+    at = tuple([0 if t is None else t.data_ptr() for t in (out, grad_input, *(tensor for _, tensor in inputs))])
+    if at in apart:
+        return
     for name, buffer, others in (("out", out, inputs), ("grad_input", grad_input, [*inputs, ("out", out)])):
         if buffer is None:
             continue
+        check_plain(call.op, name, buffer)
         if runs_kernels(buffer):
             check_alignment(call.op, name, buffer)
         for label, tensor in others:
             if tensor is not None and tensor.device == buffer.device:
                 check_no_overlap(call.op, name, buffer, label, tensor)
-    if not known:
-        _checked.keep(key, True)
+    if len(apart) >= MAX_APART:
+        apart.clear()
+    apart.add(at)
 
 
 def _check_layouts(call: Any, targets: Targets) -> None:
