@@ -53,7 +53,7 @@ LAUNCHES = {"sinkhorn": 1, "aggregate": 1, "post_mix": 1, "project": 1, "pre": 3
 """Of a backward."""
 
 
-def weight(result: Tensor, seed: int) -> Tensor:
+def against(result: Tensor, seed: int) -> Tensor:
     """What a result is differentiated against."""
     return torch.randn(result.shape, generator=torch.Generator().manual_seed(seed)).to(result.dtype)
 
@@ -62,7 +62,7 @@ def both_ways(name: str, given: list[Tensor]) -> list[Tensor]:
     """Results and gradients."""
     results = CALLS[name](*given)
     results = list(results) if isinstance(results, tuple) else [results]
-    weights = [weight(r, i) for i, r in enumerate(results)]
+    weights = [against(r, i) for i, r in enumerate(results)]
     return [*results, *torch.autograd.grad(results, given, weights)]
 
 
@@ -92,9 +92,29 @@ def test_only_what_is_asked_for(fake_gpu: FakeGpu, name: str) -> None:
         results = CALLS[name](*alone)
         results = list(results) if isinstance(results, tuple) else [results]
         results = [(k, r) for k, r in enumerate(results) if r.requires_grad]
-        weights = [weight(r, k) for k, r in results]
+        weights = [against(r, k) for k, r in results]
         (got,) = torch.autograd.grad([r for _, r in results], [alone[i]], weights)
         assert same_bits(got.contiguous(), wanted.contiguous())
+
+
+@pytest.mark.parametrize("params", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["project", "pre"])
+def test_kernels_get_a_float32_product_with_the_norms_weight(fake_gpu: FakeGpu, name: str, params: torch.dtype) -> None:
+    """In as many launches as without one."""
+    x, weight, *rest = inputs(name, 4, BF16, params)
+    norm = torch.linspace(0.5, 1.5, 4 * WIDTH).requires_grad_()
+    product = (weight.detach().float() * norm.detach()).requires_grad_()
+    both_ways(name, [x, weight, *rest])
+    launches = len(fake_gpu.launches)
+    fake_gpu.launches.clear()
+    wanted = both_ways(name, [x, product, *rest])
+    results = list(CALLS[name](x, weight, *rest, norm_weight=norm))
+    gradients = torch.autograd.grad(results, (x, weight, norm, *rest), [against(r, i) for i, r in enumerate(results)])
+    assert len(fake_gpu.launches) == 2 * launches
+    assert all(map(same_bits, results, wanted))
+    d_product = wanted[len(results) + 1]
+    assert same_bits(gradients[1], (d_product * norm).to(params))
+    assert same_bits(gradients[2], (d_product * weight.float()).sum(0))
 
 
 def test_given_outputs_are_written_in_place(fake_gpu: FakeGpu) -> None:
@@ -172,7 +192,7 @@ def test_the_workspace_of_backward_has_room(n: int, itemsize: int) -> None:
         least = (rows * k * itemsize, rows * k * itemsize, rows * 4, ctas * 2 * k * 4, parts * registers * 4)
         for (start, end), size in zip(pairwise(at), least, strict=True):
             assert end - start >= size
-        assert at.sums >= rows // 16 * shapes.block_bytes(n)
+        assert at.sums >= rows // 16 * shapes.block_bytes(n, 2)
 
 
 def test_kernel_limits(fake_gpu: FakeGpu) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from support.criterion import same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -97,6 +98,101 @@ class TestMath:
             listed(CALLS[name](*given)), listed(CALLS[name](*(t.float() for t in given))), strict=True
         ):
             assert same_bits(got, wide.to(got.dtype))
+
+
+class TestPrecision:
+    def test_a_float32_weight_meets_16_bit_streams_unrounded(self) -> None:
+        """Root mean square errors relative to float64; a weight rounded to the streams' dtype would be far off."""
+        x, weight, *alphas, bias = inputs("project", (40,), 4, 504)
+        weight = weight.float() / 45
+        for dtype, rounding in ((BF16, 1e-3), (torch.float16, 1e-4)):
+            streams = x.to(dtype)
+            exact = mhc.project(streams.double(), weight.double(), *alphas, bias).h_res
+
+            def error(weight: Tensor, streams: Tensor = streams, exact: Tensor = exact) -> float:
+                got = mhc.project(streams, weight, *(a.float() for a in alphas), bias.float()).h_res
+                return float((got - exact).norm() / exact.norm())
+
+            assert error(weight) <= 1e-5
+            assert error(weight.to(dtype)) > rounding
+
+
+def with_norm_weight(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Of `project` or `pre`: the norm's weight is the last argument."""
+    return lambda *t: tuple(call(*t[:-1], norm_weight=t[-1]))
+
+
+class TestNormWeight:
+    def given(self, n: int = 4, **how: Any) -> list[Tensor]:
+        return [*inputs("project", n=n, **how), randn(n * WIDTH, seed=11, **how)]
+
+    @pytest.mark.parametrize("call", [mhc.project, mhc.pre])
+    def test_is_that_of_an_rmsnorm_before_the_projection(self, call: Callable[..., Any]) -> None:
+        x, weight, *rest, norm = self.given()
+        r = 1 / (x.flatten(-2).norm(dim=-1) / (4 * WIDTH) ** 0.5 + 1e-6)
+        normed = x.flatten(-2) * r.unsqueeze(-1) * norm
+        alphas, bias = rest[:3], rest[3]
+        z = (normed @ weight.t())[..., 4:8] * alphas[1] + bias[4:8]
+        torch.testing.assert_close(call(x, weight, *rest, norm_weight=norm).h_post, 2 * z.sigmoid())
+
+    @pytest.mark.parametrize("call", [mhc.project, mhc.pre])
+    def test_gradcheck(self, call: Callable[..., Any]) -> None:
+        assert torch.autograd.gradcheck(with_norm_weight(call), self.given(n=2, grad=True))
+
+    @pytest.mark.parametrize("params", [BF16, torch.float16, F32])
+    def test_the_product_is_of_float32_and_gradients_of_the_parameters_dtypes(self, params: torch.dtype) -> None:
+        given = [t.detach() for t in self.given(dtype=BF16)]
+        given[1], given[-1] = given[1].to(params), given[-1].to(BF16)
+        leaves, wide = ([t.to(d, copy=True).requires_grad_() for t, d in zip(given, dtypes, strict=True)]
+                        for dtypes in ([t.dtype for t in given], [F64] * len(given)))  # fmt: skip
+        for results in (
+            mhc.project(*leaves[:-1], norm_weight=leaves[-1]),
+            mhc.project(*wide[:-1], norm_weight=wide[-1]),
+        ):
+            results.h_res.sum().backward()
+        for got, exact in ((leaves[1], wide[1]), (leaves[-1], wide[-1])):
+            assert got.grad is not None and exact.grad is not None and got.grad.dtype is got.dtype
+            torch.testing.assert_close(
+                got.grad, exact.grad.to(got.dtype), rtol=1e-2 if got.dtype is BF16 else 2e-3, atol=1e-4
+            )
+
+    @pytest.mark.parametrize("call", [mhc.project, mhc.pre])
+    def test_compiled_checkpointed_and_fake(self, call: Callable[..., Any]) -> None:
+        torch.compiler.reset()
+        plain = with_norm_weight(call)
+        compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
+
+        def kept(*tensors: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(plain, *tensors, use_reentrant=False)
+
+        gradients = []
+        for run in (plain, compiled, kept):
+            leaves = [t.detach().requires_grad_() for t in self.given(dtype=F32)]
+            sum(r.square().sum() for r in run(*leaves)).backward()
+            gradients.append([t.grad for t in leaves])
+        for others in zip(*gradients, strict=True):
+            assert all(t is not None and same_bits(t, others[0]) for t in others)
+        with FakeTensorMode() as mode:
+            fake = plain(*(mode.from_tensor(t) for t in self.given(dtype=BF16)))
+        real = plain(*self.given(dtype=BF16))
+        assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
+
+    def test_errors(self) -> None:
+        x, *rest, norm = self.given()
+        for bad, error, message in (
+            (norm[:-1], ValueError, r"norm_weight has shape \[31\].*\[32\]"),
+            (1.0, TypeError, "norm_weight is a float"),
+            (norm.int(), TypeError, "norm_weight is torch.int32"),
+            (randn(64)[::2], ValueError, "norm_weight is not contiguous"),
+        ):
+            for call in (mhc.project, mhc.pre):
+                with pytest.raises(error, match=message):
+                    call(x, *rest, norm_weight=bad)  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"weight has shape \[24, 1\]"):
+            mhc.project(x, rest[0][:, :1].contiguous(), *rest[1:], norm_weight=norm)
+        with pytest.raises(GradientNotSupported, match="out is given"):
+            out = (torch.empty(2, 3, 4), torch.empty(2, 3, 4), torch.empty(2, 3, 4, 4))
+            mhc.project(x, *rest, norm_weight=norm.requires_grad_(), out=out)
 
 
 class TestGradients:
@@ -344,6 +440,7 @@ class TestHyperConnection:
             (lambda: glulam.nn.HyperConnection(4, 8, 3), TypeError, "sublayer is a int"),
             (lambda: glulam.nn.HyperConnection(4, 8, iters=500), ValueError, "iters is 500"),
             (lambda: glulam.nn.HyperConnection(4, 8, dtype=torch.int8), TypeError, "dtype is torch.int8"),
+            (lambda: glulam.nn.HyperConnection(4, 8, norm_weight=1), TypeError, "norm_weight is"),
             (lambda: glulam.nn.HyperConnection(4, 8)(torch.zeros(4, 8)), RuntimeError, "made without a sublayer"),
         ],
     )
@@ -353,5 +450,19 @@ class TestHyperConnection:
 
     def test_meta_and_state_dict(self) -> None:
         meta = glulam.nn.HyperConnection(4, WIDTH, device="meta")
-        assert meta.weight.is_meta and "num_streams=4, width=8" in repr(meta)
+        assert meta.weight.is_meta and "num_streams=4, width=8" in repr(meta) and "norm" not in repr(meta)
         assert set(meta.state_dict()) == {"weight", "alpha_pre", "alpha_post", "alpha_res", "bias"}
+
+    def test_norm_weight_is_a_parameter_of_ones(self) -> None:
+        plain, layer, x = self.layer(), self.layer(norm_weight=True), randn(5, 4, WIDTH)
+        assert set(layer.state_dict()) - set(plain.state_dict()) == {"norm_weight"} and "norm_weight=True" in repr(
+            layer
+        )
+        torch.testing.assert_close(layer(x), plain(x))
+        with torch.no_grad():
+            scale = randn(4 * WIDTH, seed=4)
+            layer.norm_weight.copy_(scale)  # type: ignore[union-attr]
+            plain.weight.mul_(scale)
+        torch.testing.assert_close(layer(x), plain(x))
+        layer(x).sum().backward()
+        assert layer.norm_weight is not None and layer.norm_weight.grad is not None and layer.norm_weight.grad.any()

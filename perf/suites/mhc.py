@@ -7,6 +7,7 @@ the matrices. Backward: aggregate n + 1 and n; post_mix 2n + 1 and n + 1; projec
 one. `pre`, all before a sub-layer: forward 2n and 1, since all columns of a token make the weights of its first;
 backward 3n + 2 and n, for the same reason, with the residual's gradient among what is read.
 
+The projection's weight is float32, and once 16-bit, whose kernels are others, and once float32 with a norm's weight.
 Sinkhorn is measured on many more matrices, too: what bounds it then is instructions, 4 a cycle and SM.
 """
 
@@ -121,9 +122,34 @@ def _project_reference(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, c: Tenso
     return reference.project(x, weight, (a, b, c), bias, 1e-6)[:3]
 
 
+def _with_16_bit_weight(z: Size) -> list[Tensor]:
+    weight, *rest = _parameters(z)
+    return [_streams(z), weight.bfloat16(), *rest]
+
+
+def _with_norm_weight(z: Size) -> list[Tensor]:
+    return [_streams(z), *_parameters(z), torch.rand(z.n * z.c, device="cuda") + 0.5]
+
+
+def _scaled_reference(x: Tensor, weight: Tensor, *rest: Tensor) -> Any:
+    return _project_reference(x, weight * rest[-1], *rest[:-1])
+
+
 def _pre_reference(x: Tensor, *rest: Tensor) -> Any:
     h_pre, h_post, logits = _project_reference(x, *rest)
     return reference.aggregate(x, h_pre), x.view_as(x), h_post, reference.sinkhorn(logits, ITERS, 1e-6)
+
+
+def _project_case(op: str, ours: Callable[..., Any], torchs: Callable[..., Any], inputs: Callable[..., Any]) -> Case:
+    """Streams count, and of the weight and its gradient float32's bytes, whatever they are."""
+    return Case(
+        op,
+        ours,
+        torchs,
+        inputs,
+        lambda z: _stream_bytes(z, z.n) + _weight_bytes(z) + _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+        lambda z: _stream_bytes(z, 2 * z.n) + 2 * _weight_bytes(z) + 2 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+    )
 
 
 CASES = (
@@ -153,13 +179,13 @@ CASES = (
         lambda z: _stream_bytes(z, 2 * z.n + 1) + _coefficient_bytes(z, z.n * z.n + z.n),
         lambda z: _stream_bytes(z, 3 * z.n + 2) + 2 * _coefficient_bytes(z, z.n * z.n + z.n),
     ),
-    Case(
-        "project",
-        mhc.project,
-        _project_reference,
-        lambda z: [_streams(z), *_parameters(z)],
-        lambda z: _stream_bytes(z, z.n) + _weight_bytes(z) + _coefficient_bytes(z, z.n * z.n + 2 * z.n),
-        lambda z: _stream_bytes(z, 2 * z.n) + 2 * _weight_bytes(z) + 2 * _coefficient_bytes(z, z.n * z.n + 2 * z.n),
+    _project_case("project", mhc.project, _project_reference, lambda z: [_streams(z), *_parameters(z)]),
+    _project_case("project, 16-bit weight", mhc.project, _project_reference, _with_16_bit_weight),
+    _project_case(
+        "project, norm_weight",
+        lambda *t: mhc.project(*t[:-1], norm_weight=t[-1]),
+        _scaled_reference,
+        _with_norm_weight,
     ),
     Case(
         "pre",

@@ -15,7 +15,7 @@ from torch import Tensor
 import glulam
 from glulam import mhc
 from glulam.mhc import reference
-from glulam.mhc.project import PROJECT, PROJECT_BACKWARD
+from glulam.mhc.project import ALPHAS, PROJECT, PROJECT_BACKWARD
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def forward_error(name: str, dtype: torch.dtype) -> float:
-    """`dtype`: of the streams; the projection's products are of TF32 at best."""
+    """`dtype`: of the streams. The projection's products of 16-bit weights with float32 streams are of TF32."""
     return 5e-3 if name in ("project", "pre") and dtype is F32 else FORWARD_ERROR[dtype]
 
 
@@ -234,6 +234,100 @@ class TestProjectBackward:
         for i, run in enumerate(runs):
             for got, want in zip(run, wanted[i % 2], strict=True):
                 assert got is want is None or (got is not None and want is not None and same_bits(got, want))
+
+
+def row_errors(got: Tensor, exact: Tensor) -> float:
+    """The largest, of all rows, root mean square of the error relative to that of the exact values."""
+    exact = exact.to(got.device)
+    return float(((got.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+
+def roundings(exact: Tensor, dtype: torch.dtype) -> float:
+    """`row_errors` of the best result of a dtype."""
+    return row_errors(exact.to(dtype), exact)
+
+
+class TestExactWeights:
+    """What is float32 stays precise with streams of any dtype: a weight, one times a norm's weight, and gradients of
+    both. Errors are root mean squares, by row of the weight, and the rows differ in scale by 2^14. A weight or a
+    gradient of p that were rounded to bfloat16 would be off by 1.6e-3, to float16 or TF32 by 2e-4.
+    """
+
+    MOST = 1e-5
+
+    def run(self, call: Callable[..., Any], given: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        with torch.enable_grad():
+            results = listed(call(**leaves))
+            gradients = torch.autograd.grad(results, list(leaves.values()), cotangents(results))
+        return [r.detach() for r in results], dict(zip(leaves, gradients, strict=True))
+
+    def given(
+        self, tokens: int, n: int, c: int, dtype: torch.dtype, params: torch.dtype, norm: torch.dtype | None
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Without a bias, so that small rows of the weight make small logits; alphas of one."""
+        x, weight, *_, bias = inputs("project", (tokens,), n, c, dtype, F32)
+        rows = torch.linspace(-12, 2, len(bias), device="cuda").exp2()
+        one = torch.ones(1, device="cuda")
+        made = {
+            "x": x,
+            "weight": (weight * rows.unsqueeze(1)).to(params),
+            **dict.fromkeys(ALPHAS, one),
+            "bias": 0 * bias,
+        }
+        return made if norm is None else {**made, "norm_weight": (randn(n * c, dtype=F32, seed=9) + 2).to(norm)}
+
+    @pytest.mark.parametrize(
+        ("params", "norm"), [(F32, None), (F32, F32), (F32, BF16), (BF16, F32), (F16, F16)], ids=str
+    )
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(("tokens", "n", "c"), [(133, 4, 1504), (61, 2, 736), (77, 8, 520)])
+    def test_project(
+        self, tokens: int, n: int, c: int, dtype: torch.dtype, params: torch.dtype, norm: torch.dtype | None
+    ) -> None:  # fmt: skip
+        given = self.given(tokens, n, c, dtype, params, norm)
+        results, gradients = self.run(mhc.project, given)
+        exact, exact_gradients = self.run(mhc.project, {name: t.double().cpu() for name, t in given.items()})
+        # By output, of all tokens: each has a row of the weight of its own.
+        logits, exact_logits = (r[2].flatten(1).t() for r in (results, exact))
+        assert row_errors(logits, exact_logits) <= self.MOST
+        assert row_errors(results[0], exact[0]) <= self.MOST
+        assert row_errors(results[1], exact[1]) <= self.MOST
+        for name in ("weight", "norm_weight") if norm else ("weight",):
+            got, wanted = gradients[name], exact_gradients[name]
+            assert got.dtype is given[name].dtype
+            assert row_errors(got, wanted) <= self.MOST + 1.01 * roundings(wanted, got.dtype), name
+        got, wanted = gradients["x"].flatten(1), exact_gradients["x"].flatten(1)
+        assert row_errors(got, wanted) <= self.MOST + 1.05 * roundings(wanted, dtype)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_pre(self, dtype: torch.dtype) -> None:
+        """Its gradients, with what `aggregate` and the residual add to that of the streams. Sinkhorn's steps make small
+        numbers from differences of large ones, so errors may grow by 10.
+        """
+        given = self.given(133, 4, 1504, dtype, F32, F32)
+        results, gradients = self.run(mhc.pre, given)
+        exact, exact_gradients = self.run(mhc.pre, {name: t.double().cpu() for name, t in given.items()})
+        for got, wanted in zip(results, exact, strict=True):
+            assert row_errors(got, wanted) <= 10 * self.MOST + 1.05 * roundings(wanted, got.dtype)
+        for name in ("x", "weight", "norm_weight"):
+            got, wanted = gradients[name], exact_gradients[name]
+            assert row_errors(got, wanted) <= 10 * self.MOST + 1.05 * roundings(wanted, got.dtype), name
+
+    def test_small_numbers_of_float16(self) -> None:
+        """Weights and gradients so small that float16 has few bits of them, or none."""
+        given = self.given(133, 4, 1504, F16, F32, None)
+        given["weight"] = given["weight"] * 2.0**-4
+        results, gradients = [], []
+        for values in (given, {name: t.double().cpu() for name, t in given.items()}):
+            leaves = {name: t.detach().requires_grad_() for name, t in values.items()}
+            with torch.enable_grad():
+                made = mhc.project(**leaves).h_res
+                upstream = cotangents([made])[0] * 2.0**-18
+                gradients.append(torch.autograd.grad(made, leaves["weight"], upstream)[0])
+            results.append(made.detach().flatten(1).t())
+        assert row_errors(*results) <= 1e-4
+        assert row_errors(gradients[0][8:], gradients[1][8:]) <= 1e-4
 
 
 class TestContract:

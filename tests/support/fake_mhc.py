@@ -124,8 +124,12 @@ def _post_mix_backward(c: _Call) -> None:
 def _check_slices(c: _Call) -> None:
     columns, at = c.n * c.at.width, c.at
     assert at.slices * at.slice_columns >= columns > (at.slices - 1) * at.slice_columns
-    assert at.slice_columns <= shapes.slice_capacity(c.n, c.dtype.itemsize)
-    assert at.slices * at.groups <= max(at.num_sms, at.slices)
+    if _form(at.forms, 0) is F32:
+        taken = shapes.PROJECT_WARPS * shapes.UNIT_TOKENS * shapes.exact_ring(c.n)[0]
+        assert at.groups * taken >= at.tokens > (at.groups - 1) * taken
+    else:
+        assert at.slice_columns <= shapes.slice_capacity(c.n, c.dtype.itemsize)
+        assert at.slices * at.groups <= max(at.num_sms, at.slices)
     _fill(at.workspace, 4 * shapes.project_workspace(c.n, at.slices, at.tokens))
 
 

@@ -86,7 +86,7 @@ class ProjectFinish(Invariant):
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(sums, gates, results, tokens, columns).launch(
-            grid=(ctas, 1, 1), block=(GATE_WARPS * LANES, 1, 1), stream=stream
+            grid=(ctas, 1, 1), block=(GATE_WARPS * LANES, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -99,6 +99,7 @@ class ProjectFinish(Invariant):
         n, lane = self.n, cute.arch.lane_idx()
         params = lane_params(gates, n)
         first = block * GATE_WARPS + cute.arch.make_warp_uniform(thread // LANES)
+        cute.arch.griddepcontrol_wait()
         for token in cutlass.range(first, tokens, grid * GATE_WARPS):
             square = Float32(0.0)
             for first_part in cutlass.range(0, slices, LANES):

@@ -14,6 +14,7 @@ from ...gmem import vector_at
 from ...invariant import Invariant
 from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
 from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
+from .split import split
 
 # Percent of an SM's memory that is shared, for the sums of the CTAs of the gates' backward.
 CARVEOUT = 16
@@ -70,12 +71,12 @@ class GatesBackward(Invariant):
 
     @cute.jit
     def launch(
-        self, inputs: GateInputs, gates: Gates, places: tuple, tokens: Int32, columns: Int32, ctas: Int32,
-        stream: cuda.CUstream,
+        self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32,
+        ctas: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """places: addresses of products, pairs, norms and sums."""
+        """places: addresses of products, pairs, norms and sums; parts: of products in blocks, see `split.py`."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(inputs, gates, places, tokens, columns).launch(
+        self.kernel(inputs, gates, places, parts, tokens, columns).launch(
             grid=(ctas, 1, 1),
             block=(GATE_BACKWARD_WARPS * LANES, 1, 1),
             smem=2 * self.rounds * LANES * GATE_BACKWARD_WARPS * 4,
@@ -86,7 +87,9 @@ class GatesBackward(Invariant):
         )
 
     @cute.kernel
-    def kernel(self, inputs: GateInputs, gates: Gates, places: tuple, tokens: Int32, columns: Int32):
+    def kernel(
+        self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32
+    ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -108,7 +111,7 @@ class GatesBackward(Invariant):
         for index in cutlass.range(first, batches, step):
             d_r = self._through_gates(params, gradients, gates.eps, index, tokens, batch, of_bias, of_alpha)
             norm = self._norm(batch.rms[0], gates.eps, d_r, columns)
-            self._leave(products, pairs, norms, index, d, norm)
+            self._leave(products, pairs, norms, parts, index, d, norm)
             if index + step < batches:
                 self._read(inputs.stats, gradients, index + step, tokens, batch)
         self._leave_sums(of_bias, of_alpha, sums)
@@ -177,29 +180,39 @@ class GatesBackward(Invariant):
         return chosen(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
 
     @cute.jit
-    def _leave(self, products: Int64, pairs: Int64, norms: Int64, index: Int32, d: cute.Tensor, norm: Float32):
+    def _leave(
+        self, products: Int64, pairs: Int64, norms: Int64, parts: Int32, index: Int32, d: cute.Tensor, norm: Float32
+    ):  # fmt: skip
         """A batch's gradients of p, and its tokens' factors of x: behind their tile's blocks, or among all tokens'."""
         lane, token = cute.arch.lane_idx(), index * GATE_BATCH
-        block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n)
+        block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n, parts)
+        part_bytes = TOKEN_TILE * self.outputs * 2
         if lane < GATE_BATCH:
             place = norms + Int64(token) * 4
             if const_expr(self.in_blocks):
-                place = block + TOKEN_TILE * self.outputs * 2 + token % TOKEN_TILE * 4
+                place = block + parts * part_bytes + token % TOKEN_TILE * 4
             vector_at(Float32, place)[lane] = norm
         for i in cutlass.range_constexpr(self.rounds):
             k = lane + LANES * i
             if k < self.outputs:
-                narrow = cute.make_rmem_tensor(GATE_BATCH, self.dtype)
-                narrow.store(d[None, i].load().to(self.dtype))
-                for j in cutlass.range_constexpr(GATE_BATCH):
-                    if const_expr(self.in_blocks):
-                        # See `shapes.block_bytes`.
-                        at = (k // 8 * 2 + token % TOKEN_TILE // 8) * 64 + k % 8
-                        vector_at(self.dtype, block)[at + 8 * j] = narrow[j]
-                    else:
+                if const_expr(self.in_blocks):
+                    near, rest = split(d[None, i], self.dtype)
+                    # See `shapes.block_bytes`.
+                    at = (k // 8 * 2 + token % TOKEN_TILE // 8) * 64 + k % 8
+                    self._leave_in_block(block, at, near)
+                    if parts > 1:
+                        self._leave_in_block(block + part_bytes, at, rest)
+                else:
+                    for j in cutlass.range_constexpr(GATE_BATCH):
                         row = Int64(token + j)
-                        vector_at(self.dtype, products)[row * self.outputs + k] = narrow[j]
-                        vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = narrow[j]
+                        vector_at(self.dtype, products)[row * self.outputs + k] = d[j, i]
+                        vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = d[j, i]
+
+    def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
+        """A batch's gradients of an output, below each other."""
+        narrow = cute.recast_tensor(words, self.dtype)
+        for j in range(GATE_BATCH):
+            vector_at(self.dtype, block)[at + 8 * j] = narrow[j]
 
     @cute.jit
     def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):

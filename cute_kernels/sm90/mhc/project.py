@@ -20,6 +20,8 @@ from ...gmem import vector_at
 from ...invariant import Invariant
 from .async_copy import AsyncCopy
 from .gates import Gates, ProjectFinish
+from .project_exact import ExactProducts
+from .project_exact import Problem as ExactProblem
 from .shapes import (
     PROJECT_BYTES,
     PROJECT_WARPS,
@@ -31,7 +33,7 @@ from .shapes import (
     ring_stages,
     slice_capacity,
 )
-from .vectors import VECTOR_BYTES, elements, floats, form_of, load_params, run_at, shared_at
+from .vectors import F32, VECTOR_BYTES, elements, floats, form_of, load_params, run_at, shared_at
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32
@@ -82,6 +84,7 @@ class Path(NamedTuple):
 class Project(Invariant):
     """h_pre, h_post, h_res, float32, and stats [T, K + 1]: p and the root mean square of x (0: not wanted).
 
+    This kernel multiplies 16-bit weights, in the streams' dtype; float32 ones are for `ExactProducts`.
     `workspace`: see `shapes.project_workspace`.
     """
 
@@ -94,6 +97,7 @@ class Project(Invariant):
         self.stages = ring_stages(n)
         self.row_words = (capacity + ROW_PADDING) // 4
         self.ring_words = PROJECT_WARPS * self.stages * STAGE_WORDS
+        self.exact = ExactProducts(f"{name}_exact", dtype, n)
         self.finish = ProjectFinish(f"{name}_finish", n)
 
     @cute.jit
@@ -118,15 +122,20 @@ class Project(Invariant):
         """results: h_pre, h_post, h_res and stats; cut: slices, columns of each and CTAs for each."""
         slices, slice_columns, groups = cut
         squares = workspace + Int64(slices) * tokens * (self.outputs * 4)
-        problem = Problem(x, workspace, squares, tokens, width * self.n, slice_columns, groups)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(problem, weight, form_of(gates.forms, 0)).launch(
-            grid=(slices, groups, 1),
-            block=(THREADS, 1, 1),
-            smem=PROJECT_BYTES,
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
+        columns, form = width * self.n, form_of(gates.forms, 0)
+        if form == F32:
+            exact = ExactProblem(x, weight, workspace, squares, tokens, columns, slice_columns)
+            self.exact.launch(exact, slices, groups, stream)
+        else:
+            problem = Problem(x, workspace, squares, tokens, columns, slice_columns, groups)
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(problem, weight, form).launch(
+                grid=(slices, groups, 1),
+                block=(THREADS, 1, 1),
+                smem=PROJECT_BYTES,
+                min_blocks_per_mp=1,
+                stream=stream,
+            )
         self.finish.launch((workspace, squares, slices), gates, results, tokens, width * self.n, num_sms, stream)
 
     @cute.kernel

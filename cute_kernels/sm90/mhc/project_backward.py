@@ -19,7 +19,7 @@ Tokens are cut into parts, each with sums of d_weight of its own, which a last k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -33,10 +33,14 @@ from .gates_backward import GateInputs, GateRows, GatesBackward, GateSums
 from .project_tiles import Products as TileProducts
 from .project_tiles import Streams, TileGradients
 from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, spread_blocks, thread_columns
-from .vectors import floats, form_of, load_params, run_at, store_params
+from .split import split
+from .tile_sums import TileSums
+from .vectors import F32, floats, form_of, load_params, run_at, shared_at, store_params
+from .warp_columns import WarpColumns
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32
+THREADS = SPREAD_WARPS * LANES
 LANES_IN_ROW = 8
 # Of a tile, a lane has the tokens 2t + OFFSETS.
 OFFSETS = (0, 1, 8, 9)
@@ -61,21 +65,19 @@ class ProjectBackward(Invariant):
     addends = False
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
-        self.name = name
-        self.dtype = dtype
         self.n = n
         self.itemsize = dtype.width // 8
         self.outputs = outputs(n)
-        self.columns = thread_columns(n, self.itemsize)
-        self.words = self.columns * self.itemsize // 4
-        # Where registers are left for it.
-        self.reads_pairs_early = n < 8
-        self.reads_addends_early = self.addends and n < 8
         if self.itemsize == 2:
-            self.tiles = TileGradients(name, dtype, n, self.addends)
-            self.gates = GatesBackward(f"{name}_gates", dtype, n, self.tiles.carveout)
+            # With addends streams share one of these, which is then read once.
+            self.tile_sums = TileSums(f"{name}_weight", n, WarpColumns(n, side_by_side=not self.addends))
+            self.rounded: Any = TileGradients(name, dtype, n, self.addends, False, self.tile_sums)
+            self.exact: Any = TileGradients(f"{name}_exact", dtype, n, self.addends, True, self.tile_sums)
+            self.gates = GatesBackward(f"{name}_gates", dtype, n, self.rounded.carveout)
         else:
             self.part_sums = PartSums(f"{name}_weight", n)
+            self.rounded = VectorGradients(name, n, self.addends, is_exact=False)
+            self.exact = VectorGradients(f"{name}_exact", n, self.addends, is_exact=True)
             self.gates = GatesBackward(f"{name}_gates", dtype, n)
 
     @cute.jit
@@ -92,21 +94,71 @@ class ProjectBackward(Invariant):
         if d_weight != 0:
             weights = workspace + place.weights
         if do_launch > 0:
-            gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
-            self.gates.launch(GateInputs(d_pre, d_post, d_res, stats), gates, at, tokens, columns, ctas, stream)
+            gates, form = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps), form_of(forms, 0)
+            inputs, halves = GateInputs(d_pre, d_post, d_res, stats), Int32(1)
+            if form == F32:
+                halves = Int32(2)
+            self.gates.launch(inputs, gates, at, halves, tokens, columns, ctas, stream)
             streams = Streams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
-            rows, form = GateRows(at[3], ctas, d_sums), form_of(forms, 0)
+            rows = GateRows(at[3], ctas, d_sums)
             if const_expr(self.gates.in_blocks):
                 products = TileProducts(at[0], weights)
-                self.tiles.launch(streams, products, rows, weight, form, d_weight, parts, stream)
+                if form == F32:
+                    self.exact.launch(streams, products, rows, weight, form, parts, stream)
+                else:
+                    self.rounded.launch(streams, products, rows, weight, form, parts, stream)
+                if d_weight != 0:
+                    self.tile_sums.launch(weights, parts, width, d_weight, form, stream)
             else:
-                self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-                self.kernel(streams, Products(at[0], at[1], at[2], weights), weight, form).launch(
-                    grid=(spread_blocks(self.n, self.itemsize, width), parts, 1), block=(SPREAD_WARPS * LANES, 1, 1),
-                    # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
-                    min_blocks_per_mp=int(self.n == 2), stream=stream,
-                )  # fmt: skip
+                words = Products(at[0], at[1], at[2], weights)
+                if form == F32:
+                    self.exact.launch(streams, words, weight, form, parts, stream)
+                else:
+                    self.rounded.launch(streams, words, weight, form, parts, stream)
                 self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form, rows, stream)
+
+
+class PreBackward(ProjectBackward):
+    """ProjectBackward whose d_x is that of a whole layer's streams."""
+
+    addends = True
+
+
+class VectorGradients(Invariant):
+    """Kernel of the projection's backward for float32 streams. `addends`: d_x gets those of `Streams`, too.
+
+    is_exact: the weight is float32; then it, dp and x are split as `split.py` says, when they are multiplied.
+    """
+
+    def __init__(self, name: str, n: int, addends: bool, is_exact: bool):
+        self.name = name
+        self.dtype = Float32
+        self.n = n
+        self.addends = addends
+        self.is_exact = is_exact
+        self.itemsize = 4
+        self.outputs = outputs(n)
+        self.columns = thread_columns(n, self.itemsize)
+        self.words = self.columns
+        # Where registers are left for it.
+        self.reads_pairs_early = n < 8
+        self.reads_addends_early = addends and n < 8
+
+    @cute.jit
+    def launch(
+        self, streams: Streams, products: Products, weight: Int64, weight_form: Int32, parts: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """parts: of the tokens."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(streams, products, weight, weight_form).launch(
+            grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
+            block=(THREADS, 1, 1),
+            smem=self.outputs // 8 * (self.columns // 2) * THREADS * 16 if self.is_exact else 0,
+            # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
+            min_blocks_per_mp=int(self.n == 2),
+            stream=stream,
+        )
 
     @cute.kernel
     def kernel(self, streams: Streams, products: Products, weight: Int64, weight_form: Int32):
@@ -160,13 +212,34 @@ class ProjectBackward(Invariant):
                 load_params(weight, form, Int64(8 * step + row) * row_length + at, self.columns)
                 for row in (place, place + 4)
             )
-            steps.append([self._left(low, high, i) for i in range(self.columns // 2)])
+            first = step * (self.columns // 2)
+            steps.append([self._left(low, high, first + i) for i in range(self.columns // 2)])
         return steps
 
-    def _left(self, low: cute.Tensor, high: cute.Tensor, i: int) -> list:
-        """Columns 2i and 2i + 1 of two places of the contraction, `low` and `high`."""
-        pairs = [values[2 * i + e] for values in (low, high) for e in range(2)]
-        return [Int32(cute.arch.cvt_f32_tf32(value)) for value in pairs]
+    def _left(self, low: cute.Tensor, high: cute.Tensor, index: int) -> list:
+        """Columns 2i and 2i + 1 of two places of the contraction, `low` and `high`, of the i-th columns of a step."""
+        i = index % (self.columns // 2)
+        values = [values[2 * i + e] for values in (low, high) for e in range(2)]
+        if self.is_exact:
+            self._held(index).store(_registers(values).load())
+            return []
+        return self._parts(_registers(values))
+
+    def _held(self, index: int) -> cute.Tensor:
+        """An exact weight's operand in shared memory, a thread's own: in registers two parts would not fit."""
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cute.arch.get_dyn_smem(Float32, alignment=16)
+        return shared_at(Float32, smem + (index * THREADS + thread) * 4, 4)
+
+    def _parts(self, raw: cute.Tensor) -> list:
+        """Words of an operand, and of its rests where these count."""
+        parts = split(raw, Float32) if self.is_exact else (as_operands(cute.recast_tensor(raw, Int32), Float32),)
+        return [[words[i] for i in range(cute.size(raw))] for words in parts]
+
+    def _add(self, mma: WarpMma, sums: cute.Tensor, left: list, right: list) -> None:
+        """sums += left right, rests first, but for their own product."""
+        for i, j in ((0, 1), (1, 0), (0, 0))[0 if self.is_exact else 2 :]:
+            mma.add(sums, left[i], right[j])
 
     @cute.jit
     def _tile(
@@ -202,7 +275,10 @@ class ProjectBackward(Invariant):
         """dp as the right operand of d_weight's product, for 8 outputs: words of the pairs at 2t and 2t + 8."""
         lane = cute.arch.lane_idx()
         rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
-        return [self._words(products.pairs, (row * self.outputs + chunk * 8 + lane // 4) * 2, 2) for row in rows]
+        values = [
+            run_at(Float32, products.pairs, (row * self.outputs + chunk * 8 + lane // 4) * 2, 2).load() for row in rows
+        ]
+        return [self._parts(_registers([pair[0], pair[1]])) for pair in values]
 
     def _rows(self, products: Products, tile: Int32, half: int) -> list:
         """dp as the right operand of d_x's product, for one half of the tile's tokens: words for each 8 outputs."""
@@ -211,7 +287,8 @@ class ProjectBackward(Invariant):
         made = []
         for step in range(self.outputs // 8):
             places = (8 * step + lane % 4, 8 * step + lane % 4 + 4)
-            made.append([self._words(products.products, row + place, 1)[0] for place in places])
+            values = vector_at(Float32, products.products)
+            made.append(self._parts(_registers([values[row + place] for place in places])))
         return made
 
     @cute.jit
@@ -237,26 +314,33 @@ class ProjectBackward(Invariant):
             near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
             for i in range(self.columns // 2):
                 target = sums[None, chunk, i]
+                if self.is_exact:
+                    # The tensor cores cut off what float32 does not hold, which would add up over tiles.
+                    target = cute.make_rmem_tensor(4, Float32)
+                    target.fill(0.0)
                 for half, right in enumerate((near, far)):
                     values = [columns[2 * half + one][2 * i + e] for one in range(2) for e in range(2)]
-                    left = [Int32(cute.arch.cvt_f32_tf32(value)) for value in values]
-                    mma.add(target, left, [right[0], right[1]])
+                    left = self._parts(_registers(values))
+                    self._add(mma, target, left, right)
+                if self.is_exact:
+                    sums[None, chunk, i].store(sums[None, chunk, i].load() + target.load())
 
     def _product(self, fixed: list, rows: list) -> cute.Tensor:
         """(4, columns / 2): dp weight at a lane's columns of 8 tokens, transposed."""
         mma = WarpMma(self.dtype, half=True)
         made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
         made.fill(0.0)
-        for left, right in zip(fixed, rows, strict=True):
+        if self.is_exact:
+            cute.arch.sync_warp()  # or the compiler would read all that is held ahead of the loop, and spill it
+        for step, right in enumerate(rows):
             for i in range(self.columns // 2):
-                mma.add(made[None, i], left[i], right)
+                left = fixed[step][i]
+                if self.is_exact:
+                    held = cute.make_rmem_tensor(4, Float32)
+                    held.store(self._held(step * (self.columns // 2) + i).load())
+                    left = self._parts(held)
+                self._add(mma, made[None, i], left, right)
         return made
-
-    def _words(self, address: Int64, first: Int64, count: int) -> cute.Tensor:
-        """`count` elements of dp as words of an operand."""
-        raw = cute.make_rmem_tensor(count, self.dtype)
-        raw.store(run_at(self.dtype, address, first, count).load())
-        return as_operands(cute.recast_tensor(raw, Int32), self.dtype)
 
     @cute.jit
     def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
@@ -270,15 +354,16 @@ class ProjectBackward(Invariant):
                 run_at(Float32, weights, row * row_length + at, self.columns).store(values.load())
 
 
+def _registers(values: list) -> cute.Tensor:
+    raw = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        raw[i] = value
+    return raw
+
+
 def _at(early: list, index: int, read: Callable, *arguments):
     """What was read early, or else is read now."""
     return early[index] if early else read(*arguments)
-
-
-class PreBackward(ProjectBackward):
-    """ProjectBackward whose d_x is that of a whole layer's streams."""
-
-    addends = True
 
 
 class PartSums(Invariant):

@@ -9,7 +9,8 @@ and no other warp waits for it. With g = lane / 4 and t = lane % 4:
 
 A lane reads x twice. As 16-byte vectors, t and t + 4 of the rows g and g + 8: the j-th pairs of elements of 4 lanes are
 the columns of one product, so that the lane gets 16 bytes of d_x at the place of those of x. And as matrices, which
-`ldmatrix` transposes, for d_weight. dp comes as blocks of 8 x 8, read straight and transposed.
+`ldmatrix` transposes, for d_weight. dp comes as blocks of 8 x 8, read straight and transposed; warps of a CTA that are
+in step share them.
 
 A row's vectors lie in an order of their own, vector ^ f(row): then copies (whole rows), vectors (two rows, four vectors
 each) and matrices (8 rows, one vector each) all fall on all banks.
@@ -29,9 +30,10 @@ from ...invariant import Invariant
 from .async_copy import AsyncCopy
 from .gates_backward import GateRows, GateSums
 from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
+from .split import rest_scale, split
 from .tile_sums import TileSums
 from .vectors import floats, load_params, run_at, shared_at
-from .warp_columns import VECTOR, Place, WarpColumns
+from .warp_columns import VECTOR, Place
 from .warp_mma import WarpMma, read_matrices
 
 LANES = 32
@@ -61,23 +63,28 @@ class Products(NamedTuple):
 
 
 class TileGradients(Invariant):
-    """Kernel of the projection's backward. `addends`: d_x gets those of `Streams`, too."""
+    """Kernel of the projection's backward. `addends`: d_x gets those of `Streams`, too.
 
-    # See `WarpColumns`: with `addends` streams share one of these, which is then read once.
-    SIDE_BY_SIDE = (True, False)
+    is_exact: the weight is float32, and it and dp have two parts each, as `split.py` says.
+    """
+
     # Whether a CTA's warps begin each tile together, so that its lines of x and d_x, which are neighbours, reach memory
     # together (a page of DRAM is some KB), and dp is found in the L1 cache; by `addends`, with which warps share lines.
     IN_STEP = (True, False)
     # Of the ring; by `addends`, which make them larger.
-    STAGES = (4, 2)
+    STAGES = (3, 2)
 
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, addends: bool):
+    def __init__(
+        self, name: str, dtype: type[cutlass.Numeric], n: int, addends: bool, is_exact: bool, tile_sums: TileSums
+    ):  # fmt: skip
         self.name = name
+        self.tile_sums = tile_sums
         self.dtype = dtype
         self.n = n
         self.addends = addends
+        self.parts = 2 if is_exact else 1
         self.stages = self.STAGES[addends]
-        self.columns = WarpColumns(n, self.SIDE_BY_SIDE[addends])
+        self.columns = tile_sums.columns
         self.in_step = self.IN_STEP[addends]
         # 8 streams' sums need more registers than three CTAs have.
         self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
@@ -85,16 +92,17 @@ class TileGradients(Invariant):
         self.vectors = self.columns.vectors
         self.copy_rows = LANES // self.vectors
         self.tile_words = TOKEN_TILE * self.vectors * WORDS
-        self.block_words = block_bytes(n) // WORD_BYTES
-        padded = -(-self.block_words // LANES) * LANES
-        self.stage_words = self.tile_words * (3 if addends else 1) + padded
+        self.block_words = block_bytes(n, self.parts) // WORD_BYTES
+        self.padded_words = -(-self.block_words // LANES) * LANES
+        # A stage of a warp's own, and behind all rings stages of dp: one for all warps in step, or each warp's own.
+        self.stage_words = self.tile_words * (3 if addends else 1)
+        self.dp_warps = 1 if self.in_step else SPREAD_WARPS
         self.groups = self.vectors // 4
         self.gate_sums = GateSums(n, SPREAD_WARPS)
-        self.tile_sums = TileSums(f"{name}_weight", n, self.columns)
 
     @property
     def smem_bytes(self) -> int:
-        return SPREAD_WARPS * self.stages * self.stage_words * WORD_BYTES
+        return self.stages * (SPREAD_WARPS * self.stage_words + self.dp_warps * self.padded_words) * WORD_BYTES
 
     @property
     def carveout(self) -> int:
@@ -103,10 +111,10 @@ class TileGradients(Invariant):
 
     @cute.jit
     def launch(
-        self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32, d_weight: Int64,
-        parts: Int32, stream: cuda.CUstream,
+        self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32, parts: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        """d_weight: of weight's form, or 0."""
+        """parts: of the tokens."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(streams, products, rows, weight, weight_form).launch(
             # One more, behind the last column, adds the gates' sums.
@@ -118,8 +126,6 @@ class TileGradients(Invariant):
             stream=stream,
             use_pdl=True,
         )
-        if d_weight != 0:
-            self.tile_sums.launch(products.weights, parts, streams.width, d_weight, weight_form, stream)
 
     @cute.kernel
     def kernel(self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32):
@@ -127,7 +133,9 @@ class TileGradients(Invariant):
         block, part, _ = cute.arch.block_idx()
         blocks, parts, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(thread // LANES)
-        ring = cute.arch.get_dyn_smem(Int32, alignment=128) + warp * (self.stages * self.stage_words)
+        smem = cute.arch.get_dyn_smem(Int32, alignment=128)
+        ring = smem + warp * (self.stages * self.stage_words)
+        dp = smem + self.stages * (SPREAD_WARPS * self.stage_words + warp % self.dp_warps * self.padded_words)
         index = block * SPREAD_WARPS + warp
         warps = self.columns.warps(streams.width)
         if block == blocks - 1:
@@ -136,6 +144,11 @@ class TileGradients(Invariant):
                 self.gate_sums.add(rows)
         elif index < warps:
             place = self.columns.place(index, streams.width)
+            # Those who copy a stage of dp: the threads of this CTA's warps that have columns, or one warp.
+            threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
+            copiers = (thread, threads)
+            if const_expr(not self.in_step):
+                copiers = (thread % LANES, Int32(LANES))
             tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
             per_part = cute.ceil_div(tiles, parts)
             first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
@@ -151,33 +164,36 @@ class TileGradients(Invariant):
             cute.arch.griddepcontrol_launch_dependents()
             for stage in cutlass.range_constexpr(self.stages - 1):
                 if first + stage < last:
-                    self._copy_products(ring + stage * self.stage_words, products, first + stage)
+                    self._copy_products(dp + stage * self.padded_words, products, copiers, first + stage)
                 AsyncCopy.commit()
-            threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
-            self._stream(ring, streams, products, place, fixed, first, last, threads, sums)
+            self._stream((ring, dp), copiers, streams, products, place, fixed, first, last, sums)
             if products.weights != 0:
                 self.tile_sums.leave(products.weights, part, block, blocks - 1, sums)
 
     @cute.jit
     def _stream(
-        self, ring: cute.Pointer, streams: Streams, products: Products, place: Place, fixed: list, first: Int32,
-        last: Int32, threads: Int32, sums: cute.Tensor,
+        self, rings: tuple, copiers: tuple, streams: Streams, products: Products, place: Place, fixed: list,
+        first: Int32, last: Int32, sums: cute.Tensor,
     ):  # fmt: skip
-        """All tiles of a part. threads: of this CTA, of those warps that have columns."""
+        """All tiles of a part. rings: of the streams and of dp; copiers: this thread among those that copy dp."""
         stage = Int32(0)
         for tile in cutlass.range(first, last):
             # All lanes have the oldest stage, and are done with the one before it, which is the next to be filled.
             AsyncCopy.wait(self.stages - 2)
             if const_expr(self.in_step):
-                cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+                cute.arch.barrier(barrier_id=1, number_of_threads=copiers[1])
             else:
                 cute.arch.sync_warp()
             free = stage - 1
             if stage == 0:
                 free = Int32(self.stages - 1)
             upcoming = tile + (self.stages - 1)
-            self._advance(ring + free * self.stage_words, streams, products, place, upcoming, last)
-            self._tile(ring + stage * self.stage_words, streams, products, place, fixed, tile, sums)
+            if upcoming < last:
+                self._copy_streams(rings[0] + free * self.stage_words, streams, place, upcoming)
+                self._copy_products(rings[1] + free * self.padded_words, products, copiers, upcoming)
+            AsyncCopy.commit()
+            blocks = rings[1] + stage * self.padded_words
+            self._tile(rings[0] + stage * self.stage_words, blocks, streams, products, place, fixed, tile, sums)
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
@@ -188,16 +204,6 @@ class TileGradients(Invariant):
         if self.vectors == 8:
             turned += row % 2 * 4
         return (row * self.vectors + (vector ^ turned)) * WORDS
-
-    @cute.jit
-    def _advance(
-        self, stage: cute.Pointer, streams: Streams, products: Products, place: Place, tile: Int32, last: Int32
-    ):  # fmt: skip
-        """Start to fill a stage, if there is anything left."""
-        if tile < last:
-            self._copy_streams(stage, streams, place, tile)
-            self._copy_products(stage, products, tile)
-        AsyncCopy.commit()
 
     @cute.jit
     def _copy_streams(self, stage: cute.Pointer, streams: Streams, place: Place, tile: Int32):
@@ -219,31 +225,24 @@ class TileGradients(Invariant):
                     once.start(self._vector(streams.d_residual, first), target + 2 * self.tile_words)
 
     @cute.jit
-    def _copy_products(self, stage: cute.Pointer, products: Products, tile: Int32):
+    def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
         """A tile of dp."""
-        lane, often = cute.arch.lane_idx(), AsyncCopy(WORDS, is_shared=True)
-        count = self.block_words // WORDS
-        blocks, source = stage + self._blocks_at, products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
-        for i in cutlass.range_constexpr(-(-count // LANES)):
-            at = lane + i * LANES
-            if at < count:
-                often.start(run_at(Int32, source, Int64(at) * WORDS, WORDS), blocks + at * WORDS)
-
-    @property
-    def _blocks_at(self) -> int:
-        """Of a stage, in words."""
-        return self.tile_words * (3 if self.addends else 1)
+        often = AsyncCopy(WORDS, is_shared=True)
+        source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
+        for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):
+            often.start(run_at(Int32, source, Int64(at) * WORDS, WORDS), blocks + at * WORDS)
 
     def _vector(self, address: Int64, first: Int64) -> cute.Tensor:
         return run_at(Int32, address + first * (self.dtype.width // 8), Int64(0), WORDS)
 
     def _fixed_operand(self, weight: Int64, form: Int32, row_length: Int32, place: Place) -> list:
-        """The weight at a warp's columns, by group of 4 vectors, pair of elements, and 8 outputs: an operand's words.
+        """The weight at a warp's columns, by group of 4 vectors, pair of elements, part, and 8 outputs: an operand's
+        words.
 
         The lane's column of a product, its g-th, is element 2 j + g % 2 of the group's vector g / 2.
         """
         lane = cute.arch.lane_idx()
-        made: list = [[[] for _ in range(4)] for _ in range(self.groups)]
+        made: list = [[[[] for _ in range(self.parts)] for _ in range(4)] for _ in range(self.groups)]
         for group in range(self.groups):
             vector = cutlass.min(group * 4 + lane // 8, place.inside - 1)
             for step in range(self.steps):
@@ -252,27 +251,26 @@ class TileGradients(Invariant):
                     load_params(weight, form, row * row_length + (place.at + vector * VECTOR), VECTOR) for row in rows
                 ]
                 for j in range(4):
-                    made[group][j].append(self._chosen(values[0], values[1], j))
+                    pair = split(self._chosen(values[0], values[1], j), self.dtype)
+                    for part in range(self.parts):
+                        made[group][j][part].append(pair[part][0])
         return made
 
     @cute.jit
-    def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> Int32:
-        """Element 2 j + g % 2 of two rows, as one word."""
+    def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
+        """Element 2 j + g % 2 of two rows."""
         pair = cute.make_rmem_tensor(2, Float32)
         pair[0], pair[1] = low[2 * j], high[2 * j]
         if cute.arch.lane_idx() // 4 % 2 == 1:
             pair[0], pair[1] = low[2 * j + 1], high[2 * j + 1]
-        narrow = cute.make_rmem_tensor(2, self.dtype)
-        narrow.store(pair.load().to(self.dtype))
-        return cute.recast_tensor(narrow, Int32)[0]
+        return pair
 
     @cute.jit
     def _tile(
-        self, stage: cute.Pointer, streams: Streams, products: Products, place: Place, fixed: list, tile: Int32,
-        sums: cute.Tensor,
+        self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, products: Products, place: Place,
+        fixed: list, tile: Int32, sums: cute.Tensor,
     ):  # fmt: skip
         """d_weight's sums grown by a tile, its d_x stored."""
-        blocks = stage + self._blocks_at
         if products.weights != 0:
             self._grow(stage, blocks, sums)
         if streams.d_x != 0:
@@ -282,17 +280,33 @@ class TileGradients(Invariant):
     def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
         """sums += x^T dp."""
         lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
-        right = self._dp(blocks, True)
+        right = [self._dp(blocks, True, part) for part in range(self.parts)]
         row = lane % 8 + lane // 16 * 8
         mine = self._word(row, lane // 8 % 2)
         for i in cutlass.range_constexpr(self.vectors // 2):
             left = read_matrices(stage + (mine ^ (2 * i * WORDS)), self.dtype, 4, True)
+            words = [left[k] for k in range(4)]
             for step in cutlass.range_constexpr(self.steps):
-                mma.add(sums[None, step, i], [left[k] for k in range(4)], right[2 * step : 2 * step + 2])
+                products = [(words, part[2 * step : 2 * step + 2]) for part in right]
+                self._add(mma, sums[None, step, i], products[0], products[1:])
 
-    def _dp(self, blocks: cute.Pointer, transpose: bool) -> list:
-        """Words of dp's blocks: tokens 0..7 and 8..15 by the first 8 outputs, by the next, and so on."""
+    def _add(self, mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
+        """sums += the product of two operands, and of those of which one is of rests."""
+        if with_rests and rest_scale(self.dtype) != 1.0:
+            small = cute.make_rmem_tensor(4, Float32)
+            small.fill(0.0)
+            for operands in with_rests:
+                mma.add(small, *operands)
+            sums.store(sums.load() + small.load() * (1.0 / rest_scale(self.dtype)))
+        else:
+            for operands in with_rests:
+                mma.add(sums, *operands)
+        mma.add(sums, *near)
+
+    def _dp(self, blocks: cute.Pointer, transpose: bool, part: int) -> list:
+        """Words of a part's blocks: tokens 0..7 and 8..15 by the first 8 outputs, by the next, and so on."""
         lane, words = cute.arch.lane_idx(), []
+        blocks = blocks + part * (2 * self.steps * BLOCK_WORDS)
         for first in range(0, 2 * self.steps, 4):
             count = min(4, 2 * self.steps - first)
             block = first + lane // 8 % count
@@ -306,8 +320,9 @@ class TileGradients(Invariant):
     ):  # fmt: skip
         """d_x of a tile, by way of shared memory, so that 8 lanes store 128 bytes of one row rather than 64 of two."""
         lane = cute.arch.lane_idx()
-        left = self._dp(blocks, False)
-        norms = [self._float(blocks + (self.steps * 2 * BLOCK_WORDS + lane // 4 + 8 * half)) for half in range(2)]
+        left = [self._dp(blocks, False, part) for part in range(self.parts)]
+        behind = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
+        norms = [self._float(behind + (lane // 4 + 8 * half)) for half in range(2)]
         mine = self._word(lane // 4, lane % 4)
         places = [
             [stage + ((mine ^ (group * 4 * WORDS)) + half * (8 * self.vectors * WORDS)) for half in range(2)]
@@ -358,11 +373,12 @@ class TileGradients(Invariant):
             for j in cutlass.range_constexpr(4):
                 sums[2 * half, j], sums[2 * half + 1, j] = values[2 * j], values[2 * j + 1]
         for j in cutlass.range_constexpr(4):
-            for step in cutlass.range_constexpr(0, self.steps - 1, 2):
-                mma.add(sums[None, j], left[2 * step : 2 * step + 4], fixed[j][step : step + 2])
-            if const_expr(self.steps % 2 == 1):
-                last = self.steps - 1
-                half_mma.add(sums[None, j], left[2 * last : 2 * last + 2], fixed[j][last : last + 1])
+            for step in cutlass.range_constexpr(0, self.steps, 2):
+                count = min(2, self.steps - step)
+                a = [part[2 * step : 2 * (step + count)] for part in left]
+                b = [part[step : step + count] for part in fixed[j]]
+                with_rests = [(a[i], b[1 - i]) for i in range(self.parts) if self.parts == 2]
+                self._add(mma if count == 2 else half_mma, sums[None, j], (a[0], b[0]), with_rests)
         made = []
         for half in cutlass.range_constexpr(2):
             narrow = cute.make_rmem_tensor(VECTOR, self.dtype)

@@ -19,6 +19,9 @@ STAGE_BYTES = TOKEN_TILE * STEP_BYTES
 ROW_PADDING = 64
 GOOD_USE = 0.95
 MAX_EXTRA_SLICES = 5
+# With an exact weight: tokens of a warp that are copied, and multiplied, at a time.
+UNIT_TOKENS = 32
+MAX_EXACT_SLICES = 48  # more take longer to add up than they save of few tokens
 
 # Its backward.
 GATE_WARPS = 8
@@ -29,6 +32,9 @@ GATE_CTAS_PER_SM = 2
 SPREAD_WARPS = 4
 SPREAD_CTAS_PER_SM = 3
 MAX_SPLITS = 16
+MOST_EXACT_TOKENS = 8192
+"""Of a part, with a float32 weight: the tensor cores cut off what their sums do not hold, for 4681 tokens 1e-5 of them,
+and more for more."""
 
 
 def outputs(n: int) -> int:
@@ -71,6 +77,24 @@ def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: in
     return chosen._replace(slices=-(-columns // chosen.columns))
 
 
+def exact_ring(n: int) -> tuple[int, int]:
+    """With an exact weight, units of tokens to a warp, and stages of a unit each in its ring. 8 streams' sums leave
+    registers for one unit, and the weight's two steps room for two stages.
+    """
+    return (2, 3) if n < 8 else (1, 2)
+
+
+def exact_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: int) -> Slices:
+    """As few slices as keep nearly all SMs busy to the end, with a CTA for each slice of each group of tokens."""
+    step = STEP_BYTES // itemsize
+    groups, steps = -(-tokens // (PROJECT_WARPS * UNIT_TOKENS * exact_ring(n)[0])), -(-columns // step)
+    choices = range(1, min(steps, num_sms, MAX_EXACT_SLICES) + 1)
+    used = [groups * s / (-(-groups * s // num_sms) * num_sms) for s in choices]
+    slices = next((s for s, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])
+    width = -(-steps // slices) * step
+    return Slices(-(-columns // width), width, groups)
+
+
 def project_workspace(n: int, slices: int, tokens: int) -> int:
     """float32 elements: a token's sums of products and sum of squares for each slice."""
     return slices * tokens * (outputs(n) + 1)
@@ -86,11 +110,11 @@ def row_vectors(n: int) -> int:
     return thread_columns(n, 2)
 
 
-def block_bytes(n: int) -> int:
+def block_bytes(n: int, parts: Any) -> Any:
     """What the backward needs of a token tile of 16-bit streams besides x: dp in blocks of 8 tokens x 8 outputs, two of
-    each 8 outputs side by side, then the factors of x, float32.
+    each 8 outputs side by side; where dp has two parts, blocks of the second; then the factors of x, float32.
     """
-    return TOKEN_TILE * (2 * outputs(n) + 4)
+    return TOKEN_TILE * (2 * outputs(n) * parts + 4)
 
 
 def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
@@ -99,12 +123,13 @@ def spread_blocks(n: int, itemsize: int, width: Any) -> Any:
     return ((width + columns - 1) // columns * n + SPREAD_WARPS - 1) // SPREAD_WARPS
 
 
-def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int) -> int:
+def spread_splits(n: int, itemsize: int, width: int, tokens: int, num_sms: int, is_exact: bool) -> int:
     """Parts that the tokens are cut into, so that the last wave of CTAs is nearly full."""
     blocks, slots = spread_blocks(n, itemsize, width), SPREAD_CTAS_PER_SM * num_sms
-    most = max(1, min(MAX_SPLITS, -(-tokens // TOKEN_TILE)))
-    use = [blocks * s / (-(-blocks * s // slots) * slots) for s in range(1, most + 1)]
-    return next((s for s, u in enumerate(use, start=1) if u >= GOOD_USE), use.index(max(use)) + 1)
+    least = max(1, -(-tokens // MOST_EXACT_TOKENS)) if is_exact else 1
+    most = max(least, min(MAX_SPLITS, -(-tokens // TOKEN_TILE)))
+    use = [blocks * s / (-(-blocks * s // slots) * slots) for s in range(least, most + 1)]
+    return least + next((i for i, u in enumerate(use) if u >= GOOD_USE), use.index(max(use)))
 
 
 def gate_ctas(tokens: int, num_sms: int) -> int:
@@ -116,7 +141,8 @@ class BackwardWorkspace(NamedTuple):
     """Where the parts of the backward's workspace begin, in bytes, and its end. T is padded to whole token tiles.
 
     products: the gradient of x weight^T, [T, K] in the streams' dtype. pairs: the same as [T / 2, K, 2], a column's two
-    tokens side by side. norms: float32 [T], the factor of x in its gradient. sums: float32 [gate CTAs, 2 K].
+    tokens side by side. norms: float32 [T], the factor of x in its gradient. 16-bit streams have blocks in place of
+    these three, of up to two parts (`block_bytes`). sums: float32 [gate CTAs, 2 K].
     weights: float32, d_weight's sums of each split, [K, nC], or of 16-bit streams as `tile_sums.py` has them.
     """
 

@@ -23,6 +23,8 @@ from .project import (
     check_parameters,
     parameter_gradients,
     project,
+    project_cut,
+    scaled_weight,
     usable_or_none,
 )
 from .sinkhorn import MAX_ITERS, SINKHORN_BACKWARD, sinkhorn
@@ -55,12 +57,16 @@ def pre(
     eps: float = 1e-6,
     iters: int = 20,
     sinkhorn_eps: float = 1e-6,
+    *,
+    norm_weight: Tensor | None = None,
 ) -> PreResults:
     """h_pre, h_post, logits = project(x, ...); h_res = sinkhorn(logits); out = aggregate(x, h_pre). Differentiable.
 
     Arguments and errors are those of `project` and `sinkhorn`. In a trace it is these operators, one by one.
     """
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
+    if norm_weight is not None:
+        tensors = (x, scaled_weight("pre", tensors, norm_weight), *tensors[2:])
     options = (eps, iters, sinkhorn_eps)
     if is_dynamo_compiling() or any(map(gpus.is_traced, tensors)):
         h_pre, h_post, logits = project(*tensors, eps)
@@ -111,7 +117,7 @@ class PreForward(Operator):
         eps, iters, sinkhorn_eps = options
         n, width = x.shape[-2:]
         tokens = x.numel() // (n * width)
-        cut = shapes.project_slices(n, x.element_size(), n * width, max(tokens, 1), sm_count)
+        cut = project_cut(x, weight, tokens, sm_count)
         return Layout(
             x, self.kernel, n, (forms(weight, alpha, bias), tokens, width, *cut, iters),
             (float(eps), float(sinkhorn_eps)), tokens > 0, shapes.project_workspace(n, cut.slices, tokens),

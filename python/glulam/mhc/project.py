@@ -41,12 +41,14 @@ def project(
     bias: Tensor,
     eps: float = 1e-6,
     *,
+    norm_weight: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Coefficients:
     """p = x_flat weight^T, r = 1 / (||x_flat|| / sqrt(nC) + eps), z = r p alpha + bias, where x_flat is x as [..., nC];
     h_pre = sigmoid(z_pre), h_post = 2 sigmoid(z_post), h_res = z_res. Differentiable in all but eps.
 
-    Products are of x's dtype (float32: TF32), summed in float32; so a weight of another dtype is rounded to x's.
+    A float32 weight keeps its precision, whatever x is: products are summed in float32, with an error of some 1e-6 of
+    their size. A 16-bit weight is multiplied in x's dtype (float32: TF32), and rounded to it where it is of another.
 
     Args:
         x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
@@ -55,6 +57,8 @@ def project(
         alpha_pre, alpha_post, alpha_res: tensors of one element and of one dtype; float32 or 16-bit.
         bias: [n n + 2n], float32 or 16-bit.
         eps: keeps a token of zeros from dividing by zero.
+        norm_weight: [n C], float32 or 16-bit, an RMSNorm's weight: weight * norm_weight, a float32 product by columns,
+            takes weight's place, whatever weight's dtype.
         out: buffers for the three results; only where no gradient is recorded.
 
     Raises:
@@ -63,6 +67,8 @@ def project(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
+    if norm_weight is not None:
+        tensors = (x, scaled_weight("project", tensors, norm_weight), *tensors[2:])
     if recorded("project", out, *tensors):
         return Coefficients(*Project.apply(*tensors, eps))  # type: ignore[no-untyped-call]
     if out is not None:
@@ -87,6 +93,26 @@ def check_parameters(op: str, tensors: Any) -> None:
         if alpha.dtype != alphas[0].dtype:
             raise TypeError(f"{op}: {name} is {alpha.dtype} and alpha_pre {alphas[0].dtype}; give them one dtype")
     check_param(op, "bias", bias, (rows,), x, "it is added to each coefficient")
+
+
+def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> Tensor:
+    """weight * norm_weight in float32, of `tensors`: x, weight, the alphas and bias.
+
+    By torch, whose autograd also makes both gradients from the product's, which is float32: 24 rows of some 10^4
+    columns take a few us beside streams that take hundreds. Kernels that multiplied would read one more address each,
+    and backward needed a kernel more for the sums over rows.
+    """
+    x, weight = tensors[:2]
+    _, n, width = check_streams(op, "x", x)
+    check_parameters(op, tensors)
+    check_param(op, "norm_weight", norm_weight, (n * width,), x, "it scales each column of weight")
+    return reference.wide(weight) * reference.wide(norm_weight)
+
+
+def project_cut(x: Tensor, weight: Tensor, tokens: int, sm_count: int) -> shapes.Slices:
+    """How kernels cut the columns; the weight's dtype decides between them."""
+    cut = shapes.exact_slices if weight.dtype is torch.float32 else shapes.project_slices
+    return cut(x.shape[-2], x.element_size(), weight.shape[1], max(tokens, 1), sm_count)
 
 
 class ProjectForward(Operator):
@@ -128,7 +154,7 @@ class ProjectForward(Operator):
         x, weight, alpha, _, _, bias = tensors
         n, width = x.shape[-2:]
         tokens = x.numel() // (n * width)
-        cut = shapes.project_slices(n, x.element_size(), n * width, max(tokens, 1), sm_count)
+        cut = project_cut(x, weight, tokens, sm_count)
         return Layout(
             x, self.kernel, n, (forms(weight, alpha, bias), tokens, width, *cut), (float(options[0]),), tokens > 0,
             shapes.project_workspace(n, cut.slices, tokens),
@@ -180,7 +206,7 @@ class ProjectBackward(Operator):
         n, width = x.shape[-2:]
         tokens, itemsize = x.numel() // (n * width), x.element_size()
         ctas = shapes.gate_ctas(tokens, sm_count)
-        parts = shapes.spread_splits(n, itemsize, width, tokens, sm_count)
+        parts = shapes.spread_splits(n, itemsize, width, tokens, sm_count, weight.dtype is torch.float32)
         end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
         kernel = self.kernel if tensors[-2] is None else "pre_backward"
         return Layout(

@@ -37,14 +37,18 @@ class HyperConnection(nn.Module):
             that post_mix is to add. None: call `pre` and `post` around your own code.
         iters, eps, sinkhorn_eps: of `mhc.sinkhorn` and `mhc.project`.
         transpose_res: of `mhc.post_mix`.
+        norm_weight: whether there is such a parameter, of `mhc.project`: an RMSNorm's weight on the projection's input.
         device, dtype: of the parameters; float32 by default, or 16-bit. Streams may be of another dtype.
 
-    Parameters: weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n]. As they are made, the
-    sub-layer sees about the mean of the streams, each stream gets its output, and they hardly mix.
+    Parameters: weight [n n + 2n, n C], alpha_pre, alpha_post, alpha_res [1], bias [n n + 2n], and norm_weight [n C],
+    ones, where it is asked for. As they are made, the sub-layer sees about the mean of the streams, each stream gets
+    its output, and they hardly mix.
 
     Raises:
         ValueError, TypeError: at construction, for options that cannot work.
     """
+
+    norm_weight: Parameter | None
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class HyperConnection(nn.Module):
         eps: float = 1e-6,
         sinkhorn_eps: float = 1e-6,
         transpose_res: bool = False,
+        norm_weight: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -66,6 +71,7 @@ class HyperConnection(nn.Module):
         check_eps(name, eps)
         check_eps(name, sinkhorn_eps)
         check_flag(name, "transpose_res", transpose_res)
+        check_flag(name, "norm_weight", norm_weight)
         if sublayer is not None and not callable(sublayer):
             raise TypeError(f"{name}: sublayer is a {type(sublayer).__name__}; give a module or a function")
         self.num_streams, self.width, self.sublayer = num_streams, width, sublayer
@@ -76,6 +82,8 @@ class HyperConnection(nn.Module):
         self.weight = Parameter(torch.empty(rows, num_streams * width, **where))
         self.alpha_pre, self.alpha_post, self.alpha_res = (Parameter(torch.empty(1, **where)) for _ in range(3))
         self.bias = Parameter(torch.empty(rows, **where))
+        scale = Parameter(torch.empty(num_streams * width, **where)) if norm_weight else None
+        self.register_parameter("norm_weight", scale)
         self.reset_parameters()
 
     def _check_placement(self, probe: Tensor) -> None:
@@ -100,11 +108,13 @@ class HyperConnection(nn.Module):
             self.bias[:n] = -math.log(n - 1) if n > 1 else 8.0
             self.bias[2 * n :] = OFF_DIAGONAL
             self.bias[2 * n :: n + 1] = 0.0
+            if self.norm_weight is not None:
+                self.norm_weight.fill_(1.0)
 
     def pre(self, x: Tensor) -> mhc.PreResults:
         """Streams [..., n, C] to the sub-layer's input and what `post` takes."""
         parameters = (self.weight, self.alpha_pre, self.alpha_post, self.alpha_res, self.bias)
-        return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps)
+        return mhc.pre(x, *parameters, self.eps, self.iters, self.sinkhorn_eps, norm_weight=self.norm_weight)
 
     def post(self, made: mhc.PreResults, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """The new streams, from what `pre` made and the sub-layer's output."""
@@ -121,4 +131,5 @@ class HyperConnection(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"num_streams={self.num_streams}, width={self.width}, iters={self.iters}"
-        return text + (", transpose_res=True" if self.transpose_res else "")
+        text += ", transpose_res=True" if self.transpose_res else ""
+        return text + (", norm_weight=True" if self.norm_weight is not None else "")
