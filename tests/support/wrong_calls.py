@@ -168,6 +168,13 @@ def _project(device: str) -> Arguments:
     }
 
 
+def _project_normed(device: str) -> Arguments:
+    """With float32 parameters and an RMSNorm's weight."""
+    good = _project(device)
+    wide = {name: value.float() for name, value in good.items() if isinstance(value, Tensor) and name != "x"}
+    return {**good, **wide, "norm_weight": _numbers(device, 7, STREAMS * WIDTH, dtype=torch.float32) + 1}
+
+
 _ACTIVATION = {"activation": ("nothing", 3, None, ["swiglu"])}
 _GLU_LAYOUT = {"glu_layout": ("nothing", 3, None)}
 _NUMBERS = {name: ("7", None, float("nan"), [7.0], torch.tensor(7.0)) for name in ("limit", "alpha", "offset")}
@@ -211,7 +218,9 @@ OPERATIONS = (
     Operation("sinkhorn", mhc.sinkhorn, _sinkhorn, ("out",), {"iters": (-1, 1.5, "x", None), "eps": (-1.0, "x", None)}),
     Operation("post_mix", mhc.post_mix, _post_mix, ("out",), {"transpose_res": (2, "x")}),
     Operation("project", mhc.project, _project, (), {"eps": (-1.0, "x", None)}),
+    Operation("project, normed", mhc.project, _project_normed),
     Operation("pre", mhc.pre, _project, (), {"eps": (-1.0, "x", None), "iters": (-1, 1.5, "x", None)}),
+    Operation("pre, normed", mhc.pre, _project_normed),
 )
 
 

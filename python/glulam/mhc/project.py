@@ -10,6 +10,7 @@ from torch import Tensor
 from cute_kernels.sm90.mhc import shapes
 
 from ..backward.parts import once_differentiable, usable, without_graph
+from ..signature import check_plain, is_transformed
 from . import reference
 from .checks import check_eps, check_param, check_streams
 from .operator import Layout, Operator, Tensors, empty_like_param, forms, recorded
@@ -106,6 +107,11 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
     _, n, width = check_streams(op, "x", x)
     check_parameters(op, tensors)
     check_param(op, "norm_weight", norm_weight, (n * width,), x, "it scales each column of weight")
+    named = {"weight": weight, "norm_weight": norm_weight}  # torch's own operators read them first
+    if is_transformed(*tensors, norm_weight):  # and what they make belongs to the transform, whichever argument does
+        named |= dict(zip(ProjectForward.inputs, tensors, strict=True))
+    for name, tensor in named.items():
+        check_plain(op, name, tensor)
     return reference.wide(weight) * reference.wide(norm_weight)
 
 
