@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .backward.entry import differentiate, requires_grad
 from .call import Call
@@ -140,15 +139,16 @@ def _returned(pending: Call, results: Any) -> Any:
     return tuple(fresh) if len(fresh) > 1 else next(iter(fresh), None)
 
 
-def _as_data(tensor: Tensor) -> Tensor:
-    """Without its subclass, which torch has heard by now: what comes here is numbers in memory."""
-    return tensor if type(tensor) in PLAIN_TENSORS else tensor.as_subclass(Tensor)
+def _as_data(value: Any) -> Any:
+    """A tensor without its subclass, which torch has heard by now: what comes here is numbers in memory."""
+    if isinstance(value, list):
+        return [_as_data(one) for one in value]
+    return value.as_subclass(Tensor) if isinstance(value, Tensor) and type(value) not in PLAIN_TENSORS else value
 
 
 def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
-        values, named = pytree.tree_map_only(Tensor, _as_data, (values, named))
-        pending = form.pending(values, named)
+        pending = form.pending(tuple(map(_as_data, values)), {name: _as_data(value) for name, value in named.items()})
         with part_of(OF_A_TRACE):
             return _returned(pending, pending.again())
 
