@@ -16,14 +16,14 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
 from .async_copy import AsyncCopy
 from .shapes import PROJECT_WARPS, STEP_BYTES, TOKEN_TILE, UNIT_TOKENS, exact_ring, outputs
 from .split import rest_scale, split
-from .vectors import VECTOR_BYTES, elements, floats, run_at, shared_at
+from .vectors import VECTOR_BYTES, elements, run_at, shared_at
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32
@@ -73,8 +73,12 @@ class ExactProducts(Invariant):
         self.tokens = PROJECT_WARPS * UNIT_TOKENS * self.units
         self.ring_words = PROJECT_WARPS * self.stages * UNIT_WORDS
         self.slot_words = 2 * self.outputs * STEP_WORDS
-        # All at once takes 4 % longer (of 4 streams 539 us, not 516), but 8 streams' registers are spilled otherwise.
-        self.copies_at_once = 4 if n < 8 else COPIES
+        # Of a lane's 16 copies, those in a row: all take 10 % longer (of 4 streams 510 us, not 465), 4 take 1 %.
+        # 8 streams' registers are spilled unless it is all, with an address made anew for each.
+        self.copies_at_once, self.keeps_offsets = (8, True) if n < 8 else (COPIES, False)
+        # Reads of a lane whose products the tensor cores add: one takes 3 % longer. Two of 8 streams do not fit
+        # registers; of float32 streams the tensor cores would cut off too much.
+        self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1
         # Vectors of a step of the weight for each thread.
         self.rounds = -(-self.outputs * STEP_VECTORS // THREADS)
 
@@ -101,13 +105,13 @@ class ExactProducts(Invariant):
         vectors = cutlass.min(problem.slice_columns, problem.columns - first) // elements(self.dtype)
         mine = Slice(first, vectors, cute.ceil_div(vectors, STEP_VECTORS), group * self.tokens + warp * UNIT_TOKENS)
         for unit in cutlass.range_constexpr(self.stages - 1):
-            self._advance(ring + unit * UNIT_WORDS, problem, mine, Int32(unit))
+            self._advance(ring + unit * UNIT_WORDS, problem, mine, Int32(unit // self.units), unit % self.units)
         self._stream(ring, slots, problem, mine)
 
     @cute.jit
     def _stream(self, ring: cute.Pointer, slots: cute.Pointer, problem: Problem, mine: Slice):
         products = cute.make_rmem_tensor(self.units * UNIT_TILES * self.outputs // 2, Float32)
-        squares = cute.make_rmem_tensor(self.units * UNIT_TILES * 2, Float32)
+        squares = cute.make_rmem_tensor((4, self.units * UNIT_TILES), Float32)
         products.fill(0.0)
         squares.fill(0.0)
         upcoming = cute.make_rmem_tensor((elements(self.dtype), self.rounds), Float32)
@@ -127,7 +131,8 @@ class ExactProducts(Invariant):
                 free = stage - 1
                 if stage == 0:
                     free = Int32(self.stages - 1)
-                self._advance(ring + free * UNIT_WORDS, problem, mine, step * self.units + (unit + self.stages - 1))
+                ahead = unit + self.stages - 1
+                self._advance(ring + free * UNIT_WORDS, problem, mine, step + ahead // self.units, ahead % self.units)
                 weights = slots + slot * self.slot_words
                 self._multiply(ring + stage * UNIT_WORDS, weights, mine, step, unit, products, squares)
                 stage += 1
@@ -168,26 +173,35 @@ class ExactProducts(Invariant):
                     self._words(slot, part * self.outputs + row, vector).store(parts[part].load())
 
     def _words(self, start: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
-        """A vector of a row of a step. Odd rows have the two halves of each 128 bytes exchanged: then an operand's
-        16-byte reads of 8 lanes (2 rows, 4 vectors each) fall on all banks.
+        return shared_at(Int32, start + self._at(row, vector), WORDS)
+
+    def _at(self, row: Int32, vector: Int32) -> Int32:
+        """Where a vector of a row of a step lies. Odd rows have the two halves of each 128 bytes exchanged: then an
+        operand's 16-byte reads of 8 lanes (2 rows, 4 vectors each) fall on all banks.
         """
-        return shared_at(Int32, start + (row * STEP_WORDS + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS), WORDS)
+        return row * STEP_WORDS + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
 
     @cute.jit
-    def _advance(self, stage: cute.Pointer, problem: Problem, mine: Slice, unit: Int32):
+    def _advance(
+        self, stage: cute.Pointer, problem: Problem, mine: Slice, step: Int32, unit: cutlass.Constexpr[int]
+    ):  # fmt: skip
         """Start to fill a stage, if there is anything left. Past the last token or vector the last one stands in; where
         a unit has no token, nothing does, and its sums are not stored.
         """
-        copy = AsyncCopy(WORDS)
-        first = mine.token + unit % self.units * (PROJECT_WARPS * UNIT_TOKENS)
-        if (unit < mine.steps * self.units) & (first < problem.tokens):
+        copy, itemsize = AsyncCopy(WORDS), self.dtype.width // 8
+        first = mine.token + unit * (PROJECT_WARPS * UNIT_TOKENS)
+        if (step < mine.steps) & (first < problem.tokens):
             row, vector = cute.arch.lane_idx() // STEP_VECTORS, cute.arch.lane_idx() % STEP_VECTORS
-            source = cutlass.min(unit // self.units * STEP_VECTORS + vector, mine.vectors - 1) * elements(self.dtype)
+            column = mine.first + cutlass.min(step * STEP_VECTORS + vector, mine.vectors - 1) * elements(self.dtype)
+            start = problem.x + (Int64(first + row) * problem.columns + column) * itemsize
+            target, row_bytes = self._words(stage, row, vector).iterator, problem.columns * itemsize
+            last = problem.tokens - 1 - (first + row)
             for i in cutlass.range(COPIES, unroll=self.copies_at_once):
-                token = cutlass.min(first + row + i * COPY_ROWS, problem.tokens - 1)
-                at = Int64(token) * problem.columns + (mine.first + source)
-                words = run_at(Int32, problem.x + at * (self.dtype.width // 8), Int64(0), WORDS)
-                copy.start(words, self._words(stage, row + i * COPY_ROWS, vector).iterator)
+                at = start + Int64(cutlass.min(i * COPY_ROWS, last)) * row_bytes
+                if const_expr(not self.keeps_offsets):
+                    token = cutlass.min(first + row + i * COPY_ROWS, problem.tokens - 1)
+                    at = problem.x + (Int64(token) * problem.columns + column) * itemsize
+                copy.start(run_at(Int32, at, Int64(0), WORDS), target + i * (COPY_ROWS * STEP_WORDS))
         copy.commit()
 
     @cute.jit
@@ -195,35 +209,65 @@ class ExactProducts(Invariant):
         self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
         products: cute.Tensor, squares: cute.Tensor,
     ):  # fmt: skip
-        """Add a unit's products and squares. What stood in for vectors past the last meets zeros of the weight."""
+        """Add a unit's products and squares."""
         lane = cute.arch.lane_idx()
-        for i in cutlass.range(READS, unroll=1):
-            vector = i * LANES_PER_ROW + lane % LANES_PER_ROW
-            is_inside = step * STEP_VECTORS + vector < mine.vectors
+        if (step + 1) * STEP_VECTORS > mine.vectors:
+            self._clear(stage, mine.vectors - step * STEP_VECTORS)
+        for i in cutlass.range(READS // self.reads_at_once, unroll=1):
+            # All rows that a lane reads are even, or all odd: so it has one place, and the others at constants from it.
+            places = [
+                self._at(lane // LANES_PER_ROW, (i * self.reads_at_once + j) * LANES_PER_ROW + lane % LANES_PER_ROW)
+                for j in range(self.reads_at_once)
+            ]
             tiles = []
             for tile in cutlass.range_constexpr(UNIT_TILES):
-                rows = []
-                for half in cutlass.range_constexpr(2):
-                    raw = cute.make_rmem_tensor(WORDS, Int32)
-                    row = tile * TOKEN_TILE + lane // LANES_PER_ROW + 8 * half
-                    raw.store(self._words(stage, row, vector).load())
-                    rows.append(raw)
-                    values = floats(cute.recast_tensor(raw, self.dtype))
-                    total = Float32(0.0)
-                    for e in cutlass.range_constexpr(elements(self.dtype)):
-                        total += values[e] * values[e]
-                    if is_inside:
-                        squares[(unit * UNIT_TILES + tile) * 2 + half] += total
-                tiles.append(self._left(rows))
+                rows = [[self._row(stage + at, tile * TOKEN_TILE + 8 * half) for half in range(2)] for at in places]
+                tiles.append([self._left(pair) for pair in rows])
+                self._square(rows, tiles[tile], squares[None, unit * UNIT_TILES + tile])
             for chunk in cutlass.range_constexpr(self.outputs // 8):
-                row = chunk * 8 + lane // LANES_PER_ROW
-                right = []
-                for part in cutlass.range_constexpr(2):
-                    words = cute.make_rmem_tensor(WORDS, Int32)
-                    words.store(self._words(weights, part * self.outputs + row, vector).load())
-                    right.append(words)
+                right = [
+                    [self._row(weights + at, part * self.outputs + chunk * 8) for part in range(2)] for at in places
+                ]
                 for tile in cutlass.range_constexpr(UNIT_TILES):
                     self._add(tiles[tile], right, self._sums(products, unit * UNIT_TILES + tile, chunk))
+
+    @cute.jit
+    def _clear(self, stage: cute.Pointer, vectors: Int32):
+        """Zeros for what stands in for vectors past the last."""
+        zeros = cute.make_rmem_tensor(WORDS, Int32)
+        zeros.fill(0)
+        vector = cute.arch.lane_idx() % STEP_VECTORS
+        for i in cutlass.range(COPIES, unroll=1):
+            if vector >= vectors:
+                row = cute.arch.lane_idx() // STEP_VECTORS + i * COPY_ROWS
+                self._words(stage, row, vector).store(zeros.load())
+        cute.arch.sync_warp()
+
+    def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
+        """The words of a lane's place, so many rows behind it."""
+        words = cute.make_rmem_tensor(WORDS, Int32)
+        words.store(shared_at(Int32, place + rows * STEP_WORDS, WORDS).load())
+        return words
+
+    def _square(self, rows: list, left: list, sums: cute.Tensor) -> None:
+        """sums += x's squares: of 16-bit elements by the tensor cores, on the diagonal of rows' products by themselves,
+        which takes a quarter of the instructions. A lane may have row g's own in sums g % 2 and 2 + g % 2.
+        """
+        for half in range(2):
+            if self.dtype is Float32:
+                total = Float32(0.0)
+                for pair in rows:
+                    values = cute.recast_tensor(pair[half], Float32)
+                    for e in range(WORDS):
+                        total += values[e] * values[e]
+                sums[2 * half] = sums[2 * half] + total
+            else:
+                few = cute.make_rmem_tensor(4, Float32)
+                few.fill(0.0)
+                for pair, parts in zip(rows, left, strict=True):
+                    self._multiply_vectors(WarpMma(self.dtype), few, parts[0], pair[half])
+                for i in range(2):
+                    sums[2 * half + i] = sums[2 * half + i] + few[2 * half + i]
 
     def _left(self, rows: list) -> list:
         """x's operands, words of two rows each: of the numbers, and of float32 ones their rests."""
@@ -234,16 +278,18 @@ class ExactProducts(Invariant):
 
     def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
         """sums += left right but for rests' own products. Rests come first, which may need scaling, and the tensor
-        cores add but 4 products: they cut off what float32 does not hold, which would grow with the number of steps.
+        cores add but 4 products a read: they cut off what float32 does not hold, which would grow with the steps.
         """
         mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
         few.fill(0.0)
-        with_rests = [(left[0], right[1]), *((rests, right[0]) for rests in left[1:])]
+        reads = list(zip(left, right, strict=True))
+        with_rests = [(a[0], b[1]) for a, b in reads] + [(rests, b[0]) for a, b in reads for rests in a[1:]]
         for a, b in with_rests:
             self._multiply_vectors(mma, few, a, b)
         if rest_scale(self.dtype) != 1.0:
             few.store(few.load() * (1.0 / rest_scale(self.dtype)))
-        self._multiply_vectors(mma, few, left[0], right[0])
+        for a, b in reads:
+            self._multiply_vectors(mma, few, a[0], b[0])
         sums.store(sums.load() + few.load())
 
     def _multiply_vectors(self, mma: WarpMma, sums: cute.Tensor, rows: list, column: cute.Tensor) -> None:
@@ -263,7 +309,13 @@ class ExactProducts(Invariant):
         for tile in cutlass.range_constexpr(self.units * UNIT_TILES):
             place = tile // UNIT_TILES * (PROJECT_WARPS * UNIT_TOKENS) + tile % UNIT_TILES * TOKEN_TILE
             for half in cutlass.range_constexpr(2):
-                square = cute.arch.warp_reduction_sum(squares[2 * tile + half], threads_in_group=LANES_PER_ROW)
+                square = squares[2 * half, tile]
+                if const_expr(self.dtype is not Float32):
+                    if lane // LANES_PER_ROW % 2 == 1:
+                        square = squares[2 * half + 1, tile]
+                    if lane // 8 != lane % LANES_PER_ROW:
+                        square = Float32(0.0)
+                square = cute.arch.warp_reduction_sum(square, threads_in_group=LANES_PER_ROW)
                 token = mine.token + (place + lane // LANES_PER_ROW + 8 * half)
                 if token < problem.tokens:
                     row = Int64(index) * problem.tokens + token
