@@ -92,6 +92,7 @@ class Operator:
         self.count = len(self.outputs)
         aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
         self.only_aligned = itemgetter(*aligned) if self.loose else None
+        self.has_optional = "Tensor?" in getattr(self, "schema", "")
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
         """Raises ValueError or TypeError. Backward operators have none: their callers are the autograd functions."""
@@ -118,9 +119,11 @@ class Operator:
         if not unplanned():
             try:
                 given = tensors if out is None else (*tensors, *out)
-                absent = [t is None for t in given]
-                present = [t for t in given if t is not None] if True in absent else given
-                key, plan = self.plans.look_up(present, (options, *absent))
+                lacks: Any = out is None
+                if self.has_optional:
+                    lacks = (lacks, *[t is None for t in tensors])
+                    given = [t for t in given if t is not None]
+                key, plan = self.plans.look_up(given, (options, lacks))
                 if plan is not None:
                     return self.launch(plan, tensors, options, out)
             except Exception:  # the checks say of which argument; what is no argument's fault comes again behind them
