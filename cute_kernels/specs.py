@@ -8,7 +8,7 @@ or a device: those are run-time values of every kernel.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
@@ -100,10 +100,7 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
-
-    With the preactivation it is the forward of training, and its function goes on to FC2, on the same tile, if asked.
-    """
+    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I]."""
 
     op: ClassVar[str] = "grouped_glu"
     dtype: str = "bfloat16"
@@ -143,9 +140,9 @@ class GroupedGluSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDgluSpec:
-    """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation; one kernel.
+    """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation: `DgluSpec` and what follows it.
 
-    Its function goes on to dx = dpreact w1_e, on tile `dgrad`, if asked: the data path of a grouped_mlp's backward.
+    With a tile `dgrad` also dx = dpreact w1_e on that tile: the data path of a grouped_mlp's backward.
     """
 
     op: ClassVar[str] = "grouped_dglu"
@@ -153,7 +150,7 @@ class GroupedDgluSpec:
     activation: str = "swiglu"
     glu_layout: str = "concat"
     tile: TileConfig = TileConfig()
-    dgrad: TileConfig = TileConfig(cluster_n=2)
+    dgrad: TileConfig | None = None
     arch: str = "sm_90a"
     operands: str = "16bit"
 
@@ -161,7 +158,7 @@ class GroupedDgluSpec:
         require("dtype", self.dtype, DTYPES)
         require("arch", self.arch, ARCHS)
         require("operands", self.operands, [operands for operands in OPERANDS if operands not in DECODED])
-        for tile in (self.tile, self.dgrad):
+        for tile in (self.tile, self.dgrad) if self.dgrad else (self.tile,):
             _check_operands(self.operands, tile)
         check_accumulators(self.tile, self.tile.max_accumulators)
         _check_activation(self.activation, self.glu_layout)
@@ -171,26 +168,69 @@ class GroupedDgluSpec:
         return self.activation in GATED
 
     @property
-    def name(self) -> str:
+    def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
-        tiles = f"{self.tile.name}__nn_{self.dgrad.name}"
-        kind = f"{OPERANDS[self.operands]}{DTYPES[self.dtype]}"
-        return f"grouped_dglu_{kind}_{self.activation}{layout}_{tiles}_{self.arch}"
+        return f"{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.activation}{layout}_{self.tile.name}"
+
+    @property
+    def name(self) -> str:
+        dgrad = f"__nn_{self.dgrad.name}" if self.dgrad else ""
+        return f"grouped_dglu_{self.stem}{dgrad}_{self.arch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DgluSpec(GroupedDgluSpec):
+    """The kernel of a grouped_dglu: dpreact, act, and the parts of d_row_scale that each tile leaves."""
+
+    op: ClassVar[str] = "dglu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dgrad:
+            raise SpecError("dglu is one kernel, without dgrad; choose grouped_dglu")
+
+    @property
+    def name(self) -> str:
+        return f"dglu_{self.stem}_{self.arch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TailSpec:
+    """What a backward leaves for last: the sums of d_row_scale's parts, and zeros in dx behind the last group."""
+
+    op: ClassVar[str] = "tail"
+    dtype: str = "bfloat16"
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        require("dtype", self.dtype, DTYPES)
+        require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        return f"tail_{DTYPES[self.dtype]}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMlpSpec:
-    """grouped_glu then grouped_mm in one host function: two launches, programmatic dependent launch between."""
+    """grouped_glu then grouped_mm in one call, programmatic dependent launch between; with fc1's preactivation the
+    forward of training.
+
+    `quantized`: of operands "mxfp8", x comes in MXFP8; else its rows are quantised first.
+    """
 
     op: ClassVar[str] = "grouped_mlp"
     fc1: GroupedGluSpec = GroupedGluSpec()
     fc2: GroupedMmSpec = GroupedMmSpec()
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         if (self.fc1.dtype, self.fc1.arch) != (self.fc2.dtype, self.fc2.arch):
             raise SpecError("fc1 and fc2 of a grouped_mlp must agree in dtype and arch")
-        if self.fc1.save_preact or self.fc2.transpose_w:
-            raise SpecError("grouped_mlp takes fc1 without save_preact and fc2 without transpose_w")
+        if self.fc2.transpose_w:
+            raise SpecError("grouped_mlp takes fc2 without transpose_w")
+        if self.quantized and (self.fc1.operands != "mxfp8" or self.fc1.save_preact):
+            raise SpecError("quantized is of a grouped_mlp with operands='mxfp8' and without save_preact")
         reads = "mxfp8_weight_only" if self.fc1.operands == "mxfp8_exact" else self.fc1.operands
         if self.fc2.operands != reads:
             raise SpecError(
@@ -209,7 +249,8 @@ class GroupedMlpSpec:
     @property
     def name(self) -> str:
         kind = f"{OPERANDS[self.fc1.operands]}{DTYPES[self.dtype]}"
-        return f"grouped_mlp_{kind}_{self.fc1.stem}__{self.fc2.stem}_{self.arch}"
+        quantized = "_quantized" if self.quantized else ""
+        return f"grouped_mlp_{kind}_{self.fc1.stem}__{self.fc2.stem}{quantized}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,55 +320,22 @@ class FoldMxfp8Spec:
         return f"fold_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
 
 
-class MhcArguments(NamedTuple):
-    """What a hyper-connection function takes, in this order; then do_launch (0 only loads the kernels) and the stream.
-
-    Addresses are 0 where absent. `forms` is of the parameters' dtypes, two bits each (PARAM_FORMS), in the order of the
-    addresses that it lists in front of them.
-    """
-
-    addresses: tuple[str, ...]
-    integers: tuple[str, ...]
-    floats: tuple[str, ...] = ()
-
-
-def _arguments(addresses: str, integers: str, floats: str = "") -> MhcArguments:
-    return MhcArguments(tuple(addresses.split()), tuple(integers.split()), tuple(floats.split()))
-
-
-_PROJECT_BACKWARD = _arguments(
-    "d_pre d_post d_res x weight alpha_pre alpha_post alpha_res bias stats d_aggregate h_pre d_residual "
-    "d_x d_weight d_sums workspace",
-    "forms tokens width ctas parts",
-    "eps",
-)
 PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """How a kernel reads parameters: their dtype is a run-time value, since they are few."""
 STREAM_DTYPES = {**DTYPES, "float32": "f32"}
 STREAM_COUNTS = (2, 4, 8)
-MHC_KERNELS: dict[str, MhcArguments] = {
-    "sinkhorn": _arguments("logits out", "forms matrices iters", "eps"),
-    "sinkhorn_backward": _arguments("d_out logits d_logits", "forms matrices iters", "eps"),
-    "aggregate": _arguments("x h_pre out", "forms tokens width"),
-    "aggregate_backward": _arguments("d_out x h_pre d_x d_h_pre", "forms tokens width num_sms"),
-    "post_mix": _arguments("residual h_res h_post x bias out", "forms transpose tokens width"),
-    "post_mix_backward": _arguments(
-        "d_out residual h_res h_post x bias d_residual d_h_res d_h_post d_x d_bias workspace",
-        "forms transpose tokens width num_sms",
-    ),
-    "project": _arguments(
-        "x weight alpha_pre alpha_post alpha_res bias h_pre h_post h_res stats workspace",
-        "forms tokens width slices slice_columns groups num_sms",
-        "eps",
-    ),
-    "project_backward": _PROJECT_BACKWARD,
-    "pre": _arguments(
-        "x weight alpha_pre alpha_post alpha_res bias out h_post h_res h_pre logits stats workspace",
-        "forms tokens width slices slice_columns groups iters num_sms",
-        "eps sinkhorn_eps",
-    ),
-    "pre_backward": _PROJECT_BACKWARD,
-}
+MHC_KERNELS = (
+    "sinkhorn",
+    "sinkhorn_backward",
+    "aggregate",
+    "aggregate_backward",
+    "post_mix",
+    "post_mix_backward",
+    "project",
+    "project_backward",
+    "pre",
+    "pre_backward",
+)
 _ANY_STREAM = ("sinkhorn", "sinkhorn_backward")
 
 
@@ -348,10 +356,6 @@ class MhcSpec:
         require("arch", self.arch, ARCHS)
 
     @property
-    def arguments(self) -> MhcArguments:
-        return MHC_KERNELS[self.kernel]
-
-    @property
     def name(self) -> str:
         dtype = "" if self.kernel in _ANY_STREAM else f"_{STREAM_DTYPES[self.dtype]}"
         return f"mhc_{self.kernel}{dtype}_n{self.n}_{self.arch}"
@@ -362,6 +366,8 @@ _SPECS = (
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedDgluSpec,
+    DgluSpec,
+    TailSpec,
     GroupedWgradSpec,
     QuantizeMxfp8Spec,
     FoldMxfp8Spec,
@@ -372,6 +378,8 @@ Spec = (
     | GroupedGluSpec
     | GroupedMlpSpec
     | GroupedDgluSpec
+    | DgluSpec
+    | TailSpec
     | GroupedWgradSpec
     | QuantizeMxfp8Spec
     | FoldMxfp8Spec
@@ -391,7 +399,7 @@ def draws_tickets(spec: Spec) -> bool:
     """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
     if isinstance(spec, GroupedMlpSpec):
         return draws_tickets(spec.fc1) or draws_tickets(spec.fc2)
-    tile = getattr(spec, "dgrad", getattr(spec, "tile", None))  # grouped_dglu's own tiles are dealt
+    tile = getattr(spec, "dgrad", getattr(spec, "tile", None))  # dglu's own tiles are dealt
     return tile is not None and tile.adaptive
 
 

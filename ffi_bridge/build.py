@@ -8,15 +8,17 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, to_dict
 
 from . import manifest as manifests
 from . import toolchain, trust
 from .cache import tracer_sources
+from .chains import compile_chains
 from .compiler import DEFAULT_TRACER, KernelArtifact
 from .errors import BundleBusy, CompileError
 from .link import link
@@ -108,6 +110,7 @@ def compile_all(
             raise
         return artifacts
 
+    jobs = min(jobs, len(specs))
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(drain) for _ in range(jobs)]
         try:
@@ -131,12 +134,25 @@ def _progress(title: str, total: int, shown: bool) -> Iterator[Callable[[], None
         yield lambda: bar.advance(task)
 
 
+def all_stages(specs: Iterable[Spec]) -> list[Spec]:
+    """What is to be compiled for `specs`: each stage once."""
+    return list(dict.fromkeys(stage for spec in specs for stage in stages_of(spec)))
+
+
+def _function(spec: Spec, artifacts: Mapping[str, KernelArtifact]) -> Function:
+    stages = tuple(stage.name for stage in stages_of(spec))
+    if stages == (spec.name,):
+        return Function(to_dict(spec), artifacts[spec.name].kernels)
+    return Function(to_dict(spec), (), stages)
+
+
 def write_bundle(
     folder: Path, arch: str, specs: Sequence[Spec], artifacts: Sequence[KernelArtifact], sources: dict[str, str]
 ) -> Manifest:
     """Links `artifacts` into `folder` (which exists) and writes the manifest beside the library."""
     linked = folder / "linked.so"
-    link((artifact.object_file for artifact in artifacts), linked)
+    with scratch(folder, SCRATCH) as work:
+        link([*(artifact.object_file for artifact in artifacts), *compile_chains(specs, work)], linked)
     with linked.open("rb") as file:
         os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
@@ -150,8 +166,7 @@ def write_bundle(
         versions=toolchain.versions(),
         sources=sources,
         functions={
-            spec.name: Function(to_dict(spec), by_name[spec.name].kernels)
-            for spec in sorted(specs, key=lambda spec: spec.name)
+            spec.name: _function(spec, by_name) for spec in sorted({*specs, *all_stages(specs)}, key=lambda s: s.name)
         },
     )
     linked.rename(folder / manifest.library)
@@ -255,7 +270,7 @@ def build(
     check_prerequisites()
     sources = tracer_sources(tracer)  # before compiling: an edit meanwhile makes the bundle outdated, not wrong
     out = Path(out)
-    jobs = min(jobs or default_jobs(), len(specs))
+    jobs = jobs or default_jobs()
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk_told(out, "free some space, or build into a folder on another disk"))
         out.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -266,8 +281,9 @@ def build(
         objects, folder = work / "objects", work / arch
         objects.mkdir()
         folder.mkdir()
-        with _progress(f"{arch} kernels", len(specs), progress) as done:
-            artifacts = compile_all(specs, objects, jobs, tracer, done)
+        stages = all_stages(specs)
+        with _progress(f"{arch} kernels", len(stages), progress) as done:
+            artifacts = compile_all(stages, objects, jobs, tracer, done)
         _refuse(complaints(artifacts, allowed_diagnostics(arch) if allowed is None else allowed))
         manifest = write_bundle(folder, arch, specs, artifacts, sources)
         publish(folder, out / arch, manifest)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
 from . import loader, manifest, toolchain
@@ -172,12 +173,13 @@ def _is_our_file(file: Path, arch: str) -> bool:
 
 
 def _spec_in(folder: Path) -> Spec | None:
-    """The spec of the one function of an entry, where its name is the folder's."""
+    """The spec of the function that an entry is named by, where it holds that and its stages alone."""
     key = _key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
-        ((name, function),) = manifest.read(folder / key["arch"]).functions.items()
-        spec = from_dict(function.spec)
-        return spec if spec.name == name == key["name"] else None
+        functions = manifest.read(folder / key["arch"]).functions
+        spec = from_dict(functions[key["name"]].spec)
+        wanted = {spec.name, *(stage.name for stage in stages_of(spec))}
+        return spec if spec.name == key["name"] and functions.keys() == wanted else None
     return None
 
 

@@ -26,7 +26,7 @@ from . import toolchain
 from .errors import CompileError
 from .resources import KernelResources, read_resources
 
-DEFAULT_TRACER = "cute_kernels.entry:trace"
+DEFAULT_TRACER = "cute_kernels.tracing:trace"
 # `remarks{ptx}` makes ptxas report registers, spills and C75xx lines; without it they are silent.
 OPTIONS = "remarks{ptx} --enable-tvm-ffi --gpu-arch "
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec
 
 from . import build, cache
@@ -73,13 +74,13 @@ class Maker:
         for public in (entry, folder):
             public.chmod(0o755)  # whatever the umask: an entry that others can write is not loaded
         with contextlib.nullcontext(self.worker) if self.worker else Worker(objects, self.tracer) as worker:
-            artifact = worker.compile(spec, objects)
-        self._judge(artifact)
-        build.write_bundle(folder, spec.arch, [spec], [artifact], sources)
+            artifacts = [worker.compile(stage, objects) for stage in stages_of(spec)]
+        self._judge(artifacts)
+        build.write_bundle(folder, spec.arch, [spec], artifacts, sources)
         return entry
 
-    def _judge(self, artifact: KernelArtifact) -> None:
-        if lines := "; ".join(build.complaints([artifact], {})):
+    def _judge(self, artifacts: list[KernelArtifact]) -> None:
+        if lines := "; ".join(build.complaints(artifacts, {})):
             if self.strict:
                 raise CompileError(f"{lines}: refused")
             warnings.warn(f"slower than it need be: {lines}", RuntimeWarning, stacklevel=6)

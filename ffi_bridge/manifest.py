@@ -19,7 +19,7 @@ from .errors import REMEDY, BundleDamaged, BundleForeign, BundleMissing, BundleO
 from .resources import KernelResources
 
 FORMAT = "glulam-bundle"
-SCHEMA = 1
+SCHEMA = 2
 FILE = "manifest.json"
 PACKAGES = ("cute_kernels",)
 """Top-level packages whose sources a bundle is made of, unless the caller names others; a file never names any."""
@@ -34,10 +34,17 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """One exported function: its spec as a dict, and the resources of each device kernel that it launches."""
+    """One exported function.
+
+    Attributes:
+        spec: as a dict.
+        kernels: the resources of each device kernel of a stage.
+        stages: of a chain, the names of the functions that it calls.
+    """
 
     spec: dict[str, Any]
     kernels: tuple[KernelResources, ...]
+    stages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +138,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "size": _count,
     "versions": _object(_NAME, lambda version: version is None or _VERSION(version)),
     "sources": _object(_NAME, _HASH),
-    "functions": _object(_SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL))),
+    "functions": _object(_SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL), stages=_list(_SYMBOL))),
 }
 
 
@@ -209,7 +216,9 @@ def read(folder: Path) -> Manifest:
         if not fits(data[name]):
             _damaged(path, f"has {name} of another form than a manifest's: {_shown(data[name])}")
     functions = {
-        name: Function(entry["spec"], tuple(map(KernelResources.from_dict, entry["kernels"])))
+        name: Function(
+            entry["spec"], tuple(map(KernelResources.from_dict, entry["kernels"])), tuple(entry["stages"])
+        )
         for name, entry in data["functions"].items()
     }
     return Manifest(**{**{name: data[name] for name in _FIELDS}, "functions": functions})

@@ -60,6 +60,14 @@ def tvm_ffi_library() -> Path:
     raise ToolchainError(f"{TVM_FFI} is not installed; {INSTALL_TVM_FFI}")
 
 
+def tvm_ffi_headers() -> Path:
+    """The folder of TVM-FFI's C headers. Raises ToolchainError where TVM-FFI is not installed, or without them."""
+    for folder in package_folders("tvm_ffi"):
+        if (folder / "include" / "tvm" / "ffi" / "c_api.h").is_file():
+            return folder / "include"
+    raise ToolchainError(f"{TVM_FFI} is not installed, or has no headers; {INSTALL_TVM_FFI}")
+
+
 def dsl_packages() -> Path:
     """The folder that holds `cutlass`. Raises ToolchainError where the compiler's part of the DSL is missing."""
     for folder in package_folders("nvidia_cutlass_dsl"):

@@ -81,11 +81,13 @@ def shipped_specs() -> list[Spec]:
         fc2 = GroupedMmSpec(dtype, False, tile)
         specs += [fc2, GroupedMmSpec(dtype, True, tile)]
         for activation, layout in activation_forms():
-            fc1 = GroupedGluSpec(dtype, activation, layout, False, tile)
-            specs += [fc1, GroupedGluSpec(dtype, activation, layout, True, tile), GroupedMlpSpec(fc1, fc2)]
+            for save_preact in (False, True):
+                fc1 = GroupedGluSpec(dtype, activation, layout, save_preact, tile)
+                specs += [fc1, GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]
-        specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, LARGE) for activation, layout in activation_forms()]
+        for (activation, layout), dgrad in product(activation_forms(), (None, LARGE)):
+            specs.append(GroupedDgluSpec(dtype, activation, layout, LARGE, dgrad))
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
     specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
@@ -100,10 +102,13 @@ def mxfp8_specs() -> list[Spec]:
         fc2 = GroupedMmSpec(dtype, False, fc2_tile(tile), operands=mxfp8)
         specs.append(fc2)
         for activation, layout in activation_forms():
-            specs.append(GroupedMlpSpec(GroupedGluSpec(dtype, activation, layout, False, tile, operands=mxfp8), fc2))
+            fc1 = GroupedGluSpec(dtype, activation, layout, False, tile, operands=mxfp8)
+            specs += [GroupedMlpSpec(fc1, fc2, quantized) for quantized in (False, True)]
     for dtype, (activation, layout) in product(DTYPES, activation_forms()):
-        specs.append(GroupedGluSpec(dtype, activation, layout, True, LARGE8, operands=mxfp8))
-        specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, LARGE8, operands=mxfp8))
+        fc1 = GroupedGluSpec(dtype, activation, layout, True, LARGE8, operands=mxfp8)
+        specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(dtype, False, LARGE8, operands=mxfp8)))
+        for dgrad in (None, LARGE8):
+            specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, dgrad, operands=mxfp8))
     return specs
 
 

@@ -40,6 +40,11 @@ class Addends(NamedTuple):
     scale: Int64
 
 
+def no_params() -> act.ActivationParams:
+    """Of an epilogue without an activation."""
+    return act.ActivationParams(*(Float32(0.0) for _ in act.ActivationParams._fields))
+
+
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
     """A thread's accumulators as a vector, in the order above."""
     count = cute.size(acc) - first if count is None else count

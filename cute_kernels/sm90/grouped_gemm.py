@@ -14,7 +14,7 @@ from .fp8_mainloop import Fp8Mainloop
 from .mainloop import GemmMainloop, Operands
 from .persistent import PersistentGemm
 from .ticket_scheduler import TicketScheduler
-from .tickets import Tickets
+from .tickets import Tickets, counter
 from .weights import weight_view
 
 # At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
@@ -60,21 +60,20 @@ class GroupedGemm(PersistentGemm):
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
-        inputs: epi.Inputs, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
-        x_scale: Int64 | int = 0,
+        inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, x_scale: Int64 | int = 0,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `x_scale`: the address of the scales of x in MXFP8.
 
-        See PersistentGemm.start for `after_launch`.
+        See PersistentGemm.start for `position`.
         """
         view, address = weight_view(w, w_table, self.epilogue.parts, self.epilogue.layout, self.transposed)
         operands = self.make_mainloop().operands(x, view, address, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in self.epilogue.store_views(outputs))
-        groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), groups[3])
+        groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = self.epilogue.kernel_inputs(inputs)
-        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)
+        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, position)
 
 
 class GroupedFp8Gemm(GroupedGemm):

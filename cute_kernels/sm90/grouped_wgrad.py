@@ -182,9 +182,8 @@ class GroupedWgrad(PersistentGemm):
     def launch(
         self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, stream: cuda.CUstream,
-        after_launch: cutlass.Constexpr[bool] = False,
     ):  # fmt: skip
-        """Launch on `stream`. See PersistentGemm.start for `after_launch`."""
+        """Launch on `stream`."""
         operands = self.make_mainloop().operands(dy, x)
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (store.ROWS, self.epilogue.cols)
@@ -201,5 +200,5 @@ class GroupedWgrad(PersistentGemm):
         self.start(
             operands, WgradStores(overwrite, add, tensor),
             WgradInputs(address, mask, accumulate, Boolean(loads_dw), TileLoads(*loads)),
-            sched.Groups(*groups, dy.shape[0]), grid, num_sms, stream, after_launch,
+            sched.Groups(*groups, dy.shape[0]), grid, num_sms, stream, Int32(0),
         )  # fmt: skip

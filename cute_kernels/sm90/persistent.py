@@ -89,9 +89,9 @@ class PersistentGemm(Invariant):
     @cute.jit
     def start(
         self, operands: Operands, stores: tuple, inputs: tuple, groups: sched.Groups, grid: sched.TileGrid,
-        num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool],
+        num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
-        """Launch on `stream`. `after_launch`: start early, behind a kernel of this package (programmatic launch)."""
+        """Launch on `stream`; early, by programmatic launch, behind the kernels of the same call: `position` of them."""
         self._name_kernel()
         self.kernel(operands, stores, inputs, groups, grid).launch(
             grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),
@@ -99,7 +99,7 @@ class PersistentGemm(Invariant):
             cluster=(self.cluster_size, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=after_launch,
+            use_pdl=Int32(position > 0),
         )
 
     def _name_kernel(self) -> None:

@@ -117,12 +117,12 @@ class SwappedGemm(PersistentGemm):
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
-        inputs: epi.Inputs, num_sms: Int32, stream: cuda.CUstream, after_launch: cutlass.Constexpr[bool] = False,
+        inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. See PersistentGemm.start for `after_launch`."""
+        """Launch on `stream`. See PersistentGemm.start for `position`."""
         rows = Int32(w.shape[1])
         view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False)
         operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale)
         stores = (store.make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
         grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
-        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, after_launch)
+        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, position)

@@ -27,6 +27,14 @@ class RowSums(NamedTuple):
     num_parts: Int32
 
 
+class Rows(NamedTuple):
+    """16-bit rows at an address, `pitch` elements apart; 0 columns: none."""
+
+    address: Int64
+    columns: Int32
+    pitch: Int64
+
+
 class BackwardTail(Invariant):
     """Adds parts of row sums in their order, and zeroes behind the last group a 16-bit matrix and the sums.
 
@@ -35,28 +43,26 @@ class BackwardTail(Invariant):
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
-        self.name = f"tail_of_{name}"
+        self.name = name
         self.dtype = dtype
 
     @cute.jit
     def launch(
-        self, matrix: cute.Tensor, columns: Int32, sums: RowSums, groups: sched.Groups, num_sms: Int32,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        """`columns` of the matrix: 0 leaves it alone."""
+        self, matrix: Rows, sums: RowSums, groups: sched.Groups, num_sms: Int32, stream: cuda.CUstream
+    ):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(matrix, columns, sums, groups).launch(
+        self.kernel(matrix, sums, groups).launch(
             grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, matrix: cute.Tensor, columns: Int32, sums: RowSums, groups: sched.Groups):
+    def kernel(self, matrix: Rows, sums: RowSums, groups: sched.Groups):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         end = sched.last_row_end(groups)
-        if columns > 0:
-            self._zero_rows(matrix, columns, end + block * (THREADS // WARP) + thread // WARP, groups.rows, blocks)
+        if matrix.columns > 0:
+            self._zero_rows(matrix, end + block * (THREADS // WARP) + thread // WARP, groups.rows, blocks)
         first, step = block * THREADS + thread, blocks * THREADS
         if sums.result != 0:
             for row in cutlass.range(end + first, groups.rows, step):
@@ -68,13 +74,13 @@ class BackwardTail(Invariant):
                 self._add(sums, row, groups.rows)
 
     @cute.jit
-    def _zero_rows(self, matrix: cute.Tensor, columns: Int32, first: Int32, num_rows: Int32, blocks: Int32):
+    def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
         """A row a warp."""
         zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
         zeros.fill(0.0)
         for row in cutlass.range(first, num_rows, blocks * (THREADS // WARP)):
-            line = matrix[row, None]
-            for i in cutlass.range(cute.arch.lane_idx(), columns // VECTOR, WARP):
+            line = vector_at(self.dtype, matrix.address + Int64(row) * matrix.pitch * (self.dtype.width // 8))
+            for i in cutlass.range(cute.arch.lane_idx(), matrix.columns // VECTOR, WARP):
                 at = (line.iterator + i * VECTOR).align(VECTOR * self.dtype.width // 8)
                 cute.make_tensor(at, cute.make_layout(VECTOR)).store(zeros.load())
 

@@ -28,10 +28,9 @@ COUNTER_BYTES = 4
 NUM_BARRIERS = 2 * MAILS
 
 
-def after(groups: tuple) -> tuple:
-    """The arguments of groups for a call's second kernel, which may begin before the first has ended."""
-    *sizes, tickets = groups
-    return *sizes, chosen(tickets != 0, tickets + COUNTER_BYTES, Int64(0))
+def counter(tickets: Int64, position: Int32) -> Int64:
+    """The counter of the kernel at a position in its call: it may begin before the one before it has ended."""
+    return chosen(tickets != 0, tickets + COUNTER_BYTES * position, Int64(0))
 
 
 class Tickets(Invariant):

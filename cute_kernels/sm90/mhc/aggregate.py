@@ -30,10 +30,10 @@ class Aggregate(Invariant):
 
     @cute.jit
     def __call__(
-        self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, tokens: Int32, width: Int32, do_launch: Int32,
+        self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, tokens: Int32, width: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        if do_launch > 0:
+        if tokens > 0:
             self.launch(x, h_pre, out, forms, tokens, width, stream)
 
     @cute.jit
@@ -83,9 +83,9 @@ class AggregateBackward(Invariant):
     @cute.jit
     def __call__(
         self, d_out: Int64, x: Int64, h_pre: Int64, d_x: Int64, d_h_pre: Int64, forms: Int32, tokens: Int32,
-        width: Int32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        width: Int32, num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        if do_launch > 0:
+        if tokens > 0:
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(d_out, x, h_pre, d_x, d_h_pre, forms, width // elements(self.dtype)).launch(
                 grid=(tokens, 1, 1),

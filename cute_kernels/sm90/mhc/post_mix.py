@@ -57,9 +57,9 @@ class PostMix(Invariant):
     @cute.jit
     def __call__(
         self, residual: Int64, h_res: Int64, h_post: Int64, x: Int64, bias: Int64, out: Int64, forms: Int32,
-        transpose: Int32, tokens: Int32, width: Int32, do_launch: Int32, stream: cuda.CUstream,
+        transpose: Int32, tokens: Int32, width: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        if do_launch > 0:
+        if tokens > 0:
             vectors = width // elements(self.dtype)
             total = Int64(tokens) * vectors
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -160,13 +160,13 @@ class PostMixBackward(Invariant):
     def __call__(
         self, d_out: Int64, residual: Int64, h_res: Int64, h_post: Int64, x: Int64, bias: Int64, d_residual: Int64,
         d_h_res: Int64, d_h_post: Int64, d_x: Int64, d_bias: Int64, workspace: Int64, forms: Int32, transpose: Int32,
-        tokens: Int32, width: Int32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        tokens: Int32, width: Int32, num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         partials, smem = Int64(0), Int32(0)
         if d_bias != 0:
             partials, smem = workspace, width * (Float32.width // 8)
         ctas = cutlass.min(tokens, num_sms * CTAS_PER_SM)
-        if do_launch > 0:
+        if tokens > 0:
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(
                 d_out, residual, h_res, h_post, x, bias, Gradients(d_residual, d_h_res, d_h_post, d_x, partials),

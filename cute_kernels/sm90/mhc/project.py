@@ -105,10 +105,10 @@ class Project(Invariant):
         self, x: Int64, weight: Int64, alpha_pre: Int64, alpha_post: Int64, alpha_res: Int64, bias: Int64,
         h_pre: Int64, h_post: Int64, h_res: Int64, stats: Int64, workspace: Int64, forms: Int32, tokens: Int32,
         width: Int32, slices: Int32, slice_columns: Int32, groups: Int32, num_sms: Int32, eps: Float32,
-        do_launch: Int32, stream: cuda.CUstream,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
-        if do_launch > 0:
+        if tokens > 0:
             self.launch(
                 x, weight, gates, (h_pre, h_post, h_res, stats), workspace, tokens, width,
                 (slices, slice_columns, groups), num_sms, stream,

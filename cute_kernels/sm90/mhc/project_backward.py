@@ -85,7 +85,7 @@ class ProjectBackward(Invariant):
         self, d_pre: Int64, d_post: Int64, d_res: Int64, x: Int64, weight: Int64, alpha_pre: Int64, alpha_post: Int64,
         alpha_res: Int64, bias: Int64, stats: Int64, d_aggregate: Int64, h_pre: Int64, d_residual: Int64, d_x: Int64,
         d_weight: Int64, d_sums: Int64, workspace: Int64, forms: Int32, tokens: Int32, width: Int32, ctas: Int32,
-        parts: Int32, eps: Float32, do_launch: Int32, stream: cuda.CUstream,
+        parts: Int32, eps: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         place = backward_workspace(self.n, self.itemsize, Int64(width), Int64(tokens), Int64(ctas), Int64(parts))
         columns = width * self.n
@@ -93,7 +93,7 @@ class ProjectBackward(Invariant):
         weights = Int64(0)
         if d_weight != 0:
             weights = workspace + place.weights
-        if do_launch > 0:
+        if tokens > 0:
             gates, form = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps), form_of(forms, 0)
             inputs, halves = GateInputs(d_pre, d_post, d_res, stats), Int32(1)
             if form == F32:

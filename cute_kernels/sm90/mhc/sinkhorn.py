@@ -108,10 +108,10 @@ class Sinkhorn(Invariant):
 
     @cute.jit
     def __call__(
-        self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32, do_launch: Int32,
+        self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        if do_launch > 0:
+        if matrices > 0:
             self.launch(logits, out, forms, matrices, iters, eps, stream)
 
     @cute.jit
@@ -145,9 +145,9 @@ class SinkhornBackward(Invariant):
     @cute.jit
     def __call__(
         self, d_out: Int64, logits: Int64, d_logits: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32,
-        do_launch: Int32, stream: cuda.CUstream,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        if do_launch > 0:
+        if matrices > 0:
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
             self.kernel(d_out, logits, d_logits, forms, matrices, iters, eps).launch(
                 grid=(cute.ceil_div(matrices, THREADS), 1, 1),

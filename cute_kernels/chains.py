@@ -1,0 +1,199 @@
+"""Calls that launch several kernels: stages one behind the other, and where each takes its arguments from.
+
+A stage is one kernel with its host launch, compiled once. A chain is data: the bridge links it from its stages
+(`ffi_bridge.chains`), as one exported function, so a kernel is compiled once however many chains it is part of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from .signatures import ADDRESS, MHC, TENSOR, Argument, Signature, signature_of
+from .specs import (
+    DgluSpec,
+    GroupedDgluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    MhcSpec,
+    QuantizeMxfp8Spec,
+    Spec,
+    TailSpec,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Of:
+    """What a stage takes of a chain's tensor: its "address", or the "size" or "stride" of a dimension, in elements."""
+
+    tensor: str
+    what: str
+    dim: int = 0
+
+
+Source = str | int | Of
+"""Of a stage's argument: a chain's argument by name, a constant, or something of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A stage and the sources of its arguments; optional ones that are absent are 0.
+
+    `when`: an address among the chain's arguments: where it is 0, the step is left out.
+    """
+
+    stage: Spec
+    sources: tuple[tuple[str, Source], ...]
+    when: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    steps: tuple[Step, ...]
+
+    @functools.cached_property
+    def signature(self) -> Signature:
+        """Tensors first, then numbers, in the order in which steps use them. An argument that a step needs is needed."""
+        found: dict[str, Argument] = {}
+        for step in self.steps:
+            stage = signature_of(step.stage)
+            for name, source in step.sources:
+                if isinstance(source, Of):
+                    found.setdefault(source.tensor, Argument(source.tensor, TENSOR))
+                elif isinstance(source, str):
+                    taken = stage[name]
+                    optional = taken.optional and found.get(source, taken).optional
+                    found[source] = Argument(source, taken.kind, optional)
+            if step.when:
+                found[step.when] = Argument(step.when, ADDRESS, True)
+        return Signature(tuple(sorted(found.values(), key=lambda argument: argument.kind != TENSOR)))
+
+
+def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
+    """`same`: arguments that stage and chain call the same."""
+    taken = {**{name: name for name in same.split()}, **sources}
+    signature_of(stage).pack(**taken)
+    return Step(stage, tuple(taken.items()), when)
+
+
+_GROUPS = "groups group_form num_groups tickets num_sms"
+_PARAMS = "limit alpha offset"
+_WIDE = 1  # MXFP8 rows have a scale for 128 elements, four equal bytes
+
+
+def _quantized(dtype: str, arch: str, x: str, data: str, scale: str) -> Step:
+    """All T rows: what lies behind the last group is read by nobody."""
+    return _step(
+        QuantizeMxfp8Spec(dtype, "row", arch), "", x=x, row_data=Of(data, "address"), row_scale=scale, wide=_WIDE
+    )
+
+
+def _scales(operands: str, x: str, w: str) -> dict[str, str]:
+    """The scales, or the table, of a GEMM's operands under the names that a chain gives them."""
+    if operands == "16bit":
+        return {"w_table": f"{w}_table"}
+    return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if operands == "mxfp8" else {})}
+
+
+def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
+    """[x to x8,] FC1 to mid, FC2 to y."""
+    fc1, fc2 = spec.fc1, spec.fc2
+    in_mxfp8 = fc1.operands == "mxfp8"
+    quantizes = in_mxfp8 and not spec.quantized
+    x, mid = "x8" if quantizes else "x", "mid"
+    first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
+    preact = " preact" if fc1.save_preact else ""
+    act_scale = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {}
+    return (
+        *first,
+        _step(
+            fc1, f"{_GROUPS} {_PARAMS} scale{preact}", x=x, w="w1", act=mid, bias="b1", bias_table="b1_table",
+            **_scales(fc1.operands, x, "w1"), **act_scale, position=len(first),
+        ),
+        _step(
+            fc2, f"{_GROUPS} scale y", x=mid, w="w2", bias="b2", bias_table="b2_table",
+            **_scales(fc2.operands, mid, "w2"), position=len(first) + 1,
+        ),
+    )  # fmt: skip
+
+
+def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
+    """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums."""
+    in_mxfp8 = spec.operands == "mxfp8"
+    fields = {name: getattr(spec, name) for name in ("dtype", "activation", "glu_layout", "tile", "arch", "operands")}
+    dy = "dy8" if in_mxfp8 else "dy"
+    steps = [_quantized(spec.dtype, spec.arch, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
+    steps.append(
+        _step(
+            DgluSpec(**fields), f"{_GROUPS} {_PARAMS} preact dpreact act scale partials", x=dy, w="w2",
+            **_scales(spec.operands, dy, "w2"), position=len(steps),
+        )
+    )  # fmt: skip
+    dx: dict[str, Any] = {}
+    if spec.dgrad:
+        dpreact = "dpreact8" if in_mxfp8 else "dpreact"
+        if in_mxfp8:
+            steps.append(_quantized(spec.dtype, spec.arch, "dpreact", dpreact, f"{dpreact}_scale"))
+        dgrad = GroupedMmSpec(spec.dtype, not in_mxfp8, spec.dgrad, spec.arch, spec.operands)
+        steps.append(
+            _step(
+                dgrad, _GROUPS, x=dpreact, w="w1", y="dx", **_scales(spec.operands, dpreact, "w1"), position=len(steps)
+            )
+        )
+        dx = {"dx": Of("dx", "address"), "dx_columns": Of("dx", "size", 1), "dx_pitch": Of("dx", "stride", 0)}
+    steps.append(
+        _step(
+            TailSpec(spec.dtype, spec.arch), "act groups group_form num_groups num_sms d_scale partials", **dx,
+            part_columns=spec.tile.n, when="" if spec.dgrad else "d_scale",
+        )
+    )  # fmt: skip
+    return tuple(steps)
+
+
+def _pre(spec: MhcSpec) -> tuple[Step, ...]:
+    """h_pre, h_post and logits = project(x), h_res = sinkhorn(logits), out = aggregate(x, h_pre).
+
+    The streams are read twice: all of a token's columns must be seen before the first is weighed, and the tokens in
+    flight do not fit the L2 cache. What lies between the steps is float32, form 0 (`specs.PARAM_FORMS`).
+    """
+    stages = {
+        kernel: MhcSpec(kernel, "float32" if kernel == "sinkhorn" else spec.dtype, spec.n, spec.arch)
+        for kernel in ("project", "sinkhorn", "aggregate")
+    }
+    same = " ".join(name for name in MHC["project"].names if name != "h_res")
+    return (
+        _step(stages["project"], same, h_res="logits"),
+        _step(
+            stages["sinkhorn"], "logits iters stream", out="h_res", forms=0, matrices="tokens", eps="sinkhorn_eps"
+        ),
+        _step(stages["aggregate"], "x h_pre out tokens width stream", forms=0),
+    )
+
+
+def _steps(spec: Spec) -> tuple[Step, ...]:
+    """None of a stage."""
+    if isinstance(spec, GroupedMlpSpec):
+        return _mlp(spec)
+    if type(spec) is GroupedDgluSpec:
+        return _dglu(spec)
+    if isinstance(spec, MhcSpec) and spec.kernel == "pre":
+        return _pre(spec)
+    return ()
+
+
+def is_chain(spec: Spec) -> bool:
+    return chain_of(spec) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def chain_of(spec: Spec) -> Chain | None:
+    """None where the spec is a stage itself."""
+    steps = _steps(spec)
+    return Chain(steps) if steps else None
+
+
+def stages_of(spec: Spec) -> tuple[Spec, ...]:
+    """The kernels that a spec's function launches, each once; a stage's is itself."""
+    chain = chain_of(spec)
+    return tuple(dict.fromkeys(step.stage for step in chain.steps)) if chain else (spec,)

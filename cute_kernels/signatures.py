@@ -1,0 +1,267 @@
+"""What every exported function takes, by name. No other place knows an order.
+
+An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data here, and
+who calls it (the front, the tuner, perf, chains, tests) packs arguments by name; the compiler's stand-ins and those of a
+call that only loads kernels are made from the same data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from .specs import (
+    DECODED,
+    DgluSpec,
+    FoldMxfp8Spec,
+    GroupedGluSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    MhcSpec,
+    QuantizeMxfp8Spec,
+    Spec,
+    TailSpec,
+)
+
+TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM = "tensor", "address", "int32", "int64", "float32", "stream"
+_Value = TypeVar("_Value")
+
+E4M3 = "float8_e4m3fn"
+DIVISOR = 8
+"""Of a size in elements, unless its signature says otherwise: TMA wants rows of whole 16 bytes."""
+BLOCK = 32
+"""Elements of a row that share a scale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of an exported function.
+
+    Attributes:
+        name, kind: a kind is one of the constants above.
+        optional: 0 where it is not given: an address of nothing, or a number whose usual value that is.
+        dtype: of a tensor.
+        shape: of a tensor, a letter or word a dimension; equal ones are equal sizes, which each call checks. T is rows.
+            Three dimensions are experts' weights, [E or 1, rows, columns] with rows without padding.
+        packed: rows of a matrix have no padding; else they lie at any multiple of 16 bytes.
+    """
+
+    name: str
+    kind: str
+    optional: bool = False
+    dtype: str = ""
+    shape: tuple[str, ...] = ()
+    packed: bool = False
+
+    @property
+    def absent(self) -> int | float:
+        return 0.0 if self.kind == FLOAT32 else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The arguments of an exported function in their order. `divisors`: of sizes, by letter; else DIVISOR."""
+
+    arguments: tuple[Argument, ...]
+    divisors: tuple[tuple[str, int], ...] = ()
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.arguments)
+
+    @functools.cached_property
+    def optional(self) -> frozenset[str]:
+        return frozenset(argument.name for argument in self.arguments if argument.optional)
+
+    def __getitem__(self, name: str) -> Argument:
+        return self.arguments[self.names.index(name)]
+
+    def ordered(self, values: Mapping[str, _Value], absent: Callable[[int | float], _Value]) -> tuple[_Value, ...]:
+        """The values by name in the order of the arguments, `absent` of 0 for optional ones that are not given.
+
+        Raises TypeError, naming it, for a name that is missing or unknown.
+        """
+        if unknown := values.keys() - set(self.names):
+            raise TypeError(f"no argument {min(unknown)!r}; there are: {', '.join(self.names)}")
+        if missing := [name for name in self.names if name not in values and name not in self.optional]:
+            raise TypeError(f"argument {missing[0]!r} is missing; there are: {', '.join(self.names)}")
+        return tuple(values[a.name] if a.name in values else absent(a.absent) for a in self.arguments)
+
+    def pack(self, **values: Any) -> tuple[Any, ...]:
+        """The positional arguments of a call. Raises TypeError as `ordered` does."""
+        return self.ordered(values, lambda zero: zero)
+
+
+def _rows(name: str, shape: str, dtype: str, packed: bool = False) -> Argument:
+    return Argument(name, TENSOR, dtype=dtype, shape=tuple(shape.split()), packed=packed)
+
+
+def _weight(name: str, shape: str, dtype: str) -> Argument:
+    return Argument(name, TENSOR, dtype=dtype, shape=tuple(shape.split()))
+
+
+def _each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
+    return tuple(Argument(name, kind, optional) for name in names.split())
+
+
+GROUPS = (
+    *_each(ADDRESS, "groups"),
+    *_each(INT32, "group_form num_groups"),
+    *_each(ADDRESS, "tickets", optional=True),
+)
+"""Group sizes, how to read them (`sm90.tile_scheduler`), how many; counters to draw tiles by, 0 to deal them."""
+PARAMS = _each(FLOAT32, "limit alpha offset", optional=True)
+LAUNCH = (*_each(INT32, "num_sms"), *_each(INT32, "position", optional=True))
+"""SMs of the GPU; how many kernels of the same call come before: with any, the launch is programmatic."""
+
+
+def _scales_of(operands: str) -> tuple[Argument, ...]:
+    """Where a GEMM of `operands` finds the scales of its x and w, or a table of experts' weights."""
+    names = {"16bit": "", "mxfp8": "x_scale w_scale"}.get(operands, "w_scale")
+    table = _each(ADDRESS, "w_table", optional=True) if operands == "16bit" else ()
+    return (*_each(ADDRESS, names), *table)
+
+
+_ADDENDS = _each(ADDRESS, "bias bias_table scale", optional=True)
+
+
+def _blocks(operands: str, letters: str) -> tuple[tuple[str, int], ...]:
+    """Sizes that are whole blocks of scales."""
+    return () if operands == "16bit" else tuple((letter, BLOCK) for letter in letters.split())
+
+
+def _dtypes(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[str, str]:
+    """Of rows and of weights."""
+    rows = E4M3 if spec.operands == "mxfp8" else spec.dtype
+    return rows, spec.dtype if spec.operands == "16bit" else E4M3
+
+
+def _mm(spec: GroupedMmSpec) -> Signature:
+    x, w = _dtypes(spec)
+    k, n = ("N", "K") if spec.transpose_w else ("K", "N")
+    tensors = _rows("x", f"T {k}", x), _weight("w", "E N K", w), _rows("y", f"T {n}", spec.dtype)
+    numbers = (*GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
+    return Signature((*tensors, *numbers), _blocks(spec.operands, "K"))
+
+
+def _glu(spec: GroupedGluSpec) -> Signature:
+    """`act_scale`: where the scales of an activation in MXFP8 go."""
+    x, w = _dtypes(spec)
+    both = "P" if spec.gated else "I"
+    act = E4M3 if spec.operands == "mxfp8" else spec.dtype
+    tensors = _rows("x", "T H", x), _weight("w", f"E {both} H", w), _rows("act", "T I", act)
+    preact = (_rows("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
+    act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
+    numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *PARAMS, *LAUNCH)
+    return Signature((*tensors, *preact, *numbers), _blocks(spec.operands, "H I"))
+
+
+def _dglu(spec: DgluSpec) -> Signature:
+    """x: the gradient of FC2's result. `partials`: float32 [ceil(I / tile.n), T], 0: no gradient of the row scale.
+
+    Weights in MXFP8 are folded along their rows, and transposed.
+    """
+    x, w = _dtypes(spec)
+    both = "P" if spec.gated else "I"
+    weight = "E H I" if spec.operands == "16bit" else "E I H"
+    tensors = (
+        _rows("x", "T H", x), _weight("w", weight, w), _rows("preact", f"T {both}", spec.dtype),
+        _rows("dpreact", f"T {both}", spec.dtype), _rows("act", "T I", spec.dtype),
+    )  # fmt: skip
+    addends = _each(ADDRESS, "scale partials", optional=True)
+    numbers = (*GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
+    return Signature((*tensors, *numbers), _blocks(spec.operands, "H I P"))
+
+
+def _tail(spec: TailSpec) -> Signature:
+    """dx: the address of 16-bit rows `dx_pitch` elements apart, to be zeroed behind the last group; 0: none.
+
+    `partials`: float32 [ceil(I / part_columns), T], whose sums d_scale, float32 [T], takes; 0: none. act is not read.
+    """
+    matrix = (*_each(ADDRESS, "dx", True), *_each(INT32, "dx_columns", True), *_each(INT64, "dx_pitch", True))
+    sums = (*_each(ADDRESS, "d_scale partials", optional=True), *_each(INT32, "part_columns"))
+    return Signature((_rows("act", "T I", spec.dtype), *matrix, *sums, *GROUPS, *_each(INT32, "num_sms")))
+
+
+def _wgrad(spec: GroupedWgradSpec) -> Signature:
+    """`mask`: bool [E], which groups add to dw; 0: all or none, as `accumulate` says."""
+    tensors = _rows("dy", "T N", spec.dtype), _rows("x", "T K", spec.dtype), _weight("dw", "E N K", spec.out_dtype)
+    places = (*_each(ADDRESS, "dw_table mask", optional=True), *_each(INT32, "accumulate", optional=True))
+    return Signature((*tensors, *GROUPS, *places, *_each(INT32, "num_sms")))
+
+
+def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
+    """Addresses of E4M3 data [T,K] and E8M0 scales by rows and by columns, 0 where not asked for; or `out`, the values.
+
+    `offs`: int32 [num_groups] or 0. `wide`: blocks of 128 elements instead of 32. `swizzled`: scales in 128 x 4 atoms.
+    """
+    x, until = _rows("x", "T K", spec.dtype), (*_each(ADDRESS, "offs", True), *_each(INT32, "num_groups", True))
+    if spec.rounded:
+        return Signature((x, _rows("out", "T K", spec.dtype, packed=True), *until), (("K", BLOCK),))
+    outputs = _each(ADDRESS, "row_data row_scale col_data col_scale", optional=True)
+    return Signature((x, *outputs, *until, *_each(INT32, "wide swizzled", optional=True)), (("K", BLOCK),))
+
+
+def _fold(spec: FoldMxfp8Spec) -> Signature:
+    """`scale`: the address of a byte for each row of the result, which is transposed where it is folded by columns."""
+    if spec.axis == "row":
+        tensors = _rows("w", "T K", spec.dtype), _rows("data", "T K", E4M3, packed=True)
+    else:
+        tensors = _weight("w", "T N K", spec.dtype), _weight("data", "T K N", E4M3)
+    return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", BLOCK), ("K", BLOCK)))
+
+
+def _numbers(addresses: str, integers: str, floats: str = "") -> Signature:
+    """Of a kernel that takes no tensor; so the stream is an argument."""
+    kinds = (*_each(ADDRESS, addresses, optional=True), *_each(INT32, integers), *_each(FLOAT32, floats))
+    return Signature((*kinds, *_each(STREAM, "stream")))
+
+
+_PROJECT_BACKWARD = _numbers(
+    "d_pre d_post d_res x weight alpha_pre alpha_post alpha_res bias stats d_aggregate h_pre d_residual "
+    "d_x d_weight d_sums workspace",
+    "forms tokens width ctas parts",
+    "eps",
+)
+MHC: dict[str, Signature] = {
+    "sinkhorn": _numbers("logits out", "forms matrices iters", "eps"),
+    "sinkhorn_backward": _numbers("d_out logits d_logits", "forms matrices iters", "eps"),
+    "aggregate": _numbers("x h_pre out", "forms tokens width"),
+    "aggregate_backward": _numbers("d_out x h_pre d_x d_h_pre", "forms tokens width num_sms"),
+    "post_mix": _numbers("residual h_res h_post x bias out", "forms transpose tokens width"),
+    "post_mix_backward": _numbers(
+        "d_out residual h_res h_post x bias d_residual d_h_res d_h_post d_x d_bias workspace",
+        "forms transpose tokens width num_sms",
+    ),
+    "project": _numbers(
+        "x weight alpha_pre alpha_post alpha_res bias h_pre h_post h_res stats workspace",
+        "forms tokens width slices slice_columns groups num_sms",
+        "eps",
+    ),
+    "project_backward": _PROJECT_BACKWARD,
+    "pre_backward": _PROJECT_BACKWARD,
+}
+"""Hyper-connections. `forms`: the dtypes of parameters, two bits each (`specs.PARAM_FORMS`), in the order of the
+addresses that a kernel lists in front of them."""
+
+_STAGES: dict[type, Callable[[Any], Signature]] = {
+    GroupedMmSpec: _mm,
+    GroupedGluSpec: _glu,
+    DgluSpec: _dglu,
+    TailSpec: _tail,
+    GroupedWgradSpec: _wgrad,
+    QuantizeMxfp8Spec: _quantize,
+    FoldMxfp8Spec: _fold,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def signature_of(spec: Spec) -> Signature:
+    """What the exported function of a spec takes."""
+    from .chains import chain_of  # which is made of what is here
+
+    if chain := chain_of(spec):
+        return chain.signature
+    return MHC[spec.kernel] if isinstance(spec, MhcSpec) else _STAGES[type(spec)](spec)

@@ -1,0 +1,35 @@
+"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits; x is the gradient of FC2's result."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...activation import ActivationParams
+from ...specs import DgluSpec
+from ..dglu_epilogue import DgluEpilogue, DgluInputs
+from ..dtypes import DTYPES
+from ..epilogue import Addends
+from ..grouped_gemm import GroupedGemm
+from ..tail import RowSums
+
+
+class Dglu:
+    def __init__(self, spec: DgluSpec):
+        self.tile = spec.tile
+        dtype = DTYPES[spec.dtype]
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), transposed=True)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
+        groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, w_table: Int64, scale: Int64,
+        partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            sums = RowSums(partials, partials, cute.ceil_div(act.shape[1], self.tile.n))
+            inputs = DgluInputs(
+                Addends(Int64(0), Int64(0), scale), ActivationParams(limit, alpha, offset), w.shape[1], preact, sums
+            )
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (dpreact, act), sizes, w_table, inputs, num_sms, position, stream)

@@ -1,0 +1,33 @@
+"""As the 16-bit dglu, of x in MXFP8 and w [E,I,H] folded along its rows: transposed, along the contraction."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...activation import ActivationParams
+from ...specs import DgluSpec
+from ..dglu_epilogue import DgluEpilogue, DgluInputs
+from ..dtypes import DTYPES
+from ..epilogue import Addends
+from ..grouped_gemm import GroupedFp8Gemm
+from ..tail import RowSums
+
+
+class Dglu:
+    def __init__(self, spec: DgluSpec):
+        self.tile = spec.tile
+        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, DgluEpilogue(DTYPES[spec.dtype], spec))
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
+        groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, x_scale: Int64, w_scale: Int64,
+        scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            sums = RowSums(partials, partials, cute.ceil_div(act.shape[1], self.tile.n))
+            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(limit, alpha, offset)
+            inputs = DgluInputs(addends, params, act.shape[1], preact, sums, w_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (dpreact, act), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)

@@ -1,0 +1,41 @@
+"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...activation import ActivationParams
+from ...specs import GroupedGluSpec
+from ..dtypes import DTYPES
+from ..epilogue import ActivationEpilogue, Addends, Inputs
+from ..grouped_gemm import GroupedGemm
+
+
+class Glu:
+    def __init__(self, spec: GroupedGluSpec):
+        dtype = DTYPES[spec.dtype]
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec))
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
+        offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            inputs = Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w.shape[1])
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (act,), sizes, w_table, inputs, num_sms, position, stream)
+
+
+class GluPreact(Glu):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, groups: Int64, group_form: Int32,
+        num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64,
+        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            inputs = Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w.shape[1])
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (act, preact), sizes, w_table, inputs, num_sms, position, stream)

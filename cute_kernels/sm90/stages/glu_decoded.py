@@ -1,0 +1,30 @@
+"""act = grouped_glu(x, w) of 16-bit rows and weights in MXFP8; of "mxfp8_exact", act is rounded to MXFP8 values."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...activation import ActivationParams
+from ...specs import GroupedGluSpec
+from ..dtypes import DTYPES
+from ..epilogue import Addends, Inputs
+from ..swapped_epilogue import SwappedActivationEpilogue
+from ..swapped_gemm import SwappedGemm
+
+
+class Glu:
+    def __init__(self, spec: GroupedGluSpec):
+        dtype = DTYPES[spec.dtype]
+        self.gemm = SwappedGemm(spec.name, dtype, spec.tile, SwappedActivationEpilogue(dtype, spec))
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
+        offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            params = ActivationParams(limit, alpha, offset)
+            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)

@@ -1,0 +1,44 @@
+"""act = grouped_glu(x, w) of x in MXFP8 and folded w: an activation in MXFP8, alone or with its preactivation."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...activation import ActivationParams
+from ...specs import GroupedGluSpec
+from ..dtypes import DTYPES
+from ..epilogue import Addends, Inputs
+from ..grouped_gemm import GroupedFp8Gemm
+from ..quantizing_epilogue import QuantizingEpilogue
+
+
+class Glu:
+    def __init__(self, spec: GroupedGluSpec):
+        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, x_scale: Int64, w_scale: Int64, act_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64,
+        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            params = ActivationParams(limit, alpha, offset)
+            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (act,), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)
+
+
+class GluPreact(Glu):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, groups: Int64, group_form: Int32,
+        num_groups: Int32, tickets: Int64, x_scale: Int64, w_scale: Int64, act_scale: Int64, bias: Int64,
+        bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            params = ActivationParams(limit, alpha, offset)
+            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (act, preact), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)

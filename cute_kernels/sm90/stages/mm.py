@@ -1,0 +1,28 @@
+"""y = grouped_mm(x, w) in 16 bits."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...specs import GroupedMmSpec
+from ..dtypes import DTYPES
+from ..epilogue import Addends, Inputs, LinearEpilogue, no_params
+from ..grouped_gemm import GroupedGemm
+
+
+class Mm:
+    def __init__(self, spec: GroupedMmSpec):
+        dtype = DTYPES[spec.dtype]
+        epilogue = LinearEpilogue(dtype, spec.tile)
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, transposed=spec.transpose_w)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1])
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (y,), sizes, w_table, inputs, num_sms, position, stream)

@@ -1,0 +1,28 @@
+"""y = grouped_mm(x, w) of 16-bit rows and weights in MXFP8, decoded on the way: plain scales, [E, N, K / 32]."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...specs import GroupedMmSpec
+from ..dtypes import DTYPES
+from ..epilogue import Addends, Inputs, no_params
+from ..swapped_epilogue import SwappedLinearEpilogue
+from ..swapped_gemm import SwappedGemm
+
+
+class Mm:
+    def __init__(self, spec: GroupedMmSpec):
+        dtype = DTYPES[spec.dtype]
+        self.gemm = SwappedGemm(spec.name, dtype, spec.tile, SwappedLinearEpilogue(dtype, spec.tile))
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)

@@ -1,0 +1,30 @@
+"""y = grouped_mm(x, w) of x in MXFP8 and folded w.
+
+Rows have plain scales, [T, K / 32], four equal ones for each 128 elements; weights are folded to one a row, [E, N].
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...specs import GroupedMmSpec
+from ..dtypes import DTYPES
+from ..epilogue import Addends, Inputs, LinearEpilogue, no_params
+from ..grouped_gemm import GroupedFp8Gemm
+
+
+class Mm:
+    def __init__(self, spec: GroupedMmSpec):
+        epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, scales_columns=True)
+        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, epilogue)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, x_scale: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32,
+        position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1], w_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (y,), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)

@@ -1,0 +1,23 @@
+"""dw = grouped_wgrad(dy, x)."""
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...specs import GroupedWgradSpec
+from ..dtypes import DTYPES
+from ..grouped_wgrad import GroupedWgrad
+
+
+class Wgrad:
+    def __init__(self, spec: GroupedWgradSpec):
+        self.wgrad = GroupedWgrad(spec.name, DTYPES[spec.dtype], DTYPES[spec.out_dtype], spec.tile)
+
+    @cute.jit
+    def __call__(
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            sizes = (groups, group_form, num_groups, tickets)
+            self.wgrad.launch(dy, x, dw, sizes, dw_table, mask, accumulate, num_sms, stream)

@@ -1,0 +1,96 @@
+"""From a stage's spec to what the compiler needs: a host function and stand-ins for its arguments.
+
+Stand-ins have run-time shapes. Of tensors TVM-FFI checks dtype, rank, strides, alignment, equal dimensions and device at
+each call; everything optional or of varying type is an address, 0 where absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .signatures import (
+    ADDRESS,
+    DIVISOR,
+    E4M3,
+    FLOAT32,
+    INT32,
+    INT64,
+    STREAM,
+    TENSOR,
+    Argument,
+    Signature,
+    signature_of,
+)
+from .specs import MhcSpec, Spec, SpecError
+from .stages import host_of
+
+DTYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": Float32,
+    E4M3: cutlass.Float8E4M3FN,
+}
+NUMBERS = {ADDRESS: Int64, INT64: Int64, INT32: Int32, FLOAT32: Float32}
+ALIGNMENT_BITS = 128  # what TMA asks of addresses and strides
+
+
+class _StandIns:
+    """Stand-ins of one function's arguments: sizes of one name are the same symbol, which makes calls check them."""
+
+    def __init__(self, signature: Signature):
+        self.divisors = dict(signature.divisors)
+        self.sizes: dict[str, Any] = {}
+
+    def make(self, argument: Argument) -> Any:
+        if argument.kind == TENSOR:
+            return self._tensor(argument)
+        return make_fake_stream() if argument.kind == STREAM else NUMBERS[argument.kind](0)
+
+    def _size(self, name: str) -> Any:
+        if name not in self.sizes:
+            free = name in ("T", "E")  # rows of any number, and one expert or all
+            divisor = self.divisors.get(name, 1 if free else DIVISOR)
+            self.sizes[name] = cute.sym_int32() if divisor == 1 else cute.sym_int32(divisibility=divisor)
+        return self.sizes[name]
+
+    def _tensor(self, argument: Argument) -> cute.Tensor:
+        dtype = DTYPES[argument.dtype]
+        shape = tuple(map(self._size, argument.shape))
+        if len(shape) == 3:
+            # Experts may lie apart; the repeated size of a row checks that rows have no padding.
+            apart = cute.sym_int64(divisibility=ALIGNMENT_BITS // min(dtype.width, 16))
+            stride: tuple[Any, ...] = (apart, shape[2], 1)
+        elif argument.packed:
+            stride = (shape[1], 1)
+        else:
+            stride = (cute.sym_int64(divisibility=ALIGNMENT_BITS // dtype.width), 1)
+        return make_fake_tensor(dtype, shape, stride=stride, assumed_align=16)
+
+
+def _host(spec: Spec) -> Any:
+    module, _, name = host_of(spec).partition(":")
+    made = getattr(importlib.import_module(module), name)
+    return made(spec.name, DTYPES[spec.dtype], spec.n) if isinstance(spec, MhcSpec) else made(spec)
+
+
+def trace(spec: Spec) -> tuple[Any, tuple]:
+    """The host function of a stage and the arguments to compile it with.
+
+    Raises SpecError where the function's parameters are not those of its signature.
+    """
+    signature, host = signature_of(spec), _host(spec)
+    takes_stream = signature.arguments[-1].kind == STREAM
+    names = signature.names if takes_stream else (*signature.names, "stream")
+    taken = tuple(inspect.signature(host.__call__).parameters)
+    if taken != names:
+        raise SpecError(f"{spec.name}: the host function takes {taken}, its signature says {names}")
+    make = _StandIns(signature).make
+    stream = () if takes_stream else (make_fake_stream(use_tvm_ffi_env_stream=True),)
+    return host, (*map(make, signature.arguments), *stream)

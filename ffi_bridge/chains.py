@@ -1,0 +1,175 @@
+"""Chains to one object: exported functions that call several stages, composed when a bundle is linked.
+
+A chain's function passes TVM-FFI's arguments on as they are; what each step takes is a table. Nothing is checked that a
+stage checks itself, and nothing is looked up by name at a call: it adds some 10 ns a step.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cute_kernels.chains import Chain, Of, Source, Step, chain_of
+from cute_kernels.signatures import FLOAT32, Argument, signature_of
+from cute_kernels.specs import Spec
+
+from . import toolchain
+from .errors import CompileError
+
+FILE = "chains.c"
+# Optimised for any processor of the family, no path and no date in it.
+_FLAGS = ("-O2", "-fPIC", "-g0", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables", "-std=c11")
+
+_RUN = r"""
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <tvm/ffi/c_api.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef int (*Stage)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
+enum { ARGUMENT, INTEGER, FLOAT, ADDRESS, SIZE, STRIDE };
+/* index: of the chain's argument. value: a constant, or a dimension. */
+typedef struct { uint8_t kind; uint8_t index; int32_t value; } Source;
+/* when: the argument that must not be 0; -1: none. */
+typedef struct { Stage stage; const Source* sources; int16_t count; int16_t when; } Step;
+typedef struct { const char* name; const Step* steps; int32_t count; int32_t num_arguments; } Chain;
+
+static int refuse(const Chain* chain, const char* what, int32_t number) {
+  char message[512];
+  snprintf(message, sizeof message, "%s: %s %d", chain->name, what, (int)number);
+  TVMFFIErrorSetRaisedFromCStr("TypeError", message);
+  return -1;
+}
+
+static const DLTensor* tensor_in(const TVMFFIAny* value) {
+  if (value->type_index == kTVMFFIDLTensorPtr) return (const DLTensor*)value->v_ptr;
+  if (value->type_index == kTVMFFITensor) return (const DLTensor*)((const char*)value->v_obj + sizeof(TVMFFIObject));
+  return NULL;
+}
+
+static int64_t stride_of(const DLTensor* tensor, int32_t dim) {
+  if (tensor->strides != NULL) return tensor->strides[dim];
+  int64_t stride = 1;
+  for (int32_t i = tensor->ndim - 1; i > dim; i--) stride *= tensor->shape[i];
+  return stride;
+}
+
+static int take(const Chain* chain, const TVMFFIAny* arguments, const Source* source, TVMFFIAny* value) {
+  if (source->kind == ARGUMENT) {
+    *value = arguments[source->index];
+    return 0;
+  }
+  value->zero_padding = 0;
+  if (source->kind == FLOAT) {
+    value->type_index = kTVMFFIFloat;
+    value->v_float64 = source->value;
+    return 0;
+  }
+  value->type_index = kTVMFFIInt;
+  if (source->kind == INTEGER) {
+    value->v_int64 = source->value;
+    return 0;
+  }
+  const DLTensor* tensor = tensor_in(&arguments[source->index]);
+  if (tensor == NULL || (source->kind != ADDRESS && source->value >= tensor->ndim))
+    return refuse(chain, "a tensor is wanted as argument", source->index);
+  if (source->kind == ADDRESS)
+    value->v_int64 = (int64_t)((const char*)tensor->data + tensor->byte_offset);
+  else
+    value->v_int64 = source->kind == SIZE ? tensor->shape[source->value] : stride_of(tensor, source->value);
+  return 0;
+}
+
+static int run(const Chain* chain, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {
+  if (count != chain->num_arguments) return refuse(chain, "other number of arguments than", chain->num_arguments);
+  for (int32_t i = 0; i < chain->count; i++) {
+    const Step* step = &chain->steps[i];
+    if (step->when >= 0 && arguments[step->when].v_int64 == 0) continue;
+    TVMFFIAny values[MOST];
+    for (int32_t j = 0; j < step->count; j++)
+      if (take(chain, arguments, &step->sources[j], &values[j]) != 0) return -1;
+    if (step->stage(NULL, values, step->count, result) != 0) return -1;
+  }
+  return 0;
+}
+"""
+
+
+def _symbol(name: str) -> str:
+    """As TVM-FFI calls an exported function."""
+    return f"__tvm_ffi_{name}"
+
+
+def _source(names: Sequence[str], argument: Argument, source: Source) -> str:
+    if isinstance(source, str):
+        return f"{{ARGUMENT, {names.index(source)}, 0}}"
+    if isinstance(source, Of):
+        return f"{{{source.what.upper()}, {names.index(source.tensor)}, {source.dim}}}"
+    return f"{{{'FLOAT' if argument.kind == FLOAT32 else 'INTEGER'}, 0, {source}}}"
+
+
+def _sources(names: Sequence[str], step: Step) -> str:
+    signature = signature_of(step.stage)
+    given = signature.ordered(dict(step.sources), lambda zero: 0)
+    return ", ".join(_source(names, *pair) for pair in zip(signature.arguments, given, strict=True))
+
+
+def _chain(name: str, chain: Chain) -> str:
+    """The tables and the function of one chain."""
+    names = chain.signature.names
+    lines, steps = [], []
+    for number, step in enumerate(chain.steps):
+        lines.append(f"static const Source {name}_{number}[] = {{{_sources(names, step)}}};")
+        when = names.index(step.when) if step.when else -1
+        count = len(signature_of(step.stage).arguments)
+        steps.append(f"{{{_symbol(step.stage.name)}, {name}_{number}, {count}, {when}}}")
+    return "\n".join(
+        [
+            *lines,
+            f"static const Step {name}_steps[] = {{{', '.join(steps)}}};",
+            f'static const Chain {name} = {{"{name}", {name}_steps, {len(steps)}, {len(names)}}};',
+            f"EXPORT int {_symbol(name)}(void* self, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {{",
+            "  (void)self;",
+            f"  return run(&{name}, arguments, count, result);",
+            "}",
+        ]
+    )
+
+
+def text_of(specs: Iterable[Spec]) -> str:
+    """C of the chains among `specs`, in the order of their names; empty where there is none."""
+    chains = {spec.name: chain for spec in specs if (chain := chain_of(spec))}
+    if not chains:
+        return ""
+    stages = {step.stage.name: signature_of(step.stage) for chain in chains.values() for step in chain.steps}
+    most = max(len(signature.arguments) for signature in stages.values())
+    declared = [f"int {_symbol(name)}(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);" for name in sorted(stages)]
+    functions = [_chain(name, chain) for name, chain in sorted(chains.items())]
+    return "\n".join([f"#define MOST {most}", _RUN, *declared, "", *functions, ""])
+
+
+def compile_chains(specs: Iterable[Spec], folder: Path) -> list[Path]:
+    """The object of the chains among `specs`, in `folder`; nothing where there is none.
+
+    Raises:
+        CompileError: the C compiler failed; the message carries what it said.
+        ToolchainError: there is no C compiler, or TVM-FFI is not installed.
+    """
+    text = text_of(specs)
+    if not text:
+        return []
+    source = folder / FILE
+    source.write_text(text)
+    # By a relative name: none of the build's folders gets into the object.
+    command = [*toolchain.c_compiler(), *_FLAGS, f"-I{toolchain.tvm_ffi_headers()}", "-c", FILE, "-o", "chains.o"]
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, errors="backslashreplace", env=environment
+    )
+    if done.returncode:
+        raise CompileError(f"compiling {FILE} failed:\n{done.stderr.strip()}")
+    return [folder / "chains.o"]
