@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from .signatures import ADDRESS, MHC, TENSOR, Argument, Signature, signature_of
+from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, signature_of
 from .specs import (
     DgluSpec,
     GroupedDgluSpec,
@@ -54,7 +54,7 @@ class Chain:
 
     @functools.cached_property
     def signature(self) -> Signature:
-        """Tensors first, then numbers, in the order in which steps use them. An argument that a step needs is needed."""
+        """Kind by kind, in the order in which steps use them. An argument that a step needs is needed."""
         found: dict[str, Argument] = {}
         for step in self.steps:
             stage = signature_of(step.stage)
@@ -67,7 +67,7 @@ class Chain:
                     found[source] = Argument(source, taken.kind, optional)
             if step.when:
                 found[step.when] = Argument(step.when, ADDRESS, True)
-        return Signature(tuple(sorted(found.values(), key=lambda argument: argument.kind != TENSOR)))
+        return Signature(tuple(sorted(found.values(), key=lambda argument: KINDS.index(argument.kind))))
 
 
 def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
@@ -164,9 +164,7 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
     same = " ".join(name for name in MHC["project"].names if name != "h_res")
     return (
         _step(stages["project"], same, h_res="logits"),
-        _step(
-            stages["sinkhorn"], "logits iters stream", out="h_res", forms=0, matrices="tokens", eps="sinkhorn_eps"
-        ),
+        _step(stages["sinkhorn"], "logits iters stream", out="h_res", forms=0, matrices="tokens", eps="sinkhorn_eps"),
         _step(stages["aggregate"], "x h_pre out tokens width stream", forms=0),
     )
 

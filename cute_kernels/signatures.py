@@ -1,8 +1,8 @@
 """What every exported function takes, by name. No other place knows an order.
 
-An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data here, and
-who calls it (the front, the tuner, perf, chains, tests) packs arguments by name; the compiler's stand-ins and those of a
-call that only loads kernels are made from the same data.
+An exported function is positional: TVM-FFI passes tensors, numbers and addresses. Its signature is plain data here,
+and who calls it (the front, the tuner, perf, chains, tests) packs arguments by name; the compiler's stand-ins and those
+of a call that only loads kernels are made from the same data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .specs import (
-    DECODED,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -26,6 +25,7 @@ from .specs import (
 )
 
 TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM = "tensor", "address", "int32", "int64", "float32", "stream"
+KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
 _Value = TypeVar("_Value")
 
 E4M3 = "float8_e4m3fn"

@@ -16,9 +16,9 @@ from .specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
-    SpecError,
     TailSpec,
 )
+from .tiles import SpecError
 
 FOLDERS = {"sm_90a": "sm90"}
 _TRACER = "cute_kernels.tracing"
@@ -43,7 +43,7 @@ def _gemm(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> str:
 
 
 def host_of(spec: Spec) -> str:
-    """ "module:class" of a stage: a callable that launches its kernel, made of its spec. Raises SpecError of a chain."""
+    """The "module:class" of a stage's launch, a callable made of its spec. Raises SpecError of a chain."""
     if isinstance(spec, (GroupedMmSpec, GroupedGluSpec, DgluSpec)):
         place = _gemm(spec)
     elif isinstance(spec, MhcSpec):

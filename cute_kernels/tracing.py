@@ -1,7 +1,7 @@
 """From a stage's spec to what the compiler needs: a host function and stand-ins for its arguments.
 
-Stand-ins have run-time shapes. Of tensors TVM-FFI checks dtype, rank, strides, alignment, equal dimensions and device at
-each call; everything optional or of varying type is an address, 0 where absent.
+Stand-ins have run-time shapes. Of tensors TVM-FFI checks dtype, rank, strides, alignment, equal dimensions and device
+at each call; everything optional or of varying type is an address, 0 where absent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from .signatures import (
     Signature,
     signature_of,
 )
-from .specs import MhcSpec, Spec, SpecError
+from .specs import MhcSpec, Spec
 from .stages import host_of
+from .tiles import SpecError
 
 DTYPES = {
     "bfloat16": cutlass.BFloat16,

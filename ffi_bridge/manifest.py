@@ -138,7 +138,9 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "size": _count,
     "versions": _object(_NAME, lambda version: version is None or _VERSION(version)),
     "sources": _object(_NAME, _HASH),
-    "functions": _object(_SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL), stages=_list(_SYMBOL))),
+    "functions": _object(
+        _SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL), stages=_list(_SYMBOL))
+    ),
 }
 
 
@@ -216,9 +218,7 @@ def read(folder: Path) -> Manifest:
         if not fits(data[name]):
             _damaged(path, f"has {name} of another form than a manifest's: {_shown(data[name])}")
     functions = {
-        name: Function(
-            entry["spec"], tuple(map(KernelResources.from_dict, entry["kernels"])), tuple(entry["stages"])
-        )
+        name: Function(entry["spec"], tuple(map(KernelResources.from_dict, entry["kernels"])), tuple(entry["stages"]))
         for name, entry in data["functions"].items()
     }
     return Manifest(**{**{name: data[name] for name in _FIELDS}, "functions": functions})

@@ -91,7 +91,8 @@ def budgets(spec: Spec) -> tuple[Budget, ...]:
     if isinstance(spec, GroupedMlpSpec):
         return *budgets(spec.fc1), *budgets(spec.fc2)
     if isinstance(spec, GroupedDgluSpec):
-        return _budget(spec.tile, dglu_slots(spec.gated) * SLOT_BYTES), _of_rows(spec.dgrad)
+        dgrad = (_of_rows(spec.dgrad),) if spec.dgrad else ()
+        return _budget(spec.tile, dglu_slots(spec.gated) * SLOT_BYTES), *dgrad
     if isinstance(spec, (GroupedMmSpec, GroupedGluSpec)):
         return (_of_rows(spec.tile),)
     if isinstance(spec, GroupedWgradSpec):

@@ -91,7 +91,7 @@ class PersistentGemm(Invariant):
         self, operands: Operands, stores: tuple, inputs: tuple, groups: sched.Groups, grid: sched.TileGrid,
         num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
-        """Launch on `stream`; early, by programmatic launch, behind the kernels of the same call: `position` of them."""
+        """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before."""
         self._name_kernel()
         self.kernel(operands, stores, inputs, groups, grid).launch(
             grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),

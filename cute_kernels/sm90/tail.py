@@ -47,9 +47,7 @@ class BackwardTail(Invariant):
         self.dtype = dtype
 
     @cute.jit
-    def launch(
-        self, matrix: Rows, sums: RowSums, groups: sched.Groups, num_sms: Int32, stream: cuda.CUstream
-    ):
+    def launch(self, matrix: Rows, sums: RowSums, groups: sched.Groups, num_sms: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(matrix, sums, groups).launch(
             grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True

@@ -22,6 +22,7 @@ from cute_kernels.specs import (
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
+    TailSpec,
 )
 from cute_kernels.tiles import TileConfig
 
@@ -38,9 +39,10 @@ class Problem:
     """What the host knows of a call. Widths are in elements; `intermediate` is I, 0 where there is none.
 
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
-    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; grouped_dglu: dy [T, in_features] ->
-    [T, intermediate]; grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features];
-    quantize_mxfp8: x [T, in_features] along `axis`, `rounded` to values or as elements and scales.
+    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features], x in MXFP8 where it is `quantized`;
+    grouped_dglu: dy [T, in_features] -> [T, intermediate], and dx [T, out_features] where that is not 0;
+    grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
+    in_features] along `axis`, `rounded` to values or as elements and scales.
     `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2.
     """
 
@@ -58,6 +60,7 @@ class Problem:
     out_dtype: str = ""
     axis: str = ""
     rounded: bool = False
+    quantized: bool = False
     operands: str = "16bit"
     fc2_operands: str = "16bit"
 
@@ -107,12 +110,13 @@ def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
     fc2 = replace(problem, operands=problem.fc2_operands)
-    return GroupedMlpSpec(_glu(problem, tile, arch), _mm(fc2, tile, arch))
+    return GroupedMlpSpec(_glu(problem, tile, arch), _mm(fc2, tile, arch), problem.quantized)
 
 
 def _dglu(problem: Problem, tile: TileConfig, arch: str) -> GroupedDgluSpec:
     # One tile for all numbers of rows, in the data gradient that follows and, but for MXFP8, here.
-    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, tile, arch, problem.operands)
+    dgrad = tile if problem.out_features else None
+    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, dgrad, arch, problem.operands)
 
 
 def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:
@@ -146,14 +150,14 @@ times as fast on a cool GPU (gpt-oss-120b); where neither pads anything, up to 1
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
-    if isinstance(spec, (FoldMxfp8Spec, MhcSpec, QuantizeMxfp8Spec)):
+    if isinstance(spec, (FoldMxfp8Spec, MhcSpec, QuantizeMxfp8Spec, TailSpec)):
         return spec
     if isinstance(spec, GroupedMlpSpec):
-        return GroupedMlpSpec(form(spec.fc1), form(spec.fc2))  # type: ignore[arg-type]
+        return replace(spec, fc1=form(spec.fc1), fc2=form(spec.fc2))  # type: ignore[arg-type]
     schedule = "swapped" if spec.tile.swapped else "cooperative"
     any_tile = TileConfig(k=spec.tile.k, schedule=schedule)  # depth and schedule are those of the operands
     if isinstance(spec, GroupedDgluSpec):
-        return replace(spec, tile=any_tile, dgrad=any_tile)
+        return replace(spec, tile=any_tile, dgrad=any_tile if spec.dgrad else None)
     return replace(spec, tile=any_tile)
 
 

@@ -6,23 +6,10 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import ffi_bridge
-from cute_kernels.specs import (
-    DECODED,
-    FoldMxfp8Spec,
-    GroupedDgluSpec,
-    GroupedGluSpec,
-    GroupedMlpSpec,
-    GroupedMmSpec,
-    GroupedWgradSpec,
-    MhcSpec,
-    QuantizeMxfp8Spec,
-    Spec,
-    from_dict,
-    operands_of,
-)
+from cute_kernels.signatures import TENSOR, Argument, signature_of
+from cute_kernels.specs import Spec, from_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleError
 
@@ -164,73 +151,19 @@ def forget_choices() -> None:
 
 
 DUMMY_SIZE = 64
-"""Every dimension of the matrices below: what all layouts and alignments divide."""
+"""Every size but that of rows, of which there are none: what all layouts and alignments divide."""
 
 
-def _dummy_arguments(spec: Spec, device: torch.device) -> list[Any]:
-    """Arguments of the right types for a call that launches nothing."""
-    if isinstance(spec, MhcSpec):
-        wanted = spec.arguments
-        return [*[0] * len(wanted.addresses + wanted.integers), *[0.0] * len(wanted.floats), 0, 0]
-    dtype = getattr(torch, spec.dtype)
-    matrix = torch.empty(DUMMY_SIZE, DUMMY_SIZE, dtype=dtype, device=device)
-    weight = matrix[None]
-    groups, addresses, params, launch = [0, 0, 1, 0], [0, 0, 0], [0.0, 0.0, 0.0], [1, 0]
-    if isinstance(spec, QuantizeMxfp8Spec):
-        if spec.rounded:
-            return [matrix, matrix, 0, 1, 0]
-        return [matrix, *[0] * 5, *[0] * 4]
-    if isinstance(spec, FoldMxfp8Spec):
-        data = matrix.to(torch.float8_e4m3fn)
-        return [matrix, data, 0, 0] if spec.axis == "row" else [weight, data[None], 0, 0]
-    if operands_of(spec) == "mxfp8":
-        return _dummy_mxfp8_arguments(spec, matrix)
-    if operands_of(spec) in DECODED:
-        return _dummy_decoded_arguments(spec, matrix)
-    if isinstance(spec, GroupedMmSpec):
-        return [matrix, weight, matrix, *groups, *addresses, 0, *launch]
-    if isinstance(spec, GroupedWgradSpec):
-        return [matrix, matrix, weight.to(getattr(torch, spec.out_dtype)), *groups, *addresses, *launch]
-    if isinstance(spec, GroupedDgluSpec):
-        h = matrix.repeat(1, 2 if spec.gated else 1)
-        return [matrix, weight, h, h, matrix, weight, matrix, *groups, *[0] * 5, *params, *launch]
-    glu = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
-    w1 = weight.repeat(1, 2 if glu.gated else 1, 1)
-    if isinstance(spec, GroupedMlpSpec):
-        tensors = [matrix, w1, weight, matrix, matrix]
-        return [*tensors, *groups, *addresses, *addresses, 0, *params, *launch]
-    if spec.save_preact:
-        tensors = [matrix, w1, matrix, matrix.new_empty(DUMMY_SIZE, w1.shape[1]), weight, matrix]
-        return [*tensors, *groups, *addresses, *addresses, 0, *params, *launch]
-    return [matrix, w1, matrix, *groups, *addresses, 0, *params, *launch]
+def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
+    """Arguments of the right types for a call of a stage that has no rows, and so launches nothing."""
 
+    def dummy(argument: Argument) -> Any:
+        if argument.kind != TENSOR:
+            return argument.absent
+        sizes = [0 if size == "T" else DUMMY_SIZE for size in argument.shape]
+        return torch.empty(sizes, dtype=getattr(torch, argument.dtype), device=device)
 
-def _dummy_mxfp8_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
-    data = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    weight, groups, params, launch = data[None], [0, 0, 1, 0], [0.0, 0.0, 0.0], [1, 0]
-    if isinstance(spec, GroupedMmSpec):
-        return [data, weight, matrix, *groups, *[0] * 5, *launch]
-    assert isinstance(spec, (GroupedMlpSpec, GroupedGluSpec, GroupedDgluSpec))
-    gated = (spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec).gated
-    wide = torch.empty(DUMMY_SIZE, DUMMY_SIZE * (2 if gated else 1), dtype=matrix.dtype, device=matrix.device)
-    wide8 = wide.to(data.dtype)
-    if isinstance(spec, GroupedDgluSpec):
-        tensors = [matrix, weight, wide, wide, matrix, wide8[None], matrix, data, wide8]
-        return [*tensors, *groups, *[0] * 7, *params, *launch]
-    preact = [wide] if isinstance(spec, GroupedGluSpec) else []
-    tensors = [matrix, wide8.T.contiguous()[None], weight, data, data, *preact, matrix]
-    return [*tensors, *groups, *[0] * 9, *params, *launch]
-
-
-def _dummy_decoded_arguments(spec: Spec, matrix: Tensor) -> list[Any]:
-    weight = torch.empty(1, *matrix.shape, dtype=torch.float8_e4m3fn, device=matrix.device)
-    groups, params, launch = [0, 0, 1, 0], [0.0, 0.0, 0.0], [1, 0]
-    if isinstance(spec, GroupedMmSpec):
-        return [matrix, weight, matrix, *groups, *[0] * 4, *launch]
-    assert isinstance(spec, GroupedMlpSpec)
-    rows = DUMMY_SIZE * (2 if spec.fc1.gated else 1)
-    w1 = torch.empty(1, rows, DUMMY_SIZE, dtype=weight.dtype, device=matrix.device)
-    return [matrix, w1, weight, matrix, matrix, *groups, *[0] * 7, *params, *launch]
+    return tuple(map(dummy, signature_of(spec).arguments))
 
 
 def preload(device: torch.device | str | int | None = None) -> int:

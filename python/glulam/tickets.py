@@ -21,8 +21,8 @@ from torch import Tensor
 from . import device as gpus
 from .workspace import make_room
 
-NUM_COUNTERS = 2
-"""Of a call: its second kernel may begin before the first has ended."""
+NUM_COUNTERS = 4
+"""Of a call, one for each of its kernels: the next may begin before one has ended."""
 SET_BYTES = NUM_COUNTERS * torch.int32.itemsize
 MAX_GRAPH_SETS = 8192
 """Streams of captures that have counters, on one device in all of a process's life."""

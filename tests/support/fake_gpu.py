@@ -1,8 +1,9 @@
 """A GPU played by the CPU: the whole host path runs on CPU tensors, up to functions that interpret their arguments.
 
 `install` makes CPU tensors go to the "kernels". A function takes exactly what the compiled one takes: tensors, bare
-addresses, numbers. It checks what TVM-FFI checks, reads group sizes, tables, biases and scales out of memory by
-address, and computes with the oracle's formulas in float64. So a wrong order, form, table or address is a wrong result.
+addresses, numbers, bound to names by its signature. It checks what TVM-FFI checks, reads group sizes, tables, biases and
+scales out of memory by address, and computes with the oracle's formulas in float64. So a wrong order, form, table or
+address is a wrong result. A chain runs the stages that a compiled one runs, by the same data.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.chains import Of, Step, chain_of
+from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signature, signature_of
 from cute_kernels.specs import (
+    DgluSpec,
     FoldMxfp8Spec,
-    GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
+    TailSpec,
     draws_tickets,
 )
 from glulam import device, experts, groups, kernels, tickets
@@ -47,29 +53,6 @@ def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
 
 def _read(address: int, count: int, dtype: torch.dtype) -> Tensor:
     return _memory(address, count, dtype).clone()
-
-
-def _check_tensors(spec_dtype: str, tensors: list[Tensor]) -> None:
-    """What a compiled function checks of the tensors that it takes."""
-    for tensor in tensors:
-        if tensor.dtype != getattr(torch, spec_dtype) or tensor.device.type != "cpu":
-            raise TypeError("mismatched dtype or device")
-        if tensor.data_ptr() % 16 or tensor.stride(-1) != 1 or any(s % 8 for s in tensor.stride()[:-1]):
-            raise ValueError("misaligned tensor")
-        if any(size % 8 for size in tensor.shape[1:]):
-            raise ValueError("dimension is not divisible by 8")
-
-
-def _check_counters(spec: Spec, address: int) -> None:
-    """What kernels that draw tickets are given, if anything: memory of zeros."""
-    if draws_tickets(spec) and address:
-        assert not _memory(address, tickets.NUM_COUNTERS, torch.int32).any()
-
-
-def _equal(*sizes: int) -> int:
-    if len(set(sizes)) != 1:
-        raise ValueError(f"mismatched dimensions {sizes}")
-    return sizes[0]
 
 
 def _ends(address: int, form: int, count: int, rows: int) -> list[int]:
@@ -107,247 +90,247 @@ def _store(out: Tensor, result: Tensor, ends: list[int]) -> None:
     out[:rows] = result[:rows].to(out.dtype)
 
 
-def _mm(spec: GroupedMmSpec) -> Callable[..., None]:
-    if spec.operands != "16bit":
-        from . import fake_mxfp8  # which is made of what is here
-
-        return fake_mxfp8.mm(spec) if spec.operands == "mxfp8" else fake_mxfp8.decoded_mm(spec)
-
-    def run(x: Tensor, w: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int, table: int, bias: int,
-            bias_table: int, scale: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
-        _check_tensors(spec.dtype, [x, w, y])
-        contracted, width = (1, 2) if spec.transpose_w else (2, 1)
-        rows = _equal(x.shape[0], y.shape[0])
-        _equal(x.shape[1], w.shape[contracted])
-        _equal(y.shape[1], w.shape[width])
-        assert num_sms == SM_COUNT
-        if do_launch and rows:
-            _check_counters(spec, tickets)
-            ends = _ends(at, form, count, rows)
-            result = oracle.grouped_mm(
-                x, _weights(w, table, count), ends, bias=_biases(bias, bias_table, count, y.shape[1], x.dtype),
-                bias_scale=_scale(scale, rows), transpose_w=spec.transpose_w,
-            )  # fmt: skip
-            _store(y, result, ends)
-
-    return run
+def bound(signature: Signature, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments by name; raises TypeError for another number of them, or one of another kind."""
+    if len(values) != len(signature.arguments):
+        raise TypeError(f"takes {len(signature.arguments)} arguments, got {len(values)}")
+    for argument, value in zip(signature.arguments, values, strict=True):
+        kind = Tensor if argument.kind == TENSOR else float if argument.kind == FLOAT32 else int
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{argument.name} is a {type(value).__name__}, no {argument.kind}")
+    return dict(zip(signature.names, values, strict=True))
 
 
-def _fc1(spec: GroupedGluSpec) -> Callable[..., None]:
-    def run(tensors: tuple[Tensor, ...], at: int, form: int, count: int, tickets: int, table: int, bias: int,
-            bias_table: int, scale: int, limit: float, alpha: float, offset: float, num_sms: int,
-            do_launch: int) -> None:  # fmt: skip
-        x, w1, act, *preact = tensors
-        _check_tensors(spec.dtype, list(tensors))
-        rows = _equal(x.shape[0], act.shape[0])
-        _equal(x.shape[1], w1.shape[2])
-        _equal(w1.shape[1], act.shape[1] * (2 if spec.gated else 1), *(h.shape[1] for h in preact))
-        assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
-        if do_launch and rows:
-            _check_counters(spec, tickets)
-            ends = _ends(at, form, count, rows)
-            result, h = oracle.grouped_glu(
-                x, _weights(w1, table, count), ends, bias=_biases(bias, bias_table, count, w1.shape[1], x.dtype),
-                row_scale=_scale(scale, rows), form=(spec.activation, spec.glu_layout), params=(limit, alpha, offset),
-            )  # fmt: skip
-            _store(act, result, ends)
-            for out in preact:
-                _store(out, h, ends)
-
-    return run
+def _check_tensor(argument: Argument, tensor: Tensor) -> None:
+    if tensor.dtype != getattr(torch, argument.dtype) or tensor.device.type != "cpu":
+        raise TypeError(f"mismatched dtype or device of {argument.name}")
+    *outer, last = tensor.stride()
+    unpadded = tensor.dim() == 3 and outer[1] != tensor.shape[2] and tensor.shape[1] > 1
+    if tensor.data_ptr() % 16 or last != 1 or any(s * tensor.itemsize % 16 for s in outer) or unpadded:
+        raise ValueError(f"misaligned tensor {argument.name}")
+    if argument.packed and not tensor.is_contiguous():
+        raise ValueError(f"{argument.name} has padded rows")
 
 
-def _glu(spec: GroupedGluSpec) -> Callable[..., None]:
-    """Its functions differ: that of a spec with a preactivation goes on to FC2."""
+def _check_arguments(signature: Signature, named: dict[str, Any]) -> None:
+    """What a compiled stage checks: dtypes, strides, divisibility, and equal sizes by their names."""
+    divisors, sizes = dict(signature.divisors), {}
+    for argument in signature.arguments:
+        if argument.kind == TENSOR:
+            tensor = named[argument.name]
+            _check_tensor(argument, tensor)
+            for name, size in zip(argument.shape, tensor.shape, strict=True):
+                if size % divisors.get(name, 1 if name in "TE" else DIVISOR):
+                    raise ValueError(f"dimension {name} of {argument.name} is not divisible")
+                if name != "E" and sizes.setdefault(name, size) != size:
+                    raise ValueError(f"mismatched dimension {name} of {argument.name}")
+    assert named.get("num_sms", SM_COUNT) == SM_COUNT
+
+
+def _taken(step: Step, given: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a chain's step."""
+
+    def value(source: Any) -> Any:
+        if isinstance(source, Of):
+            tensor = given[source.tensor]
+            return tensor.data_ptr() if source.what == "address" else getattr(tensor, source.what)(source.dim)
+        return given[source] if isinstance(source, str) else source
+
+    return signature_of(step.stage).pack(**{name: value(source) for name, source in step.sources})
+
+
+def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
+    """The exported function of a spec; `check_only`: as far as its checks."""
+    signature, chain = signature_of(spec), chain_of(spec)
+
+    def stage(*values: Any) -> None:
+        named = bound(signature, values)
+        _check_arguments(signature, named)
+        first = next((named[a.name] for a in signature.arguments if a.kind == TENSOR), None)
+        if not check_only and (first is None or first.shape[0]):
+            _STAGES[type(spec)](spec, SimpleNamespace(**named))
+
+    def run(*values: Any) -> None:
+        named = bound(signature, values)
+        for step in chain.steps if chain else ():
+            if not step.when or named[step.when]:
+                exported(step.stage, check_only)(*_taken(step, named))
+
+    return run if chain else stage
+
+
+def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
+    """Group ends; and the counters of kernels that draw tickets must be zeros."""
+    if draws_tickets(spec) and c.tickets:
+        assert not _memory(c.tickets, tickets.NUM_COUNTERS, torch.int32).any()
+    return _ends(c.groups, c.group_form, c.num_groups, rows)
+
+
+def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
+    from . import fake_mxfp8  # which is made of what is here
+
+    if spec.operands == "16bit":
+        return _weights(c.w, c.w_table, c.num_groups)
+    read = fake_mxfp8.folded if spec.operands == "mxfp8" else fake_mxfp8.blocked
+    return read(c.w, c.w_scale)
+
+
+def _rows_of(spec: Spec, c: Any, used: int) -> Tensor:
+    from . import fake_mxfp8
+
     if spec.operands == "mxfp8":
-        from . import fake_mxfp8
+        return fake_mxfp8.Rows(c.x, c.x_scale).read(used)
+    if spec.operands == "mxfp8_exact":
+        fake_mxfp8.check_rounded(c.x[:used])
+    return c.x
 
-        return fake_mxfp8.glu_preact(spec)
+
+def _mm(spec: GroupedMmSpec, c: Any) -> None:
+    rows = c.x.shape[0]
+    ends = _sizes(spec, c, rows)
+    result = oracle.grouped_mm(
+        _rows_of(spec, c, ends[-1]), _weights_of(spec, c), ends,
+        bias=_biases(c.bias, c.bias_table, c.num_groups, c.y.shape[1], c.y.dtype),
+        bias_scale=_scale(c.scale, rows), transpose_w=spec.transpose_w,
+    )  # fmt: skip
+    _store(c.y, result, ends)
+
+
+def _glu(spec: GroupedGluSpec, c: Any) -> None:
+    from . import fake_mxfp8
+
+    rows = c.x.shape[0]
+    ends = _sizes(spec, c, rows)
+    act, h = oracle.grouped_glu(
+        _rows_of(spec, c, ends[-1]), _weights_of(spec, c), ends,
+        bias=_biases(c.bias, c.bias_table, c.num_groups, c.w.shape[1], getattr(torch, spec.dtype)),
+        row_scale=_scale(c.scale, rows), form=(spec.activation, spec.glu_layout), params=(c.limit, c.alpha, c.offset),
+    )  # fmt: skip
     if spec.save_preact:
-        return _glu_preact(spec)
-    fc1 = _fc1(spec)
-    return lambda x, w1, act, *rest: fc1((x, w1, act), *rest)
-
-
-def _glu_preact(spec: GroupedGluSpec) -> Callable[..., None]:
-    fc1, fc2 = _fc1(spec), _mm(GroupedMmSpec(spec.dtype, False, spec.tile, spec.arch))
-
-    def run(x: Tensor, w1: Tensor, act: Tensor, preact: Tensor, w2: Tensor, y: Tensor, at: int, form: int, count: int,
-            tickets: int, w1_table: int, b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int,
-            limit: float, alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
-        assert do_launch in (0, 1, 2)
-        _check_tensors(spec.dtype, [w2, y])
-        _equal(x.shape[0], y.shape[0])
-        groups, tail = (at, form, count, tickets), (num_sms, do_launch)
-        fc1((x, w1, act, preact), *groups, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
-        if do_launch > 1:
-            fc2(act, w2, y, *groups, w2_table, b2, b2_table, scale, *tail)
-
-    return run
-
-
-def _mlp(spec: GroupedMlpSpec) -> Callable[..., None]:
-    if spec.fc1.operands != "16bit":
-        from . import fake_mxfp8
-
-        return fake_mxfp8.mlp(spec)
-    fc1, fc2 = _glu(spec.fc1), _mm(spec.fc2)
-
-    def run(x: Tensor, w1: Tensor, w2: Tensor, mid: Tensor, y: Tensor, at: int, form: int, count: int, tickets: int,
-            w1_table: int, b1: int, b1_table: int, w2_table: int, b2: int, b2_table: int, scale: int, limit: float,
-            alpha: float, offset: float, num_sms: int, do_launch: int) -> None:  # fmt: skip
-        tail = (num_sms, do_launch)
-        fc1(x, w1, mid, at, form, count, tickets, w1_table, b1, b1_table, scale, limit, alpha, offset, *tail)
-        fc2(mid, w2, y, at, form, count, tickets, w2_table, b2, b2_table, scale, *tail)
-
-    return run
-
-
-def _dglu(spec: GroupedDgluSpec) -> Callable[..., None]:
+        _store(c.preact, h, ends)
     if spec.operands == "mxfp8":
-        from . import fake_mxfp8
-
-        return fake_mxfp8.dglu(spec)
-    dgrad = _mm(GroupedMmSpec(spec.dtype, True, spec.dgrad, spec.arch))
-
-    def run(dy: Tensor, w2: Tensor, preact: Tensor, dpreact: Tensor, act: Tensor, w1: Tensor, dx: Tensor, at: int,
-            form: int, count: int, tickets: int, w2_table: int, w1_table: int, scale: int, d_scale: int, partials: int,
-            limit: float, alpha: float, offset: float, num_sms: int,
-            do_launch: int) -> None:  # fmt: skip
-        assert do_launch in (0, 1, 2)
-        _check_tensors(spec.dtype, [dy, w2, preact, dpreact, act, w1, dx])
-        rows = _equal(dy.shape[0], preact.shape[0], dpreact.shape[0], act.shape[0], dx.shape[0])
-        width = _equal(w2.shape[2], act.shape[1])
-        _equal(dy.shape[1], w2.shape[1])
-        _equal(preact.shape[1], dpreact.shape[1], width * (2 if spec.gated else 1))
-        assert num_sms == SM_COUNT and all(type(p) is float for p in (limit, alpha, offset))
-        if not do_launch or not rows:
-            return
-        _check_counters(spec, tickets)
-        ends = _ends(at, form, count, rows)
-        with ThreadPoolExecutor(1) as thread:  # where autograd works although a dispatcher may be below it here
-            dh, m, ds = thread.submit(
-                oracle.grouped_dglu, dy, _weights(w2, w2_table, count), preact, ends, row_scale=_scale(scale, rows),
-                form=(spec.activation, spec.glu_layout), params=(limit, alpha, offset),
-            ).result()  # fmt: skip
-        _store(dpreact, dh, ends)
-        _store(act, m, ends)
-        if do_launch > 1:
-            dgrad(dpreact, w1, dx, at, form, count, tickets, w1_table, 0, 0, 0, num_sms, 1)
-            dx[ends[-1] :] = 0
-        _row_sums(spec, ds, ends[-1], width, d_scale, partials)
-
-    return run
+        mid = fake_mxfp8.Rows(c.act, c.act_scale)
+        mid.poison()
+        mid.write(act, ends[-1])
+    else:
+        _store(c.act, fake_mxfp8.rounded_rows(act) if spec.operands == "mxfp8_exact" else act, ends)
 
 
-def _row_sums(spec: GroupedDgluSpec, ds: Tensor, used: int, width: int, d_scale: int, partials: int) -> None:
-    """What a kernel does to the memory for d_row_scale, and writes there."""
-    if not d_scale:
-        return
-    rows = ds.shape[0]
-    _memory(partials, -(-width // spec.tile.n) * rows, torch.float32).fill_(torch.nan)
-    result = _memory(d_scale, rows, torch.float32)
-    result[:used] = ds[:used].float()
-    result[used:] = 0
+def _dglu(spec: DgluSpec, c: Any) -> None:
+    """Leaves d_row_scale where the parts of tiles go: the sum in the first part, zeros in the others."""
+    rows, width = c.act.shape
+    ends = _sizes(spec, c, rows)
+    weights = _weights_of(spec, c)
+    if spec.operands == "mxfp8":
+        weights = [one.mT for one in weights]
+    with ThreadPoolExecutor(1) as thread:  # where autograd works although a dispatcher may be below it here
+        dh, m, ds = thread.submit(
+            oracle.grouped_dglu, _rows_of(spec, c, ends[-1]), weights, c.preact, ends,
+            row_scale=_scale(c.scale, rows), form=(spec.activation, spec.glu_layout),
+            params=(c.limit, c.alpha, c.offset),
+        ).result()  # fmt: skip
+    _store(c.dpreact, dh, ends)
+    _store(c.act, m, ends)
+    if c.partials:
+        parts = _memory(c.partials, -(-width // spec.tile.n) * rows, torch.float32).view(-1, rows)
+        parts.fill_(torch.nan)
+        parts[:, : ends[-1]] = 0
+        parts[0, : ends[-1]] = ds[: ends[-1]].float()
 
 
-def _wgrad(spec: GroupedWgradSpec) -> Callable[..., None]:
-    def run(dy: Tensor, x: Tensor, dw: Tensor, at: int, form: int, count: int, tickets: int, dw_table: int, mask: int,
-            accumulate: int, num_sms: int, do_launch: int) -> None:  # fmt: skip
-        _check_tensors(spec.dtype, [dy, x])
-        _check_tensors(spec.out_dtype, [dw])
-        rows = _equal(dy.shape[0], x.shape[0])
-        n, k = _equal(dy.shape[1], dw.shape[1]), _equal(x.shape[1], dw.shape[2])
-        assert num_sms == SM_COUNT and accumulate in (0, 1)
-        if not do_launch or not rows:
-            return
-        ends = _ends(at, form, count, rows)
-        units = _read(dw_table, count, torch.int64).tolist() if dw_table else None
-        one = n * k * dw.element_size()
-        places = [dw.data_ptr() + (16 * units[e] if units else e * one) for e in range(count)]
-        adds = _read(mask, count, torch.bool).tolist() if mask else [bool(accumulate)] * count
-        for place, add, result in zip(places, adds, oracle.grouped_wgrad(dy, x, ends), strict=True):
-            memory = _memory(place, n * k, dw.dtype).view(n, k)
-            memory.copy_(memory + result.to(dw.dtype) if add else result.to(dw.dtype))
-
-    return run
+def _tail(spec: TailSpec, c: Any) -> None:
+    rows, width = c.act.shape
+    used = _ends(c.groups, c.group_form, c.num_groups, rows)[-1]
+    if c.dx:
+        for row in range(used, rows):
+            _memory(c.dx + row * c.dx_pitch * 2, c.dx_columns, getattr(torch, spec.dtype)).zero_()
+    if c.d_scale:
+        parts = _read(c.partials, -(-width // c.part_columns) * rows, torch.float32).view(-1, rows)
+        result = _memory(c.d_scale, rows, torch.float32)
+        result[:used] = parts[:, :used].sum(0)
+        result[used:] = 0
 
 
-def _quantize(spec: QuantizeMxfp8Spec) -> Callable[..., None]:
+def _wgrad(spec: GroupedWgradSpec, c: Any) -> None:
+    assert c.accumulate in (0, 1)
+    n, k = c.dy.shape[1], c.x.shape[1]
+    ends = _ends(c.groups, c.group_form, c.num_groups, c.x.shape[0])
+    units = _read(c.dw_table, c.num_groups, torch.int64).tolist() if c.dw_table else None
+    one = n * k * c.dw.element_size()
+    places = [c.dw.data_ptr() + (16 * units[e] if units else e * one) for e in range(c.num_groups)]
+    adds = _read(c.mask, c.num_groups, torch.bool).tolist() if c.mask else [bool(c.accumulate)] * c.num_groups
+    for place, add, result in zip(places, adds, oracle.grouped_wgrad(c.dy, c.x, ends), strict=True):
+        memory = _memory(place, n * k, c.dw.dtype).view(n, k)
+        memory.copy_(memory + result.to(c.dw.dtype) if add else result.to(c.dw.dtype))
+
+
+def _quantize(spec: QuantizeMxfp8Spec, c: Any) -> None:
+    from . import fake_mxfp8
+
+    ends = _ends(c.offs, groups.OFFS_INT32, c.num_groups, c.x.shape[0]) if c.offs else None
     if spec.rounded:
-        from . import fake_mxfp8
-
-        return fake_mxfp8.rounding(spec)
-
-    def run(x: Tensor, row_data: int, row_scale: int, col_data: int, col_scale: int, offs: int, count: int, wide: int,
-            swizzled: int, do_launch: int) -> None:  # fmt: skip
-        _check_tensors(spec.dtype, [x])
-        if x.shape[1] % 32:
-            raise ValueError("dimension is not divisible by 32")
-        if not do_launch or not x.shape[0]:
-            return
-        assert (bool(row_data), bool(col_data)) == (spec.axis != "col", spec.axis != "row")
-        ends = _ends(offs, groups.OFFS_INT32, count, x.shape[0]) if offs else None
-        for axis, data, scale in (("row", row_data, row_scale), ("col", col_data, col_scale)):
-            if data:
-                wanted = mxfp8.quantized(x, axis, 128 if wide else 32, ends, padded=spec.axis != "row")
-                mxfp8.store(wanted, _memory(data, x.numel(), torch.uint8), bool(swizzled),
-                            lambda size, at=scale: _memory(at, size, torch.uint8))  # fmt: skip
-
-    return run
+        used = ends[-1] if ends else c.x.shape[0]
+        c.out.fill_(torch.nan)
+        c.out[:used] = fake_mxfp8.rounded_rows(c.x[:used]).to(c.out.dtype)
+        return
+    assert (bool(c.row_data), bool(c.col_data)) == (spec.axis != "col", spec.axis != "row")
+    for axis, data, scale in (("row", c.row_data, c.row_scale), ("col", c.col_data, c.col_scale)):
+        if data:
+            wanted = mxfp8.quantized(c.x, axis, 128 if c.wide else 32, ends, padded=spec.axis != "row")
+            mxfp8.store(wanted, _memory(data, c.x.numel(), torch.uint8), bool(c.swizzled),
+                        lambda size, at=scale: _memory(at, size, torch.uint8))  # fmt: skip
 
 
-def _fold(spec: FoldMxfp8Spec) -> Callable[..., None]:
-    def run(w: Tensor, data: Tensor, scale: int, do_launch: int) -> None:
-        _check_tensors(spec.dtype, [w])
-        _check_tensors("float8_e4m3fn", [data])
-        assert w.is_contiguous() and data.is_contiguous() and not w.shape[-1] % 32 and not w.shape[-2] % 32
-        experts, out = (w[None], data[None]) if spec.axis == "row" else (w.mT, data)
-        assert out.shape == experts.shape and w.dim() == (2 if spec.axis == "row" else 3)
-        if do_launch:
-            scales = _memory(scale, out.shape[:2].numel(), torch.uint8).view(out.shape[:2])
-            for expert, its_data, its_scales in zip(experts, out, scales, strict=True):
-                values, its_scales[:] = mxfp8.folded_rows(expert.float())
-                its_data.view(torch.uint8)[:] = values
-
-    return run
+def _fold(spec: FoldMxfp8Spec, c: Any) -> None:
+    assert c.w.is_contiguous() and c.data.is_contiguous()
+    experts, out = (c.w[None], c.data[None]) if spec.axis == "row" else (c.w.mT, c.data)
+    scales = _memory(c.scale, out.shape[:2].numel(), torch.uint8).view(out.shape[:2])
+    for expert, its_data, its_scales in zip(experts, out, scales, strict=True):
+        values, its_scales[:] = mxfp8.folded_rows(expert.float())
+        its_data.view(torch.uint8)[:] = values
 
 
-MAKERS: dict[str, Callable[[Any], Callable[..., None]]] = {
-    "grouped_mm": _mm,
-    "grouped_glu": _glu,
-    "grouped_mlp": _mlp,
-    "grouped_dglu": _dglu,
-    "grouped_wgrad": _wgrad,
-    "quantize_mxfp8": _quantize,
-    "fold_mxfp8": _fold,
-    "mhc": fake_mhc.make,
+_STAGES: dict[type, Callable[[Any, Any], None]] = {
+    GroupedMmSpec: _mm,
+    GroupedGluSpec: _glu,
+    DgluSpec: _dglu,
+    TailSpec: _tail,
+    GroupedWgradSpec: _wgrad,
+    QuantizeMxfp8Spec: _quantize,
+    FoldMxfp8Spec: _fold,
+    MhcSpec: fake_mhc.run,
 }
+
+
+def _work(spec: Spec) -> str:
+    """A call's kernels by the short names of their operators."""
+    if isinstance(spec, GroupedMlpSpec) and spec.fc1.save_preact:
+        return "glu, mm"
+    return spec.op.removeprefix("grouped_") + (", mm" if getattr(spec, "dgrad", None) else "")
 
 
 @dataclasses.dataclass
 class FakeGpu:
     """What the host path did: specs asked for, in order, and of every call that was not refused arguments and work.
 
-    `work`: the kernels launched, by the short names of their operators; "glu, mm" is one call with two launches.
+    `launches`: arguments by name. `work`: the short names of operators; "glu, mm" is one call with two launches.
     """
 
     specs: list[Spec] = dataclasses.field(default_factory=list)
-    launches: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    launches: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     work: list[str] = dataclasses.field(default_factory=list)
     stream: int = 0
     capturing: bool = False
 
     def find(self, spec: Spec) -> Kernel:
         self.specs.append(spec)
-        function = MAKERS[spec.op](spec)
+        check, run = exported(spec, check_only=True), exported(spec)
 
         def launch(*arguments: Any) -> None:
-            if spec.op != "mhc":
-                function(*arguments[:-1], 0)  # checks all arguments first, as a compiled function does
-            self.launches.append(arguments)
-            self.work.append(spec.op.removeprefix("grouped_") + (", mm" if arguments[-1] == 2 else ""))
-            function(*arguments)
+            check(*arguments)  # all arguments first, as a compiled function does
+            self.launches.append(bound(signature_of(spec), arguments))
+            self.work.append(_work(spec))
+            run(*arguments)
 
         return Kernel(launch, "shipped")
 

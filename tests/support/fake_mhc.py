@@ -1,7 +1,6 @@
 """The hyper-connection functions of a GPU played by the CPU: see `support.fake_gpu`.
 
-Each takes addresses and numbers in the order of the spec's arguments, reads memory by address and computes with the
-reference. Workspaces are filled with NaN over the length that the kernel would use.
+Each takes addresses and numbers by name, reads memory by address and computes with the reference. Workspaces are filled with NaN over the length that the kernel would use.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,12 +48,8 @@ def _write(places: list[Tensor | None], values: Any) -> None:
 class _Call:
     """One call's arguments by name, and its tensors."""
 
-    def __init__(self, spec: MhcSpec, values: tuple[Any, ...]) -> None:
-        names = (*spec.arguments.addresses, *spec.arguments.integers, *spec.arguments.floats)
-        *numbers, do_launch, stream = values
-        assert len(numbers) == len(names), f"{spec.kernel} takes {len(names)} arguments, got {len(numbers)}"
-        self.at = SimpleNamespace(**dict(zip(names, numbers, strict=True)))
-        assert all(type(v) is float for v in numbers[len(numbers) - len(spec.arguments.floats) :])
+    def __init__(self, spec: MhcSpec, at: Any) -> None:
+        self.at = at
         self.dtype, self.n = getattr(torch, spec.dtype), spec.n
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -141,17 +135,6 @@ def _project(c: _Call) -> None:
     _write([c.get(name, t, *shape, dtype=F32) for name, shape in places], made)
 
 
-def _pre(c: _Call) -> None:
-    t, n, w = c.at.tokens, c.n, c.at.width
-    _check_slices(c)
-    x = c.get("x", t, n, w)
-    h_pre, h_post, logits, stats = reference.project(x, *c.parameters(), c.at.eps)
-    h_res = reference.sinkhorn(logits, c.at.iters, c.at.sinkhorn_eps)
-    shapes_of = {"h_post": (n,), "h_res": (n, n), "h_pre": (n,), "logits": (n, n), "stats": (shapes.outputs(n) + 1,)}
-    places = [c.get("out", t, w), *(c.get(name, t, *shape, dtype=F32) for name, shape in shapes_of.items())]
-    _write(places, [reference.aggregate(x, h_pre), h_post, h_res, h_pre, logits, stats])
-
-
 def _project_backward(c: _Call) -> None:
     t, n, w, at = c.at.tokens, c.n, c.at.width, c.at
     rows = shapes.outputs(n)
@@ -181,16 +164,11 @@ KERNELS: dict[str, Callable[[_Call], None]] = {
     "post_mix_backward": _post_mix_backward,
     "project": _project,
     "project_backward": _project_backward,
-    "pre": _pre,
     "pre_backward": _project_backward,
 }
 
 
-def make(spec: MhcSpec) -> Callable[..., None]:
-    """The function of a spec."""
-
-    def run(*values: Any) -> None:
-        if values[-2]:
-            KERNELS[spec.kernel](_Call(spec, values))
-
-    return run
+def run(spec: MhcSpec, at: Any) -> None:
+    """A kernel on its arguments by name."""
+    if getattr(at, "tokens", 1):
+        KERNELS[spec.kernel](_Call(spec, at))

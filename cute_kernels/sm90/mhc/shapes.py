@@ -55,10 +55,10 @@ def slice_capacity(n: int, itemsize: int) -> int:
 
 
 class Slices(NamedTuple):
-    """How the projection cuts its columns: `slices` of `columns` each, for `groups` CTAs that share the tokens."""
+    """How the projection cuts its columns: slices of `slice_columns` each, for `groups` CTAs that share the tokens."""
 
     slices: int
-    columns: int
+    slice_columns: int
     groups: int
 
 
@@ -74,7 +74,7 @@ def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: in
     rounds = [-(-tiles // (choice.groups * PROJECT_WARPS)) for choice in choices]
     used = [c.slices * tiles / (turns * PROJECT_WARPS * num_sms) for c, turns in zip(choices, rounds, strict=True)]
     chosen = next((c for c, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])
-    return chosen._replace(slices=-(-columns // chosen.columns))
+    return chosen._replace(slices=-(-columns // chosen.slice_columns))
 
 
 def exact_ring(n: int) -> tuple[int, int]:

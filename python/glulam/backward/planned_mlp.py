@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedWgradSpec
+from cute_kernels.tiles import TileConfig
+
 from .. import device as gpus
 from .. import workspace
 from ..activations import ActivationParams
+from ..by_name import by_name
 from ..dispatch import Problem
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from ..ops.grouped_dglu import DGLU_ALONE, WITH_DGRAD, partials_layout
-from ..ops.grouped_glu import WITH_FC2
+from ..ops.grouped_dglu import partials_layout
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
@@ -60,10 +64,10 @@ SMALL_BYTES = workspace.GRANULE
 
 @dataclasses.dataclass(frozen=True)
 class MlpTrainingPlan(TrainingLaunch):
-    """The constants of a grouped_mlp's forward and backward; `function` is that of FC1 with its preactivation.
+    """The constants of a grouped_mlp's forward and backward; `function` is that of a forward that saves h.
 
     Attributes:
-        dglu, wgrad: the functions of backward.
+        dglu, wgrad: the functions of backward; the first makes x's gradient as well where x requires one.
         options: as the general path takes them.
         hidden, preact_width, inner, width: columns of x, h, the activation and the result.
     """
@@ -131,20 +135,22 @@ class In16BitsPlan(MlpTrainingPlan):
     act: workspace.Layout | None
     partials: workspace.Layout | None
 
+    @by_name(function=signature_of(GroupedMlpSpec(GroupedGluSpec(save_preact=True))))
     def forward(
         self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
         b2: Tensor | None, y: Tensor, preact: Tensor,
     ) -> None:  # fmt: skip
         act = x.new_empty(self.rows, self.inner) if self.act is None else workspace.take(self.act)
         tickets = self.tickets() if self.draws_tickets else 0
+        limit, alpha, offset = self.params
         self.function(
-            x, w1, act, preact, w2, y,
-            groups.data_ptr(), self.group_form, self.experts, tickets,
-            0, address(b1), 0, 0, address(b2), 0,
-            address(scale), *self.params,
-            self.sm_count, WITH_FC2,
+            x=x, w1=w1, mid=act, preact=preact, w2=w2, y=y,
+            groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            b1=address(b1), b2=address(b2), scale=address(scale), limit=limit, alpha=alpha, offset=offset,
+            num_sms=self.sm_count,
         )  # fmt: skip
 
+    @by_name(dglu=signature_of(GroupedDgluSpec()), with_dgrad=signature_of(GroupedDgluSpec(dgrad=TileConfig())))
     def data_gradients(
         self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
         results: DataGradients,
@@ -154,12 +160,22 @@ class In16BitsPlan(MlpTrainingPlan):
         if d_scale is not None and self.partials is not None:
             partials = workspace.take(self.partials)  # held until all is launched: a graph's own is freed with it
             d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
-        self.dglu(
-            dy, w2, preact, dpreact, act, w2 if w1 is None else w1, dy if dx is None else dx,
-            groups.data_ptr(), self.group_form, self.experts, self.tickets(),
-            0, 0, address(scale), d_scale_at, partials_at, *self.params,
-            self.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
-        )  # fmt: skip
+        limit, alpha, offset = self.params
+        dglu = with_dgrad = self.dglu
+        if dx is None:
+            dglu(
+                dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act,
+                groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts,
+                scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+                limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            )  # fmt: skip
+        else:
+            with_dgrad(
+                dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act, w1=w1, dx=dx,
+                groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=self.tickets(),
+                scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+                limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +228,7 @@ class PlannedMlp(torch.autograd.Function):
         return y if out is None else as_result(y)
 
     @staticmethod
+    @by_name(wgrad=signature_of(GroupedWgradSpec()))
     def backward(ctx: Any, dy: Tensor) -> Any:
         plan: MlpTrainingPlan = ctx.plan
         targets: Targets = ctx.targets
@@ -239,7 +256,10 @@ class PlannedMlp(torch.autograd.Function):
             dw1 = targets.weights["w1"](dpreact, x, by_groups)
         elif for_w1:
             dw1 = dy.new_empty(plan.experts, plan.preact_width, plan.hidden)
-            plan.wgrad(dpreact, x, dw1, groups_at, plan.group_form, plan.experts, 0, 0, 0, 0, plan.sm_count, 1)
+            plan.wgrad(
+                dy=dpreact, x=x, dw=dw1, groups=groups_at, group_form=plan.group_form, num_groups=plan.experts,
+                num_sms=plan.sm_count,
+            )  # fmt: skip
         if for_b1:
             db1 = grouped_bias_grad(dpreact, **by_groups)
         del dpreact
@@ -247,7 +267,10 @@ class PlannedMlp(torch.autograd.Function):
             dw2 = targets.weights["w2"](dy, act, by_groups)
         elif for_w2:
             dw2 = dy.new_empty(plan.experts, plan.width, plan.inner)
-            plan.wgrad(dy, act, dw2, groups_at, plan.group_form, plan.experts, 0, 0, 0, 0, plan.sm_count, 1)
+            plan.wgrad(
+                dy=dy, x=act, dw=dw2, groups=groups_at, group_form=plan.group_form, num_groups=plan.experts,
+                num_sms=plan.sm_count,
+            )  # fmt: skip
         if for_b2:
             db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         if b2 is not None and d_scale is not None:
@@ -280,7 +303,7 @@ def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
     problem = call.check()
     if not _is_planned(call, problem):
         return None
-    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    launch = call.launch(dataclasses.replace(problem, save_preact=True))
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
     return In16BitsPlan(
         **_fields(call, problem, launch),
@@ -294,11 +317,11 @@ def make_mxfp8_plan(call: Mxfp8MlpCall) -> MlpTrainingPlan | None:
     problem = call.check()
     if not _is_planned(call, problem) or any(w.dtype != call.x.dtype for w in (call.w1, call.w2)):  # type: ignore[union-attr]
         return None
-    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    launch = call.launch(dataclasses.replace(problem, save_preact=True))
     return Mxfp8TrainingPlan(
         **_fields(call, problem, launch),
         forward_memory=mxfp8.forward_layouts(problem, launch),
-        backward_memory=mxfp8.backward_layouts(_backward(problem), launch),
+        backward_memory=mxfp8.backward_layouts(_backward(call, problem), launch),
         trained=requires(call, "w1") or requires(call, "w2"),
     )
 
@@ -312,9 +335,10 @@ def _is_planned(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> bool:
     return True
 
 
-def _backward(problem: Problem) -> Problem:
-    """The gradients of h and the activation."""
-    return dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features)
+def _backward(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> Problem:
+    """The gradients of h and the activation, and of x where that requires one."""
+    hidden = problem.in_features if requires(call, "x") else 0
+    return dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features, out_features=hidden)
 
 
 def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
@@ -326,7 +350,7 @@ def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launc
         "extents": call.extents(NAMES),
         "needs": (False, False, *(requires(call, name) for name in NAMES)),
         "grouped_by": "offs" if call.splits is None else "splits",
-        "dglu": function_of(_backward(problem), launch.index),
+        "dglu": function_of(_backward(call, problem), launch.index),
         "wgrad": function_of(wgrad, launch.index),
         "options": mlp.options(call, ORDINARY),
         "hidden": problem.in_features,

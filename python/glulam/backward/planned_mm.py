@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec
+
 from .. import device as gpus
+from ..by_name import by_name
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
 from ..plan import address
@@ -31,6 +35,7 @@ from .planned import (
     save,
 )
 
+MM, WGRAD = signature_of(GroupedMmSpec()), signature_of(GroupedWgradSpec())
 NAMES = ("x", "w", "groups", "bias", "bias_scale")
 """The inputs of the function below that may be tensors, in order."""
 
@@ -79,6 +84,7 @@ class PlannedMm(torch.autograd.Function):
     """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
 
     @staticmethod
+    @by_name(function=MM)
     def forward(
         ctx: Any, plan: MmTrainingPlan, targets: Targets, x: Tensor, w: Tensor, groups: Tensor, bias: Tensor | None,
         scale: Tensor | None,
@@ -87,10 +93,9 @@ class PlannedMm(torch.autograd.Function):
         y = x.new_empty(plan.rows, plan.width) if out is None else out
         tickets = plan.tickets() if plan.draws_tickets else 0
         plan.function(
-            x, w, y,
-            groups.data_ptr(), plan.group_form, plan.experts, tickets,
-            0, address(bias), 0, address(scale),
-            plan.sm_count, 1,
+            x=x, w=w, y=y,
+            groups=groups.data_ptr(), group_form=plan.group_form, num_groups=plan.experts, tickets=tickets,
+            bias=address(bias), scale=address(scale), num_sms=plan.sm_count,
         )  # fmt: skip
         _, _, for_x, for_w, _, for_bias, _ = plan.needs
         ctx.plan, ctx.targets = plan, targets
@@ -98,6 +103,7 @@ class PlannedMm(torch.autograd.Function):
         return y if out is None else as_result(y)
 
     @staticmethod
+    @by_name(dgrad=MM, wgrad=WGRAD)
     def backward(ctx: Any, dy: Tensor) -> Any:
         plan: MmTrainingPlan = ctx.plan
         targets: Targets = ctx.targets
@@ -105,18 +111,24 @@ class PlannedMm(torch.autograd.Function):
         if not is_usual(dy) or not as_saved(ctx, saved) or not are_in_memory(dy, *saved):
             return _unusual_backward(plan, targets, saved, dy)
         _, _, for_x, for_w, _, for_bias, _ = plan.needs
-        by_groups, where = {plan.grouped_by: groups}, (groups.data_ptr(), plan.group_form, plan.experts)
+        by_groups, groups_at = {plan.grouped_by: groups}, groups.data_ptr()
         dx = dw = db = None
         if for_x:
             dx = targets.new_grad_input(dy, plan.contracted)
-            plan.dgrad(dy, w, dx, *where, plan.tickets(), 0, 0, 0, 0, plan.sm_count, 1)
+            plan.dgrad(
+                x=dy, w=w, y=dx, groups=groups_at, group_form=plan.group_form, num_groups=plan.experts,
+                tickets=plan.tickets(), num_sms=plan.sm_count,
+            )  # fmt: skip
         if for_w:
             left, right = (x, dy) if plan.transpose_w else (dy, x)
             if "w" in targets.weights:
                 dw = targets.weights["w"](left, right, by_groups)
             else:
                 dw = dy.new_empty(plan.w_shape)
-                plan.wgrad(left, right, dw, *where, 0, 0, 0, 0, plan.sm_count, 1)
+                plan.wgrad(
+                    dy=left, x=right, dw=dw, groups=groups_at, group_form=plan.group_form, num_groups=plan.experts,
+                    num_sms=plan.sm_count,
+                )  # fmt: skip
         if for_bias:
             db = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         return None, None, dx, dw, None, db, None

@@ -35,6 +35,10 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
     return AGGREGATE((x, h_pre), (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
 
 
+def _numbers(x: Tensor, h_pre: Tensor, tokens: int) -> dict[str, float]:
+    return {"forms": forms(h_pre), "tokens": tokens, "width": x.shape[-1]}
+
+
 class AggregateForward(Operator):
     op = kernel = "aggregate"
     inputs, outputs = ("x", "h_pre"), ("out",)
@@ -55,7 +59,7 @@ class AggregateForward(Operator):
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         x, h_pre = tensors
         tokens = h_pre.numel() // h_pre.shape[-1]
-        return Layout(x, self.kernel, x.shape[-2], (forms(h_pre), tokens, x.shape[-1]), work=tokens > 0)
+        return Layout(x, self.kernel, x.shape[-2], _numbers(x, h_pre, tokens), work=tokens > 0)
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
         return (Aggregate.apply(*tensors),)  # type: ignore[no-untyped-call]
@@ -80,7 +84,7 @@ class AggregateBackward(Operator):
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         _, x, h_pre = tensors
         tokens = h_pre.numel() // h_pre.shape[-1]
-        return Layout(x, self.kernel, x.shape[-2], (forms(h_pre), tokens, x.shape[-1]), work=tokens > 0)
+        return Layout(x, self.kernel, x.shape[-2], _numbers(x, h_pre, tokens), work=tokens > 0)
 
 
 AGGREGATE, AGGREGATE_BACKWARD = AggregateForward(), AggregateBackward()

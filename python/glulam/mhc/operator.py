@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
+from cute_kernels.signatures import ADDRESS, FLOAT32, INT32, Signature, signature_of
 from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
     Attributes:
         lead: the input that gives dtype and device.
         kernel, n: of the spec; its dtype is the lead's, or float32 for Sinkhorn's.
-        integers, floats: as `MHC_KERNELS` lists them, num_sms left out.
+        numbers: by the names of the kernel's signature, num_sms left out.
         work: whether there is any; without, nothing is launched.
         workspace: float32 elements of it; 0 where the kernel takes none.
     """
@@ -51,15 +52,17 @@ class Layout(NamedTuple):
     lead: Tensor
     kernel: str
     n: int
-    integers: tuple[int, ...]
-    floats: tuple[float, ...] = ()
+    numbers: dict[str, float]
     work: bool = True
     workspace: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of a call. `tail`: its numbers. `extents`, `out_extents`: bytes of each input and given output."""
+    """The constants of a call. `tail`: its numbers. `extents`, `out_extents`: bytes of each input and given output.
+
+    `in_order`: see `Operator.in_order`.
+    """
 
     op: str
     function: Callable[..., Any]
@@ -69,6 +72,7 @@ class Plan:
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
     apart: set[tuple[int, ...]] = field(default_factory=set, kw_only=True)
+    in_order: Callable[[list[int]], Any] | None
     takes_scratch: bool
     scratch: workspace.Layout | None
 
@@ -191,19 +195,26 @@ class Operator:
         gpu = gpus.gpu(index)
         layout = self.layout(tensors, options, gpu.sm_count)
         spec = self.spec(layout, gpu.arch)
-        more = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
-        size = layout.workspace
+        signature, size = signature_of(spec), layout.workspace
+        more = {"num_sms": gpu.sm_count} if "num_sms" in signature.names else {}
         return Plan(
             op=self.op,
             function=kernels.find(spec).function if layout.work else launch_nothing,
             index=index,
             only=gpus.is_only_one(),
-            tail=(*layout.integers, *more, *layout.floats, 1),
+            tail=tuple({**layout.numbers, **more}[a.name] for a in signature.arguments if a.kind in (INT32, FLOAT32)),
             extents=tuple(0 if t is None else extent(t) for t in tensors),
             out_extents=tuple(map(extent, out or ())),
-            takes_scratch="workspace" in spec.arguments.addresses,
+            in_order=self.in_order(signature),
+            takes_scratch="workspace" in signature.names,
             scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
         )
+
+    def in_order(self, signature: Signature) -> Callable[[list[int]], Any] | None:
+        """Puts the addresses of inputs, outputs and workspace in the order of the kernel; None where it is that."""
+        ours = [*self.inputs, *self.outputs, "workspace"]
+        wanted = [ours.index(argument.name) for argument in signature.arguments if argument.kind == ADDRESS]
+        return None if wanted == sorted(wanted) else itemgetter(*wanted)
 
     def launch(self, plan: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         if not plan.only and gpus.current() != plan.index:
@@ -224,7 +235,8 @@ class Operator:
         if plan.takes_scratch:
             scratch = None if plan.scratch is None else workspace.take(plan.scratch)
             addresses.append(0 if scratch is None else scratch.data_ptr())
-        plan.function(*addresses, *plan.tail, gpus.raw_stream(plan.index))
+        ordered = addresses if plan.in_order is None else plan.in_order(addresses)
+        plan.function(*ordered, *plan.tail, gpus.raw_stream(plan.index))
         return results
 
     def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:

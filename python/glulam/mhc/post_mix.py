@@ -52,6 +52,10 @@ def post_mix(
     return POST_MIX(tensors, (transpose_res,), None if out is None else (out,))[0]  # type: ignore[no-any-return]
 
 
+def _numbers(residual: Tensor, params: tuple[Tensor | None, ...], transpose: bool, tokens: int) -> dict[str, float]:
+    return {"forms": forms(*params), "transpose": int(transpose), "tokens": tokens, "width": residual.shape[-1]}
+
+
 class PostMixForward(Operator):
     op = kernel = "post_mix"
     inputs, outputs = ("residual", "h_res", "h_post", "x", "bias"), ("out",)
@@ -77,7 +81,7 @@ class PostMixForward(Operator):
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         residual, h_res, h_post, _, bias = tensors
         tokens, n = h_post.numel() // h_post.shape[-1], residual.shape[-2]
-        numbers = (forms(h_res, h_post, bias), int(options[0]), tokens, residual.shape[-1])
+        numbers = _numbers(residual, (h_res, h_post, bias), options[0], tokens)
         return Layout(residual, self.kernel, n, numbers, work=tokens > 0)
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
@@ -109,7 +113,7 @@ class PostMixBackward(Operator):
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         _, residual, h_res, h_post, _, bias = tensors
         tokens, n, width = h_post.numel() // h_post.shape[-1], residual.shape[-2], residual.shape[-1]
-        numbers = (forms(h_res, h_post, bias), int(options[0]), tokens, width)
+        numbers = _numbers(residual, (h_res, h_post, bias), options[0], tokens)
         partials = min(tokens, CTAS_PER_SM * sm_count) * width if options[-1] else 0
         return Layout(residual, self.kernel, n, numbers, work=tokens > 0, workspace=partials)
 

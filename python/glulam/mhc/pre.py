@@ -119,8 +119,12 @@ class PreForward(Operator):
         tokens = x.numel() // (n * width)
         cut = project_cut(x, weight, tokens, sm_count)
         return Layout(
-            x, self.kernel, n, (forms(weight, alpha, bias), tokens, width, *cut, iters),
-            (float(eps), float(sinkhorn_eps)), tokens > 0, shapes.project_workspace(n, cut.slices, tokens),
+            x, self.kernel, n,
+            {
+                "forms": forms(weight, alpha, bias), "tokens": tokens, "width": width, **cut._asdict(),
+                "iters": iters, "eps": float(eps), "sinkhorn_eps": float(sinkhorn_eps),
+            },
+            tokens > 0, shapes.project_workspace(n, cut.slices, tokens),
         )  # fmt: skip
 
 

@@ -162,8 +162,12 @@ class ProjectForward(Operator):
         tokens = x.numel() // (n * width)
         cut = project_cut(x, weight, tokens, sm_count)
         return Layout(
-            x, self.kernel, n, (forms(weight, alpha, bias), tokens, width, *cut), (float(options[0]),), tokens > 0,
-            shapes.project_workspace(n, cut.slices, tokens),
+            x, self.kernel, n,
+            {
+                "forms": forms(weight, alpha, bias), "tokens": tokens, "width": width, **cut._asdict(),
+                "eps": float(options[0]),
+            },
+            tokens > 0, shapes.project_workspace(n, cut.slices, tokens),
         )  # fmt: skip
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
@@ -216,8 +220,12 @@ class ProjectBackward(Operator):
         end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
         kernel = self.kernel if tensors[-2] is None else "pre_backward"
         return Layout(
-            x, kernel, n, (forms(weight, alpha, bias), tokens, width, ctas, parts), (float(options[0]),), tokens > 0,
-            end // 4,
+            x, kernel, n,
+            {
+                "forms": forms(weight, alpha, bias), "tokens": tokens, "width": width, "ctas": ctas, "parts": parts,
+                "eps": float(options[0]),
+            },
+            tokens > 0, end // 4,
         )  # fmt: skip
 
 

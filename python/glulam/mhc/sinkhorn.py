@@ -63,7 +63,8 @@ class _Normalising(Operator):
         logits, (iters, eps) = tensors[-1], options
         n = logits.shape[-1]
         matrices = logits.numel() // (n * n)
-        return Layout(logits, self.kernel, n, (forms(logits), matrices, iters), (float(eps),), matrices > 0)
+        numbers = {"forms": forms(logits), "matrices": matrices, "iters": iters, "eps": float(eps)}
+        return Layout(logits, self.kernel, n, numbers, matrices > 0)
 
 
 class SinkhornForward(_Normalising):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cute_kernels.signatures import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
 
 from .. import device as gpus
@@ -343,11 +344,12 @@ def _fold_by_kernel(w: Any, out: FoldedWeight) -> None:
         experts = [matrix.detach() for matrix in w]
         whole = [m if _is_readable(m) else m.clone(memory_format=torch.contiguous_format) for m in experts]
         pieces = [(m[None], d[None], s) for m, d, s in zip(whole, data, scale, strict=True)]
-    fold = kernels.find(FoldMxfp8Spec(str(pieces[0][0].dtype).removeprefix("torch."), out.axis, arch)).function
+    spec = FoldMxfp8Spec(str(pieces[0][0].dtype).removeprefix("torch."), out.axis, arch)
+    fold, pack = kernels.find(spec).function, signature_of(spec).pack
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
         for source, its_data, its_scale in pieces:
             matrices = (source, its_data) if out.axis == "col" else (source.flatten(0, 1), its_data.flatten(0, 1))
-            fold(*matrices, its_scale.data_ptr(), 1)
+            fold(*pack(w=matrices[0], data=matrices[1], scale=its_scale.data_ptr()))
 
 
 def _is_readable(w: Tensor) -> bool:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.specs import QUANTIZE_AXES
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import QUANTIZE_AXES, QuantizeMxfp8Spec
 
 from .. import device as gpus
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..plan import Launch, aligned_row
@@ -137,7 +139,7 @@ def new_results(x: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
 class QuantizeMxfp8Plan(Launch):
     """The constants of a quantize_mxfp8 call.
 
-    `places`: of each result among the four that a kernel knows.
+    `places`: of each result among data and scale by rows, then by columns.
     """
 
     shapes: Shapes
@@ -145,6 +147,7 @@ class QuantizeMxfp8Plan(Launch):
     wide: int
     swizzled: int
 
+    @by_name(function=signature_of(QuantizeMxfp8Spec()))
     def run(self, x: Tensor, offs: Tensor | None, out: list[Tensor] | None) -> tuple[Tensor, ...]:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
@@ -159,7 +162,11 @@ class QuantizeMxfp8Plan(Launch):
         addresses = [0, 0, 0, 0]
         for place, tensor in zip(self.places, results, strict=True):
             addresses[place] = tensor.data_ptr()
-        self.function(x, *addresses, offs_at, self.experts, self.wide, self.swizzled, 1)
+        row_data, row_scale, col_data, col_scale = addresses
+        self.function(
+            x=x, row_data=row_data, row_scale=row_scale, col_data=col_data, col_scale=col_scale,
+            offs=offs_at, num_groups=self.experts, wide=self.wide, swizzled=self.swizzled,
+        )  # fmt: skip
         return results
 
 

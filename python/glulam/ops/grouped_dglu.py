@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedDgluSpec
+
 from .. import device as gpus
 from .. import reference, workspace
 from ..activations import ActivationParams
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
@@ -35,7 +39,6 @@ from ..signature import (
     runs_kernels,
 )
 
-DGLU_ALONE, WITH_DGRAD = 1, 2
 """What its function launches."""
 
 PARTIAL_COLUMNS = 64
@@ -150,6 +153,7 @@ class GroupedDgluPlan(Launch):
     wants_d_scale: bool
     partials: workspace.Layout | None
 
+    @by_name(function=signature_of(GroupedDgluSpec()))
     def run(self, dy: Tensor, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None) -> GluGradients:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
@@ -171,11 +175,11 @@ class GroupedDgluPlan(Launch):
             d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
         limit, alpha, offset = self.params
         self.function(
-            dy, w2, preact, dpreact, act, w2, dy,  # the last two stand for w1 and dx, which are not touched
-            groups_at, self.group_form, self.experts, 0,
-            w2_table, 0, scale_at, d_scale_at, partials_at,
-            limit, alpha, offset,
-            self.sm_count, DGLU_ALONE,
+            dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act,
+            groups=groups_at, group_form=self.group_form, num_groups=self.experts,
+            w2_table=w2_table, scale=scale_at, d_scale=d_scale_at, partials=partials_at,
+            limit=limit, alpha=alpha, offset=offset,
+            num_sms=self.sm_count,
         )  # fmt: skip
         return GluGradients(dpreact, act, d_scale)
 

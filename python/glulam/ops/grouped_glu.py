@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedGluSpec
+
 from .. import device as gpus
 from .. import reference
 from ..activations import ActivationParams
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
@@ -36,7 +40,6 @@ from ..signature import (
     runs_kernels,
 )
 
-FC1_ALONE, WITH_FC2 = 1, 2
 """What a function that keeps the preactivation launches."""
 
 
@@ -130,6 +133,12 @@ class GroupedGluPlan(Launch):
     w1_listed: bool
     params: ActivationParams
 
+    @property
+    def saving(self) -> Callable[..., Any]:
+        """`function`, where it saves the preactivation."""
+        return self.function
+
+    @by_name(function=signature_of(GroupedGluSpec()), saving=signature_of(GroupedGluSpec(save_preact=True)))
     def run(self, x: Tensor, w1: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None) -> Any:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
@@ -149,18 +158,18 @@ class GroupedGluPlan(Launch):
         tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
-                x, w1, act,
-                groups_at, self.group_form, self.experts, tickets,
-                w1_table, bias_at, bias_table, scale_at, limit, alpha, offset,
-                self.sm_count, 1,
+                x=x, w=w1, act=act,
+                groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+                w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+                limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
             return out
         preact = x.new_empty(self.rows, self.preact_width)
-        self.function(
-            x, w1, act, preact, w1, x,  # the last two stand for w2 and y, which the first launch does not touch
-            groups_at, self.group_form, self.experts, tickets,
-            w1_table, bias_at, bias_table, 0, 0, 0, scale_at, limit, alpha, offset,
-            self.sm_count, FC1_ALONE,
+        self.saving(
+            x=x, w=w1, act=act, preact=preact,
+            groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+            limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
         return out, preact
 

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedMlpSpec
+
 from .. import device as gpus
 from .. import recipes, reference, workspace
 from ..activations import ActivationParams
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
@@ -170,6 +174,7 @@ class GroupedMlpPlan(Launch):
     w2_listed: bool
     params: ActivationParams
 
+    @by_name(function=signature_of(GroupedMlpSpec()))
     def run(
         self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None
     ) -> Tensor:
@@ -197,11 +202,11 @@ class GroupedMlpPlan(Launch):
         limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
-            x, w1, w2, workspace.take(self.mid), y,
-            groups_at, self.group_form, self.experts, tickets,
-            w1_table, b1_at, b1_table, w2_table, b2_at, b2_table,
-            scale_at, limit, alpha, offset,
-            self.sm_count, 1,
+            x=x, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
+            groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            w1_table=w1_table, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
+            scale=scale_at, limit=limit, alpha=alpha, offset=offset,
+            num_sms=self.sm_count,
         )  # fmt: skip
         return out
 

@@ -330,6 +330,7 @@ class Mxfp8MlpCall(Call):
             out_features=out_features,
             activation=self.activation,
             glu_layout=self.glu_layout,
+            quantized=self.x_scale is not None and recipe.operands == "mxfp8",
             operands=recipe.operands,
             fc2_operands=recipe.fc2_operands,
         )

@@ -13,14 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
+from cute_kernels.tiles import TileConfig
+
 from .. import device as gpus
 from .. import recipes, workspace
 from ..activations import ActivationParams
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import find
 from ..mxfp8 import mlp_reference, prepared
-from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
@@ -38,12 +42,12 @@ from ..signature import (
     intermediate_width,
     mismatch,
 )
-from .grouped_dglu import DGLU_ALONE, WITH_DGRAD, partials_layout
+from .grouped_dglu import partials_layout
 from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
-from .mxfp8_mlp_plans import QUANTISE, layouts_in_mxfp8
+from .mxfp8_mlp_plans import layouts_in_mxfp8
 
-STAND_IN_ROWS = 8
-"""Of a weight that a function takes and does not read."""
+_TILE = TileConfig(k=128)
+_FC1, _FC2 = GroupedGluSpec(save_preact=True, tile=_TILE, operands="mxfp8"), GroupedMmSpec(tile=_TILE, operands="mxfp8")
 
 
 class ForwardMemory(NamedTuple):
@@ -88,19 +92,22 @@ def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Pr
     return None if w1 is None else get(FOLDED_COLUMNS, w1, None, trained), get(FOLDED_COLUMNS, w2, None, trained)
 
 
+@by_name(function=signature_of(GroupedMlpSpec(_FC1, _FC2)))
 def launch_forward(
     launch: Launch, layouts: workspace.Layouts, params: ActivationParams, x: Tensor, weights: tuple[Prepared, Prepared],
     y: Tensor, preact: Tensor, groups_at: int, b1: Sequence[int], b2: Sequence[int], scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """y and preact. `b1`, `b2`: the first two of `plan.addresses`; `launch.function`: a grouped_glu's that keeps h."""
+    """y and preact. `b1`, `b2`: the first two of `plan.addresses`; `launch.function`: a grouped_mlp's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
     memory = ForwardMemory(*workspace.take_all(layouts))
     tickets = launch.tickets() if launch.draws_tickets else 0
+    (b1_at, b1_table), (b2_at, b2_table), (limit, alpha, offset) = b1, b2, params
     launch.function(
-        x, w1, w2, memory.x8, memory.mid8, preact, y,
-        groups_at, launch.group_form, launch.experts, tickets, memory.x_scales.data_ptr(),
-        memory.mid_scales.data_ptr(), w1_scale.data_ptr(), *b1, w2_scale.data_ptr(), *b2, address(scale), *params,
-        launch.sm_count, QUANTISE,
+        x=x, x8=memory.x8, x8_scale=memory.x_scales.data_ptr(), w1=w1, w1_scale=w1_scale.data_ptr(), w2=w2,
+        w2_scale=w2_scale.data_ptr(), mid=memory.mid8, mid_scale=memory.mid_scales.data_ptr(), preact=preact, y=y,
+        groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=tickets,
+        b1=b1_at, b1_table=b1_table, b2=b2_at, b2_table=b2_table,
+        scale=address(scale), limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,
     )  # fmt: skip
 
 
@@ -113,25 +120,40 @@ class DataGradients(NamedTuple):
     d_scale: Tensor | None
 
 
+@by_name(
+    dglu=signature_of(GroupedDgluSpec(tile=_TILE, operands="mxfp8")),
+    with_dgrad=signature_of(GroupedDgluSpec(tile=_TILE, dgrad=_TILE, operands="mxfp8")),
+)
 def launch_backward(
     launch: Launch, function: Callable[..., Any], layouts: workspace.Layouts,
     params: ActivationParams, dy: Tensor, w1: Prepared | None, w2: Prepared, preact: Tensor, results: DataGradients,
     groups_at: int, scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's."""
+    """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's,
+    with its data gradient where that is.
+    """
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
     sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials.data_ptr())
+    (d_scale_at, partials_at), (limit, alpha, offset) = sums, params
+    dglu = with_dgrad = function
     if w1 is None:
-        w1_data, w1_scale_at = dy.new_empty(1, STAND_IN_ROWS, dpreact.shape[1], dtype=DATA_DTYPE), 0
+        dglu(
+            dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales.data_ptr(), w2=w2.data, w2_scale=w2.scale.data_ptr(),
+            preact=preact, dpreact=dpreact, act=act,
+            groups=groups_at, group_form=launch.group_form, num_groups=launch.experts,
+            scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+            limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,
+        )  # fmt: skip
     else:
-        w1_data, w1_scale_at = w1.data, w1.scale.data_ptr()
-    function(
-        dy, w2.data, preact, dpreact, act, w1_data, dy if dx is None else dx, memory.dy8, memory.dpreact8,
-        groups_at, launch.group_form, launch.experts, launch.tickets(), memory.dy_scales.data_ptr(),
-        memory.dpreact_scales.data_ptr(), w2.scale.data_ptr(), w1_scale_at, address(scale), *sums, *params,
-        launch.sm_count, DGLU_ALONE if dx is None else WITH_DGRAD,
-    )  # fmt: skip
+        with_dgrad(
+            dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales.data_ptr(), w2=w2.data, w2_scale=w2.scale.data_ptr(),
+            preact=preact, dpreact=dpreact, act=act, dpreact8=memory.dpreact8,
+            dpreact8_scale=memory.dpreact_scales.data_ptr(), w1=w1.data, w1_scale=w1.scale.data_ptr(), dx=dx,
+            groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=launch.tickets(),
+            scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+            limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,
+        )  # fmt: skip
 
 
 def forward(
@@ -227,7 +249,7 @@ class ForwardCall(Mxfp8MlpCall):
         return returned if self.out is None else (self.out, returned)
 
     def check(self) -> Problem:
-        return dataclasses.replace(super().check(), op="grouped_glu", save_preact=True)
+        return dataclasses.replace(super().check(), save_preact=True)
 
     def results(self, problem: Problem) -> Any:
         out = super().results(problem) if self.out is None else self.out

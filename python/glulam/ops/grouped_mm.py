@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedMmSpec
+
 from .. import device as gpus
 from .. import reference
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
@@ -110,6 +114,7 @@ class GroupedMmPlan(Launch):
     width: int
     w_listed: bool
 
+    @by_name(function=signature_of(GroupedMmSpec()))
     def run(self, x: Tensor, w: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None) -> Tensor:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
@@ -127,10 +132,10 @@ class GroupedMmPlan(Launch):
             w_table, w = w.address, w.lowest
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
-            x, w, y,
-            groups_at, self.group_form, self.experts, tickets,
-            w_table, bias_at, bias_table, scale_at,
-            self.sm_count, 1,
+            x=x, w=w, y=y,
+            groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            w_table=w_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+            num_sms=self.sm_count,
         )  # fmt: skip
         return out
 

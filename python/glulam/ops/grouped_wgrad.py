@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from cute_kernels.signatures import signature_of
+from cute_kernels.specs import GroupedWgradSpec
+
 from .. import device as gpus
 from .. import reference
+from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
 from ..experts import ExpertList, find
@@ -110,6 +114,7 @@ class GroupedWgradPlan(Launch):
     listed: bool
     accumulate: int
 
+    @by_name(function=signature_of(GroupedWgradSpec()))
     def run(self, dy: Tensor, x: Tensor, groups: Tensor, out: Any, mask: Tensor | None) -> Any:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
@@ -124,10 +129,10 @@ class GroupedWgradPlan(Launch):
             dy, x = aligned_row(dy), aligned_row(x)
         dw, table = (out.lowest, out.address) if self.listed else (out, 0)
         self.function(
-            dy, x, dw,
-            groups_at, self.group_form, self.experts, 0,
-            table, mask_at, self.accumulate,
-            self.sm_count, 1,
+            dy=dy, x=x, dw=dw,
+            groups=groups_at, group_form=self.group_form, num_groups=self.experts,
+            dw_table=table, mask=mask_at, accumulate=self.accumulate,
+            num_sms=self.sm_count,
         )  # fmt: skip
         return out
 

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.signatures import Signature, signature_of
+from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, QuantizeMxfp8Spec
+from cute_kernels.tiles import TileConfig
+
 from .. import device as gpus
 from .. import workspace
 from ..activations import ActivationParams
+from ..by_name import by_name
 from ..dispatch import Problem
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
 from ..plan import Launch, addresses, aligned_row
@@ -35,8 +40,16 @@ def layouts_in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[wor
 
 
 Memory = tuple[Tensor, ...]
-Given = tuple[tuple[Any, ...], tuple[int, ...], int]
-"""The kernel's tensors, the addresses of scales behind the groups, and what to launch."""
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""x, w1, w2 and y."""
+Addresses = tuple[int, int, int, int, int, int, int, int, int]
+"""Of group sizes and tickets, the weights' scales, biases and tables of biases, and the row scale."""
+_TILE, _SWAPPED = TileConfig(k=128), TileConfig(m=64, n=128, k=128, schedule="swapped")
+
+
+def _signature(operands: str, tile: TileConfig, quantized: bool = False) -> Signature:
+    fc1, fc2 = GroupedGluSpec(tile=tile, operands=operands), GroupedMmSpec(tile=tile, operands=operands)
+    return signature_of(GroupedMlpSpec(fc1, fc2, quantized))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +60,8 @@ class Mxfp8MlpPlan(Launch):
     memory: workspace.Layouts
     params: ActivationParams
 
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        """What of the kernel's arguments the recipes differ in."""
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+        """Call the function: what the recipes differ in."""
         raise NotImplementedError
 
     def run(
@@ -80,60 +91,75 @@ class Mxfp8MlpPlan(Launch):
         if self.rows == 1:
             x, y = aligned_row(x), aligned_row(y)
         memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
-        tensors, scales, do_launch = self.given(memory, x, x_scale, w1, w2, y, groups)
         tickets = self.tickets() if self.draws_tickets else 0
-        limit, alpha, offset = self.params
-        self.function(
-            *tensors,
-            groups_at, self.group_form, self.experts, tickets, *scales,
-            w1_scale_at, b1_at, b1_table, w2_scale_at, b2_at, b2_table,
-            scale_at, limit, alpha, offset,
-            self.sm_count, do_launch,
-        )  # fmt: skip
+        given = groups_at, tickets, w1_scale_at, w2_scale_at, b1_at, b1_table, b2_at, b2_table, scale_at
+        self.launch((x, w1, w2, y), x_scale, memory, given)
         return out
 
 
 class QuantisedPlan(Mxfp8MlpPlan):
     """FP8 GEMMs; x in 16 bits, which the same function quantises. `memory`: x and the activation, and their scales."""
 
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        x8, mid8, x_scales, mid_scales = memory
-        return (x, w1, w2, x8, mid8, y), (x_scales.data_ptr(), mid_scales.data_ptr()), QUANTISE
+    @by_name(function=_signature("mxfp8", _TILE))
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+        x, w1, w2, y = tensors
+        x8, mid8, x8_scale, mid_scale = memory
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
+        limit, alpha, offset = self.params
+        self.function(
+            x=x, x8=x8, x8_scale=x8_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
+            mid=mid8, mid_scale=mid_scale.data_ptr(), y=y,
+            groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
+            scale=scale, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+        )  # fmt: skip
 
 
 class ReadyPlan(Mxfp8MlpPlan):
     """FP8 GEMMs on an x in MXFP8. `memory`: the activation and its scales."""
 
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
-        mid8, mid_scales = memory
-        at: int = x_scale.data_ptr()  # type: ignore[union-attr]
-        return (y, w1, w2, x, mid8, y), (at, mid_scales.data_ptr()), READY
+    @by_name(function=_signature("mxfp8", _TILE, quantized=True))
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+        x, w1, w2, y = tensors
+        mid8, mid_scale = memory
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
+        limit, alpha, offset = self.params
+        self.function(
+            x=x, x_scale=x_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,  # type: ignore[union-attr]
+            mid=mid8, mid_scale=mid_scale.data_ptr(), y=y,
+            groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
+            scale=scale, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+        )  # fmt: skip
 
 
 class WeightOnlyPlan(Mxfp8MlpPlan):
     """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
 
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
+    @by_name(function=_signature("mxfp8_weight_only", _SWAPPED))
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+        x, w1, w2, y = tensors
         (mid,) = memory
-        return (x, w1, w2, mid, y), (), 1
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
+        limit, alpha, offset = self.params
+        self.function(
+            x=x, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, mid=mid, y=y,
+            groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+            b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
+            scale=scale, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactPlan(Mxfp8MlpPlan):
+class ExactPlan(WeightOnlyPlan):
     """The same of rows that are rounded to MXFP8 values, by a call of its own. `memory`: the activation, such rows."""
 
     round: Callable[..., Any]
 
-    def given(
-        self, memory: Memory, x: Tensor, x_scale: Tensor | None, w1: Tensor, w2: Tensor, y: Tensor, groups: Tensor
-    ) -> Given:
+    @by_name(round=signature_of(QuantizeMxfp8Spec(rounded=True)))
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+        x, w1, w2, y = tensors
         mid, rows = memory
         has_offs = self.group_form == 0
-        self.round(x, rows, groups.data_ptr() if has_offs else 0, self.experts if has_offs else 1, 1)
-        return (rows, w1, w2, mid, y), (), 1
+        self.round(x=x, out=rows, offs=addresses[0] if has_offs else 0, num_groups=self.experts if has_offs else 1)
+        WeightOnlyPlan.launch(self, (rows, w1, w2, y), None, (mid,), addresses)
