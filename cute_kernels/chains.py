@@ -64,7 +64,7 @@ class Chain:
                 elif isinstance(source, str):
                     taken = stage[name]
                     optional = taken.optional and found.get(source, taken).optional
-                    found[source] = Argument(source, taken.kind, optional)
+                    found[source] = dataclasses.replace(taken, name=source, optional=optional)
             if step.when:
                 found[step.when] = Argument(step.when, ADDRESS, True)
         return Signature(tuple(sorted(found.values(), key=lambda argument: KINDS.index(argument.kind))))

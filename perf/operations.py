@@ -24,7 +24,6 @@ from .problem import offsets
 from .routing import group_sizes
 
 INT32_OFFSETS = 0  # group_form of the exported functions
-ABSENT = (0, 0, 0)  # table of experts, bias, table of biases
 PARAMS = ActivationParams()
 
 
@@ -38,9 +37,15 @@ class Groups:
     counters: Tensor
 
     @property
-    def arguments(self) -> tuple[int, int, int, int]:
+    def arguments(self) -> dict[str, int]:
         """As exported functions take them, with counters for tickets, which no other stream shares."""
-        return self.offs.data_ptr(), INT32_OFFSETS, self.offs.numel(), self.counters.data_ptr()
+        return groups_arguments(self.offs, self.counters)
+
+
+def groups_arguments(offs: Tensor, counters: Tensor | None = None) -> dict[str, int]:
+    """`counters`: where kernels draw tickets."""
+    tickets = {} if counters is None else {"tickets": counters.data_ptr()}
+    return {"groups": offs.data_ptr(), "group_form": INT32_OFFSETS, "num_groups": offs.numel(), **tickets}
 
 
 def make_groups(case: Case, device: str) -> Groups:
@@ -98,8 +103,8 @@ class Operation(ABC):
         """Whether kernels of this spec compute the operation."""
 
     @abstractmethod
-    def arguments(self) -> tuple[Any, ...]:
-        """Of the exported function, up to the last two, `num_sms` and `do_launch`."""
+    def arguments(self) -> dict[str, Any]:
+        """Of the exported function by name, num_sms left out."""
 
     @abstractmethod
     def expected(self) -> tuple[Tensor, ...]:
@@ -131,19 +136,17 @@ class Fc1(Operation):
         self.act = make.out(make.case.rows, make.case.intermediate)
         self.preact = make.out(make.case.rows, width) if spec.save_preact else None
         self.results = (self.act,) if self.preact is None else (self.act, self.preact)
-        self.w2 = self.w1.new_empty(1, hidden, make.case.intermediate)
-        self.y = self.x.new_empty(make.case.rows, hidden)
         self.weight, self.moved = (self.w1,), (self.x, *self.results)
 
     @staticmethod
     def serves(spec: Spec) -> bool:
         return isinstance(spec, GroupedGluSpec)
 
-    def arguments(self) -> tuple[Any, ...]:
-        if self.preact is None:
-            return (self.x, self.w1, self.act, *self.groups.arguments, *ABSENT, 0, *PARAMS)
-        unused = self.w2, self.y  # of FC2, to which the function goes on if asked
-        return (self.x, self.w1, *self.results, *unused, *self.groups.arguments, *ABSENT, *ABSENT, 0, *PARAMS)
+    def arguments(self) -> dict[str, Any]:
+        preact = {} if self.preact is None else {"preact": self.preact}
+        return {
+            "x": self.x, "w": self.w1, "act": self.act, **preact, **self.groups.arguments, **PARAMS._asdict()
+        }  # fmt: skip
 
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)
@@ -170,8 +173,8 @@ class _Mm(Operation):
     @abstractmethod
     def make_inputs(self, make: Maker) -> None: ...
 
-    def arguments(self) -> tuple[Any, ...]:
-        return (self.x, self.w, self.y, *self.groups.arguments, *ABSENT, 0)
+    def arguments(self) -> dict[str, Any]:
+        return {"x": self.x, "w": self.w, "y": self.y, **self.groups.arguments}
 
     def expected(self) -> tuple[Tensor, ...]:
         y = torch.empty_like(self.y)
@@ -221,11 +224,11 @@ class Mlp(Operation):
 
     @staticmethod
     def serves(spec: Spec) -> bool:
-        return isinstance(spec, GroupedMlpSpec)
+        return isinstance(spec, GroupedMlpSpec) and not spec.fc1.save_preact
 
-    def arguments(self) -> tuple[Any, ...]:
-        tensors = (self.x, self.w1, self.w2, self.mid, self.y)
-        return (*tensors, *self.groups.arguments, *ABSENT, *ABSENT, 0, *PARAMS)
+    def arguments(self) -> dict[str, Any]:
+        tensors = {name: getattr(self, name) for name in ("x", "w1", "w2", "mid", "y")}
+        return {**tensors, **self.groups.arguments, **PARAMS._asdict()}
 
     def expected(self) -> tuple[Tensor, ...]:
         y, form = torch.empty_like(self.y), (self.spec.fc1.activation, self.spec.fc1.glu_layout, PARAMS)
@@ -248,19 +251,17 @@ class Dglu(Operation):
         self.dpreact, self.act = make.out(case.rows, width), make.out(case.rows, case.intermediate)
         self.d_scale = make.out(case.rows, dtype=torch.float32)
         self.partials = make.out(*partials_shape(case.rows, case.intermediate), dtype=torch.float32)
-        self.w1, self.dx = self.dy.new_empty(1, width, case.hidden), torch.empty_like(self.dy)
         self.weight, self.results = (self.w2,), (self.dpreact, self.act, self.d_scale)
         self.moved = (self.dy, self.preact, self.scale, *self.results)
 
     @staticmethod
     def serves(spec: Spec) -> bool:
-        return isinstance(spec, GroupedDgluSpec)
+        return type(spec) is GroupedDgluSpec and not spec.dgrad
 
-    def arguments(self) -> tuple[Any, ...]:
-        unused = self.w1, self.dx  # of the data gradient, to which the function goes on if asked
-        tensors = (self.dy, self.w2, self.preact, self.dpreact, self.act, *unused)
-        addresses = (tensor.data_ptr() for tensor in (self.scale, self.d_scale, self.partials))
-        return (*tensors, *self.groups.arguments, 0, 0, *addresses, *PARAMS)
+    def arguments(self) -> dict[str, Any]:
+        tensors = {name: getattr(self, name) for name in ("dy", "w2", "preact", "dpreact", "act")}
+        addresses = {name: getattr(self, name).data_ptr() for name in ("scale", "d_scale", "partials")}
+        return {**tensors, **self.groups.arguments, **addresses, **PARAMS._asdict()}
 
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)
@@ -292,8 +293,8 @@ class _Wgrad(Operation):
     def serves(spec: Spec) -> bool:
         return isinstance(spec, GroupedWgradSpec)
 
-    def arguments(self) -> tuple[Any, ...]:
-        return (self.dy, self.x, self.dw, *self.groups.arguments, 0, 0, 0)
+    def arguments(self) -> dict[str, Any]:
+        return {"dy": self.dy, "x": self.x, "dw": self.dw, **self.groups.arguments}
 
     def expected(self) -> tuple[Tensor, ...]:
         dw = torch.empty_like(self.dw)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from cute_kernels.signatures import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
-from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedWgradSpec, Spec
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
 from glulam.ops.grouped_dglu import partials_shape
 from glulam.tickets import new_counters
 
-from .operations import INT32_OFFSETS
+from .operations import groups_arguments
 from .timing import Summary
 from .training import Results, TrainingData
 
@@ -22,11 +23,9 @@ BARE = "bare launches of forward and backward (4 calls, 7 launches)"
 AUTOGRAD = "part: autograd alone, with the same tensors saved and allocated, and no kernel"
 
 ARCH = "sm_90a"
-FORWARD = GroupedGluSpec(save_preact=True, tile=SMALL)
+FORWARD = GroupedMlpSpec(GroupedGluSpec(save_preact=True, tile=SMALL), GroupedMmSpec(tile=SMALL))
 BACKWARD = GroupedDgluSpec(tile=LARGE, dgrad=LARGE)
 WEIGHTS = GroupedWgradSpec(tile=WGRAD)
-BOTH = 2  # do_launch: with the second GEMM
-NO_PARAMS = (0.0, 0.0, 0.0)  # swiglu reads none
 
 
 def bundled(spec: Spec) -> Callable[..., Any]:
@@ -40,22 +39,20 @@ class BareLaunches:
         x, w1, w2, scale, dy = (tensor.detach() for tensor in (d.x, d.w1, d.w2, d.row_scale, d.dy))
         act, preact, dpreact = (torch.empty_like(tensor) for tensor in (d.act, d.preact, d.dpreact))
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
-        rows, experts, inner = x.shape[0], w1.shape[0], act.shape[1]
-        partials = torch.empty(partials_shape(rows, inner), device=x.device)
+        partials = torch.empty(partials_shape(x.shape[0], act.shape[1]), device=x.device)
         counters = new_counters(x.device)
-        groups = (d.offs.data_ptr(), INT32_OFFSETS, experts, counters.data_ptr())
-        packed, sums = (0,) * 6, (d_scale.data_ptr(), partials.data_ptr())
-        end = (scale.data_ptr(), *NO_PARAMS, sm_count, BOTH)
-        forward, backward, weights = function(FORWARD), function(BACKWARD), function(WEIGHTS)
-        wgrad_end = (*groups, 0, 0, 0, sm_count, 1)
+        rest = {**groups_arguments(d.offs, counters), "num_sms": sm_count}
+        sums = {"scale": scale.data_ptr(), "d_scale": d_scale.data_ptr(), "partials": partials.data_ptr()}
         self.results: Results = (y, dx, dw1, dw2, d_scale)
         self._kept = (partials, scale, counters)
-        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-            (forward, (x, w1, act, preact, w2, y, *groups, *packed, *end)),
-            (backward, (dy, w2, preact, dpreact, act, w1, dx, *groups, 0, 0, end[0], *sums, *end[1:])),
-            (weights, (dpreact, x, dw1, *wgrad_end)),
-            (weights, (dy, act, dw2, *wgrad_end)),
+        rows = {"preact": preact, "dpreact": dpreact, "act": act, "dx": dx}
+        calls: list[tuple[Spec, dict[str, Any]]] = [
+            (FORWARD, {"x": x, "w1": w1, "mid": act, "preact": preact, "w2": w2, "y": y, "scale": sums["scale"]}),
+            (BACKWARD, {"dy": dy, "w1": w1, "w2": w2, **rows, **sums}),
+            (WEIGHTS, {"dy": dpreact, "x": x, "dw": dw1}),
+            (WEIGHTS, {"dy": dy, "x": act, "dw": dw2}),
         ]
+        self._calls = [(function(spec), signature_of(spec).pack(**given, **rest)) for spec, given in calls]
 
     def __call__(self) -> Results:
         for function, arguments in self._calls:

@@ -17,6 +17,7 @@ from support.inputs import Case, gradient, make_case
 from torch.utils.checkpoint import checkpoint
 
 import glulam
+from cute_kernels.signatures import signature_of
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
 from glulam.backward import planned_mlp
@@ -155,7 +156,7 @@ class TestWork:
         assert fake_gpu.work == WORK[name]
         for work, launch in zip(fake_gpu.work, fake_gpu.launches, strict=True):
             if work.startswith("dglu"):
-                assert bool(launch[14]) == (name == "row_scale"), "the row scale's reduction"
+                assert bool(launch["d_scale"]) == (name == "row_scale"), "the row scale's reduction"
 
     @pytest.mark.parametrize("name", INPUTS)
     def test_saved(self, name: str) -> None:
@@ -233,10 +234,11 @@ class TestPlanned:
             def call(*arguments: Any) -> None:
                 function(*arguments)
                 fake_gpu.launches.clear()
-                if spec.op == "grouped_glu":
-                    alive["h"] = weakref.ref(arguments[3].untyped_storage())
+                taken = dict(zip(signature_of(spec).names, arguments, strict=True))
+                if spec.op == "grouped_mlp":
+                    alive["h"] = weakref.ref(taken["preact"].untyped_storage())
                 elif spec.op == "grouped_dglu":
-                    alive["dh"] = weakref.ref(arguments[3].untyped_storage())
+                    alive["dh"] = weakref.ref(taken["dpreact"].untyped_storage())
                 else:
                     seen.append({name: storage() is not None for name, storage in alive.items()})
 

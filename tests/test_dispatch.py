@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_gpu import MAKERS, SM_COUNT, FakeGpu
+from support.fake_gpu import SM_COUNT, FakeGpu, bound, exported
 
 import ffi_bridge
 import glulam
+from cute_kernels.signatures import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
@@ -310,11 +311,12 @@ class TestPreload:
         assert counters == [(torch.device("cuda", 0), 0)]
         for name, arguments in bundle.calls:
             spec = bundle.specs[name]
-            assert arguments[-1] == 0, "a launch"
-            if spec.op == "mhc":
-                continue  # all its arguments are numbers; the last is the stream, and where it is 0 so is do_launch
-            *others, _, do_launch = arguments
-            MAKERS[spec.op](spec)(*others, SM_COUNT, do_launch)  # checks types and shapes as the kernel does
+            named = bound(signature_of(spec), arguments)
+            rows = [value.shape[0] for value in named.values() if isinstance(value, torch.Tensor) and value.dim() == 2]
+            sizes = [named[name] for name in ("tokens", "matrices") if name in named]
+            assert not any([*rows, *sizes]) and (rows or sizes or spec.op == "fold_mxfp8"), "a launch"
+            given = {**named, "num_sms": SM_COUNT} if "num_sms" in named else named
+            exported(spec, check_only=True)(*given.values())  # checks types and shapes as the kernel does
 
     def test_refusals(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="device is cpu"):

@@ -184,7 +184,7 @@ def test_kernels_that_draw_tickets_are_given_counters(fake_gpu: FakeGpu) -> None
     for rows, capturing in ((2, False), (1024, False), (1024, True)):
         fake_gpu.capturing, fake_gpu.stream = capturing, 5 if capturing else 0
         glulam.grouped_mm(torch.zeros(rows, 512, dtype=BF16), w, splits=torch.tensor([1, 1]))
-        given.append(fake_gpu.launches[-1][6])
+        given.append(fake_gpu.launches[-1]["tickets"])
     assert given[:2] == [0, kept] and given[2] not in (0, kept)
 
 

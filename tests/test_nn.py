@@ -659,7 +659,7 @@ def test_on_the_host_path(fake_gpu: FakeGpu, packed: bool) -> None:
         assert fake_gpu.work[:2] == ["glu, mm", "dglu, mm"] and len(fake_gpu.work) == 6, (
             "two for weights, two for biases"
         )
-    wgrads = [launch for launch in fake_gpu.launches if len(launch) == 12 and launch[2].dtype == torch.float32]
-    into_main = [launch for launch in wgrads if launch[9] == 1]
-    assert len(into_main) == 2 and all(bool(launch[7]) == (not packed) for launch in into_main)
+    wgrads = [launch for launch in fake_gpu.launches if "dw" in launch and launch["dw"].dtype == torch.float32]
+    into_main = [launch for launch in wgrads if launch["accumulate"] == 1]
+    assert len(into_main) == 2 and all(bool(launch["dw_table"]) == (not packed) for launch in into_main)
     assert all(p.main_grad.abs().sum() > 0 for n, p in module.named_parameters() if "weight" in n)

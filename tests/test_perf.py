@@ -376,7 +376,7 @@ def test_host_items_of_training_compute_the_layer(item):
 
 def test_bare_launches_compute_the_layer():
     d = training_data()
-    bare = train_host.BareLaunches(d, lambda spec: fake_gpu.MAKERS[spec.op](spec), fake_gpu.SM_COUNT)
+    bare = train_host.BareLaunches(d, lambda spec: fake_gpu.exported(spec), fake_gpu.SM_COUNT)
     wanted = training.torch_layer(d)
     for _ in range(2):
         assert training.relative_error(bare(), wanted) <= training.MAX_RELATIVE_ERROR

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import glulam
 from cute_kernels.sm90.configs import DGLU8, LARGE8, activation_forms
-from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec
+from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedMlpSpec
 from glulam import device
 from glulam.mxfp8 import prepared as prepared_weights
 from glulam.nn import GroupedMLP
@@ -32,7 +32,7 @@ pytest_plugins = ["support.fixtures"]
 SIZES = [5, 0, 17, 1, 0, 40, 8]
 HIDDEN, INTER = 160, 96  # multiples of 32, not of 128
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-STEP = ["glu", "dglu, mm", "wgrad", "wgrad"]
+STEP = ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
 Cache = prepared_weights.PreparedWeights
 
 
@@ -188,10 +188,10 @@ class TestHostPath:
         c = case()
         for wanted, work in {
             ("x", "w1", "w2", "row_scale"): STEP,
-            ("x",): ["glu", "dglu, mm"],
-            ("w1",): ["glu", "dglu", "wgrad"],
-            ("w2",): ["glu", "dglu", "wgrad"],
-            ("row_scale",): ["glu", "dglu"],
+            ("x",): ["glu, mm", "dglu, mm"],
+            ("w1",): ["glu, mm", "dglu", "wgrad"],
+            ("w2",): ["glu, mm", "dglu", "wgrad"],
+            ("row_scale",): ["glu, mm", "dglu"],
         }.items():
             given = {name: value for name, value in leaves(c, wanted).items() if name not in ("b1", "b2")}
             for folds in (True, False):
@@ -199,9 +199,9 @@ class TestHostPath:
                 step(c, given)
                 assert ("fold_mxfp8" in fake_gpu.work) == folds, wanted
                 assert [name for name in fake_gpu.work if name != "fold_mxfp8"] == work, wanted
-        glu, dglu = (next(s for s in fake_gpu.specs if isinstance(s, t)) for t in (GroupedGluSpec, GroupedDgluSpec))
-        assert (glu.tile, dglu.tile, dglu.dgrad) == (LARGE8, DGLU8, LARGE8)
-        assert glu.save_preact and glu.operands == dglu.operands == "mxfp8"
+        mlp, dglu = (next(s for s in fake_gpu.specs if isinstance(s, t)) for t in (GroupedMlpSpec, GroupedDgluSpec))
+        assert (mlp.fc1.tile, mlp.fc2.tile, dglu.tile, dglu.dgrad) == (LARGE8, LARGE8, DGLU8, LARGE8)
+        assert mlp.fc1.save_preact and mlp.fc1.operands == dglu.operands == "mxfp8"
 
     def test_a_second_step_plans_nothing(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         c, given = case(), leaves(case())

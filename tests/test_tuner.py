@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from support.fake_bench import GPU, FakeBench, FakeMakes
-from support.fake_gpu import MAKERS, SM_COUNT
+from support.fake_gpu import SM_COUNT, exported
 
 import glulam
+from cute_kernels.signatures import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig
@@ -39,7 +40,7 @@ PROBLEMS = {
     "mm transposed": dataclasses.replace(MM, transpose_w=True),
     "glu": Problem("grouped_glu", "bfloat16", 0, 16, 1024, 512, 0, "swiglu"),
     "glu preact": Problem("grouped_glu", "bfloat16", 0, 16, 1024, 512, 0, "geglu", save_preact=True),
-    "glu preact and FC2": Problem("grouped_glu", "float16", 0, 16, 1024, 512, 1024, "swiglu", save_preact=True),
+    "mlp preact": Problem("grouped_mlp", "float16", 0, 16, 1024, 512, 1024, "swiglu", save_preact=True),
     "mlp": Problem("grouped_mlp", "bfloat16", 0, 16, 1024, 512, 1024, "silu"),
     "dglu": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 0, "swiglu"),
     "dglu and dgrad": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu"),
@@ -317,8 +318,8 @@ class TestArguments:
         for rows in (40, 33):
             for result in tensors.results:
                 result.zero_()
-            for arguments in tensors.launches(rows, offs):
-                MAKERS[spec.op](spec)(*arguments, SM_COUNT, tensors.do_launch)
+            for named in tensors.launches(rows, offs):
+                exported(spec)(*signature_of(spec).pack(**named, num_sms=SM_COUNT))
             assert all(bool(result.any()) and bool(result.isfinite().all()) for result in tensors.results_of(rows))
 
     def test_the_size_of_a_set_is_known_before_it_is_made(self) -> None:

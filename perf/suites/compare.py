@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from cute_kernels.signatures import signature_of
 from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
@@ -122,7 +123,7 @@ def checked(sets: list[Operation], competing: list[Candidate], sms: int) -> dict
         for result in sets[0].results:
             result.fill_(torch.nan)
         try:
-            candidate.function(*sets[0].arguments(), sms, 1)
+            candidate.function(*arguments_of(sets[0], candidate.spec, sms))
             error = relative_error(sets[0].results, wanted)
         except (RuntimeError, ValueError, TypeError) as failure:
             warnings.warn(f"{candidate.spec.name} is left out: {failure}", stacklevel=2)
@@ -134,14 +135,20 @@ def checked(sets: list[Operation], competing: list[Candidate], sms: int) -> dict
     return errors
 
 
+def arguments_of(operation: Operation, spec: Spec, sms: int) -> tuple[Any, ...]:
+    return signature_of(spec).pack(**operation.arguments(), num_sms=sms)
+
+
 def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Call:
     return lambda number: function(*arguments[number % len(arguments)])
 
 
 def calls_of(sets: list[Operation], competing: list[Candidate], sms: int) -> dict[str, Call]:
     """Each kernel's launch by its name, in rotation over the sets."""
-    arguments = [(*operation.arguments(), sms, 1) for operation in sets]
-    return {candidate.name: _call(candidate.function, arguments) for candidate in competing}
+    return {
+        candidate.name: _call(candidate.function, [arguments_of(one, candidate.spec, sms) for one in sets])
+        for candidate in competing
+    }
 
 
 def _dense(sets: list[Operation], number: int) -> object:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from cute_kernels.signatures import signature_of
 from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
 from glulam.dispatch import Problem, choose
@@ -22,6 +23,7 @@ from glulam.dispatch import Problem, choose
 from ..cases import TINY
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
 from ..limits import launch_nothing
+from ..operations import groups_arguments
 from ..options import Options
 from ..problem import Buffers, make_problem
 from ..timing import Summary, host_sampler, interleave, no_garbage_collection
@@ -29,8 +31,6 @@ from ..timing import Summary, host_sampler, interleave, no_garbage_collection
 Item = Callable[[], object]
 
 ARCH = "sm_90a"
-INT32_OFFSETS = 0  # group_form of the exported functions
-NO_PARAMS = (0.0, 0.0, 0.0)  # swiglu reads none
 
 LAUNCH = "one launch (torch's empty kernel)"
 BARE_NOTHING = "bare grouped_mlp, launching nothing"
@@ -51,17 +51,17 @@ def chosen() -> GroupedMlpSpec:
 def _bare_items(b: Buffers) -> dict[str, Item]:
     bundle = loader.load(ARCH)
     sms = torch.cuda.get_device_properties(b.x.device).multi_processor_count
-    groups = (b.offs.data_ptr(), INT32_OFFSETS, b.offs.numel(), 0)  # tiles of few rows draw no tickets
-    absent = (0, 0, 0)  # table of experts, bias, table of biases
+    rest = {**groups_arguments(b.offs), "num_sms": sms}  # tiles of few rows draw no tickets
     spec = chosen()
-    mlp = bundle.function(spec.name)
-    mlp_args = (b.x, b.w1, b.w2, b.act, b.y, *groups, *absent, *absent, 0, *NO_PARAMS, sms)
+    mlp, pack = bundle.function(spec.name), signature_of(spec).pack
+    mlp_args = pack(x=b.x, w1=b.w1, w2=b.w2, mid=b.act, y=b.y, **rest)
+    nothing = pack(x=b.x[:0], w1=b.w1, w2=b.w2, mid=b.act[:0], y=b.y[:0], **rest)
     mm = bundle.function(spec.fc2.name)
-    mm_args = (b.mid, b.w2, b.y, *groups, *absent, 0, sms)
+    mm_args = signature_of(spec.fc2).pack(x=b.mid, w=b.w2, y=b.y, **rest)
     return {
-        BARE_NOTHING: lambda: mlp(*mlp_args, 0),
-        BARE_MM: lambda: mm(*mm_args, 1),
-        BARE_MLP: lambda: mlp(*mlp_args, 1),
+        BARE_NOTHING: lambda: mlp(*nothing),
+        BARE_MM: lambda: mm(*mm_args),
+        BARE_MLP: lambda: mlp(*mlp_args),
     }
 
 

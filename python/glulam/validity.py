@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from cute_kernels.sm90 import budget
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, Spec, from_dict, to_dict
@@ -30,33 +30,30 @@ class TileError(SpecError):
         self.limit, self.nearest = limit, nearest
 
 
-def fields_of(op: Any) -> dict[str, type]:
+def fields_of(op: Any) -> dict[str, Any]:
     """What an operator's kernels are told apart by: the keywords of `glulam.compile`, with their types.
 
     Raises:
         SpecError: there is no such operator.
     """
     require("op", op, tuple(SPECS))
-    if op != GroupedMlpSpec.op:
-        return _types_of(SPECS[op])
-    fields = _types_of(GroupedGluSpec)
-    del fields["save_preact"]
-    return fields
+    return _types_of(GroupedGluSpec if op == GroupedMlpSpec.op else SPECS[op])
 
 
-def _types_of(spec: Any) -> dict[str, type]:
-    return {field.name: type(field.default) for field in dataclasses.fields(spec)}
+def _types_of(spec: Any) -> dict[str, Any]:
+    hints = get_type_hints(spec)
+    return {field.name: hints[field.name] for field in dataclasses.fields(spec)}
 
 
-def check_fields(what: str, fields: Mapping[str, Any], types: Mapping[str, type]) -> None:
+def check_fields(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """Raises SpecError where a field is none of these, or its value is not of its type, or of a class like it."""
     for name, value in fields.items():
         if name not in types:
             raise SpecError(f"{what} has no field {name!r}; it has: {', '.join(sorted(types))}")
-        wanted = types[name]
+        wanted, *others = get_args(types[name]) or (types[name],)  # a type, or that or None
         if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
             check_fields(f"{what}'s {name}", value, _types_of(wanted))
-        elif type(value) is not wanted:
+        elif type(value) not in (wanted, *others):
             raise SpecError(f"{name}={value!r} is a {type(value).__name__}; give a {wanted.__name__}")
 
 

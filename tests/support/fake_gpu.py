@@ -1,9 +1,9 @@
 """A GPU played by the CPU: the whole host path runs on CPU tensors, up to functions that interpret their arguments.
 
 `install` makes CPU tensors go to the "kernels". A function takes exactly what the compiled one takes: tensors, bare
-addresses, numbers, bound to names by its signature. It checks what TVM-FFI checks, reads group sizes, tables, biases and
-scales out of memory by address, and computes with the oracle's formulas in float64. So a wrong order, form, table or
-address is a wrong result. A chain runs the stages that a compiled one runs, by the same data.
+addresses, numbers, bound to names by its signature. It checks what TVM-FFI checks, reads group sizes, tables, biases
+and scales out of memory by address, and computes with the oracle's formulas in float64. So a wrong order, form, table
+or address is a wrong result. A chain runs the stages that a compiled one runs, by the same data.
 """
 
 from __future__ import annotations

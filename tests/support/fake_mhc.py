@@ -1,6 +1,7 @@
 """The hyper-connection functions of a GPU played by the CPU: see `support.fake_gpu`.
 
-Each takes addresses and numbers by name, reads memory by address and computes with the reference. Workspaces are filled with NaN over the length that the kernel would use.
+Each takes addresses and numbers by name, reads memory by address and computes with the reference. Workspaces are filled
+with NaN over the length that the kernel would use.
 """
 
 from __future__ import annotations

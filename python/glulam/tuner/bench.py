@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cute_kernels.signatures import signature_of
 from cute_kernels.specs import Spec
 
 from .. import device as gpus
@@ -82,15 +83,14 @@ class GpuBench:
             self._offs[rows, routing] = offs
         return self._offs[rows, routing]
 
-    def _call(self, function: Function, rows: int, routing: str) -> Call:
+    def _call(self, spec: Spec, function: Function, rows: int, routing: str) -> Call:
         """One step on the sets in turns."""
-        offs = self._groups(rows, routing)
-        steps = [made.launches(rows, offs) for made in self._sets]
-        tail = (self._sms, self._sets[0].do_launch)
+        offs, pack = self._groups(rows, routing), signature_of(spec).pack
+        steps = [[pack(**named, num_sms=self._sms) for named in made.launches(rows, offs)] for made in self._sets]
 
         def call(number: int) -> None:
             for arguments in steps[number % len(steps)]:
-                function(*arguments, *tail)
+                function(*arguments)
 
         return call
 
@@ -101,7 +101,7 @@ class GpuBench:
         def results(spec: Spec) -> list[Tensor]:
             for result in made.results_of(rows):
                 result.fill_(torch.nan)
-            self._call(functions[spec], rows, routings.DIRICHLET)(0)
+            self._call(spec, functions[spec], rows, routings.DIRICHLET)(0)
             return [result.clone() for result in made.results_of(rows)]
 
         wanted = results(first)
@@ -113,7 +113,9 @@ class GpuBench:
 
     def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
         calls = min(max(math.ceil(SAMPLE_US / us), 1), MAX_CALLS_PER_SAMPLE)
-        return {spec: _sampler(self._call(function, rows, routing), calls) for spec, function in functions.items()}
+        return {
+            spec: _sampler(self._call(spec, function, rows, routing), calls) for spec, function in functions.items()
+        }
 
 
 def _close(result: Tensor, wanted: Tensor) -> bool:

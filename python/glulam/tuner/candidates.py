@@ -41,11 +41,6 @@ def _even(gemm: Gemm, tile: TileConfig) -> float:
     return routed_us(gemm, tile, EVEN)
 
 
-def goes_on(problem: Problem) -> bool:
-    """Whether the function of a grouped_glu or grouped_dglu goes on to the next GEMM, as in training."""
-    return problem.out_features > 0 and (problem.save_preact or problem.op == "grouped_dglu")
-
-
 def works(problem: Problem) -> tuple[Work, ...]:
     """What each tile of a problem's spec does."""
     rows, experts, inner = problem.rows, problem.experts, problem.intermediate
@@ -55,10 +50,7 @@ def works(problem: Problem) -> tuple[Work, ...]:
     if problem.op == "grouped_dglu":
         dm = Gemm(rows, experts, inner, problem.in_features, inner + 2 * problem.w1_rows)
         dx = Gemm(rows, experts, problem.out_features, problem.w1_rows, problem.out_features)
-        return (Work((dm,)), Work((dx,))) if goes_on(problem) else (Work((dm,)),)
-    if problem.op == "grouped_glu" and goes_on(problem):
-        fc2 = Gemm(rows, experts, problem.out_features, inner, problem.out_features)
-        return (Work((problem.parts[0].gemm, fc2)),)
+        return (Work((dm,)), Work((dx,))) if problem.out_features else (Work((dm,)),)
     return tuple(Work((part.gemm,)) for part in problem.parts)
 
 
@@ -104,7 +96,7 @@ def _combined(tiles: list[list[tuple[float, TileConfig]]]) -> Iterable[tuple[flo
 
 def _shape(spec: Spec) -> tuple[tuple[int, int], ...]:
     tiles = {GroupedMlpSpec: ("fc1", "fc2"), GroupedDgluSpec: ("tile", "dgrad")}.get(type(spec), ("tile",))
-    found = (getattr(spec, name) for name in tiles)
+    found = [getattr(spec, name) for name in tiles if getattr(spec, name)]
     return tuple((tile.m, tile.n) for tile in (getattr(part, "tile", part) for part in found))
 
 

@@ -187,8 +187,8 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
 
 def _training_step(shape: Problem) -> list[Problem]:
     return [
-        dataclasses.replace(shape, op="grouped_glu", save_preact=True),
-        dataclasses.replace(shape, op="grouped_dglu", in_features=shape.out_features),
+        dataclasses.replace(shape, save_preact=True),
+        dataclasses.replace(shape, op="grouped_dglu", in_features=shape.out_features, out_features=shape.in_features),
         dataclasses.replace(shape, op="grouped_wgrad", out_dtype=shape.dtype),
     ]
 

@@ -12,25 +12,21 @@ from ..activations import ActivationParams
 from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
 from ..tickets import new_counters
-from .candidates import goes_on
 
 INT32_OFFSETS = 0  # group_form of the exported functions
-ABSENT = (0, 0, 0)  # table of experts, bias, table of biases
-PARAMS = ActivationParams()
-ALONE, WITH_NEXT = 1, 2  # do_launch
+PARAMS = ActivationParams()._asdict()
 
-Arguments = tuple[Any, ...]
+Arguments = dict[str, Any]
 
 
 class Tensors:
-    """One set. `launches`: arguments of each call, but for `num_sms`; `results`: what the calls write."""
+    """One set. `launches`: arguments of each call by name, num_sms left out; `results`: what the calls write."""
 
     def __init__(self, problem: Problem, device: torch.device, seed: int = 0) -> None:
         self.problem = problem
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.do_launch = WITH_NEXT if goes_on(problem) else ALONE
         self.counters = new_counters(device)
         {
             "grouped_mm": self._make_mm,
@@ -66,38 +62,35 @@ class Tensors:
         self.act = self._out(p.rows, p.intermediate)
 
     def _make_glu(self) -> None:
-        p = self.problem
         self._make_fc1()
-        self.results = (self.act,)
-        if p.save_preact:
-            self.preact = self._out(p.rows, p.w1_rows)
-            self.w2 = self.w1.new_empty(1, p.in_features, p.intermediate)  # where FC2 is not asked for, of any size
-            self.y = self.x
-            self.results = (self.act, self.preact)
-        if goes_on(p):
-            self.w2 = self._weights(p.out_features, p.intermediate, p.intermediate)
-            self.y = self._out(p.rows, p.out_features)
-            self.results = (self.act, self.preact, self.y)
+        self.results = (self.act, *self._make_preact())
+
+    def _make_preact(self) -> tuple[Tensor, ...]:
+        if not self.problem.save_preact:
+            return ()
+        self.preact = self._out(self.problem.rows, self.problem.w1_rows)
+        return (self.preact,)
 
     def _make_mlp(self) -> None:
         p = self.problem
         self._make_fc1()
+        preact = self._make_preact()
         self.w2 = self._weights(p.out_features, p.intermediate, p.intermediate)
         self.y = self._out(p.rows, p.out_features)
-        self.results = (self.y,)
+        self.results = (*preact, self.y)
 
     def _make_dglu(self) -> None:
         p = self.problem
-        width = p.out_features if goes_on(p) else p.in_features
         self.dy, self.preact = self._rows(p.in_features), self._rows(p.w1_rows)
         self.w2 = self._weights(p.in_features, p.intermediate, p.in_features)
-        self.w1 = self._weights(p.w1_rows, width, p.w1_rows) if goes_on(p) else self.w2.new_empty(1, p.w1_rows, width)
         self.dpreact, self.act = self._out(p.rows, p.w1_rows), self._out(p.rows, p.intermediate)
-        self.dx = self._out(p.rows, width)
         self.scale = torch.rand(p.rows, device=self.device, generator=self.generator)
         self.d_scale = self._out(p.rows, dtype=torch.float32)
         self.partials = self._out(*partials_shape(p.rows, p.intermediate), dtype=torch.float32)
-        self.results = (self.dpreact, self.act, self.d_scale, *([self.dx] if goes_on(p) else []))
+        self.results = (self.dpreact, self.act, self.d_scale)
+        if p.out_features:
+            self.w1, self.dx = self._weights(p.w1_rows, p.out_features, p.w1_rows), self._out(p.rows, p.out_features)
+            self.results += (self.dx,)
 
     def _make_wgrad(self) -> None:
         p = self.problem
@@ -112,27 +105,32 @@ class Tensors:
         return [result[:rows] if result.shape[0] == self.problem.rows else result for result in self.results]
 
     def launches(self, rows: int, offs: Tensor) -> list[Arguments]:
-        """Arguments of the calls that make one step, up to `num_sms` and `do_launch`, on the first `rows` rows."""
-        return list(self._launches(rows, (offs.data_ptr(), INT32_OFFSETS, offs.numel(), self.counters.data_ptr())))
+        """Arguments of the calls that make one step, num_sms left out, on the first `rows` rows."""
+        groups = {
+            "groups": offs.data_ptr(), "group_form": INT32_OFFSETS, "num_groups": offs.numel(),
+            "tickets": self.counters.data_ptr(),
+        }  # fmt: skip
+        return [{**named, **groups} for named in self._launches(rows)]
 
-    def _launches(self, t: int, groups: tuple[int, int, int, int]) -> Iterator[Arguments]:
+    def _launches(self, t: int) -> Iterator[Arguments]:
         p = self.problem
         if p.op == "grouped_mm":
-            yield (self.x[:t], self.w, self.y[:t], *groups, *ABSENT, 0)
+            yield {"x": self.x[:t], "w": self.w, "y": self.y[:t]}
         elif p.op == "grouped_mlp":
-            yield (self.x[:t], self.w1, self.w2, self.act[:t], self.y[:t], *groups, *ABSENT, *ABSENT, 0, *PARAMS)
-        elif p.op == "grouped_glu" and p.save_preact:
-            outputs = (self.act[:t], self.preact[:t], self.w2, self.y[:t])
-            yield (self.x[:t], self.w1, *outputs, *groups, *ABSENT, *ABSENT, 0, *PARAMS)
+            preact = {"preact": self.preact[:t]} if p.save_preact else {}
+            rows = {"x": self.x[:t], "mid": self.act[:t], "y": self.y[:t], **preact}
+            yield {**rows, "w1": self.w1, "w2": self.w2, **PARAMS}
         elif p.op == "grouped_glu":
-            yield (self.x[:t], self.w1, self.act[:t], *groups, *ABSENT, 0, *PARAMS)
+            preact = {"preact": self.preact[:t]} if p.save_preact else {}
+            yield {"x": self.x[:t], "w": self.w1, "act": self.act[:t], **preact, **PARAMS}
         elif p.op == "grouped_dglu":
-            tensors = (self.dy[:t], self.w2, self.preact[:t], self.dpreact[:t], self.act[:t], self.w1, self.dx[:t])
-            addresses = (each.data_ptr() for each in (self.scale, self.d_scale, self.partials))
-            yield (*tensors, *groups, 0, 0, *addresses, *PARAMS)
+            rows = {name: getattr(self, name)[:t] for name in ("dy", "preact", "dpreact", "act")}
+            addresses = {name: getattr(self, name).data_ptr() for name in ("scale", "d_scale", "partials")}
+            dgrad = {"w1": self.w1, "dx": self.dx[:t]} if p.out_features else {}
+            yield {**rows, "w2": self.w2, **dgrad, **addresses, **PARAMS}
         else:
             for dy, x, dw in self.pairs:
-                yield (dy[:t], x[:t], dw, *groups, 0, 0, 0)
+                yield {"dy": dy[:t], "x": x[:t], "dw": dw}
 
 
 def num_bytes(problem: Problem) -> int:
