@@ -118,7 +118,7 @@ def _bar(progress: Progress, console: Console) -> contextlib.AbstractContextMana
 
 @contextlib.contextmanager
 def _log(progress: Progress, period_s: float) -> Iterator[None]:
-    """Lines from a thread of their own: one slow kernel must not silence them. The last line tells of a success only."""
+    """Lines from a thread of their own: one slow kernel must not silence them. Only a success has a last line."""
     ended = threading.Event()
 
     def say() -> None:
