@@ -1,13 +1,15 @@
-"""Signs of life of a build: in a terminal a bar, in a log a line at the start, every few seconds, and at the end."""
+"""Signs of life of a build: in a terminal a bar; in a log a line at the start, every few seconds, and at the end."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +125,8 @@ def _log(progress: Progress, period_s: float) -> Iterator[None]:
 
     def say() -> None:
         with contextlib.suppress(OSError, ValueError):  # whoever read the log may have gone
-            print(progress.line, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{progress.line}\n")
+            sys.stderr.flush()
 
     def tell() -> None:
         say()
@@ -138,3 +141,33 @@ def _log(progress: Progress, period_s: float) -> Iterator[None]:
         ended.set()
         thread.join()
     say()
+
+
+class _AndTerminal(io.TextIOBase):
+    """Writes whole lines to a stream and, while this process is in a terminal's foreground, to the terminal."""
+
+    def __init__(self, stream: TextIO, terminal: TextIO) -> None:
+        self._stream, self._terminal, self._start = stream, terminal, "\n"
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):  # the terminal may have gone
+            if os.tcgetpgrp(self._terminal.fileno()) == os.getpgrp():
+                self._terminal.write(self._start + text)
+                self._terminal.flush()
+                self._start = "\r"  # over the wheel that pip turns at the beginning of the line
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+@contextlib.contextmanager
+def shown_past_pip() -> Iterator[None]:
+    """Standard error goes to the terminal, too: pip keeps what a build writes to itself, unless it is asked (-v)."""
+    try:
+        terminal = open("/dev/tty", "w")  # noqa: SIM115 - closed below
+    except OSError:  # there is none, as in a log
+        yield
+        return
+    with terminal, contextlib.redirect_stderr(_AndTerminal(sys.stderr, terminal)):
+        yield

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ import pytest
 
 from ffi_bridge import progress
 from ffi_bridge.progress import Progress, shown
-from toys import REPOSITORY
+from toys import in_terminal
 
 NOT_SOON = 3600.0
 
@@ -134,26 +132,6 @@ def test_what_is_not_wanted_is_not_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert made.counted == "1 of 1"
 
 
-def _in_terminal(script: str, **environment: str) -> str:
-    """What a Python script writes where its standard streams are a terminal of 100 columns."""
-    ours, its = pty.openpty()
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "COLUMNS": "100", **environment}
-    with subprocess.Popen([sys.executable, "-c", script], stdin=its, stdout=its, stderr=its, env=variables) as process:
-        os.close(its)
-        seen = b""
-        while True:
-            try:
-                part = os.read(ours, 4096)
-            except OSError:  # as Linux reports that the other end is closed
-                break
-            if not part:
-                break
-            seen += part
-        os.close(ours)
-    assert process.returncode == 0, seen.decode()
-    return seen.decode()
-
-
 SCRIPT = """
 from ffi_bridge.progress import shown
 with shown("kernels", 2, period_s=3600) as made:
@@ -165,11 +143,11 @@ with shown("kernels", 2, period_s=3600) as made:
 
 
 def test_a_terminal_gets_a_bar_of_one_line() -> None:
-    *_, bar = (line for line in _in_terminal(SCRIPT).splitlines() if "kernels" in line)
+    *_, bar = (line for line in in_terminal([sys.executable, "-c", SCRIPT], {}).splitlines() if "kernels" in line)
     assert "\x1b[" in bar and "━" in bar and "2 of 2" in bar and "elapsed" in bar
     assert "compiling ccc" in bar and "…" in bar and "c" * 100 not in bar
 
 
 def test_a_terminal_without_cursor_control_gets_lines() -> None:
-    first, last = _in_terminal(SCRIPT, TERM="dumb").splitlines()
+    first, last = in_terminal([sys.executable, "-c", SCRIPT], {"TERM": "dumb"}).splitlines()
     assert "\x1b" not in first + last and last.startswith("kernels: 2 of 2, ")
