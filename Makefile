@@ -13,7 +13,7 @@ BRIDGE := $(addprefix ffi_bridge/,_version.py build.py cache.py compiler.py link
 KERNELS := $(shell find cute_kernels -name '*.py')
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than installing them.
-UV ?= $(shell command -v uv)
+UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
 export PYTHONDONTWRITEBYTECODE :=
 
