@@ -40,7 +40,7 @@ lint: $(LINTABLE)
 build: $(BUNDLE)
 
 wheel: $(INSTALLED)
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist glulam.egg-info python/glulam/_bundle
