@@ -1,13 +1,21 @@
 # From a bare clone with Python 3.10 or later and a C compiler: make demo, make train, make test, make lint, make build.
-# Settings: PYTHON (interpreter for the virtual environment), JOBS (compile processes), ARGS (of pytest, the demo or train).
+# Settings: PYTHON (interpreter for the virtual environment), UV (what installs; default uv where there is one, empty: pip),
+# JOBS (compile processes), ARGS (of pytest, the demo or train).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed-run
+TESTABLE := $(VENV)/.installed-test
+LINTABLE := $(VENV)/.installed-lint
 BUNDLE := python/glulam/_bundle/sm_90a/manifest.json
 BRIDGE := $(addprefix ffi_bridge/,_version.py build.py cache.py compiler.py link.py manifest.py resources.py scratch.py toolchain.py worker.py)
 KERNELS := $(shell find cute_kernels -name '*.py')
+
+# Packages are compiled when they are first imported: compiling all of them takes longer than installing them.
+UV ?= $(shell command -v uv 2>/dev/null)
+INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo train test test-gpu lint build wheel clean
 
@@ -18,13 +26,13 @@ train: $(BUNDLE)
 	$(BIN)/python examples/train_moe.py $(ARGS)
 
 # One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
-test: $(BUNDLE)
+test: $(BUNDLE) $(TESTABLE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 $(ARGS)
 
-test-gpu: $(BUNDLE)
+test-gpu: $(BUNDLE) $(TESTABLE)
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
-lint: $(INSTALLED)
+lint: $(LINTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -32,7 +40,7 @@ lint: $(INSTALLED)
 build: $(BUNDLE)
 
 wheel: $(INSTALLED)
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist glulam.egg-info python/glulam/_bundle
@@ -41,14 +49,20 @@ clean:
 $(BUNDLE): $(INSTALLED) $(BRIDGE) $(KERNELS)
 	$(BIN)/glulam build --arch sm_90a $(if $(JOBS),--jobs $(JOBS))
 
-$(INSTALLED): requirements-dev.txt pyproject.toml setup.py
+$(INSTALLED): requirements/run.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "$(PYTHON) is not Python 3.10 or later; choose one that is: make PYTHON=/path/to/python3" >&2; exit 1; }
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	@$(if $(UV),:,$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null) || \
 	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@command -v $(firstword $(CC)) >/dev/null || \
 	  { echo "no C compiler ($(CC)): install gcc or clang; linking the kernels needs one" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@echo "Installing torch and the kernels' compiler into $(VENV): 0.4 GB to download, with torch's CUDA libraries 3 GB"
+	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
+	$(INSTALL) --requirement $<
+	$(INSTALL) --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(VENV)/.installed-%: requirements/%.txt $(INSTALLED)
+	@echo "Installing what make $* needs besides"
+	$(INSTALL) --requirement $<
 	touch $@

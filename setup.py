@@ -7,6 +7,7 @@ them: `glulam build` does, into the source tree.
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
@@ -16,6 +17,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent.absolute()
 ARCHS = ("sm_90a",)
 
+sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, a zip's oldest date: the same wheel from any checkout
 
 
@@ -32,18 +34,33 @@ class BuildWithBundle(build_py):
             self.build_bundle()
 
     def build_bundle(self) -> None:
-        sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
         from ffi_bridge import build
+        from ffi_bridge.progress import shown_past_pip
 
-        for arch in ARCHS:
-            build.build(build.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
+        with shown_past_pip():
+            for arch in ARCHS:
+                build.build(build.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
 
 
 class LinuxWheel(bdist_wheel):
     """One wheel for every Python: the library's interface is TVM-FFI's, not CPython's."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        plain = super().get_tag()[2]
+        libraries = list(Path(self.bdist_dir).rglob("libglulam_*.so"))
+        told = libraries and not self.plat_name_supplied
+        return "py3", "none", manylinux_tag(libraries, plain) if told else plain
+
+
+def manylinux_tag(libraries: list[Path], plain: str) -> str:
+    """The tag that the libraries deserve, or the plain one, with a warning, where that cannot be told."""
+    from ffi_bridge import ToolchainError, manylinux
+
+    try:
+        return manylinux.tag(libraries, plain.removeprefix("linux_"))
+    except ToolchainError as error:
+        warnings.warn(f"the wheel is tagged {plain}, which no package index takes: {error}", stacklevel=2)
+        return plain
 
 
 class BinaryDistribution(Distribution):

@@ -8,7 +8,7 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from .compiler import DEFAULT_TRACER, KernelArtifact
 from .errors import BundleBusy, CompileError
 from .link import link
 from .manifest import Function, Manifest
+from .progress import Progress, shown
 from .scratch import full_disk_told, scratch, sweep
 from .worker import Worker
 
@@ -81,9 +82,9 @@ def default_jobs() -> int:
 
 
 def compile_all(
-    specs: Sequence[Spec], directory: Path, jobs: int, tracer: str, done: Callable[[], None]
+    specs: Sequence[Spec], directory: Path, jobs: int, tracer: str, progress: Progress
 ) -> list[KernelArtifact]:
-    """Compiles `specs` into `directory` in `jobs` processes, calling `done` after each; order is not kept.
+    """Compiles `specs` into `directory` in `jobs` processes, reporting to `progress`; order is not kept.
 
     Raises:
         CompileError: of the first spec that does not compile; the others are abandoned.
@@ -103,8 +104,9 @@ def compile_all(
         try:
             with Worker(directory, tracer) as worker:
                 for spec in upcoming():
+                    progress.started(spec.name)
                     artifacts.append(worker.compile(spec))
-                    done()
+                    progress.finished(spec.name)
         except BaseException:
             failed.set()
             raise
@@ -117,21 +119,6 @@ def compile_all(
             return [artifact for future in as_completed(futures) for artifact in future.result()]
         finally:
             failed.set()  # an interrupt ends the other threads as well
-
-
-@contextlib.contextmanager
-def _progress(title: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A callable that advances one progress bar on standard error."""
-    if not shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
 
 
 def all_stages(specs: Iterable[Spec]) -> list[Spec]:
@@ -254,7 +241,7 @@ def build(
         specs: what to compile, all for one architecture.
         out: the bundle's root; created where it does not exist. A bundle already there is replaced at the end.
         jobs: compile processes; default, one a usable CPU.
-        progress: show a progress bar on standard error.
+        progress: show on standard error how far it is: in a terminal a bar, else a line every few seconds.
         tracer: "module:function", spec -> (jitted function, fake arguments).
         allowed: complaints let pass by spec name; default, the architecture's ALLOWED_DIAGNOSTICS.
 
@@ -282,8 +269,8 @@ def build(
         objects.mkdir()
         folder.mkdir()
         stages = all_stages(specs)
-        with _progress(f"{arch} kernels", len(stages), progress) as done:
-            artifacts = compile_all(stages, objects, jobs, tracer, done)
+        with shown(f"{arch} kernels", len(stages), progress) as seen:
+            artifacts = compile_all(stages, objects, jobs, tracer, seen)
         _refuse(complaints(artifacts, allowed_diagnostics(arch) if allowed is None else allowed))
         manifest = write_bundle(folder, arch, specs, artifacts, sources)
         publish(folder, out / arch, manifest)

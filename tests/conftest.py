@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
 
 import pytest
+
+with contextlib.suppress(ImportError):  # no test of the GPU needs it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 # What a person compiled or tuned on this machine must not decide what tests see.
 _own = tempfile.TemporaryDirectory(prefix="glulam-tests-")

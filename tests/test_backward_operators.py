@@ -186,7 +186,7 @@ def test_row_scales_lose_no_bits_in_narrow_bias_gradients() -> None:
     assert torch.equal(db[:, 0], scale)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=7),
     hidden=st.integers(1, 19),

@@ -133,7 +133,7 @@ class TestQuantize:
             for one in copies(quantize_mxfp8(torch.empty(0, 64), axis=axis, scale_layout=scale_layout)):
                 assert one.shape == (0, 64) and one.dequantize().shape == (0, 64)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
         tail=st.sampled_from([0, 5, 128, 200]),
@@ -242,7 +242,7 @@ class TestLayout:
             assert atoms[oracle.swizzled_index(i, j, blocks)] == scales[i, j]
         assert int(atoms.count_nonzero()) == outer * blocks
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(outer=st.integers(1, 400), blocks=st.integers(1, 40), batch=st.sampled_from([(), (2,), (2, 3)]))
     def test_round_trip(self, outer: int, blocks: int, batch: tuple[int, ...]) -> None:
         scales = torch.randint(0, 256, (*batch, outer, blocks), dtype=torch.uint8)

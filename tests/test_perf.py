@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import os
 import shlex
 import sys
-import time
+import threading
 import types
 
 import pytest
@@ -703,21 +705,26 @@ def test_readings_are_averaged_over_their_time():
 
 
 def test_the_gpu_is_followed_until_the_block_ends(tmp_path, monkeypatch):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nwhile :; do echo '1400, 690.50, Active'; sleep 0.01; done\n")
+    smi, process = tmp_path / "nvidia-smi", tmp_path / "process"
+    smi.write_text(f"#!/bin/sh\necho $$ > {process}\nyes '1400, 690.50, Active' | head -n 3\nexec sleep infinity\n")
     smi.chmod(0o755)
+    read, parse = threading.Semaphore(0), readings.parse
+
+    def parsed(line):
+        read.release()
+        return parse(line)
+
+    monkeypatch.setattr(readings, "parse", parsed)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="0"))
-    begin = time.monotonic()
     with readings.follow_gpu() as taken:
-        while len(taken.taken) < 3:
-            assert time.monotonic() < begin + 10
-            time.sleep(0.01)
-    assert taken.mean(begin, time.monotonic()) == (1400.0, 690.5, 1.0)
-    after = len(taken.taken)
-    time.sleep(0.05)
-    assert len(taken.taken) == after
+        for _ in range(3):
+            read.acquire()
+        os.kill(int(process.read_text()), 0)
+    assert len(taken.taken) == 3 and taken.mean(-math.inf, math.inf) == (1400.0, 690.5, 1.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process.read_text()), 0)
 
 
 def test_a_contestant_alone_is_timed_after_settling(monkeypatch):

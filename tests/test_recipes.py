@@ -87,7 +87,7 @@ class TestReference:
         assert bool(out[c.rows :].isnan().all()), "the tail was written"
 
     @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), recipe=st.sampled_from(RECIPES))
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     def test_any_sizes(self, sizes: list[int], recipe: str) -> None:
         c = make_case(sizes, 64, 32)
         weights = weights_of(c, recipe)

@@ -350,9 +350,7 @@ def mutated(data: Any, draw: Callable[..., Any]) -> bytes:
     return bytes(content)
 
 
-FUZZ = settings(
-    max_examples=1000, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+FUZZ = settings(max_examples=1000, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 GLU_SPEC = GroupedGluSpec(tile=TILE)
 
 

@@ -152,7 +152,7 @@ def test_a_poisoned_output_is_overwritten() -> None:
     assert not bool(out[: c.rows].isnan().any()) and bool(out[c.rows :].isnan().all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=7),
     hidden=st.integers(1, 19),

@@ -118,7 +118,6 @@ def test_any_damage_is_told_and_nothing_is_opened(entry: Path) -> None:
         max_examples=MUTATIONS,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.one_of(structures(json.loads(sound)), damaged(sound)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -11,8 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.tags import sys_tags
 
-from toys import HERE, REPOSITORY
+from toys import HERE, REPOSITORY, in_terminal
 
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "pyproject.toml", "setup.py", "LICENSE")
 TOY_CONFIGS = "\n\ndef shipped_specs():\n    return [GroupedMmSpec(), GroupedMlpSpec()]\n"
@@ -32,25 +34,11 @@ def _toy_checkout(folder: Path) -> Path:
     return folder
 
 
-def _pip_wheel(checkout: Path, out: Path) -> Path:
+def _pip_wheel(checkout: Path, out: Path) -> str:
+    """What pip shows in a terminal while it makes a wheel in `out`."""
     # In the environment of the tests: isolation would download what is installed already.
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(out),
-        ".",
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = out.glob("*.whl")
-    return wheel
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
+    return in_terminal(command, {"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}, checkout)
 
 
 def test_building_leaves_what_lies_beside_the_packages(tmp_path: Path) -> None:
@@ -66,17 +54,46 @@ def test_building_leaves_what_lies_beside_the_packages(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder of two wheels, out0 and out1, and what pip showed while it made them."""
     folder = tmp_path_factory.mktemp("wheels")
     checkout = _toy_checkout(folder / "checkout")
     copies = [shutil.copytree(checkout, folder / f"a copy {i}") for i in range(2)]
-    return [_pip_wheel(copy, folder / f"out{i}") for i, copy in enumerate(copies)]
+    return folder, [_pip_wheel(copy, folder / f"out{i}") for i, copy in enumerate(copies)]
+
+
+@pytest.fixture(scope="module")
+def wheels(made: tuple[Path, list[str]]) -> list[Path]:
+    return sorted(made[0].glob("out*/*.whl"))
 
 
 def test_names_and_tags(wheels: list[Path]) -> None:
-    name, version, *tag = wheels[0].stem.split("-")
-    assert (name, version) == ("glulam", "0.1.0")
-    assert tag == ["py3", "none", "linux_x86_64"]
+    """The tag is one of those that pip takes here, and names the glibc that its run-time libraries' wheels name."""
+    name, version, python, abi, platform = wheels[0].stem.split("-")
+    assert (name, version, python, abi) == ("glulam", "0.1.0", "py3", "none")
+    assert re.fullmatch(r"manylinux_2_\d+_x86_64", platform)
+    assert f"py3-none-{platform}" in {str(tag) for tag in sys_tags()}
+    runtime = importlib.metadata.distribution("nvidia-cutlass-dsl-libs-cu13").read_text("WHEEL")
+    assert runtime and platform in runtime
+
+
+def test_a_tag_that_cannot_be_told_is_the_plain_one(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+    (broken := tmp_path / "objdump").write_text("#!/bin/sh\necho no such format >&2\nexit 1\n")
+    broken.chmod(0o755)
+    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--skip-build", "--dist-dir", str(tmp_path)]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    checkout = made[0] / "a copy 0"
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stem.endswith("-py3-none-linux_x86_64")
+    assert "no package index takes: objdump reads no libglulam_" in done.stderr and "no such format" in done.stderr
+
+
+def test_the_build_shows_its_progress_past_pip(made: tuple[Path, list[str]]) -> None:
+    for seen in made[1]:
+        assert re.search(r"sm_90a kernels: 0 of 2, 0:0\d elapsed", seen)
+        assert re.search(r"sm_90a kernels: 2 of 2, 0:0\d elapsed", seen)
 
 
 def test_holds_the_bundle_and_the_packages_only(wheels: list[Path]) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ def test_gated_tiles_with_chunks_of_32_columns(tile: TileConfig) -> None:
 
 @needs_compiler
 def test_what_a_new_kernel_takes(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling, finding it later, and the memory of the process that asked."""
+    """The compiler's memory is a helper's, and from then on no call and no look into the cache starts a process."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -167,34 +166,23 @@ def test_what_a_new_kernel_takes(places: Path, monkeypatch: pytest.MonkeyPatch) 
     x, w = torch.randn(256, IN, device="cuda").bfloat16(), torch.randn(EXPERTS, OUT, IN, device="cuda").bfloat16()
     offs = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * (256 // EXPERTS)
     want = glulam.grouped_mm(x, w, offs=offs)
-    before, start = resident(), time.perf_counter()
+    before = resident()
     spec = glulam.compile(op="grouped_mm", tile=(128, 192, 64), cluster=(1, 2))
-    compile_s, grown = time.perf_counter() - start, resident() - before
-    start = time.perf_counter()
-    got = glulam.grouped_mm(x, w, offs=offs)
-    torch.cuda.synchronize()
-    call_ms = (time.perf_counter() - start) * 1e3
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.float().abs().max()))
-
-    finds = []
-    for _ in range(20):
-        monkeypatch.setattr(loader, "_loaded", {})
-        start = time.perf_counter()
+    grown = resident() - before
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", lambda *_, **__: pytest.fail("a process was started"))
+        got = glulam.grouped_mm(x, w, offs=offs)
+        patch.setattr(loader, "_loaded", {})
         assert cache.find(spec) is not None
-        finds.append((time.perf_counter() - start) * 1e3)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.float().abs().max()))
     told = serve(OUT, IN)
-    print(
-        f"\ncompiled in {compile_s:.2f} s, caller grew by {grown / 2**20:.1f} MiB; first call {call_ms:.2f} ms; "
-        f"found in the cache in {min(finds):.2f} ms; first call of a later process {told['first_ms']:.2f} ms"
-    )
     assert told["name"] == spec.name and told["source"] == "jit"
-    assert compile_s < 4 and grown < 32 << 20 and min(finds) < 1.0 and call_ms < 20
+    assert grown < 32 << 20
 
 
 @needs_compiler
 def test_a_layer_is_tuned_and_served(places: Path) -> None:
     points = (1, 16, 128)
-    start = time.perf_counter()
     report = glulam.tune(
         "grouped_mm",
         experts=EXPERTS,
@@ -204,7 +192,6 @@ def test_a_layer_is_tuned_and_served(places: Path) -> None:
         budget_s=3,
         candidates=4,
     )
-    print(f"\n{report!r}\nwall time {time.perf_counter() - start:.1f} s")
     (layer,) = report.layers
     assert [point.rows_per_expert for point in layer.points] == list(points)
     assert report.path.is_file() and report.path.parent == places / "tuned"
@@ -267,7 +254,6 @@ def test_a_serving_process_compiles_nothing(places: Path) -> None:
     preferences.prefer(dispatch.form(shipped), shipped)
     before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
     told = serve(OUT, IN)
-    print(f"\nfirst call of a process, with a preference to read: {told['first_ms']:.2f} ms")
     assert (told["name"], told["heavy"], told["calls"]) == (shipped.name, [], 200)
     assert {path: path.stat().st_mtime_ns for path in places.rglob("*")} == before
 
