@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Hashable
@@ -11,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.specs import draws_tickets
-
 from . import device as gpus
-from . import dispatch, experts, groups, kernels
+from . import experts, groups, kernels
 from .dispatch import Problem
+from .experts import ExpertList
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
-from .plans import Plans
+from .plans import Plans, Unlike, signature_of
 from .signature import (
+    MAX_ROWS,
     check_alignment,
     check_no_overlap,
     check_plain,
@@ -51,6 +52,7 @@ class Call:
     biases: ClassVar[tuple[str, ...]]
     tabled: ClassVar[tuple[str, ...] | None] = None  # weights that kernels take as lists; by default all
     scales: ClassVar[tuple[str, ...]]
+    rowwise: ClassVar[tuple[str, ...]] = ("x", "out", "row_scale")  # arguments with a row for each of the lead's
 
     offs: Tensor | None
     splits: Any
@@ -116,9 +118,49 @@ class Call:
             plan: the plan that failed, if any did.
             failure: what the fast path raised, if it did.
         """
-        if is_dynamo_compiling() or self.is_traced():
-            return self.dispatch()
-        return self.execute(key, plan, failure)
+        try:
+            if key is not None and failure is None:
+                try:
+                    ready = self.found()
+                    plan = ready.plan_alike(key)
+                    if plan is not None:
+                        return ready.run(plan)
+                except Exception as error:
+                    failure = error
+            if is_dynamo_compiling() or self.is_traced():
+                return self.dispatch()
+            return self.execute(key, plan, failure)
+        finally:
+            del failure  # as in the operators
+
+    def plan_alike(self, key: Hashable) -> Any:
+        """A plan, which is kept, where a call that differs in its number of rows alone was checked; else None."""
+        problem = self.settled(self.plans)
+        if problem is None or checking():
+            return None
+        plan = self.plan(problem, self.launch(problem))
+        self.plans.keep(key, plan)
+        return plan
+
+    def settled(self, plans: Plans[Any]) -> Problem | None:
+        """The problem, where `plans` knows one that differs in its number of rows alone."""
+        known: Problem | None = None
+        with contextlib.suppress(Exception):  # arguments that no check has seen
+            known = plans.settled(self.signature())
+        return None if known is None else known.of_rows(self.lead.shape[0])
+
+    def settle_alike(self, plans: Plans[Any], problem: Problem) -> None:
+        """Let `settled` know this call, which was checked."""
+        with contextlib.suppress(Unlike):
+            plans.settle(self.signature(), problem)
+
+    def signature(self) -> Hashable:
+        """As of `plans.signature_of`. The layout of a single row is arbitrary, so such a call has none."""
+        rows = self.lead.shape[0]
+        if not 1 < rows < MAX_ROWS:
+            raise Unlike
+        rowwise = self.rowwise
+        return signature_of((rows,), [(value, name in rowwise) for name, value in vars(self).items()], type(self))
 
     @property
     def form(self) -> str:
@@ -158,6 +200,7 @@ class Call:
             self._check_group_sizes()
         elif key is not None:
             self.plans.keep(key, plan)
+            self.settle_alike(self.plans, problem)
         return self.run(plan)
 
     def is_traced(self) -> bool:
@@ -200,34 +243,46 @@ class Call:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
         return groups.ends(self.op, self.offs, self.splits, self.lead.shape[0])
 
-    def prepared(self) -> Call:
+    def found(self) -> Any:
+        """This call with what is kept for its lists. Raises KeyError where nothing is."""
+        return self.changed(self._tables(experts.find))
+
+    def prepared(self) -> Any:
         """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
-        changes: dict[str, Any] = {}
-        weights = self.weights if self.tabled is None else self.tabled
-        for kind, names in (("weight", weights), ("bias", self.biases), ("gradient", self.gradients)):
-            for name in names:
-                value = getattr(self, name)
-                if isinstance(value, (list, tuple)):
-                    changes[name] = experts.enter(kind, value)
+        changes = self._tables(experts.enter)
         if self.splits is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
-        return dataclasses.replace(self, **changes) if changes else self
+        return self.changed(changes)
+
+    def _tables(self, table: Callable[[str, Any], ExpertList]) -> dict[str, Any]:
+        """The lists among the arguments, with tables."""
+        weights = self.weights if self.tabled is None else self.tabled
+        kinds = (("weight", weights), ("bias", self.biases), ("gradient", self.gradients))
+        given = [(kind, name, getattr(self, name)) for kind, names in kinds for name in names]
+        return {name: table(kind, value) for kind, name, value in given if isinstance(value, (list, tuple))}
+
+    def changed(self, changes: dict[str, Any]) -> Any:
+        """As `dataclasses.replace`; itself where there are none."""
+        if not changes:
+            return self
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     def launch(self, problem: Problem) -> Launch:
         """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls."""
         lead, index = self.lead, self.lead.get_device()
         gpu = gpus.gpu(index)
-        spec = dispatch.choose(problem, gpu.arch, gpu.name).spec
-        kernel = kernels.find(spec)
+        served = kernels.serve(problem, gpu)
         return Launch(
             op=self.op,
-            function=kernel.function if problem.rows else launch_nothing,
+            function=served.function if problem.rows else launch_nothing,
             device=lead.device,
             index=index,
             only=gpus.is_only_one(),
             dtype=lead.dtype,
             group_form=groups.form(self.groups, is_offs=self.splits is None),
-            draws_tickets=draws_tickets(spec),
+            draws_tickets=served.draws_tickets,
             experts=problem.experts,
             sm_count=gpu.sm_count,
             rows=problem.rows,

@@ -6,9 +6,11 @@ Group sizes are not among it, so that a captured graph replays the kernel that e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from types import ModuleType
+from typing import Any
 
 from cute_kernels.sm90 import configs as sm90
 from cute_kernels.specs import (
@@ -61,6 +63,17 @@ class Problem:
     operands: str = "16bit"
     fc2_operands: str = "16bit"
 
+    def of_rows(self, rows: int) -> Problem:
+        """The same with another number of rows, which need not be checked for a choice: `replace` takes 3 us."""
+        other = object.__new__(Problem)
+        other.__dict__.update(self.__dict__, rows=rows)
+        return other
+
+    @property
+    def but_rows(self) -> tuple[Any, ...]:
+        """All fields but `rows`."""
+        return _BUT_ROWS(self)
+
     @property
     def w1_rows(self) -> int:
         """Rows of an expert's w1, and columns of the preactivation: 2I with a gate, else I."""
@@ -84,6 +97,9 @@ class Problem:
         stored = self.intermediate + (self.w1_rows if self.save_preact else 0)
         glu = Part("glu", Gemm(self.rows, self.experts, self.w1_rows, self.in_features, stored))
         return {"grouped_mm": (mm,), "grouped_glu": (glu,), "grouped_mlp": (glu, mm)}[self.op]
+
+
+_BUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(Problem) if f.name != "rows"))
 
 
 @dataclass(frozen=True)
@@ -211,22 +227,50 @@ def _is_narrow_faster(problem: Problem, configs: ModuleType) -> bool:
     return NARROW_SLOWER * _most_decoded(problem, configs.NARROW_W8) < _most_decoded(problem, configs.TINY_W8)
 
 
+def _has_one_tile(problem: Problem) -> bool:
+    """Whether one shipped tile serves all numbers of rows."""
+    trains_fp8 = problem.save_preact and problem.operands in FP8_TILES
+    return trains_fp8 or problem.op in ONE_TILE or problem.op == "grouped_wgrad"
+
+
+def _fp8_tiles(problem: Problem, arch: str) -> list[tuple[TileConfig, float]]:
+    """Tiles, each with the most rows an expert that it is for."""
+    return [(getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[problem.operands].items()]
+
+
+def _fp8_place(problem: Problem, tiles: Sequence[tuple[TileConfig, float]]) -> int:
+    """Which of `_fp8_tiles` is for the problem's rows."""
+    return next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
+
+
+def shipped_tile(problem: Problem, arch: str) -> TileConfig | None:
+    """The tile of `shipped_choice`, as rows decide it; None where they do not."""
+    if _has_one_tile(problem):
+        return None
+    configs = CONFIGS[arch]
+    if problem.operands not in FP8_TILES:
+        return choice.estimates(problem.parts, configs.TILES, arch)[0].tile
+    tiles = _fp8_tiles(problem, arch)
+    tile = tiles[_fp8_place(problem, tiles)][0]
+    return configs.NARROW_W8 if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs) else tile
+
+
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert, until times of these tiles are known; where they are few and decoded, by experts as well."""
-    configs = CONFIGS[arch]
-    tiles = [(getattr(configs, name), most) for name, most in FP8_TILES[problem.operands].items()]
-    if problem.op in ONE_TILE or problem.save_preact:  # both directions of training
+    tiles = _fp8_tiles(problem, arch)
+    tile = shipped_tile(problem, arch)
+    if tile is None:  # both directions of training
         spec = SPEC_OF[problem.op](problem, tiles[-1][0], arch)
         if isinstance(spec, GroupedDgluSpec):
-            spec = replace(spec, tile=configs.DGLU8)
+            spec = replace(spec, tile=CONFIGS[arch].DGLU8)
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
-    chosen = next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
+    place = _fp8_place(problem, tiles)
     spans = [_span(tiles[i - 1][1] if i else 0, most) for i, (_, most) in enumerate(tiles)]
-    tile, reason = tiles[chosen][0], spans[chosen]
-    why_not = [f"{tiles[i][0].name}: for {span} rows an expert" for i, span in enumerate(spans) if i != chosen]
-    if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs):
-        why_not.insert(0, f"{tile.name}: leaves SMs idle, since so few experts have rows")
-        tile, reason = configs.NARROW_W8, f"{reason}, and few experts have rows"
+    usual, reason = tiles[place][0], spans[place]
+    why_not = [f"{tiles[i][0].name}: for {span} rows an expert" for i, span in enumerate(spans) if i != place]
+    if tile != usual:
+        why_not.insert(0, f"{usual.name}: leaves SMs idle, since so few experts have rows")
+        reason = f"{reason}, and few experts have rows"
     why = f"{_rows(problem)}, {reason}: {tile.name}"
     return Choice(SPEC_OF[problem.op](problem, tile, arch), why, tuple(why_not))
 
@@ -238,10 +282,35 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
     shipped = shipped_choice(problem, arch)
     if chosen := preferences.of(form(shipped.spec)):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", _faster(shipped))
-    if found := tuned.lookup(problem, shipped.spec, gpu):
+    if (layer := tuned.layer(problem, gpu)) and (found := tuned.fastest(layer, problem, shipped.spec)):
         return _from_table(found, shipped)
     ignored = (*preferences.ignored(), *(tuned.tables(gpu).ignored if gpu else ()))
     return replace(shipped, why_not=(*shipped.why_not, *ignored)) if ignored else shipped
+
+
+class Chooser:
+    """The specs that `choose` gives problems that differ in their rows alone, without its reasons.
+
+    What rows do not decide is asked for once: preferences, the layer of a tuned table, the spec on each tile.
+    """
+
+    def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
+        shipped = shipped_choice(problem, arch).spec
+        self._problem, self._arch = problem, arch
+        self._shipped: dict[TileConfig | None, Spec] = {}
+        self._preferred = preferences.of(form(shipped))
+        self._layer = None if self._preferred else tuned.layer(problem, gpu)
+
+    def spec(self, rows: int) -> Spec:
+        if self._preferred is not None:
+            return self._preferred
+        problem = self._problem.of_rows(rows)
+        tile = shipped_tile(problem, self._arch)
+        shipped = self._shipped.get(tile)
+        if shipped is None:
+            shipped = self._shipped[tile] = shipped_choice(problem, self._arch).spec
+        found = None if self._layer is None else tuned.fastest(self._layer, problem, shipped)
+        return shipped if found is None else found.spec
 
 
 def _faster(choice: Choice) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,6 +23,8 @@ from .experts import ExpertList
 
 MAX_PLANS = 4096
 """Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
+MAX_SIGNATURES = 1024
+"""Signatures that an operator remembers."""
 MAX_GUARDED = 1024
 """Plans of an operator that guards find."""
 MAX_ALIKE = 4
@@ -34,6 +36,7 @@ PATIENCE = 64
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 _UNGUARDED = frozenset((ExpertList, list, tuple))
+_DESCRIBED = (Tensor, ExpertList)
 
 Given = Sequence[Any]
 
@@ -61,6 +64,39 @@ class _Guarded(NamedTuple):
     plan: Any
 
 
+class Unlike(Exception):
+    """A call has no signature."""
+
+
+def signature_of(lead: tuple[int, ...], values: Iterable[tuple[Any, bool]], *rest: Hashable) -> Hashable:
+    """What checks of a call look at, but for its rows and for addresses. With as many rows in all arguments, and more
+    than one, calls of a signature are right or wrong together.
+
+    Args:
+        lead: the sizes of the rows' dimensions.
+        values: arguments, each with whether it is a tensor that has rows, in its first dimensions.
+        rest: what else there is.
+
+    Raises:
+        Unlike: an argument has other rows, or is a list.
+        Exception: it has no metadata of a tensor's.
+    """
+    told: list[Hashable] = [is_grad_enabled(), *rest]
+    for value, has_rows in values:
+        if isinstance(value, (list, tuple)):
+            raise Unlike
+        if not isinstance(value, _DESCRIBED):
+            told.append(value)
+        elif not has_rows:
+            told.append(_described(value))
+        elif value.shape[: len(lead)] == lead:
+            kind, shape, *others = _described(value)  # type: ignore[misc]
+            told.append((kind, shape[len(lead) :], *others))
+        else:
+            raise Unlike
+    return tuple(told)
+
+
 def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A check for calls whose tensors are like these."""
     sizes, strides = ([list(of(t)) for t in tensors] for of in (Tensor.size, Tensor.stride))
@@ -78,9 +114,11 @@ class Plans(Generic[PlanType]):
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
         self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
+        self._settled: dict[Hashable, Any] = {}
         self._misses = 0
         self._lock = threading.Lock()
         self.find = self._plans.get
+        self.settled = self._settled.get
         _all_plans.add(self)
 
     def __len__(self) -> int:
@@ -124,16 +162,24 @@ class Plans(Generic[PlanType]):
 
     def keep(self, key: Hashable, plan: PlanType) -> None:
         """Remember a plan; the oldest quarter goes where there are too many."""
+        self._keep(self._plans, MAX_PLANS, key, plan)
+
+    def settle(self, signature: Hashable, found: Any) -> None:
+        """Remember what was found of calls of a signature that are right; `settled` gives it back."""
+        self._keep(self._settled, MAX_SIGNATURES, signature, found)
+
+    def _keep(self, kept: dict[Hashable, Any], most: int, key: Hashable, value: Any) -> None:
         with self._lock:
-            if len(self._plans) >= MAX_PLANS:
-                for old in list(self._plans)[: MAX_PLANS // 4]:
-                    del self._plans[old]
-            self._plans[key] = plan
+            if len(kept) >= most:
+                for old in list(kept)[: most // 4]:
+                    del kept[old]
+            kept[key] = value
 
     def forget(self) -> None:
         with self._lock:
             self._plans.clear()
             self._guarded.clear()
+            self._settled.clear()
 
 
 def forget_plans() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
-from .. import dispatch, kernels
+from .. import kernels
 from ..call import Call
 from ..dispatch import Problem
 from ..plan import Launch, checking
@@ -74,8 +74,7 @@ def requires(call: Call, name: str) -> bool:
 
 def function_of(problem: Problem, index: int) -> Callable[..., Any]:
     """The function that serves a part of a backward on a device."""
-    gpu = gpus.gpu(index)
-    return kernels.find(dispatch.choose(problem, gpu.arch, gpu.name).spec).function
+    return kernels.serve(problem, gpus.gpu(index)).function
 
 
 def is_usual(dy: Tensor) -> bool:

@@ -196,6 +196,7 @@ class GroupedDgluCall(Call):
     biases = ()
     scales = ("row_scale",)
     reads = ("dy", "w2", "preact", "groups", "row_scale")
+    rowwise = ("dy", "preact", "row_scale")
 
     dy: Tensor
     w2: Experts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
-from .. import dispatch, kernels, recipes, workspace
+from .. import kernels, recipes, workspace
 from ..activations import ActivationParams
 from ..call import Call
 from ..dispatch import Problem
@@ -238,6 +238,7 @@ class Mxfp8MlpCall(Call):
     weights = ("w1", "w2")
     biases = ("b1", "b2")
     scales = ("row_scale", "x_scale", "w1_scale", "w2_scale")
+    rowwise = ("x", "x_scale", "out", "row_scale")
     reads: ClassVar[tuple[str, ...]] = (
         "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2"
     )  # fmt: skip
@@ -349,19 +350,29 @@ class Mxfp8MlpCall(Call):
         first, second = (self._prepared_weight(_form(self.recipe), name) for name in self.weights)
         return first, second
 
+    def _weight(self, name: str) -> tuple[Any, Tensor | None]:
+        """A weight as it was given, and its scale."""
+        return getattr(self, name), getattr(self, f"{name}_scale")
+
     def _prepared_weight(self, form: str, name: str) -> Prepared:
-        value, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        value, scale = self._weight(name)
         if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
             return Prepared(value, scale)
         return prepared.PREPARED.get(form, value, scale)
 
-    def prepared(self) -> Call:
+    def found(self) -> Any:
+        form = _form(self.recipe)
+        return super(Mxfp8MlpCall, self._with(*(_ready(form, *self._weight(name)) for name in self.weights))).found()
+
+    def prepared(self) -> Any:
         """As for any operator, with weights as the kernels read them."""
-        first, second = self._prepared_weights()
-        changes = {"w1": first.data, "w1_scale": first.scale, "w2": second.data, "w2_scale": second.scale}
+        return super(Mxfp8MlpCall, self._with(*self._prepared_weights())).prepared()
+
+    def _with(self, first: Any, second: Any) -> Any:
+        """This call with weights that were prepared."""
+        changes = {"w1": first[0], "w1_scale": first[1], "w2": second[0], "w2_scale": second[1]}
         same = all(getattr(self, name) is value for name, value in changes.items())
-        call = self if same else dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-        return super(Mxfp8MlpCall, call).prepared()
+        return self if same else self.changed(changes)
 
     def reference(self, problem: Problem) -> Tensor:
         out = self.results(problem) if self.out is None else self.out
@@ -396,7 +407,7 @@ class Mxfp8MlpCall(Call):
         wanted = Problem(
             "quantize_mxfp8", problem.dtype, problem.rows, 1, problem.in_features, axis="row", rounded=True
         )
-        return kernels.find(dispatch.choose(wanted, gpus.gpu(launch.index).arch).spec).function
+        return kernels.serve(wanted, gpus.gpu(launch.index)).function
 
     def run(self, plan: Mxfp8MlpPlan) -> Tensor:
         w1: Any = self.w1

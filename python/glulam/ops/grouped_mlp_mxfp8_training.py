@@ -233,7 +233,10 @@ class ForwardCall(Mxfp8MlpCall):
         out = super().results(problem) if self.out is None else self.out
         return out, self.x.new_empty(problem.rows, problem.w1_rows)
 
-    def prepared(self) -> Call:
+    def found(self) -> Any:
+        return super(Mxfp8MlpCall, self).found()
+
+    def prepared(self) -> Any:
         return super(Mxfp8MlpCall, self).prepared()
 
     def reference(self, problem: Problem) -> Any:
@@ -349,6 +352,7 @@ class BackwardCall(Call):
     scales = ("row_scale",)
     tabled = ()
     reads = ("dy", "w1", "w2", "preact", "groups", "row_scale")
+    rowwise = ("dy", "preact", "row_scale", "out")
     w1_scale = w2_scale = None  # weights are not in MXFP8
 
     dy: Tensor

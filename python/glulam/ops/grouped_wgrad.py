@@ -148,6 +148,7 @@ class GroupedWgradCall(Call):
     biases = ()
     scales = ("mask",)
     reads = ("dy", "x", "groups", "mask")
+    rowwise = ("dy", "x")
 
     dy: Tensor
     x: Tensor
