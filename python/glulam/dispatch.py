@@ -233,6 +233,23 @@ def _has_one_tile(problem: Problem) -> bool:
     return trains_fp8 or problem.op in ONE_TILE or problem.op == "grouped_wgrad"
 
 
+SIZES_AN_OCTAVE = 16
+
+
+def _estimated_rows(problem: Problem) -> int:
+    """The rows that times are compared at: near the problem's, 16 sizes an octave, powers of two an expert among them.
+
+    Estimates are not good to the 2 % between, and calls with new rows need no estimates of their own.
+    """
+    step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
+    return round(problem.experts * 2.0 ** (step / SIZES_AN_OCTAVE))
+
+
+def _estimates(problem: Problem, arch: str) -> list[choice.Estimate]:
+    parts = problem.of_rows(_estimated_rows(problem)).parts
+    return choice.estimates(parts, CONFIGS[arch].TILES, arch)
+
+
 def _fp8_tiles(problem: Problem, arch: str) -> list[tuple[TileConfig, float]]:
     """Tiles, each with the most rows an expert that it is for."""
     return [(getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[problem.operands].items()]
@@ -243,28 +260,28 @@ def _fp8_place(problem: Problem, tiles: Sequence[tuple[TileConfig, float]]) -> i
     return next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
 
 
-def shipped_tile(problem: Problem, arch: str) -> TileConfig | None:
-    """The tile of `shipped_choice`, as rows decide it; None where they do not."""
-    if _has_one_tile(problem):
-        return None
-    configs = CONFIGS[arch]
-    if problem.operands not in FP8_TILES:
-        return choice.estimates(problem.parts, configs.TILES, arch)[0].tile
-    tiles = _fp8_tiles(problem, arch)
+def _fp8_tile(problem: Problem, arch: str) -> TileConfig:
+    configs, tiles = CONFIGS[arch], _fp8_tiles(problem, arch)
     tile = tiles[_fp8_place(problem, tiles)][0]
     return configs.NARROW_W8 if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs) else tile
+
+
+def _size(problem: Problem, arch: str) -> Any:
+    """Of the problem's rows, what the shipped tile depends on."""
+    if _has_one_tile(problem):
+        return None
+    return _fp8_tile(problem, arch) if problem.operands in FP8_TILES else _estimated_rows(problem)
 
 
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert, until times of these tiles are known; where they are few and decoded, by experts as well."""
     tiles = _fp8_tiles(problem, arch)
-    tile = shipped_tile(problem, arch)
-    if tile is None:  # both directions of training
+    if _has_one_tile(problem):  # both directions of training
         spec = SPEC_OF[problem.op](problem, tiles[-1][0], arch)
         if isinstance(spec, GroupedDgluSpec):
             spec = replace(spec, tile=CONFIGS[arch].DGLU8)
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
-    place = _fp8_place(problem, tiles)
+    place, tile = _fp8_place(problem, tiles), _fp8_tile(problem, arch)
     spans = [_span(tiles[i - 1][1] if i else 0, most) for i, (_, most) in enumerate(tiles)]
     usual, reason = tiles[place][0], spans[place]
     why_not = [f"{tiles[i][0].name}: for {span} rows an expert" for i, span in enumerate(spans) if i != place]
@@ -291,26 +308,28 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
 class Chooser:
     """The specs that `choose` gives problems that differ in their rows alone, without its reasons.
 
-    What rows do not decide is asked for once: preferences, the layer of a tuned table, the spec on each tile.
+    What rows do not decide is asked for once: preferences, the layer of a tuned table, and the spec for a size.
     """
 
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
-        shipped = shipped_choice(problem, arch).spec
         self._problem, self._arch = problem, arch
-        self._shipped: dict[TileConfig | None, Spec] = {}
-        self._preferred = preferences.of(form(shipped))
+        self._shipped: dict[Any, Spec] = {}
+        self._preferred = preferences.of(form(self._choose(problem)))
         self._layer = None if self._preferred else tuned.layer(problem, gpu)
 
     def spec(self, rows: int) -> Spec:
         if self._preferred is not None:
             return self._preferred
         problem = self._problem.of_rows(rows)
-        tile = shipped_tile(problem, self._arch)
-        shipped = self._shipped.get(tile)
-        if shipped is None:
-            shipped = self._shipped[tile] = shipped_choice(problem, self._arch).spec
+        shipped = self._choose(problem)
         found = None if self._layer is None else tuned.fastest(self._layer, problem, shipped)
         return shipped if found is None else found.spec
+
+    def _choose(self, problem: Problem) -> Spec:
+        size = _size(problem, self._arch)
+        if size not in self._shipped:
+            self._shipped[size] = shipped_choice(problem, self._arch).spec
+        return self._shipped[size]
 
 
 def _faster(choice: Choice) -> tuple[str, ...]:
@@ -351,7 +370,7 @@ def _choose_16bit(problem: Problem, arch: str) -> Choice:
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", faster)
     if problem.op == "grouped_wgrad":
         return _choose_wgrad(problem, arch)
-    best, *others = choice.estimates(problem.parts, configs.TILES, arch)
+    best, *others = _estimates(problem, arch)
     why = f"{_rows(problem)}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
     why_not = (f"{other.tile.name}: about {_us(other.us)}, {other.us / best.us:.2f} times as long" for other in others)
     return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, *faster))
