@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -15,9 +15,8 @@ from torch.compiler import is_dynamo_compiling
 from . import device as gpus
 from . import experts, groups, kernels
 from .dispatch import Problem
-from .experts import ExpertList
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
-from .plans import Plans, Unlike, signature_of
+from .plans import Plans
 from .signature import (
     MAX_ROWS,
     check_alignment,
@@ -110,18 +109,21 @@ class Call:
         names = (*self.matrices, *self.weights, *self.biases, *self.scales)
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
-    def settle(self, key: Hashable, plan: Any, failure: Exception | None) -> Any:
+    def settle(
+        self, key: Hashable, plan: Any, failure: Exception | None, found: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
         """The result of a call for which the fast path found no plan, or failed.
 
         Args:
             key: of the plan; None where it could not be built.
             plan: the plan that failed, if any did.
             failure: what the fast path raised, if it did.
+            found: what the key was built from in place of arguments, with their names.
         """
         try:
             if key is not None and failure is None:
                 try:
-                    ready = self.found()
+                    ready = self.changed(found)
                     plan = ready.plan_alike(key)
                     if plan is not None:
                         return ready.run(plan)
@@ -134,33 +136,30 @@ class Call:
             del failure  # as in the operators
 
     def plan_alike(self, key: Hashable) -> Any:
-        """A plan, which is kept, where a call that differs in its number of rows alone was checked; else None."""
-        problem = self.settled(self.plans)
-        if problem is None or checking():
+        """A plan, which is kept, where a call that differs in its rows alone was checked; else None."""
+        problem = self.settled(key, self.plans)
+        if problem is None:
             return None
         plan = self.plan(problem, self.launch(problem))
         self.plans.keep(key, plan)
         return plan
 
-    def settled(self, plans: Plans[Any]) -> Problem | None:
-        """The problem, where `plans` knows one that differs in its number of rows alone."""
-        known: Problem | None = None
-        with contextlib.suppress(Exception):  # arguments that no check has seen
-            known = plans.settled(self.signature())
-        return None if known is None else known.of_rows(self.lead.shape[0])
+    def settled(self, key: Hashable, plans: Plans[Any]) -> Problem | None:
+        """The problem, where a call was checked that differs in its rows alone.
 
-    def settle_alike(self, plans: Plans[Any], problem: Problem) -> None:
+        The layout of a single row is arbitrary, so that nothing is known of it.
+        """
+        lead = self.lead.shape[:1]
+        if not 1 < lead[0] < MAX_ROWS or checking():
+            return None
+        known: Problem | None = plans.settled(key, lead)
+        return None if known is None else known.of_rows(lead[0])
+
+    def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem) -> None:
         """Let `settled` know this call, which was checked."""
-        with contextlib.suppress(Unlike):
-            plans.settle(self.signature(), problem)
-
-    def signature(self) -> Hashable:
-        """As of `plans.signature_of`. The layout of a single row is arbitrary, so such a call has none."""
-        rows = self.lead.shape[0]
-        if not 1 < rows < MAX_ROWS:
-            raise Unlike
-        rowwise = self.rowwise
-        return signature_of((rows,), [(value, name in rowwise) for name, value in vars(self).items()], type(self))
+        if problem.rows > 1:
+            count = sum(getattr(self, name) is not None for name in self.rowwise)
+            plans.settle(key, self.lead.shape[:1], count, problem)
 
     @property
     def form(self) -> str:
@@ -200,7 +199,7 @@ class Call:
             self._check_group_sizes()
         elif key is not None:
             self.plans.keep(key, plan)
-            self.settle_alike(self.plans, problem)
+            self.settle_rows(key, self.plans, problem)
         return self.run(plan)
 
     def is_traced(self) -> bool:
@@ -243,25 +242,20 @@ class Call:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
         return groups.ends(self.op, self.offs, self.splits, self.lead.shape[0])
 
-    def found(self) -> Any:
-        """This call with what is kept for its lists. Raises KeyError where nothing is."""
-        return self.changed(self._tables(experts.find))
-
     def prepared(self) -> Any:
         """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
-        changes = self._tables(experts.enter)
+        changes: dict[str, Any] = {}
+        weights = self.weights if self.tabled is None else self.tabled
+        for kind, names in (("weight", weights), ("bias", self.biases), ("gradient", self.gradients)):
+            for name in names:
+                value = getattr(self, name)
+                if isinstance(value, (list, tuple)):
+                    changes[name] = experts.enter(kind, value)
         if self.splits is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
         return self.changed(changes)
 
-    def _tables(self, table: Callable[[str, Any], ExpertList]) -> dict[str, Any]:
-        """The lists among the arguments, with tables."""
-        weights = self.weights if self.tabled is None else self.tabled
-        kinds = (("weight", weights), ("bias", self.biases), ("gradient", self.gradients))
-        given = [(kind, name, getattr(self, name)) for kind, names in kinds for name in names]
-        return {name: table(kind, value) for kind, name, value in given if isinstance(value, (list, tuple))}
-
-    def changed(self, changes: dict[str, Any]) -> Any:
+    def changed(self, changes: Mapping[str, Any]) -> Any:
         """As `dataclasses.replace`; itself where there are none."""
         if not changes:
             return self

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,8 +23,6 @@ from .experts import ExpertList
 
 MAX_PLANS = 4096
 """Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
-MAX_SIGNATURES = 1024
-"""Signatures that an operator remembers."""
 MAX_GUARDED = 1024
 """Plans of an operator that guards find."""
 MAX_ALIKE = 4
@@ -36,7 +34,6 @@ PATIENCE = 64
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 _UNGUARDED = frozenset((ExpertList, list, tuple))
-_DESCRIBED = (Tensor, ExpertList)
 
 Given = Sequence[Any]
 
@@ -47,12 +44,13 @@ def unplanned() -> bool:
     return is_dynamo_compiling() or forward_ad._current_level >= 0
 
 
-def _described(value: Any) -> Hashable:
+def described(value: Any) -> Hashable:
+    """The metadata of a tensor, an ExpertList or a list of tensors."""
     kind = value.__class__
     if kind is ExpertList:
-        return value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
+        return kind, value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
     if kind is list or kind is tuple:
-        return tuple(map(_described, value))
+        return tuple(map(described, value))
     layout = value.is_contiguous() or value.stride()
     return kind, value.shape, value.dtype, value.get_device(), layout, value.requires_grad, value.is_neg()
 
@@ -64,37 +62,10 @@ class _Guarded(NamedTuple):
     plan: Any
 
 
-class Unlike(Exception):
-    """A call has no signature."""
-
-
-def signature_of(lead: tuple[int, ...], values: Iterable[tuple[Any, bool]], *rest: Hashable) -> Hashable:
-    """What checks of a call look at, but for its rows and for addresses. With as many rows in all arguments, and more
-    than one, calls of a signature are right or wrong together.
-
-    Args:
-        lead: the sizes of the rows' dimensions.
-        values: arguments, each with whether it is a tensor that has rows, in its first dimensions.
-        rest: what else there is.
-
-    Raises:
-        Unlike: an argument has other rows, or is a list.
-        Exception: it has no metadata of a tensor's.
-    """
-    told: list[Hashable] = [is_grad_enabled(), *rest]
-    for value, has_rows in values:
-        if isinstance(value, (list, tuple)):
-            raise Unlike
-        if not isinstance(value, _DESCRIBED):
-            told.append(value)
-        elif not has_rows:
-            told.append(_described(value))
-        elif value.shape[: len(lead)] == lead:
-            kind, shape, *others = _described(value)  # type: ignore[misc]
-            told.append((kind, shape[len(lead) :], *others))
-        else:
-            raise Unlike
-    return tuple(told)
+def _shape(told: Any) -> tuple[Any, ...]:
+    """In what `described` told; empty for a list of tensors."""
+    shape: tuple[Any, ...] = told[1] if isinstance(told[0], type) else ()
+    return shape
 
 
 def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -114,11 +85,11 @@ class Plans(Generic[PlanType]):
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
         self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
+        self._rowwise: dict[Hashable, tuple[bool, ...]] = {}
         self._settled: dict[Hashable, Any] = {}
         self._misses = 0
         self._lock = threading.Lock()
         self.find = self._plans.get
-        self.settled = self._settled.get
         _all_plans.add(self)
 
     def __len__(self) -> int:
@@ -138,7 +109,7 @@ class Plans(Generic[PlanType]):
         for check, plan in self._guarded.get(place, ()):
             if check(*given):
                 return None, plan
-        key = (options, *map(_described, given))
+        key = (options, *map(described, given))
         found = self.find(key)
         if found is not None and _Guards is not None and _UNGUARDED.isdisjoint(map(type, given)):
             self._guard(place, given, found)
@@ -164,9 +135,34 @@ class Plans(Generic[PlanType]):
         """Remember a plan; the oldest quarter goes where there are too many."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
-    def settle(self, signature: Hashable, found: Any) -> None:
-        """Remember what was found of calls of a signature that are right; `settled` gives it back."""
-        self._keep(self._settled, MAX_SIGNATURES, signature, found)
+    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any) -> None:
+        """Remember what was found of a call that is right, for all that differ in their rows alone (`settled`).
+
+        Args:
+            lead: the sizes of the rows' dimensions, with which shapes of tensors that have rows begin.
+            count: of such tensors among what was given.
+        """
+        rowwise = tuple([_shape(one)[: len(lead)] == lead for one in key[1:]])
+        if sum(rowwise) == count:  # else there are as many rows as experts, say: another call will tell them apart
+            self._keep(self._rowwise, MAX_PLANS, key[0], rowwise)
+            self._keep(self._settled, MAX_PLANS, self._signature(key, lead), found)
+
+    def settled(self, key: Any, lead: tuple[int, ...]) -> Any:
+        """What `settle` was told of a call that differs from this one in its rows alone; else None."""
+        return self._settled.get(self._signature(key, lead))
+
+    def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
+        """The key without the rows, where all tensors that have some have as many; else None."""
+        options, *given = key
+        signature = [options]
+        for one, has_rows in zip(given, self._rowwise.get(options, ()), strict=False):
+            if has_rows:
+                kind, shape, *rest = one
+                if shape[: len(lead)] != lead:
+                    return None
+                one = kind, shape[len(lead) :], *rest
+            signature.append(one)
+        return tuple(signature) if len(signature) == len(key) else None
 
     def _keep(self, kept: dict[Hashable, Any], most: int, key: Hashable, value: Any) -> None:
         with self._lock:
@@ -179,6 +175,7 @@ class Plans(Generic[PlanType]):
         with self._lock:
             self._plans.clear()
             self._guarded.clear()
+            self._rowwise.clear()
             self._settled.clear()
 
 

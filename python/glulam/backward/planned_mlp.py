@@ -40,6 +40,7 @@ from .parts import (
     usable,
 )
 from .planned import (
+    Maker,
     TrainingLaunch,
     are_in_memory,
     as_saved,
@@ -271,15 +272,23 @@ def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any,
     return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
 
 
-def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
-    """The plan for calls like this one; None where they take the general path.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit.
-    """
+def _check(call: GroupedMlpCall | Mxfp8MlpCall) -> Problem | None:
+    """As of Maker. Raises ValueError or TypeError where an argument does not fit."""
     problem = call.check()
-    if not _is_planned(call, problem):
+    needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
+    if not needs_preact or call.recompute or not is_common(call, problem, NAMES):
         return None
+    call.check_addresses()
+    return problem
+
+
+def _check_mxfp8(call: Mxfp8MlpCall) -> Problem | None:
+    """The same; weights that are not of x's dtype take the general path."""
+    problem = _check(call)
+    return problem if all(w.dtype == call.x.dtype for w in (call.w1, call.w2)) else None  # type: ignore[union-attr]
+
+
+def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
     launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
     return In16BitsPlan(
@@ -289,11 +298,7 @@ def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
     )
 
 
-def make_mxfp8_plan(call: Mxfp8MlpCall) -> MlpTrainingPlan | None:
-    """As `make_plan`."""
-    problem = call.check()
-    if not _is_planned(call, problem) or any(w.dtype != call.x.dtype for w in (call.w1, call.w2)):  # type: ignore[union-attr]
-        return None
+def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
     launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
     return Mxfp8TrainingPlan(
         **_fields(call, problem, launch),
@@ -303,13 +308,7 @@ def make_mxfp8_plan(call: Mxfp8MlpCall) -> MlpTrainingPlan | None:
     )
 
 
-def _is_planned(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> bool:
-    """Whether the call is a common one. Its addresses are then checked."""
-    needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
-    if not needs_preact or call.recompute or not is_common(call, problem, NAMES):
-        return False
-    call.check_addresses()
-    return True
+MAKER, MXFP8_MAKER = Maker(_check, _make), Maker(_check_mxfp8, _make_mxfp8)
 
 
 def _backward(problem: Problem) -> Problem:

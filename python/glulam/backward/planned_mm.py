@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import device as gpus
+from ..dispatch import Problem
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
 from ..plan import address
@@ -20,6 +21,7 @@ from . import mm
 from .layout import flatten
 from .parts import ORDINARY, Targets, as_result, backward_of, once_differentiable, taken, usable
 from .planned import (
+    Maker,
     TrainingLaunch,
     are_in_memory,
     as_saved,
@@ -136,16 +138,16 @@ def _unusual_backward(plan: MmTrainingPlan, targets: Targets, saved: tuple[Any, 
     return None, None, *once_differentiable(mm.OP, [gradients.get(name) for name in NAMES])
 
 
-def make_plan(call: GroupedMmCall) -> MmTrainingPlan | None:
-    """The plan for calls like this one; None where they take the general path.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit.
-    """
+def _check(call: GroupedMmCall) -> Problem | None:
+    """As of Maker. Raises ValueError or TypeError where an argument does not fit."""
     problem = call.check()
     if requires(call, "bias_scale") or not is_common(call, problem, NAMES):
         return None
     call.check_addresses()
+    return problem
+
+
+def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
     launch = call.launch(problem)
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
@@ -166,3 +168,6 @@ def make_plan(call: GroupedMmCall) -> MmTrainingPlan | None:
         width=y_columns,
         w_shape=(problem.experts, n, k),
     )
+
+
+MAKER = Maker(_check, _make)

@@ -177,6 +177,7 @@ class QuantizeMxfp8Call(Call):
     biases = ()
     scales = ()
     reads = ("x", "offs")
+    rowwise = ("x",)
 
     x: Tensor
     axis: str

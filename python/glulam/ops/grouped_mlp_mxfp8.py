@@ -191,7 +191,8 @@ def _grouped_mlp(
     try:
         if needs is not None:
             return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
-        return call.settle(key, plan, failure)  # type: ignore[no-any-return]
+        found = {"w1": w1_, "w1_scale": w1_scale_, "w2": w2_, "w2_scale": w2_scale_, "b1": b1_, "b2": b2_} if key else {}
+        return call.settle(key, plan, failure, found)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
@@ -350,29 +351,19 @@ class Mxfp8MlpCall(Call):
         first, second = (self._prepared_weight(_form(self.recipe), name) for name in self.weights)
         return first, second
 
-    def _weight(self, name: str) -> tuple[Any, Tensor | None]:
-        """A weight as it was given, and its scale."""
-        return getattr(self, name), getattr(self, f"{name}_scale")
-
     def _prepared_weight(self, form: str, name: str) -> Prepared:
-        value, scale = self._weight(name)
+        value, scale = getattr(self, name), getattr(self, f"{name}_scale")
         if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
             return Prepared(value, scale)
         return prepared.PREPARED.get(form, value, scale)
 
-    def found(self) -> Any:
-        form = _form(self.recipe)
-        return super(Mxfp8MlpCall, self._with(*(_ready(form, *self._weight(name)) for name in self.weights))).found()
-
     def prepared(self) -> Any:
         """As for any operator, with weights as the kernels read them."""
-        return super(Mxfp8MlpCall, self._with(*self._prepared_weights())).prepared()
-
-    def _with(self, first: Any, second: Any) -> Any:
-        """This call with weights that were prepared."""
-        changes = {"w1": first[0], "w1_scale": first[1], "w2": second[0], "w2_scale": second[1]}
+        first, second = self._prepared_weights()
+        changes = {"w1": first.data, "w1_scale": first.scale, "w2": second.data, "w2_scale": second.scale}
         same = all(getattr(self, name) is value for name, value in changes.items())
-        return self if same else self.changed(changes)
+        call = self if same else self.changed(changes)
+        return super(Mxfp8MlpCall, call).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
         out = self.results(problem) if self.out is None else self.out

@@ -161,7 +161,7 @@ def forward(
         recipe=recipe, recompute=False, dtype=None, out=out, trained=trained,
     )  # fmt: skip
     try:
-        y, preact = call.settle(key, plan, failure)
+        y, preact = call.settle(key, plan, failure, {"b1": b1_, "b2": b2_} if key else {})
         return y, preact
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -232,9 +232,6 @@ class ForwardCall(Mxfp8MlpCall):
     def results(self, problem: Problem) -> Any:
         out = super().results(problem) if self.out is None else self.out
         return out, self.x.new_empty(problem.rows, problem.w1_rows)
-
-    def found(self) -> Any:
-        return super(Mxfp8MlpCall, self).found()
 
     def prepared(self) -> Any:
         return super(Mxfp8MlpCall, self).prepared()
