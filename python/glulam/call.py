@@ -153,7 +153,7 @@ class Call:
         if not 1 < lead[0] < MAX_ROWS or checking():
             return None
         known: Problem | None = plans.settled(key, lead)
-        return None if known is None else known.of_rows(lead[0])
+        return None if known is None else known.but(rows=lead[0])
 
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem) -> None:
         """Let `settled` know this call, which was checked."""
@@ -263,8 +263,11 @@ class Call:
         other.__dict__.update(self.__dict__, **changes)
         return other
 
-    def launch(self, problem: Problem) -> Launch:
-        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls."""
+    def launch(self, problem: Problem, reads: tuple[str, ...] | None = None) -> Launch:
+        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls.
+
+        `reads`: where a plan looks at the addresses of other arguments.
+        """
         lead, index = self.lead, self.lead.get_device()
         gpu = gpus.gpu(index)
         served = kernels.serve(problem, gpu)
@@ -280,7 +283,7 @@ class Call:
             experts=problem.experts,
             sm_count=gpu.sm_count,
             rows=problem.rows,
-            extents=self.extents(self.reads),
+            extents=self.extents(self.reads if reads is None else reads),
             out_extents=tuple(map(_extent, self._given_outputs())),
         )
 

@@ -63,10 +63,10 @@ class Problem:
     operands: str = "16bit"
     fc2_operands: str = "16bit"
 
-    def of_rows(self, rows: int) -> Problem:
-        """The same with another number of rows, which need not be checked for a choice: `replace` takes 3 us."""
+    def but(self, **changes: Any) -> Problem:
+        """As `dataclasses.replace`, which takes 3 us: every plan for a new number of rows asks several times."""
         other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__, rows=rows)
+        other.__dict__.update(self.__dict__, **changes)
         return other
 
     @property
@@ -246,7 +246,7 @@ def _estimated_rows(problem: Problem) -> int:
 
 
 def _estimates(problem: Problem, arch: str) -> list[choice.Estimate]:
-    parts = problem.of_rows(_estimated_rows(problem)).parts
+    parts = problem.but(rows=_estimated_rows(problem)).parts
     return choice.estimates(parts, CONFIGS[arch].TILES, arch)
 
 
@@ -320,7 +320,7 @@ class Chooser:
     def spec(self, rows: int) -> Spec:
         if self._preferred is not None:
             return self._preferred
-        problem = self._problem.of_rows(rows)
+        problem = self._problem.but(rows=rows)
         shipped = self._choose(problem)
         found = None if self._layer is None else tuned.fastest(self._layer, problem, shipped)
         return shipped if found is None else found.spec

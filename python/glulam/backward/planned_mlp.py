@@ -289,7 +289,7 @@ def _check_mxfp8(call: Mxfp8MlpCall) -> Problem | None:
 
 
 def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
-    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    launch = call.launch(problem.but(op="grouped_glu", save_preact=True), NAMES)
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
     return In16BitsPlan(
         **_fields(call, problem, launch),
@@ -299,7 +299,7 @@ def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
 
 
 def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
-    launch = call.launch(dataclasses.replace(problem, op="grouped_glu", save_preact=True))
+    launch = call.launch(problem.but(op="grouped_glu", save_preact=True), NAMES)
     return Mxfp8TrainingPlan(
         **_fields(call, problem, launch),
         forward_memory=mxfp8.forward_layouts(problem, launch),
@@ -313,16 +313,15 @@ MAKER, MXFP8_MAKER = Maker(_check, _make), Maker(_check_mxfp8, _make_mxfp8)
 
 def _backward(problem: Problem) -> Problem:
     """The gradients of h and the activation."""
-    return dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features)
+    return problem.but(op="grouped_dglu", in_features=problem.out_features)
 
 
 def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
     """The fields of an MlpTrainingPlan."""
-    wgrad = dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
+    wgrad = problem.but(op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
     return {
         **vars(launch),
         "op": call.op,
-        "extents": call.extents(NAMES),
         "needs": (False, False, *(requires(call, name) for name in NAMES)),
         "grouped_by": "offs" if call.splits is None else "splits",
         "dglu": function_of(_backward(problem), launch.index),

@@ -151,11 +151,9 @@ def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
     launch = call.launch(problem)
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
-    dgrad = dataclasses.replace(
-        problem, in_features=y_columns, out_features=x_columns, transpose_w=not call.transpose_w
-    )
-    wgrad = dataclasses.replace(
-        problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
+    dgrad = problem.but(in_features=y_columns, out_features=x_columns, transpose_w=not call.transpose_w)
+    wgrad = problem.but(
+        op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
     )
     return MmTrainingPlan(
         **vars(launch),
