@@ -14,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import device as gpus
 from . import experts, groups, kernels
+from .changed import changed
 from .dispatch import Problem
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
 from .plans import Plans
@@ -74,6 +75,10 @@ class Call:
     def plan(self, problem: Problem, launch: Launch) -> Any:
         raise NotImplementedError
 
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        """The fields of a plan that depend on the number of rows, but for those of a Launch."""
+        return {}
+
     def run(self, plan: Any) -> Any:
         raise NotImplementedError
 
@@ -123,7 +128,7 @@ class Call:
         try:
             if key is not None and failure is None:
                 try:
-                    ready = self.changed(found)
+                    ready = changed(self, **found) if found else self
                     plan = ready.plan_alike(key)
                     if plan is not None:
                         return ready.run(plan)
@@ -137,29 +142,35 @@ class Call:
 
     def plan_alike(self, key: Hashable) -> Any:
         """A plan, which is kept, where a call that differs in its rows alone was checked; else None."""
-        problem = self.settled(key, self.plans)
-        if problem is None:
+        settled = self.settled(key, self.plans)
+        if settled is None:
             return None
-        plan = self.plan(problem, self.launch(problem))
+        problem, like = settled
+        plan = self.resized(like, problem, **self.sizes(problem, like))
         self.plans.keep(key, plan)
         return plan
 
-    def settled(self, key: Hashable, plans: Plans[Any]) -> Problem | None:
-        """The problem, where a call was checked that differs in its rows alone.
+    def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
+        """The problem, and a plan to be resized, where a call was checked that differs in its rows alone.
 
         The layout of a single row is arbitrary, so that nothing is known of it.
         """
         lead = self.lead.shape[:1]
         if not 1 < lead[0] < MAX_ROWS or checking():
             return None
-        known: Problem | None = plans.settled(key, lead)
-        return None if known is None else known.but(rows=lead[0])
+        known = plans.settled(key, lead)
+        return None if known is None else (changed(known[0], rows=lead[0]), known[1])
 
-    def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem) -> None:
-        """Let `settled` know this call, which was checked."""
+    def resized(self, like: Any, problem: Problem, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
+        """A plan like another one, for a problem that differs in its rows. `sizes`: of its own fields, as of `sizes`;
+        `reads`: as of `launch`."""
+        return changed(like, apart=set(), **self._sizes(problem, reads), **sizes)
+
+    def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
+        """Let `settled` know this call, which was checked, and its plan."""
         if problem.rows > 1:
             count = sum(getattr(self, name) is not None for name in self.rowwise)
-            plans.settle(key, self.lead.shape[:1], count, problem)
+            plans.settle(key, self.lead.shape[:1], count, (problem, plan))
 
     @property
     def form(self) -> str:
@@ -199,7 +210,7 @@ class Call:
             self._check_group_sizes()
         elif key is not None:
             self.plans.keep(key, plan)
-            self.settle_rows(key, self.plans, problem)
+            self.settle_rows(key, self.plans, problem, plan)
         return self.run(plan)
 
     def is_traced(self) -> bool:
@@ -253,15 +264,7 @@ class Call:
                     changes[name] = experts.enter(kind, value)
         if self.splits is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
-        return self.changed(changes)
-
-    def changed(self, changes: Mapping[str, Any]) -> Any:
-        """As `dataclasses.replace`; itself where there are none."""
-        if not changes:
-            return self
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, **changes)
-        return other
+        return changed(self, **changes) if changes else self
 
     def launch(self, problem: Problem, reads: tuple[str, ...] | None = None) -> Launch:
         """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls.
@@ -269,23 +272,28 @@ class Call:
         `reads`: where a plan looks at the addresses of other arguments.
         """
         lead, index = self.lead, self.lead.get_device()
-        gpu = gpus.gpu(index)
-        served = kernels.serve(problem, gpu)
         return Launch(
             op=self.op,
-            function=served.function if problem.rows else launch_nothing,
             device=lead.device,
             index=index,
             only=gpus.is_only_one(),
             dtype=lead.dtype,
             group_form=groups.form(self.groups, is_offs=self.splits is None),
-            draws_tickets=served.draws_tickets,
             experts=problem.experts,
-            sm_count=gpu.sm_count,
-            rows=problem.rows,
-            extents=self.extents(self.reads if reads is None else reads),
-            out_extents=tuple(map(_extent, self._given_outputs())),
+            sm_count=gpus.gpu(index).sm_count,
+            **self._sizes(problem, reads),
         )
+
+    def _sizes(self, problem: Problem, reads: tuple[str, ...] | None) -> dict[str, Any]:
+        """The fields of a Launch that depend on the number of rows."""
+        served = kernels.serve(problem, gpus.gpu(self.lead.get_device()))
+        return {
+            "function": served.function if problem.rows else launch_nothing,
+            "draws_tickets": served.draws_tickets,
+            "rows": problem.rows,
+            "extents": self.extents(self.reads if reads is None else reads),
+            "out_extents": tuple(map(_extent, self._given_outputs())),
+        }
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The bytes that arguments reach over, as of `Launch.extents`."""

@@ -118,9 +118,7 @@ def _tile_us(
     return math.ceil(gemm.depth / tile.k) * max(mma, load)
 
 
-def _tiles_us(
-    gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine
-) -> float:
+def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
     """The rounds of all clusters. The last is a whole one where sizes are even, and half full on average elsewhere."""
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))

@@ -28,6 +28,7 @@ from cute_kernels.specs import (
 from cute_kernels.tiles import TileConfig
 
 from . import choice, cost, preferences, records, tuned
+from .changed import changed
 from .choice import Part
 from .cost import Gemm
 
@@ -62,12 +63,6 @@ class Problem:
     rounded: bool = False
     operands: str = "16bit"
     fc2_operands: str = "16bit"
-
-    def but(self, **changes: Any) -> Problem:
-        """As `dataclasses.replace`, which takes 3 us: every plan for a new number of rows asks several times."""
-        other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__, **changes)
-        return other
 
     @property
     def but_rows(self) -> tuple[Any, ...]:
@@ -242,11 +237,11 @@ def _estimated_rows(problem: Problem) -> int:
     Estimates are not good to the 2 % between, and calls with new rows need no estimates of their own.
     """
     step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
-    return round(problem.experts * 2.0 ** (step / SIZES_AN_OCTAVE))
+    return round(problem.experts * math.exp2(step / SIZES_AN_OCTAVE))
 
 
 def _estimates(problem: Problem, arch: str) -> list[choice.Estimate]:
-    parts = problem.but(rows=_estimated_rows(problem)).parts
+    parts = changed(problem, rows=_estimated_rows(problem)).parts
     return choice.estimates(parts, CONFIGS[arch].TILES, arch)
 
 
@@ -314,13 +309,16 @@ class Chooser:
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
         self._problem, self._arch = problem, arch
         self._shipped: dict[Any, Spec] = {}
-        self._preferred = preferences.of(form(self._choose(problem)))
-        self._layer = None if self._preferred else tuned.layer(problem, gpu)
+        shipped = self._choose(problem)
+        self._only = preferences.of(form(shipped))
+        self._layer = None if self._only else tuned.layer(problem, gpu)
+        if self._layer is None and _has_one_tile(problem):
+            self._only = self._only or shipped
 
     def spec(self, rows: int) -> Spec:
-        if self._preferred is not None:
-            return self._preferred
-        problem = self._problem.but(rows=rows)
+        if self._only is not None:
+            return self._only
+        problem = changed(self._problem, rows=rows)
         shipped = self._choose(problem)
         found = None if self._layer is None else tuned.fastest(self._layer, problem, shipped)
         return shipped if found is None else found.spec

@@ -44,10 +44,12 @@ class Maker(NamedTuple):
     Attributes:
         check: the problem of a call, which is checked; None of one that takes the general path.
         make: the plan of a call and its problem.
+        resize: the same, like a plan for another number of rows.
     """
 
     check: Callable[[Any], Problem | None]
     make: Callable[[Any, Problem], Any]
+    resize: Callable[[Any, Problem, Any], Any]
 
 
 def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
@@ -63,17 +65,16 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
         return NotImplemented
     plan = plans.find(key)
     if plan is None:
-        problem = call.settled(key, plans)
-        is_new = problem is None
-        if problem is None:
+        if settled := call.settled(key, plans):
+            plan = maker.resize(call, *settled)
+        else:
             call.check_plain()
             problem = maker.check(call)
-        if problem is None:
-            return NotImplemented
-        plan = maker.make(call, problem)
+            if problem is None:
+                return NotImplemented
+            plan = maker.make(call, problem)
+            call.settle_rows(key, plans, problem, plan)
         plans.keep(key, plan)
-        if is_new:
-            call.settle_rows(key, plans, problem)
     return plan.run_into(targets, *plan.inputs_of(call))
 
 

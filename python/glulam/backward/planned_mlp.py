@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import device as gpus
 from .. import workspace
 from ..activations import ActivationParams
+from ..changed import changed
 from ..dispatch import Problem
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
@@ -289,43 +290,70 @@ def _check_mxfp8(call: Mxfp8MlpCall) -> Problem | None:
 
 
 def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
-    launch = call.launch(problem.but(op="grouped_glu", save_preact=True), NAMES)
-    act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
-    return In16BitsPlan(
-        **_fields(call, problem, launch),
-        act=act if act.num_bytes <= SMALL_BYTES else None,
-        partials=partials_layout(problem, launch) if requires(call, "row_scale") else None,
-    )
+    launch = call.launch(_forward(problem), NAMES)
+    return In16BitsPlan(**_fields(call, problem, launch), **_sizes(call, problem, launch))
 
 
 def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
-    launch = call.launch(problem.but(op="grouped_glu", save_preact=True), NAMES)
-    return Mxfp8TrainingPlan(
-        **_fields(call, problem, launch),
-        forward_memory=mxfp8.forward_layouts(problem, launch),
-        backward_memory=mxfp8.backward_layouts(_backward(problem), launch),
-        trained=requires(call, "w1") or requires(call, "w2"),
-    )
+    launch = call.launch(_forward(problem), NAMES)
+    trained = requires(call, "w1") or requires(call, "w2")
+    return Mxfp8TrainingPlan(**_fields(call, problem, launch), **_sizes_mxfp8(call, problem, launch), trained=trained)
 
 
-MAKER, MXFP8_MAKER = Maker(_check, _make), Maker(_check_mxfp8, _make_mxfp8)
+def _resize(call: GroupedMlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
+    plan: MlpTrainingPlan = call.resized(like, _forward(problem), NAMES, **_sizes(call, problem, like))
+    return plan
+
+
+def _resize_mxfp8(call: Mxfp8MlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
+    plan: MlpTrainingPlan = call.resized(like, _forward(problem), NAMES, **_sizes_mxfp8(call, problem, like))
+    return plan
+
+
+MAKER, MXFP8_MAKER = Maker(_check, _make, _resize), Maker(_check_mxfp8, _make_mxfp8, _resize_mxfp8)
+
+
+def _forward(problem: Problem) -> Problem:
+    return changed(problem, op="grouped_glu", save_preact=True)
 
 
 def _backward(problem: Problem) -> Problem:
     """The gradients of h and the activation."""
-    return problem.but(op="grouped_dglu", in_features=problem.out_features)
+    return changed(problem, op="grouped_dglu", in_features=problem.out_features)
+
+
+def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
+    """The fields of an In16BitsPlan that depend on the number of rows, but for those of a Launch."""
+    act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
+    return {
+        **_functions(problem, launch.index),
+        "act": act if act.num_bytes <= SMALL_BYTES else None,
+        "partials": partials_layout(problem, launch) if requires(call, "row_scale") else None,
+    }
+
+
+def _sizes_mxfp8(call: Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
+    """As `_sizes`, of an Mxfp8TrainingPlan."""
+    return {
+        **_functions(problem, launch.index),
+        "forward_memory": mxfp8.forward_layouts(problem, launch),
+        "backward_memory": mxfp8.backward_layouts(_backward(problem), launch),
+    }
+
+
+def _functions(problem: Problem, index: int) -> dict[str, Any]:
+    """Those of backward."""
+    wgrad = changed(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
+    return {"dglu": function_of(_backward(problem), index), "wgrad": function_of(wgrad, index)}
 
 
 def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
-    """The fields of an MlpTrainingPlan."""
-    wgrad = problem.but(op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
+    """The fields of an MlpTrainingPlan, but for its functions."""
     return {
         **vars(launch),
         "op": call.op,
         "needs": (False, False, *(requires(call, name) for name in NAMES)),
         "grouped_by": "offs" if call.splits is None else "splits",
-        "dglu": function_of(_backward(problem), launch.index),
-        "wgrad": function_of(wgrad, launch.index),
         "options": mlp.options(call, ORDINARY),
         "hidden": problem.in_features,
         "preact_width": problem.w1_rows,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import device as gpus
+from ..changed import changed
 from ..dispatch import Problem
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
@@ -151,21 +152,32 @@ def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
     launch = call.launch(problem)
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
-    dgrad = problem.but(in_features=y_columns, out_features=x_columns, transpose_w=not call.transpose_w)
-    wgrad = problem.but(
-        op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
-    )
     return MmTrainingPlan(
         **vars(launch),
         needs=(False, False, *(requires(call, name) for name in NAMES)),
         grouped_by="offs" if call.splits is None else "splits",
-        dgrad=function_of(dgrad, launch.index),
-        wgrad=function_of(wgrad, launch.index),
         transpose_w=call.transpose_w,
         contracted=x_columns,
         width=y_columns,
         w_shape=(problem.experts, n, k),
+        **_functions(problem, launch.index),
     )
 
 
-MAKER = Maker(_check, _make)
+def _resize(call: GroupedMmCall, problem: Problem, like: MmTrainingPlan) -> MmTrainingPlan:
+    plan: MmTrainingPlan = call.resized(like, problem, **_functions(problem, like.index))
+    return plan
+
+
+def _functions(problem: Problem, index: int) -> dict[str, Any]:
+    """Those of backward."""
+    x_columns, y_columns = problem.in_features, problem.out_features
+    n, k = (x_columns, y_columns) if problem.transpose_w else (y_columns, x_columns)
+    dgrad = changed(problem, in_features=y_columns, out_features=x_columns, transpose_w=not problem.transpose_w)
+    wgrad = changed(
+        problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
+    )
+    return {"dgrad": function_of(dgrad, index), "wgrad": function_of(wgrad, index)}
+
+
+MAKER = Maker(_check, _make, _resize)

@@ -17,6 +17,7 @@ from .. import device as gpus
 from .. import kernels, recipes, workspace
 from ..activations import ActivationParams
 from ..call import Call
+from ..changed import changed
 from ..dispatch import Problem
 from ..errors import GradientNotSupported
 from ..experts import find
@@ -191,7 +192,9 @@ def _grouped_mlp(
     try:
         if needs is not None:
             return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
-        found = {"w1": w1_, "w1_scale": w1_scale_, "w2": w2_, "w2_scale": w2_scale_, "b1": b1_, "b2": b2_} if key else {}
+        found: dict[str, Any] = {}
+        if key is not None:
+            found = {"w1": w1_, "w1_scale": w1_scale_, "w2": w2_, "w2_scale": w2_scale_, "b1": b1_, "b2": b2_}
         return call.settle(key, plan, failure, found)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -362,7 +365,7 @@ class Mxfp8MlpCall(Call):
         first, second = self._prepared_weights()
         changes = {"w1": first.data, "w1_scale": first.scale, "w2": second.data, "w2_scale": second.scale}
         same = all(getattr(self, name) is value for name, value in changes.items())
-        call = self if same else self.changed(changes)
+        call = self if same else changed(self, **changes)
         return super(Mxfp8MlpCall, call).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
@@ -376,20 +379,23 @@ class Mxfp8MlpCall(Call):
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
-        hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
         common = {
-            **vars(launch), "dtype": dtype, "width": problem.out_features,
-            "params": ActivationParams(*map(float, self.params)),
+            **vars(launch), "dtype": self.result_dtype, "width": problem.out_features,
+            "params": ActivationParams(*map(float, self.params)), **self.sizes(problem, launch),
         }  # fmt: skip
-        x8, mid8, x_scales, mid_scales = layouts_in_mxfp8(problem, launch, hidden, inner)
-        mid, rows = (layout_of_rows(problem, launch, width, dtype) for width in (inner, hidden))
         if problem.operands == "mxfp8_weight_only":
-            return WeightOnlyPlan(**common, memory=workspace.Layouts(mid))
+            return WeightOnlyPlan(**common)
         if problem.operands == "mxfp8_exact":
-            return ExactPlan(**common, memory=workspace.Layouts(mid, rows), round=self._rounding(problem, launch))
-        if self.x_scale is not None:
-            return ReadyPlan(**common, memory=workspace.Layouts(mid8, mid_scales))
-        return QuantisedPlan(**common, memory=workspace.Layouts(x8, mid8, x_scales, mid_scales))
+            return ExactPlan(**common, round=self._rounding(problem, launch))
+        return QuantisedPlan(**common) if self.x_scale is None else ReadyPlan(**common)
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
+        if problem.operands == "mxfp8":
+            widths = (inner,) if self.x_scale is not None else (hidden, inner)
+            return {"memory": workspace.Layouts(*layouts_in_mxfp8(problem, launch, *widths))}
+        widths = (inner, hidden) if problem.operands == "mxfp8_exact" else (inner,)
+        return {"memory": workspace.Layouts(*(layout_of_rows(problem, launch, width, dtype) for width in widths))}
 
     def _rounding(self, problem: Problem, launch: Launch) -> Callable[..., Any]:
         """The kernel that rounds x to MXFP8 values."""

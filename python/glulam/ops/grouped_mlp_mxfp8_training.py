@@ -252,9 +252,12 @@ class ForwardCall(Mxfp8MlpCall):
             width=problem.out_features,
             preact_width=problem.w1_rows,
             trained=self.trained,
-            memory=forward_layouts(problem, launch),
             params=ActivationParams(*map(float, self.params)),
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        return {"memory": forward_layouts(problem, launch)}
 
     def run(self, plan: Any) -> Any:
         return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
@@ -449,9 +452,12 @@ class BackwardCall(Call):
             dx_width=problem.out_features if self.input_grad else None,
             wants_d_scale=self.wants_d_scale,
             trained=self.trained,
-            memory=backward_layouts(problem, launch),
             params=ActivationParams(*map(float, self.params)),
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        return {"memory": backward_layouts(problem, launch)}
 
     def run(self, plan: BackwardPlan) -> DataGradients:
         return plan.run(self.dy, self.w1, self.w2, self.preact, self.groups, self.row_scale, self.out)
