@@ -237,7 +237,7 @@ def _estimated_rows(problem: Problem) -> int:
     Estimates are not good to the 2 % between, and calls with new rows need no estimates of their own.
     """
     step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
-    return round(problem.experts * math.exp2(step / SIZES_AN_OCTAVE))
+    return round(problem.experts * math.pow(2.0, step / SIZES_AN_OCTAVE))
 
 
 def _estimates(problem: Problem, arch: str) -> list[choice.Estimate]:
