@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.specs import draws_tickets
-
 from . import device as gpus
-from . import dispatch, experts, groups, kernels
+from . import experts, groups, kernels
+from .changed import changed
 from .dispatch import Problem
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
 from .plans import Plans
 from .signature import (
+    MAX_ROWS,
     check_alignment,
     check_no_overlap,
     check_plain,
@@ -51,6 +52,7 @@ class Call:
     biases: ClassVar[tuple[str, ...]]
     tabled: ClassVar[tuple[str, ...] | None] = None  # weights that kernels take as lists; by default all
     scales: ClassVar[tuple[str, ...]]
+    rowwise: ClassVar[tuple[str, ...]] = ("x", "out", "row_scale")  # arguments with a row for each of the lead's
 
     offs: Tensor | None
     splits: Any
@@ -72,6 +74,10 @@ class Call:
 
     def plan(self, problem: Problem, launch: Launch) -> Any:
         raise NotImplementedError
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        """The fields of a plan that depend on the number of rows, but for those of a Launch."""
+        return {}
 
     def run(self, plan: Any) -> Any:
         raise NotImplementedError
@@ -108,17 +114,63 @@ class Call:
         names = (*self.matrices, *self.weights, *self.biases, *self.scales)
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
-    def settle(self, key: Hashable, plan: Any, failure: Exception | None) -> Any:
+    def settle(
+        self, key: Hashable, plan: Any, failure: Exception | None, found: Mapping[str, Any] = MappingProxyType({})
+    ) -> Any:
         """The result of a call for which the fast path found no plan, or failed.
 
         Args:
             key: of the plan; None where it could not be built.
             plan: the plan that failed, if any did.
             failure: what the fast path raised, if it did.
+            found: what the key was built from in place of arguments, with their names.
         """
-        if is_dynamo_compiling() or self.is_traced():
-            return self.dispatch()
-        return self.execute(key, plan, failure)
+        try:
+            if key is not None and failure is None:
+                try:
+                    ready = changed(self, **found) if found else self
+                    plan = ready.plan_alike(key)
+                    if plan is not None:
+                        return ready.run(plan)
+                except Exception as error:
+                    failure = error
+            if is_dynamo_compiling() or self.is_traced():
+                return self.dispatch()
+            return self.execute(key, plan, failure)
+        finally:
+            del failure  # as in the operators
+
+    def plan_alike(self, key: Hashable) -> Any:
+        """A plan, which is kept, where a call that differs in its rows alone was checked; else None."""
+        settled = self.settled(key, self.plans)
+        if settled is None:
+            return None
+        problem, like = settled
+        plan = self.resized(like, problem, **self.sizes(problem, like))
+        self.plans.keep(key, plan)
+        return plan
+
+    def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
+        """The problem, and a plan to be resized, where a call was checked that differs in its rows alone.
+
+        The layout of a single row is arbitrary, so that nothing is known of it.
+        """
+        lead = self.lead.shape[:1]
+        if not 1 < lead[0] < MAX_ROWS or checking():
+            return None
+        known = plans.settled(key, lead)
+        return None if known is None else (changed(known[0], rows=lead[0]), known[1])
+
+    def resized(self, like: Any, problem: Problem, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
+        """A plan like another one, for a problem that differs in its rows. `sizes`: of its own fields, as of `sizes`;
+        `reads`: as of `launch`."""
+        return changed(like, apart=set(), **self._sizes(problem, reads), **sizes)
+
+    def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
+        """Let `settled` know this call, which was checked, and its plan."""
+        if problem.rows > 1:
+            count = sum(getattr(self, name) is not None for name in self.rowwise)
+            plans.settle(key, self.lead.shape[:1], count, (problem, plan))
 
     @property
     def form(self) -> str:
@@ -158,6 +210,7 @@ class Call:
             self._check_group_sizes()
         elif key is not None:
             self.plans.keep(key, plan)
+            self.settle_rows(key, self.plans, problem, plan)
         return self.run(plan)
 
     def is_traced(self) -> bool:
@@ -200,7 +253,7 @@ class Call:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
         return groups.ends(self.op, self.offs, self.splits, self.lead.shape[0])
 
-    def prepared(self) -> Call:
+    def prepared(self) -> Any:
         """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
         changes: dict[str, Any] = {}
         weights = self.weights if self.tabled is None else self.tabled
@@ -211,29 +264,36 @@ class Call:
                     changes[name] = experts.enter(kind, value)
         if self.splits is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
-        return dataclasses.replace(self, **changes) if changes else self
+        return changed(self, **changes) if changes else self
 
-    def launch(self, problem: Problem) -> Launch:
-        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls."""
+    def launch(self, problem: Problem, reads: tuple[str, ...] | None = None) -> Launch:
+        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls.
+
+        `reads`: where a plan looks at the addresses of other arguments.
+        """
         lead, index = self.lead, self.lead.get_device()
-        gpu = gpus.gpu(index)
-        spec = dispatch.choose(problem, gpu.arch, gpu.name).spec
-        kernel = kernels.find(spec)
         return Launch(
             op=self.op,
-            function=kernel.function if problem.rows else launch_nothing,
             device=lead.device,
             index=index,
             only=gpus.is_only_one(),
             dtype=lead.dtype,
             group_form=groups.form(self.groups, is_offs=self.splits is None),
-            draws_tickets=draws_tickets(spec),
             experts=problem.experts,
-            sm_count=gpu.sm_count,
-            rows=problem.rows,
-            extents=self.extents(self.reads),
-            out_extents=tuple(map(_extent, self._given_outputs())),
+            sm_count=gpus.gpu(index).sm_count,
+            **self._sizes(problem, reads),
         )
+
+    def _sizes(self, problem: Problem, reads: tuple[str, ...] | None) -> dict[str, Any]:
+        """The fields of a Launch that depend on the number of rows."""
+        served = kernels.serve(problem, gpus.gpu(self.lead.get_device()))
+        return {
+            "function": served.function if problem.rows else launch_nothing,
+            "draws_tickets": served.draws_tickets,
+            "rows": problem.rows,
+            "extents": self.extents(self.reads if reads is None else reads),
+            "out_extents": tuple(map(_extent, self._given_outputs())),
+        }
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The bytes that arguments reach over, as of `Launch.extents`."""

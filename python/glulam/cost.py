@@ -88,50 +88,54 @@ def row_tiles(average: float, height: int, routing: str) -> float:
     return tiles
 
 
-def _loaded_rows(gemm: Gemm, tile: TileConfig, routing: str) -> float:
-    """Of an average tile: boxes that hold any row are loaded."""
-    boxes = row_tiles(gemm.average, tile.box_rows, routing)
-    return tile.box_rows * boxes / row_tiles(gemm.average, tile.m, routing)
-
-
-def _pairs_rows(gemm: Gemm, tile: TileConfig) -> bool:
+def _pairs_rows(average: float, tile: TileConfig) -> bool:
     """Whether the CTAs of a cluster have different row tiles, and thus share weights."""
-    return tile.cluster_m > 1 and not (tile.adaptive and gemm.average <= tile.m)
+    return tile.cluster_m > 1 and not (tile.adaptive and average <= tile.m)
 
 
-def _memory_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
-    """Every row once, weights of experts that have rows once, and in part again where two clusters want them."""
-    active = active_share(gemm.average, routing)
-    height = tile.m * tile.cluster_m if _pairs_rows(gemm, tile) else tile.m
-    readers = row_tiles(gemm.average, height, routing) / active
+def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: Machine) -> float:
+    """Every row once, weights of experts that have rows once, and in part again where two clusters want them.
+
+    `height`: rows of the row tiles that share weights.
+    """
+    active = active_share(average, routing)
+    readers = row_tiles(average, height, routing) / active
     weights = gemm.experts * active * gemm.columns * gemm.depth * (1 + machine.again * (min(readers, 2.0) - 1))
     return BYTES * (weights + gemm.rows * (gemm.depth + gemm.stored)) / machine.memory
 
 
-def _tile_us(gemm: Gemm, tile: TileConfig, routing: str, busy: float, machine: Machine) -> float:
+def _tile_us(
+    gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, busy: float, machine: Machine
+) -> float:
     """One tile among many of a CTA, while the share `busy` of all CTAs has one; its epilogue hides behind the next."""
-    pairs_rows = _pairs_rows(gemm, tile)
     share_weights = tile.cluster_m if pairs_rows else 1
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
-    asked = _loaded_rows(gemm, tile, routing) / share_rows + tile.n / share_weights
+    box = tile.box_rows  # boxes that hold any row are loaded
+    loaded_rows = box * row_tiles(average, box, routing) / row_tiles(average, tile.m, routing)
+    asked = loaded_rows / share_rows + tile.n / share_weights
     load = busy * BYTES * tile.k * asked / machine.operands
     mma = 2 * tile.m * tile.n * tile.k / machine.flop
     return math.ceil(gemm.depth / tile.k) * max(mma, load)
 
 
-def _tiles_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine) -> float:
+def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
     """The rounds of all clusters. The last is a whole one where sizes are even, and half full on average elsewhere."""
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))
-    tiles = gemm.experts * row_tiles(gemm.average, tile.m * high, routing) * across
+    tiles = gemm.experts * row_tiles(average, tile.m * high, routing) * across
     share = tiles / (machine.sms // (high * wide))
     rounds = math.ceil(share) if routing == EVEN else max(share + 0.5, 1.0)
-    return rounds * _tile_us(gemm, tile, routing, min(share, 1.0), machine)
+    return rounds * _tile_us(gemm, average, tile, pairs_rows, routing, min(share, 1.0), machine)
 
 
 def routed_us(gemm: Gemm, tile: TileConfig, routing: str, machine: Machine = H200) -> float:
     """Microseconds under one of the two routings."""
-    less, more = sorted((_memory_us(gemm, tile, routing, machine), _tiles_us(gemm, tile, routing, machine)))
+    average = gemm.average
+    pairs_rows = _pairs_rows(average, tile)
+    height = tile.m * tile.cluster_m if pairs_rows else tile.m
+    memory = _memory_us(gemm, average, height, routing, machine)
+    tiles = _tiles_us(gemm, average, tile, pairs_rows, routing, machine)
+    less, more = (memory, tiles) if memory < tiles else (tiles, memory)
     launch = machine.launch_us + (machine.cluster_us if tile.cluster_m * tile.cluster_n > 1 else 0.0)
     return launch + more * math.pow(1 + math.pow(less / more, machine.sharpness), 1 / machine.sharpness)
 

@@ -6,9 +6,11 @@ Group sizes are not among it, so that a captured graph replays the kernel that e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from types import ModuleType
+from typing import Any
 
 from cute_kernels.sm90 import configs as sm90
 from cute_kernels.specs import (
@@ -27,6 +29,7 @@ from cute_kernels.specs import (
 from cute_kernels.tiles import TileConfig
 
 from . import choice, cost, preferences, records, tuned
+from .changed import changed
 from .choice import Part
 from .cost import Gemm
 
@@ -65,6 +68,11 @@ class Problem:
     fc2_operands: str = "16bit"
 
     @property
+    def but_rows(self) -> tuple[Any, ...]:
+        """All fields but `rows`."""
+        return _BUT_ROWS(self)
+
+    @property
     def w1_rows(self) -> int:
         """Rows of an expert's w1, and columns of the preactivation: 2I with a gate, else I."""
         return 2 * self.intermediate if self.activation in GATED else self.intermediate
@@ -87,6 +95,9 @@ class Problem:
         stored = self.intermediate + (self.w1_rows if self.save_preact else 0)
         glu = Part("glu", Gemm(self.rows, self.experts, self.w1_rows, self.in_features, stored))
         return {"grouped_mm": (mm,), "grouped_glu": (glu,), "grouped_mlp": (glu, mm)}[self.op]
+
+
+_BUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(Problem) if f.name != "rows"))
 
 
 @dataclass(frozen=True)
@@ -215,22 +226,67 @@ def _is_narrow_faster(problem: Problem, configs: ModuleType) -> bool:
     return NARROW_SLOWER * _most_decoded(problem, configs.NARROW_W8) < _most_decoded(problem, configs.TINY_W8)
 
 
+def _has_one_tile(problem: Problem) -> bool:
+    """Whether one shipped tile serves all numbers of rows."""
+    trains_fp8 = problem.save_preact and problem.operands in FP8_TILES
+    return trains_fp8 or problem.op in ONE_TILE or problem.op == "grouped_wgrad"
+
+
+SIZES_AN_OCTAVE = 16
+
+
+def _estimated_rows(problem: Problem) -> int:
+    """The rows that times are compared at: near the problem's, 16 sizes an octave, powers of two an expert among them.
+
+    Estimates are not good to the 2 % between, and calls with new rows need no estimates of their own.
+    """
+    step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
+    return round(problem.experts * math.pow(2.0, step / SIZES_AN_OCTAVE))
+
+
+def _estimates(problem: Problem, arch: str) -> list[choice.Estimate]:
+    parts = changed(problem, rows=_estimated_rows(problem)).parts
+    return choice.estimates(parts, CONFIGS[arch].TILES, arch)
+
+
+def _fp8_tiles(problem: Problem, arch: str) -> list[tuple[TileConfig, float]]:
+    """Tiles, each with the most rows an expert that it is for."""
+    return [(getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[problem.operands].items()]
+
+
+def _fp8_place(problem: Problem, tiles: Sequence[tuple[TileConfig, float]]) -> int:
+    """Which of `_fp8_tiles` is for the problem's rows."""
+    return next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
+
+
+def _fp8_tile(problem: Problem, arch: str) -> TileConfig:
+    configs, tiles = CONFIGS[arch], _fp8_tiles(problem, arch)
+    tile = tiles[_fp8_place(problem, tiles)][0]
+    return configs.NARROW_W8 if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs) else tile
+
+
+def _size(problem: Problem, arch: str) -> Any:
+    """Of the problem's rows, what the shipped tile depends on."""
+    if _has_one_tile(problem):
+        return None
+    return _fp8_tile(problem, arch) if problem.operands in FP8_TILES else _estimated_rows(problem)
+
+
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert, until times of these tiles are known; where they are few and decoded, by experts as well."""
-    configs = CONFIGS[arch]
-    tiles = [(getattr(configs, name), most) for name, most in FP8_TILES[problem.operands].items()]
-    if problem.op in ONE_TILE or problem.save_preact:  # both directions of training
+    tiles = _fp8_tiles(problem, arch)
+    if _has_one_tile(problem):  # both directions of training
         spec = SPEC_OF[problem.op](problem, tiles[-1][0], arch)
         if isinstance(spec, GroupedDgluSpec):
-            spec = replace(spec, tile=configs.DGLU8)
+            spec = replace(spec, tile=CONFIGS[arch].DGLU8)
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
-    chosen = next(i for i, (_, most) in enumerate(tiles) if problem.rows <= most * problem.experts)
+    place, tile = _fp8_place(problem, tiles), _fp8_tile(problem, arch)
     spans = [_span(tiles[i - 1][1] if i else 0, most) for i, (_, most) in enumerate(tiles)]
-    tile, reason = tiles[chosen][0], spans[chosen]
-    why_not = [f"{tiles[i][0].name}: for {span} rows an expert" for i, span in enumerate(spans) if i != chosen]
-    if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs):
-        why_not.insert(0, f"{tile.name}: leaves SMs idle, since so few experts have rows")
-        tile, reason = configs.NARROW_W8, f"{reason}, and few experts have rows"
+    usual, reason = tiles[place][0], spans[place]
+    why_not = [f"{tiles[i][0].name}: for {span} rows an expert" for i, span in enumerate(spans) if i != place]
+    if tile != usual:
+        why_not.insert(0, f"{usual.name}: leaves SMs idle, since so few experts have rows")
+        reason = f"{reason}, and few experts have rows"
     why = f"{_rows(problem)}, {reason}: {tile.name}"
     return Choice(SPEC_OF[problem.op](problem, tile, arch), why, tuple(why_not))
 
@@ -242,10 +298,40 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
     shipped = shipped_choice(problem, arch)
     if chosen := preferences.of(form(shipped.spec)):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", _faster(shipped))
-    if found := tuned.lookup(problem, shipped.spec, gpu):
+    if (layer := tuned.layer(problem, gpu)) and (found := tuned.fastest(layer, problem, shipped.spec)):
         return _from_table(found, shipped)
     ignored = (*preferences.ignored(), *(tuned.tables(gpu).ignored if gpu else ()))
     return replace(shipped, why_not=(*shipped.why_not, *ignored)) if ignored else shipped
+
+
+class Chooser:
+    """The specs that `choose` gives problems that differ in their rows alone, without its reasons.
+
+    What rows do not decide is asked for once: preferences, the layer of a tuned table, and the spec for a size.
+    """
+
+    def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
+        self._problem, self._arch = problem, arch
+        self._shipped: dict[Any, Spec] = {}
+        shipped = self._choose(problem)
+        self._only = preferences.of(form(shipped))
+        self._layer = None if self._only else tuned.layer(problem, gpu)
+        if self._layer is None and _has_one_tile(problem):
+            self._only = self._only or shipped
+
+    def spec(self, rows: int) -> Spec:
+        if self._only is not None:
+            return self._only
+        problem = changed(self._problem, rows=rows)
+        shipped = self._choose(problem)
+        found = None if self._layer is None else tuned.fastest(self._layer, problem, shipped)
+        return shipped if found is None else found.spec
+
+    def _choose(self, problem: Problem) -> Spec:
+        size = _size(problem, self._arch)
+        if size not in self._shipped:
+            self._shipped[size] = shipped_choice(problem, self._arch).spec
+        return self._shipped[size]
 
 
 def _faster(choice: Choice) -> tuple[str, ...]:
@@ -286,7 +372,7 @@ def _choose_16bit(problem: Problem, arch: str) -> Choice:
         return Choice(spec, f"every {problem.op} of this form has one kernel, whatever the number of rows", faster)
     if problem.op == "grouped_wgrad":
         return _choose_wgrad(problem, arch)
-    best, *others = choice.estimates(problem.parts, configs.TILES, arch)
+    best, *others = _estimates(problem, arch)
     why = f"{_rows(problem)}: {best.tile.name} takes about {_us(best.us)}, {best.source}"
     why_not = (f"{other.tile.name}: about {_us(other.us)}, {other.us / best.us:.2f} times as long" for other in others)
     return Choice(SPEC_OF[problem.op](problem, best.tile, arch), why, (*why_not, *faster))

@@ -9,14 +9,15 @@ import torch
 
 import ffi_bridge
 from cute_kernels.signatures import TENSOR, Argument, signature_of
-from cute_kernels.specs import Spec, from_dict
+from cute_kernels.specs import Spec, draws_tickets, from_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleError
 
 from . import device as gpus
 from . import dispatch, loadable, preferences, tickets, tuned, validity
+from .dispatch import Problem
 from .loadable import Function
-from .plans import forget_plans
+from .plans import Plans, forget_plans
 
 
 class Kernel(NamedTuple):
@@ -43,6 +44,45 @@ def find(spec: Spec) -> Kernel:
         if function := loadable.cached(spec):
             return Kernel(function, "jit")
         raise
+
+
+class Served(NamedTuple):
+    """The function that serves a problem, and whether its kernels draw tickets."""
+
+    function: Function
+    draws_tickets: bool
+
+
+class _Serving:
+    """The functions for problems that differ in their rows alone."""
+
+    def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
+        self._chooser = dispatch.Chooser(problem, gpu.arch, gpu.name)
+        self._found: dict[Spec, Served] = {}
+
+    def at(self, rows: int) -> Served:
+        spec = self._chooser.spec(rows)
+        served = self._found.get(spec)
+        if served is None:
+            served = self._found[spec] = Served(find(spec).function, draws_tickets(spec))
+        return served
+
+
+_serving: Plans[_Serving] = Plans()
+
+
+def serve(problem: Problem, gpu: gpus.Gpu) -> Served:
+    """What serves a problem on a GPU. Of problems that differ in their rows alone, only the tile is chosen anew.
+
+    Raises:
+        BundleError: as of `find`.
+    """
+    key = gpu, problem.but_rows
+    serving = _serving.find(key)
+    if serving is None:
+        serving = _Serving(problem, gpu)
+        _serving.keep(key, serving)
+    return serving.at(problem.rows)
 
 
 def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:

@@ -44,12 +44,13 @@ def unplanned() -> bool:
     return is_dynamo_compiling() or forward_ad._current_level >= 0
 
 
-def _described(value: Any) -> Hashable:
+def described(value: Any) -> Hashable:
+    """The metadata of a tensor, an ExpertList or a list of tensors."""
     kind = value.__class__
     if kind is ExpertList:
-        return value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
+        return kind, value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
     if kind is list or kind is tuple:
-        return tuple(map(_described, value))
+        return tuple(map(described, value))
     layout = value.is_contiguous() or value.stride()
     return kind, value.shape, value.dtype, value.get_device(), layout, value.requires_grad, value.is_neg()
 
@@ -59,6 +60,12 @@ class _Guarded(NamedTuple):
 
     check: Callable[..., bool]
     plan: Any
+
+
+def _shape(told: Any) -> tuple[Any, ...]:
+    """In what `described` told; empty for a list of tensors."""
+    shape: tuple[Any, ...] = told[1] if isinstance(told[0], type) else ()
+    return shape
 
 
 def _check_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -78,6 +85,8 @@ class Plans(Generic[PlanType]):
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
         self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
+        self._rowwise: dict[Hashable, tuple[bool, ...]] = {}
+        self._settled: dict[Hashable, Any] = {}
         self._misses = 0
         self._lock = threading.Lock()
         self.find = self._plans.get
@@ -100,7 +109,7 @@ class Plans(Generic[PlanType]):
         for check, plan in self._guarded.get(place, ()):
             if check(*given):
                 return None, plan
-        key = (options, *map(_described, given))
+        key = (options, *map(described, given))
         found = self.find(key)
         if found is not None and _Guards is not None and _UNGUARDED.isdisjoint(map(type, given)):
             self._guard(place, given, found)
@@ -124,16 +133,50 @@ class Plans(Generic[PlanType]):
 
     def keep(self, key: Hashable, plan: PlanType) -> None:
         """Remember a plan; the oldest quarter goes where there are too many."""
+        self._keep(self._plans, MAX_PLANS, key, plan)
+
+    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any) -> None:
+        """Remember what was found of a call that is right, for all that differ in their rows alone (`settled`).
+
+        Args:
+            lead: the sizes of the rows' dimensions, with which shapes of tensors that have rows begin.
+            count: of such tensors among what was given.
+        """
+        rowwise = tuple([_shape(one)[: len(lead)] == lead for one in key[1:]])
+        if sum(rowwise) == count:  # else there are as many rows as experts, say: another call will tell them apart
+            self._keep(self._rowwise, MAX_PLANS, key[0], rowwise)
+            self._keep(self._settled, MAX_PLANS, self._signature(key, lead), found)
+
+    def settled(self, key: Any, lead: tuple[int, ...]) -> Any:
+        """What `settle` was told of a call that differs from this one in its rows alone; else None."""
+        return self._settled.get(self._signature(key, lead))
+
+    def _signature(self, key: Any, lead: tuple[int, ...]) -> Hashable:
+        """The key without the rows, where all tensors that have some have as many; else None."""
+        options, *given = key
+        signature = [options]
+        for one, has_rows in zip(given, self._rowwise.get(options, ()), strict=False):
+            if has_rows:
+                kind, shape, *rest = one
+                if shape[: len(lead)] != lead:
+                    return None
+                one = kind, shape[len(lead) :], *rest
+            signature.append(one)
+        return tuple(signature) if len(signature) == len(key) else None
+
+    def _keep(self, kept: dict[Hashable, Any], most: int, key: Hashable, value: Any) -> None:
         with self._lock:
-            if len(self._plans) >= MAX_PLANS:
-                for old in list(self._plans)[: MAX_PLANS // 4]:
-                    del self._plans[old]
-            self._plans[key] = plan
+            if len(kept) >= most:
+                for old in list(kept)[: most // 4]:
+                    del kept[old]
+            kept[key] = value
 
     def forget(self) -> None:
         with self._lock:
             self._plans.clear()
             self._guarded.clear()
+            self._rowwise.clear()
+            self._settled.clear()
 
 
 def forget_plans() -> None:

@@ -487,8 +487,8 @@ def check_alignment(op: str, name: str, tensor: Tensor) -> None:
 
 def extent(matrix: Tensor) -> int:
     """Bytes from a tensor's first element to behind its last."""
-    if matrix.numel() == 0:
-        return 0
+    if matrix.is_contiguous():
+        return matrix.nbytes
     last = sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
     return (last + 1) * matrix.element_size()
 

@@ -468,18 +468,21 @@ def forget() -> None:
     _absent.clear()
 
 
-def lookup(problem: Problem, shipped: Spec, gpu: str) -> Tuned | None:
-    """The kernel that tables give a problem; None where they have none, or none that can be had without compiling.
+def layer(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
+    """What tables say of a problem, whatever its rows, and the file that says so; None where they have no word of it.
 
-    Args:
-        shipped: what serves it otherwise.
-        gpu: the GPU's name; without one no table holds.
+    `gpu`: the GPU's name; without one no table holds.
     """
     layers = tables(gpu).layers if gpu else {}
-    found = layers.get(key_of(question(problem))) if layers else None
-    if found is None:
-        return None
-    layer, path = found
+    return layers.get(key_of(question(problem))) if layers else None
+
+
+def fastest(told: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
+    """The kernel that a layer gives its problem; None where it has none, or none that can be had without compiling.
+
+    `shipped`: what serves the problem otherwise.
+    """
+    layer, path = told
     ranked = _ranked(layer, shipped.name, max(problem.rows, 1) / problem.experts)
     known = dict(ranked)
     for name, us in ranked:

@@ -97,7 +97,7 @@ def _view(layout: Layout, stream: int) -> Tensor:
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
-    view = _kept.views[layout, stream] = _cut(buffer, layout)
+    view = _kept.views[layout, stream] = _cut(buffer, 0, layout)
     return view
 
 
@@ -106,13 +106,14 @@ def _views(layouts: Layouts, stream: int) -> tuple[Tensor, ...]:
     if len(_kept.views_of_several) >= MAX_VIEWS:
         _kept.views_of_several.clear()
     placed = zip(layouts.parts, layouts.begins, strict=True)
-    views = _kept.views_of_several[layouts, stream] = tuple(_cut(buffer[begin:], part) for part, begin in placed)
+    views = _kept.views_of_several[layouts, stream] = tuple(_cut(buffer, begin, part) for part, begin in placed)
     return views
 
 
-def _cut(buffer: Tensor, layout: Layout) -> Tensor:
-    """The beginning of a buffer as a layout says."""
-    view = buffer[: layout.num_bytes].view(layout.dtype).view(layout.shape)
+def _cut(buffer: Tensor, begin: int, layout: Layout) -> Tensor:
+    """What lies in a buffer behind so many bytes, as a layout says."""
+    dtype, (_, columns) = layout.dtype, layout.shape
+    view = buffer.view(dtype).as_strided(layout.shape, (columns, 1), begin // dtype.itemsize)
     if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
         view = importlib.import_module("tvm_ffi").from_dlpack(view)
     return view

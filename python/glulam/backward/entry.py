@@ -18,10 +18,10 @@ APPLY: dict[type[Call], Callable[..., Any]] = {
     GroupedMlpCall: mlp.apply,
     Mxfp8MlpCall: mlp.apply,
 }
-MAKE_PLAN: dict[type[Call], Callable[[Any], Any]] = {
-    GroupedMmCall: planned_mm.make_plan,
-    GroupedMlpCall: planned_mlp.make_plan,
-    Mxfp8MlpCall: planned_mlp.make_mxfp8_plan,
+MAKERS: dict[type[Call], planned.Maker] = {
+    GroupedMmCall: planned_mm.MAKER,
+    GroupedMlpCall: planned_mlp.MAKER,
+    Mxfp8MlpCall: planned_mlp.MXFP8_MAKER,
 }
 """How common calls get a plan for forward and backward together."""
 
@@ -49,16 +49,18 @@ def differentiate(
     if type(call) not in APPLY or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
-    call.check_plain()
     try:
         if plan is not None and failure is not None:
             raise failure
         if targets is not ORDINARY:
+            call.check_plain()
             check_targets(call, targets)
-        if (result := planned.run(call, key, targets, MAKE_PLAN[type(call)])) is not NotImplemented:
+        if (result := planned.run(call, key, targets, MAKERS[type(call)])) is not NotImplemented:
             return result
+        call.check_plain()
         return APPLY[type(call)](call, targets)
     except Exception:
+        call.check_plain()
         call.check()  # so that the error names this operator and its arguments, not those that it is made of
         call.check_addresses()
         raise

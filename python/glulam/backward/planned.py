@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
-from .. import dispatch, kernels
+from .. import kernels
 from ..call import Call
 from ..dispatch import Problem
 from ..plan import Launch, checking
-from ..plans import Plans
+from ..plans import Plans, described
 from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
-from .parts import ORDINARY, Targets, key_of
+from .parts import ORDINARY, Targets
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -38,29 +38,58 @@ class TrainingLaunch(Launch):
     grouped_by: str
 
 
-def run(call: Call, key: Hashable, targets: Targets, make_plan: Callable[[Any], Any]) -> Any:
+class Maker(NamedTuple):
+    """How calls of an operator get a plan.
+
+    Attributes:
+        check: the problem of a call, which is checked; None of one that takes the general path.
+        make: the plan of a call and its problem.
+        resize: the same, like a plan for another number of rows.
+    """
+
+    check: Callable[[Any], Problem | None]
+    make: Callable[[Any, Problem], Any]
+    resize: Callable[[Any, Problem, Any], Any]
+
+
+def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
     """The result of a call that has no plan yet, or that has targets; NotImplemented where it is not a common one.
 
     Args:
         key: where to keep the plan; None where the call did not come through its operator.
     """
-    if key is None and targets is ORDINARY:
-        return NotImplemented
     plans: Plans[Any] = call.plans
     if targets is not ORDINARY:
-        plans, key = PLANS, key_of(call)
+        plans, key = PLANS, _key_of(call)
+    if key is None or has_functorch_transforms():
+        return NotImplemented
     plan = plans.find(key)
     if plan is None:
-        plan = make_plan(call)
-        if plan is None:
-            return NotImplemented
+        if settled := call.settled(key, plans):
+            plan = maker.resize(call, *settled)
+        else:
+            call.check_plain()
+            problem = maker.check(call)
+            if problem is None:
+                return NotImplemented
+            plan = maker.make(call, problem)
+            call.settle_rows(key, plans, problem, plan)
         plans.keep(key, plan)
     return plan.run_into(targets, *plan.inputs_of(call))
 
 
+def _key_of(call: Call) -> Hashable:
+    """As `Plans.look_up` makes one; None where there are lists, which are not common."""
+    values = vars(call).values()
+    if any(isinstance(value, (list, tuple)) for value in values):
+        return None
+    options = (type(call), *[Tensor if isinstance(value, Tensor) else value for value in values])
+    return (options, *[described(value) for value in values if isinstance(value, Tensor)])
+
+
 def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
     """Tensors in GPU memory, no list; and more than one row, whose stride torch leaves arbitrary."""
-    if has_functorch_transforms() or checking():
+    if checking():
         return False
     lead = call.lead
     given = [value for name in names if (value := getattr(call, name)) is not None]
@@ -74,8 +103,7 @@ def requires(call: Call, name: str) -> bool:
 
 def function_of(problem: Problem, index: int) -> Callable[..., Any]:
     """The function that serves a part of a backward on a device."""
-    gpu = gpus.gpu(index)
-    return kernels.find(dispatch.choose(problem, gpu.arch, gpu.name).spec).function
+    return kernels.serve(problem, gpus.gpu(index)).function
 
 
 def is_usual(dy: Tensor) -> bool:

@@ -22,6 +22,7 @@ from .. import device as gpus
 from .. import workspace
 from ..activations import ActivationParams
 from ..by_name import by_name
+from ..changed import changed
 from ..dispatch import Problem
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
@@ -44,6 +45,7 @@ from .parts import (
     usable,
 )
 from .planned import (
+    Maker,
     TrainingLaunch,
     are_in_memory,
     as_saved,
@@ -294,64 +296,88 @@ def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any,
     return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
 
 
-def make_plan(call: GroupedMlpCall) -> MlpTrainingPlan | None:
-    """The plan for calls like this one; None where they take the general path.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit.
-    """
+def _check(call: GroupedMlpCall | Mxfp8MlpCall) -> Problem | None:
+    """As of Maker. Raises ValueError or TypeError where an argument does not fit."""
     problem = call.check()
-    if not _is_planned(call, problem):
-        return None
-    launch = call.launch(dataclasses.replace(problem, save_preact=True))
-    act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
-    return In16BitsPlan(
-        **_fields(call, problem, launch),
-        act=act if act.num_bytes <= SMALL_BYTES else None,
-        partials=partials_layout(problem, launch) if requires(call, "row_scale") else None,
-    )
-
-
-def make_mxfp8_plan(call: Mxfp8MlpCall) -> MlpTrainingPlan | None:
-    """As `make_plan`."""
-    problem = call.check()
-    if not _is_planned(call, problem) or any(w.dtype != call.x.dtype for w in (call.w1, call.w2)):  # type: ignore[union-attr]
-        return None
-    launch = call.launch(dataclasses.replace(problem, save_preact=True))
-    return Mxfp8TrainingPlan(
-        **_fields(call, problem, launch),
-        forward_memory=mxfp8.forward_layouts(problem, launch),
-        backward_memory=mxfp8.backward_layouts(_backward(call, problem), launch),
-        trained=requires(call, "w1") or requires(call, "w2"),
-    )
-
-
-def _is_planned(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> bool:
-    """Whether the call is a common one. Its addresses are then checked."""
     needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
     if not needs_preact or call.recompute or not is_common(call, problem, NAMES):
-        return False
+        return None
     call.check_addresses()
-    return True
+    return problem
+
+
+def _check_mxfp8(call: Mxfp8MlpCall) -> Problem | None:
+    """The same; weights that are not of x's dtype take the general path."""
+    problem = _check(call)
+    return problem if all(w.dtype == call.x.dtype for w in (call.w1, call.w2)) else None  # type: ignore[union-attr]
+
+
+def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
+    launch = call.launch(_forward(problem), NAMES)
+    return In16BitsPlan(**_fields(call, problem, launch), **_sizes(call, problem, launch))
+
+
+def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
+    launch = call.launch(_forward(problem), NAMES)
+    trained = requires(call, "w1") or requires(call, "w2")
+    return Mxfp8TrainingPlan(**_fields(call, problem, launch), **_sizes_mxfp8(call, problem, launch), trained=trained)
+
+
+def _resize(call: GroupedMlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
+    plan: MlpTrainingPlan = call.resized(like, _forward(problem), NAMES, **_sizes(call, problem, like))
+    return plan
+
+
+def _resize_mxfp8(call: Mxfp8MlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
+    plan: MlpTrainingPlan = call.resized(like, _forward(problem), NAMES, **_sizes_mxfp8(call, problem, like))
+    return plan
+
+
+MAKER, MXFP8_MAKER = Maker(_check, _make, _resize), Maker(_check_mxfp8, _make_mxfp8, _resize_mxfp8)
+
+
+def _forward(problem: Problem) -> Problem:
+    return changed(problem, save_preact=True)
 
 
 def _backward(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> Problem:
     """The gradients of h and the activation, and of x where that requires one."""
     hidden = problem.in_features if requires(call, "x") else 0
-    return dataclasses.replace(problem, op="grouped_dglu", in_features=problem.out_features, out_features=hidden)
+    return changed(problem, op="grouped_dglu", in_features=problem.out_features, out_features=hidden)
+
+
+def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
+    """The fields of an In16BitsPlan that depend on the number of rows, but for those of a Launch."""
+    act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
+    return {
+        **_functions(call, problem, launch.index),
+        "act": act if act.num_bytes <= SMALL_BYTES else None,
+        "partials": partials_layout(problem, launch) if requires(call, "row_scale") else None,
+    }
+
+
+def _sizes_mxfp8(call: Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
+    """As `_sizes`, of an Mxfp8TrainingPlan."""
+    return {
+        **_functions(call, problem, launch.index),
+        "forward_memory": mxfp8.forward_layouts(problem, launch),
+        "backward_memory": mxfp8.backward_layouts(_backward(call, problem), launch),
+    }
+
+
+def _functions(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, index: int) -> dict[str, Any]:
+    """Those of backward."""
+    wgrad = changed(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
+    return {"dglu": function_of(_backward(call, problem), index), "wgrad": function_of(wgrad, index)}
 
 
 def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
-    """The fields of an MlpTrainingPlan."""
-    wgrad = dataclasses.replace(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
+    """The fields of an MlpTrainingPlan, but for its functions."""
     return {
         **vars(launch),
         "op": call.op,
-        "extents": call.extents(NAMES),
         "needs": (False, False, *(requires(call, name) for name in NAMES)),
         "grouped_by": "offs" if call.splits is None else "splits",
-        "dglu": function_of(_backward(call, problem), launch.index),
-        "wgrad": function_of(wgrad, launch.index),
         "options": mlp.options(call, ORDINARY),
         "hidden": problem.in_features,
         "preact_width": problem.w1_rows,

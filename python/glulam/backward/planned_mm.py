@@ -17,6 +17,8 @@ from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec
 
 from .. import device as gpus
 from ..by_name import by_name
+from ..changed import changed
+from ..dispatch import Problem
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
 from ..plan import address
@@ -24,6 +26,7 @@ from . import mm
 from .layout import flatten
 from .parts import ORDINARY, Targets, as_result, backward_of, once_differentiable, taken, usable
 from .planned import (
+    Maker,
     TrainingLaunch,
     are_in_memory,
     as_saved,
@@ -148,33 +151,45 @@ def _unusual_backward(plan: MmTrainingPlan, targets: Targets, saved: tuple[Any, 
     return None, None, *once_differentiable(mm.OP, [gradients.get(name) for name in NAMES])
 
 
-def make_plan(call: GroupedMmCall) -> MmTrainingPlan | None:
-    """The plan for calls like this one; None where they take the general path.
-
-    Raises:
-        ValueError, TypeError: an argument does not fit.
-    """
+def _check(call: GroupedMmCall) -> Problem | None:
+    """As of Maker. Raises ValueError or TypeError where an argument does not fit."""
     problem = call.check()
     if requires(call, "bias_scale") or not is_common(call, problem, NAMES):
         return None
     call.check_addresses()
+    return problem
+
+
+def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
     launch = call.launch(problem)
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
-    dgrad = dataclasses.replace(
-        problem, in_features=y_columns, out_features=x_columns, transpose_w=not call.transpose_w
-    )
-    wgrad = dataclasses.replace(
-        problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
-    )
     return MmTrainingPlan(
         **vars(launch),
         needs=(False, False, *(requires(call, name) for name in NAMES)),
         grouped_by="offs" if call.splits is None else "splits",
-        dgrad=function_of(dgrad, launch.index),
-        wgrad=function_of(wgrad, launch.index),
         transpose_w=call.transpose_w,
         contracted=x_columns,
         width=y_columns,
         w_shape=(problem.experts, n, k),
+        **_functions(problem, launch.index),
     )
+
+
+def _resize(call: GroupedMmCall, problem: Problem, like: MmTrainingPlan) -> MmTrainingPlan:
+    plan: MmTrainingPlan = call.resized(like, problem, **_functions(problem, like.index))
+    return plan
+
+
+def _functions(problem: Problem, index: int) -> dict[str, Any]:
+    """Those of backward."""
+    x_columns, y_columns = problem.in_features, problem.out_features
+    n, k = (x_columns, y_columns) if problem.transpose_w else (y_columns, x_columns)
+    dgrad = changed(problem, in_features=y_columns, out_features=x_columns, transpose_w=not problem.transpose_w)
+    wgrad = changed(
+        problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
+    )
+    return {"dgrad": function_of(dgrad, index), "wgrad": function_of(wgrad, index)}
+
+
+MAKER = Maker(_check, _make, _resize)

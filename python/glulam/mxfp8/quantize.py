@@ -184,6 +184,7 @@ class QuantizeMxfp8Call(Call):
     biases = ()
     scales = ()
     reads = ("x", "offs")
+    rowwise = ("x",)
 
     x: Tensor
     axis: str
@@ -278,11 +279,14 @@ class QuantizeMxfp8Call(Call):
     def plan(self, problem: Problem, launch: Launch) -> QuantizeMxfp8Plan:
         return QuantizeMxfp8Plan(
             **vars(launch),
-            shapes=self._shapes(),
             places={"row": (0, 1), "col": (2, 3), "both": (0, 1, 2, 3)}[self.axis],
             wide=int(self.block == "1x128"),
             swizzled=int(self.scale_layout == "swizzled"),
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        return {"shapes": self._shapes()}
 
     def run(self, plan: QuantizeMxfp8Plan) -> tuple[Tensor, ...]:
         return plan.run(self.x, self.offs, self.out)

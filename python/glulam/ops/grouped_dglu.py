@@ -200,6 +200,7 @@ class GroupedDgluCall(Call):
     biases = ()
     scales = ("row_scale",)
     reads = ("dy", "w2", "preact", "groups", "row_scale")
+    rowwise = ("dy", "preact", "row_scale")
 
     dy: Tensor
     w2: Experts
@@ -279,8 +280,12 @@ class GroupedDgluCall(Call):
             w2_listed=isinstance(self.w2, ExpertList),
             params=ActivationParams(*map(float, self.params)),
             wants_d_scale=self.wants_d_row_scale,
-            partials=partials_layout(problem, launch) if self.wants_d_row_scale and problem.rows else None,
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        wanted = self.wants_d_row_scale and problem.rows
+        return {"partials": partials_layout(problem, launch) if wanted else None}
 
     def run(self, plan: GroupedDgluPlan) -> GluGradients:
         return plan.run(self.dy, self.w2, self.preact, self.groups, self.row_scale)

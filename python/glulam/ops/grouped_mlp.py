@@ -304,11 +304,15 @@ class GroupedMlpCall(Call):
         return GroupedMlpPlan(
             **vars(launch),
             width=problem.out_features,
-            mid=workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index),
             w1_listed=isinstance(self.w1, ExpertList),
             w2_listed=isinstance(self.w2, ExpertList),
             params=ActivationParams(*map(float, self.params)),
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        shape = (problem.rows, problem.intermediate)
+        return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index)}
 
     def run(self, plan: GroupedMlpPlan) -> Tensor:
         return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)

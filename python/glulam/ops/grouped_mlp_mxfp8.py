@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
-from .. import dispatch, kernels, recipes, workspace
+from .. import kernels, recipes, workspace
 from ..activations import ActivationParams
 from ..call import Call
+from ..changed import changed
 from ..dispatch import Problem
 from ..errors import GradientNotSupported
 from ..experts import find
@@ -191,7 +192,10 @@ def _grouped_mlp(
     try:
         if needs is not None:
             return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
-        return call.settle(key, plan, failure)  # type: ignore[no-any-return]
+        found: dict[str, Any] = {}
+        if key is not None:
+            found = {"w1": w1_, "w1_scale": w1_scale_, "w2": w2_, "w2_scale": w2_scale_, "b1": b1_, "b2": b2_}
+        return call.settle(key, plan, failure, found)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
 
@@ -238,6 +242,7 @@ class Mxfp8MlpCall(Call):
     weights = ("w1", "w2")
     biases = ("b1", "b2")
     scales = ("row_scale", "x_scale", "w1_scale", "w2_scale")
+    rowwise = ("x", "x_scale", "out", "row_scale")
     reads: ClassVar[tuple[str, ...]] = (
         "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2"
     )  # fmt: skip
@@ -356,12 +361,12 @@ class Mxfp8MlpCall(Call):
             return Prepared(value, scale)
         return prepared.PREPARED.get(form, value, scale)
 
-    def prepared(self) -> Call:
+    def prepared(self) -> Any:
         """As for any operator, with weights as the kernels read them."""
         first, second = self._prepared_weights()
         changes = {"w1": first.data, "w1_scale": first.scale, "w2": second.data, "w2_scale": second.scale}
         same = all(getattr(self, name) is value for name, value in changes.items())
-        call = self if same else dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        call = self if same else changed(self, **changes)
         return super(Mxfp8MlpCall, call).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
@@ -375,20 +380,23 @@ class Mxfp8MlpCall(Call):
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
-        hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
         common = {
-            **vars(launch), "dtype": dtype, "width": problem.out_features,
-            "params": ActivationParams(*map(float, self.params)),
+            **vars(launch), "dtype": self.result_dtype, "width": problem.out_features,
+            "params": ActivationParams(*map(float, self.params)), **self.sizes(problem, launch),
         }  # fmt: skip
-        x8, mid8, x_scales, mid_scales = layouts_in_mxfp8(problem, launch, hidden, inner)
-        mid, rows = (layout_of_rows(problem, launch, width, dtype) for width in (inner, hidden))
         if problem.operands == "mxfp8_weight_only":
-            return WeightOnlyPlan(**common, memory=workspace.Layouts(mid))
+            return WeightOnlyPlan(**common)
         if problem.operands == "mxfp8_exact":
-            return ExactPlan(**common, memory=workspace.Layouts(mid, rows), round=self._rounding(problem, launch))
-        if self.x_scale is not None:
-            return ReadyPlan(**common, memory=workspace.Layouts(mid8, mid_scales))
-        return QuantisedPlan(**common, memory=workspace.Layouts(x8, mid8, x_scales, mid_scales))
+            return ExactPlan(**common, round=self._rounding(problem, launch))
+        return QuantisedPlan(**common) if self.x_scale is None else ReadyPlan(**common)
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
+        if problem.operands == "mxfp8":
+            widths = (inner,) if self.x_scale is not None else (hidden, inner)
+            return {"memory": workspace.Layouts(*layouts_in_mxfp8(problem, launch, *widths))}
+        widths = (inner, hidden) if problem.operands == "mxfp8_exact" else (inner,)
+        return {"memory": workspace.Layouts(*(layout_of_rows(problem, launch, width, dtype) for width in widths))}
 
     def _rounding(self, problem: Problem, launch: Launch) -> Callable[..., Any]:
         """The kernel that rounds x to MXFP8 values."""
@@ -397,7 +405,7 @@ class Mxfp8MlpCall(Call):
         wanted = Problem(
             "quantize_mxfp8", problem.dtype, problem.rows, 1, problem.in_features, axis="row", rounded=True
         )
-        return kernels.find(dispatch.choose(wanted, gpus.gpu(launch.index).arch).spec).function
+        return kernels.serve(wanted, gpus.gpu(launch.index)).function
 
     def run(self, plan: Mxfp8MlpPlan) -> Tensor:
         w1: Any = self.w1

@@ -183,7 +183,7 @@ def forward(
         recipe=recipe, recompute=False, dtype=None, out=out, trained=trained,
     )  # fmt: skip
     try:
-        y, preact = call.settle(key, plan, failure)
+        y, preact = call.settle(key, plan, failure, {"b1": b1_, "b2": b2_} if key else {})
         return y, preact
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -255,7 +255,7 @@ class ForwardCall(Mxfp8MlpCall):
         out = super().results(problem) if self.out is None else self.out
         return out, self.x.new_empty(problem.rows, problem.w1_rows)
 
-    def prepared(self) -> Call:
+    def prepared(self) -> Any:
         return super(Mxfp8MlpCall, self).prepared()
 
     def reference(self, problem: Problem) -> Any:
@@ -274,9 +274,12 @@ class ForwardCall(Mxfp8MlpCall):
             width=problem.out_features,
             preact_width=problem.w1_rows,
             trained=self.trained,
-            memory=forward_layouts(problem, launch),
             params=ActivationParams(*map(float, self.params)),
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        return {"memory": forward_layouts(problem, launch)}
 
     def run(self, plan: Any) -> Any:
         return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
@@ -371,6 +374,7 @@ class BackwardCall(Call):
     scales = ("row_scale",)
     tabled = ()
     reads = ("dy", "w1", "w2", "preact", "groups", "row_scale")
+    rowwise = ("dy", "preact", "row_scale", "out")
     w1_scale = w2_scale = None  # weights are not in MXFP8
 
     dy: Tensor
@@ -470,9 +474,12 @@ class BackwardCall(Call):
             dx_width=problem.out_features if self.input_grad else None,
             wants_d_scale=self.wants_d_scale,
             trained=self.trained,
-            memory=backward_layouts(problem, launch),
             params=ActivationParams(*map(float, self.params)),
+            **self.sizes(problem, launch),
         )
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        return {"memory": backward_layouts(problem, launch)}
 
     def run(self, plan: BackwardPlan) -> DataGradients:
         return plan.run(self.dy, self.w1, self.w2, self.preact, self.groups, self.row_scale, self.out)

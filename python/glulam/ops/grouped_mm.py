@@ -155,6 +155,7 @@ class GroupedMmCall(Call):
     biases = ("bias",)
     scales = ("bias_scale",)
     reads = ("x", "w", "groups", "bias", "bias_scale")
+    rowwise = ("x", "bias_scale", "out")
 
     x: Tensor
     out: Tensor | None

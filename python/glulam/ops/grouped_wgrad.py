@@ -99,7 +99,7 @@ def grouped_wgrad(
         dy=dy, x=x, offs=offs, splits=splits, out=out, accumulate=accumulate, mask=mask, out_dtype=out_dtype
     )
     try:
-        dw = call.settle(key, plan, failure)
+        dw = call.settle(key, plan, failure, {"out": out_} if key else {})
         return dw if out is None else out
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
@@ -153,6 +153,7 @@ class GroupedWgradCall(Call):
     biases = ()
     scales = ("mask",)
     reads = ("dy", "x", "groups", "mask")
+    rowwise = ("dy", "x")
 
     dy: Tensor
     x: Tensor
