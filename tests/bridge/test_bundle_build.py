@@ -20,7 +20,7 @@ from cute_kernels.specs import GroupedMmSpec, from_dict
 from ffi_bridge import BundleBusy, BundleForeign, CompileError, ToolchainError, build, manifest, scratch, toolchain
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, linked_as
 
 SPEC = TOY_SPECS[0]
 ARCH = "sm_90a"
@@ -160,7 +160,7 @@ def test_a_second_build_is_told_at_once_and_a_dead_one_is_no_obstacle(
 def _quick_bundle(folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> manifest.Manifest:
     """A bundle whose library is `content`; what is in it does not matter to who checks it."""
     folder.mkdir()
-    monkeypatch.setattr(build, "link", lambda objects, library: library.write_bytes(content))
+    monkeypatch.setattr(build, "link", linked_as(content))
     artifact = KernelArtifact(SPEC.name, folder / "kernel.o", (KernelResources("kernel", 1, 0, 0, 0, 0),))
     sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
     return build.write_bundle(folder, ARCH, [SPEC], [artifact], sources)
