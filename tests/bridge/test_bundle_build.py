@@ -45,6 +45,7 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
     assert library.name == f"libglulam_sm_90a-{described.sha256[:16]}.so"
     assert described.versions == toolchain.versions()
     assert None not in described.versions.values()
+    assert described.host == "x86-64-v2"
     launched = {name: len(f.kernels) for name, f in described.functions.items()}
     assert launched == {spec.name: 2 if spec.op == "grouped_mlp" else 1 for spec in TOY_SPECS}
     kernels = [kernel for f in described.functions.values() for kernel in f.kernels]
@@ -184,7 +185,7 @@ def test_a_reader_meets_a_whole_bundle_at_every_moment(
 
         monkeypatch.setattr(manifest, step, replace_first)
 
-    for step in ("read", "_check_versions", "_check_sources", "opened_library", "hash_of"):
+    for step in ("read", "_check_versions", "_check_host", "_check_sources", "opened_library", "hash_of"):
         replaced_before(step)
         found = manifest.verify(target, ARCH)
         assert (target / found.library).exists() == (step != "hash_of"), "that one had the old library open already"
@@ -273,6 +274,16 @@ def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
     with pytest.raises(ToolchainError, match="'no-such-compiler' is not on PATH; install gcc or clang, or set CC"):
+        _build(TOY_SPECS, tmp_path)
+
+
+def test_a_compiler_of_another_version_is_said_before_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {**toolchain.versions(), toolchain.DSL: "4.8.0"}
+    monkeypatch.setattr(toolchain, "versions", lambda: found)
+    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ToolchainError, match="4.8.0 is installed, kernels are compiled with 4.8.1; run `pip install"):
         _build(TOY_SPECS, tmp_path)
 
 
