@@ -15,8 +15,8 @@ from pathlib import Path
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, to_dict
 
+from . import host, toolchain, trust
 from . import manifest as manifests
-from . import toolchain, trust
 from .cache import tracer_sources
 from .chains import compile_chains
 from .compiler import DEFAULT_TRACER, KernelArtifact
@@ -139,7 +139,7 @@ def write_bundle(
     """Links `artifacts` into `folder` (which exists) and writes the manifest beside the library."""
     linked = folder / "linked.so"
     with scratch(folder, SCRATCH) as work:
-        link([*(artifact.object_file for artifact in artifacts), *compile_chains(specs, work)], linked)
+        needs = link([*(artifact.object_file for artifact in artifacts), *compile_chains(specs, work)], linked)
     with linked.open("rb") as file:
         os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
@@ -150,6 +150,8 @@ def write_bundle(
         library=manifests.library_name(arch, sha256),
         sha256=sha256,
         size=size,
+        host=host.BASELINE,
+        needs=needs,
         versions=toolchain.versions(),
         sources=sources,
         functions={
@@ -212,7 +214,8 @@ def _check_target(folder: Path) -> None:
 def check_prerequisites() -> None:
     """Raises ToolchainError now, rather than after minutes of compiling, for what compiling and linking need."""
     toolchain.dsl_packages()
-    toolchain.c_compiler()
+    toolchain.binary_tool("objdump")
+    toolchain.binary_tool("nm")
     toolchain.runtime_library()
     toolchain.tvm_ffi_library()
 

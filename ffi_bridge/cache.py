@@ -29,7 +29,7 @@ from typing import Any
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import loader, manifest, toolchain
+from . import host, loader, manifest, toolchain
 from .compiler import DEFAULT_TRACER, OPTIONS
 from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
@@ -64,7 +64,8 @@ def cache_key(spec: Spec, tracer: str = DEFAULT_TRACER, sources: dict[str, str] 
 
     `sources`: `tracer_sources`, where the caller took them just now.
     """
-    parts = [to_dict(spec), tracer, sources or tracer_sources(tracer), OPTIONS, toolchain.versions()]
+    compiler = [OPTIONS, host.BASELINE, toolchain.code_versions()]
+    parts = [to_dict(spec), tracer, sources or tracer_sources(tracer), compiler]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{spec.name}-{digest[:16]}"
 

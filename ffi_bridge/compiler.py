@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from cute_kernels import specs
 
-from . import toolchain
+from . import host, toolchain
 from .errors import CompileError
 from .resources import KernelResources, read_resources
 
@@ -97,6 +97,7 @@ def compile_spec(spec: specs.Spec, directory: Path, tracer: str = DEFAULT_TRACER
     with contextlib.redirect_stderr(remarks):
         # It is exported, never called: no need of an engine that could run it.
         compiled = cute.compile(function, *fake_arguments, options=OPTIONS + spec.arch, no_jit_engine=True)
+    host.aim(compiled.ir_module)
     object_file = Path(directory) / f"{spec.name}.o"
     compiled.export_to_c(str(object_file), function_name=spec.name, export_only_tvm_ffi_symbols=True)
     kernels = read_resources(compiled.kernel_info, remarks.getvalue(), str(compiled.ir_module))

@@ -1,4 +1,4 @@
-"""Objects to one shared library, reproducibly."""
+"""Objects to one shared library, reproducibly, and what that library asks of the machine that loads it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from . import toolchain
+from . import host, toolchain
 from .errors import CompileError
 
 # No build id, no symbols but the exported ones: nothing of the machine or of the build's folders stays in the
 # library. `-z defs` finds a symbol that neither run-time library has here rather than in a user's first call.
 _FLAGS = ("-shared", "-Wl,--build-id=none", "-Wl,--strip-all", "-Wl,--hash-style=gnu", "-Wl,-z,defs", "-Wl,-z,now")
+
+_CHUNK = 1 << 20  # bytes of a listing that are searched at a time; that of the whole library has 100 MB
 
 
 def _quoted(path: Path) -> bytes:
@@ -21,14 +23,17 @@ def _quoted(path: Path) -> bytes:
     return b'"' + re.sub(rb'[\\"]', rb"\\\g<0>", os.fsencode(path)) + b'"'
 
 
-def link(objects: Iterable[Path], library: Path) -> None:
+def link(objects: Iterable[Path], library: Path) -> dict[str, list[str]]:
     """Links `objects`, in the order of their names, into `library` with the system's C compiler.
 
     The DSL's and TVM-FFI's libraries are needed by name only (their sonames, no run path).
 
+    Returns:
+        The symbols that `library` needs of each of the two, by distribution name.
+
     Raises:
-        CompileError: the linker failed; the message carries what it said.
-        ToolchainError: there is no C compiler, or one of the two libraries is not installed.
+        CompileError: the linker failed (the message carries what it said), or the code is above the baseline.
+        ToolchainError: there is no C compiler or no binutils, or one of the two libraries is not installed.
     """
     ordered = sorted(objects, key=lambda path: path.name)
     arguments = library.with_suffix(".rsp")  # thousands of objects outgrow a command line
@@ -40,3 +45,38 @@ def link(objects: Iterable[Path], library: Path) -> None:
     arguments.unlink()
     if done.returncode:
         raise CompileError(f"linking {library.name} failed:\n{done.stderr.strip()}")
+    check_instructions(library)
+    return _needs(library)
+
+
+def check_instructions(library: Path) -> None:
+    """Raises CompileError where `library` has code for newer CPUs than `host.BASELINE`, naming an instruction."""
+    command = [toolchain.binary_tool("objdump"), "--disassemble", "--wide", str(library)]
+    listing, returns = b"", False  # an instruction that any library has: something was disassembled
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout
+        while lines := process.stdout.readlines(_CHUNK):
+            listing = b"".join(lines)
+            returns = returns or b"\tret" in listing
+            if found := next(filter(None, (above.search(listing) for above in host.ABOVE_BASELINE)), None):
+                process.kill()
+                instruction = " ".join(found[0].decode(errors="replace").split()).strip(": ")
+                raise CompileError(f"{library.name} is not for every {host.BASELINE} CPU: it has {instruction!r}")
+    if process.returncode or not returns:
+        said = listing.decode(errors="replace").strip()[-200:]
+        raise CompileError(f"the instructions of {library.name} cannot be checked: {command[0]} says {said!r}")
+
+
+def _symbols(library: Path, which: str) -> set[str]:
+    """Names of dynamic symbols: `which` is "--defined-only" or "--undefined-only"."""
+    command = [toolchain.binary_tool("nm"), "--dynamic", "--format=posix", which, str(library)]
+    listing = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace")
+    if listing.returncode:
+        raise CompileError(f"the symbols of {library.name} cannot be read: {listing.stderr.strip()}")
+    return {line.split()[0].partition("@")[0] for line in listing.stdout.splitlines() if line.strip()}
+
+
+def _needs(library: Path) -> dict[str, list[str]]:
+    undefined = _symbols(library, "--undefined-only")
+    theirs = {toolchain.DSL: toolchain.runtime_library(), toolchain.TVM_FFI: toolchain.tvm_ffi_library()}
+    return {package: sorted(undefined & _symbols(path, "--defined-only")) for package, path in theirs.items()}

@@ -32,13 +32,23 @@ def _load_runtime(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def _open_library(path: Path) -> Any:
+def _check_symbols(library: ctypes.CDLL, package: str, symbols: list[str]) -> None:
+    """What a bundle needs of a run-time library is there, whatever version that is."""
+    if lacking := [symbol for symbol in symbols if not hasattr(library, symbol)]:
+        version = toolchain.versions()[package] or "of an unknown version"
+        raise ToolchainError(
+            f"{library._name} of {package} {version} has no {', '.join(lacking)[:200]}, which the kernels need; "
+            f"{toolchain.INSTALL[package]}"
+        )
+
+
+def _open_library(path: Path, needs: Mapping[str, list[str]]) -> Any:
     """The TVM-FFI module of a shared library. The only place that executes anything of a bundle."""
-    runtime = toolchain.runtime_library()
-    toolchain.tvm_ffi_library()
+    runtime, ffi = toolchain.runtime_library(), toolchain.tvm_ffi_library()
     import tvm_ffi  # imports torch where it is installed
 
-    _load_runtime(runtime)
+    _check_symbols(_load_runtime(runtime), toolchain.DSL, needs[toolchain.DSL])
+    _check_symbols(ctypes.CDLL(str(ffi)), toolchain.TVM_FFI, needs[toolchain.TVM_FFI])
     return tvm_ffi.load_module(str(path))
 
 
@@ -80,7 +90,7 @@ class Bundle:
         library = folder / manifest.library
         with opened_library(folder, manifest) as handle, _named(handle, library) as path:
             try:
-                self._module = _open_library(path)
+                self._module = _open_library(path, manifest.needs)
             except ToolchainError:
                 raise
             except RuntimeError as error:

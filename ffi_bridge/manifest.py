@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import toolchain, trust
+from . import host, toolchain, trust
 from .errors import REMEDY, BundleDamaged, BundleForeign, BundleMissing, BundleOutdated
 from .resources import KernelResources
 
@@ -56,7 +56,9 @@ class Manifest:
         library: file name of the shared library, beside the manifest.
         sha256: of the library's bytes, hexadecimal.
         size: of the library, in bytes.
-        versions: of Glulam, the DSL and TVM-FFI, by distribution name.
+        host: the CPUs that its host code is for, as "x86-64-v2".
+        needs: symbols that the library takes from the DSL's run-time library and from TVM-FFI's, by distribution name.
+        versions: of Glulam, the DSL and TVM-FFI that made it, by distribution name. The last two are information.
         sources: hash of the kernels' sources, by top-level package.
         functions: by export symbol, sorted.
     """
@@ -65,6 +67,8 @@ class Manifest:
     library: str
     sha256: str
     size: int
+    host: str
+    needs: dict[str, list[str]]
     versions: dict[str, str | None]
     sources: dict[str, str]
     functions: dict[str, Function]
@@ -136,6 +140,8 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "library": _text(r"[!-~]{1,255}"),
     "sha256": _HASH,
     "size": _count,
+    "host": _NAME,
+    "needs": _object(_NAME, _list(_SYMBOL)),
     "versions": _object(_NAME, lambda version: version is None or _VERSION(version)),
     "sources": _object(_NAME, _HASH),
     "functions": _object(
@@ -225,17 +231,32 @@ def read(folder: Path) -> Manifest:
 
 
 def _check_versions(manifest: Manifest, folder: Path) -> None:
-    """An unknown version (a package that is a bare folder) is not held against the bundle."""
+    """That the run-time libraries' versions are in range is `toolchain`'s to check, whatever the bundle."""
     installed = toolchain.versions()
     if manifest.versions.keys() != installed.keys():
         _damaged(folder / FILE, f"has versions of {_names(manifest.versions)} instead of {_names(installed)}")
-    for name, present in installed.items():
-        built = manifest.versions[name]
-        if built and present and built != present:
+    for name in toolchain.EQUAL:
+        if manifest.versions[name] != installed[name]:
             raise BundleOutdated(
-                f"outdated bundle: {folder} was built with {name} {built}, installed is {present}; "
-                f"{REMEDY}, or install {name}=={built}"
+                f"outdated bundle: {folder} was built with {name} {manifest.versions[name]}, "
+                f"installed is {installed[name]}; {REMEDY}"
             )
+
+
+def _check_needs(manifest: Manifest, folder: Path) -> None:
+    if manifest.needs.keys() != toolchain.RUNS_WITH.keys():
+        _damaged(folder / FILE, f"has needs of {_names(manifest.needs)} instead of {_names(toolchain.RUNS_WITH)}")
+
+
+def _check_host(manifest: Manifest, folder: Path) -> None:
+    if manifest.host != host.BASELINE:
+        raise BundleOutdated(
+            f"outdated bundle: {folder} is for {manifest.host} CPUs, this Glulam builds for {host.BASELINE}; {REMEDY}"
+        )
+    if why := host.unfit():
+        raise BundleForeign(
+            f"foreign bundle: {folder} needs an {host.BASELINE} CPU, but {why}; run Glulam on a machine that has one"
+        )
 
 
 def _names(names: Mapping[str, Any]) -> str:
@@ -278,6 +299,8 @@ def check(folder: Path, arch: str, sources: Mapping[str, str] | None = None, spe
         named = _shown(manifest.library)
         raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {REMEDY}")
     _check_versions(manifest, folder)
+    _check_host(manifest, folder)
+    _check_needs(manifest, folder)
     _check_sources(manifest, folder, sources)
     if spec:
         _check_function(manifest, folder, spec)

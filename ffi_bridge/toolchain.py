@@ -8,8 +8,10 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +22,44 @@ from .errors import ToolchainError
 
 DSL = "nvidia-cutlass-dsl"
 TVM_FFI = "apache-tvm-ffi"
-INSTALL_DSL = 'run `pip install "nvidia-cutlass-dsl[cu13]==4.8.1"`'
-INSTALL_TVM_FFI = "run `pip install apache-tvm-ffi==0.1.15.post2`"
+
+
+class Range(NamedTuple):
+    """Versions from `oldest` to before `below`, compared by the numbers they begin with."""
+
+    oldest: str
+    below: str
+
+    def __contains__(self, version: object) -> bool:
+        return _release(self.oldest) <= _release(str(version)) < _release(self.below)
+
+    def __str__(self) -> str:
+        return f">={self.oldest},<{self.below}"
+
+
+# Which versions a bundle asks for. Equal: Glulam's, and its kernels' sources. Within a range: the two run-time
+# libraries, whichever version it was built with; the oldest and the newest are tested, with others between them.
+# Information only: the versions of the two that it was built with.
+EQUAL = ("glulam",)
+RUNS_WITH = {DSL: Range("4.7.1", "4.9"), TVM_FFI: Range("0.1.9", "0.2")}
+
+# Compiling asks for one of these; the code depends on it. TVM-FFI's version does not change a byte of an object.
+COMPILES_WITH = {DSL: ("4.8.1",)}
+
+INSTALL = {
+    DSL: f'run `pip install "{DSL}[cu13]{RUNS_WITH[DSL]}"`',
+    TVM_FFI: f'run `pip install "{TVM_FFI}{RUNS_WITH[TVM_FFI]}"`',
+}
+INSTALL_COMPILER = f'run `pip install "{DSL}[cu13]=={COMPILES_WITH[DSL][0]}"`'
 
 # The DSL comes as several wheels that share one version; a run-time install may hold the libraries' wheel alone.
-_DSL_WHEELS = (DSL, "nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-base")
+_DSL_WHEELS = ("nvidia-cutlass-dsl-libs-cu13", DSL, "nvidia-cutlass-dsl-libs-base")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (0, 1, 15) of "0.1.15.post2"; empty where it begins with none."""
+    numbers = re.match(r"\d{1,9}(\.\d{1,9})*", version, re.ASCII)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def package_folders(name: str) -> list[Path]:
@@ -40,24 +75,37 @@ def runtime_library() -> Path:
     """The DSL's run-time library (CUDA 13), inside its wheel.
 
     Raises:
-        ToolchainError: the wheel is not installed, or only its CUDA 12 half is.
+        ToolchainError: the wheel is not installed, only its CUDA 12 half is, or its version is not of RUNS_WITH.
     """
     folders = package_folders("nvidia_cutlass_dsl")
     for folder in folders:
         library = folder / "cu13" / "lib" / "libcute_dsl_runtime.so"
         if library.is_file():
+            _check_range(DSL)
             return library
     lack = "has no CUDA 13 run-time library" if folders else "is not installed"
-    raise ToolchainError(f"{DSL} {lack}; {INSTALL_DSL}")
+    raise ToolchainError(f"{DSL} {lack}; {INSTALL[DSL]}")
 
 
 def tvm_ffi_library() -> Path:
-    """libtvm_ffi.so, which a bundle is linked against. Raises ToolchainError where TVM-FFI is not installed."""
+    """libtvm_ffi.so, which a bundle is linked against.
+
+    Raises:
+        ToolchainError: TVM-FFI is not installed, or its version is not of RUNS_WITH.
+    """
     for folder in package_folders("tvm_ffi"):
         library = folder / "lib" / "libtvm_ffi.so"
         if library.is_file():
+            _check_range(TVM_FFI)
             return library
-    raise ToolchainError(f"{TVM_FFI} is not installed; {INSTALL_TVM_FFI}")
+    raise ToolchainError(f"{TVM_FFI} is not installed; {INSTALL[TVM_FFI]}")
+
+
+def _check_range(package: str) -> None:
+    """An unknown version (a package that is a bare folder) passes: the symbols decide."""
+    version, wanted = versions()[package], RUNS_WITH[package]
+    if version and version not in wanted:
+        raise ToolchainError(f"{package} {version} is installed, Glulam runs with {wanted}; {INSTALL[package]}")
 
 
 def tvm_ffi_headers() -> Path:
@@ -69,11 +117,30 @@ def tvm_ffi_headers() -> Path:
 
 
 def dsl_packages() -> Path:
-    """The folder that holds `cutlass`. Raises ToolchainError where the compiler's part of the DSL is missing."""
+    """The folder that holds `cutlass`.
+
+    Raises:
+        ToolchainError: the compiler's part of the DSL is missing, or its version is not of COMPILES_WITH.
+    """
     for folder in package_folders("nvidia_cutlass_dsl"):
         if (folder / "dsl_packages" / "cutlass").is_dir():
+            version, tested = versions()[DSL], COMPILES_WITH[DSL]
+            if version and version not in tested:
+                wanted = " or ".join(tested)
+                raise ToolchainError(
+                    f"{DSL} {version} is installed, kernels are compiled with {wanted}; {INSTALL_COMPILER}"
+                )
             return folder / "dsl_packages"
-    raise ToolchainError(f"{DSL} cannot compile here: `cutlass` is not part of it; {INSTALL_DSL}")
+    raise ToolchainError(f"{DSL} cannot compile here: `cutlass` is not part of it; {INSTALL_COMPILER}")
+
+
+def code_versions() -> dict[str, str | None]:
+    """The versions that compiled code depends on: what is kept of it, and what was measured, holds for these.
+
+    Where the compiler here is none of COMPILES_WITH, it is their first: what that one compiled runs here, too.
+    """
+    tested, installed = COMPILES_WITH[DSL], versions()[DSL]
+    return {"glulam": __version__, DSL: installed if installed in tested else tested[0]}
 
 
 def c_compiler() -> list[str]:
@@ -82,6 +149,15 @@ def c_compiler() -> list[str]:
     if shutil.which(command[0]) is None:
         raise ToolchainError(f"no C compiler: {command[0]!r} is not on PATH; install gcc or clang, or set CC")
     return command
+
+
+def binary_tool(name: str) -> str:
+    """`nm` or `objdump` as the C compiler finds them: they come with its linker. Raises ToolchainError without one."""
+    asked = subprocess.run([*c_compiler(), f"-print-prog-name={name}"], capture_output=True, text=True)
+    found = shutil.which(asked.stdout.strip() or name)
+    if found is None:
+        raise ToolchainError(f"no {name}, which reads what was linked; install binutils, or set CC")
+    return found
 
 
 def _assigned_version(file: Path) -> str | None:
@@ -109,7 +185,7 @@ def _installed_version(wheels: tuple[str, ...], sources: list[Path]) -> str | No
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """The versions that a bundle must agree with; None where a package is absent or does not say."""
+    """The installed versions, by distribution name; None where a package is absent or does not say."""
     cutlass = [f / "dsl_packages" / "cutlass" / "__init__.py" for f in package_folders("nvidia_cutlass_dsl")]
     tvm_ffi = [f / "_version.py" for f in package_folders("tvm_ffi")]
     return {

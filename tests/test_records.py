@@ -61,7 +61,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
     monkeypatch.setenv(tuned.ENV_TUNED, str(tmp_path / "table.json"))
     monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
-    monkeypatch.setattr(loader, "_open_library", lambda path: pytest.fail(f"opened {path}"))
+    monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"opened {path}"))
     kernels.forget_choices()
     yield tmp_path / "table.json"
     kernels.forget_choices()

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS
 from cute_kernels.tiles import CLUSTERS, TILE_K, SpecError
-from ffi_bridge import BundleError, CompileError, ToolchainError, __version__
+from ffi_bridge import BundleError, CompileError, ToolchainError, __version__, toolchain
 from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
@@ -243,6 +243,8 @@ def info(
             out.print(f"library   {folder / manifest.library} ({_megabytes(manifest.size)})", soft_wrap=True)
             out.print(f"sha256    {manifest.sha256}", soft_wrap=True)
             out.print(f"built by  {versions}", soft_wrap=True)
+            ranges = ", ".join(f"{name} {wanted}" for name, wanted in toolchain.RUNS_WITH.items())
+            out.print(f"runs with {ranges}, on any {manifest.host} CPU", soft_wrap=True)
 
 
 @app.command()

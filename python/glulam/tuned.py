@@ -53,7 +53,7 @@ Us = dict[str, dict[str, float]]  # by the kernel's name and the routing's
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What times hold for: the GPU's name, the versions that bundles must agree with, a hash of the kernels' source."""
+    """What times hold for: the GPU's name, the versions that code depends on, a hash of the kernels' source."""
 
     gpu: str
     versions: dict[str, str | None]
@@ -78,7 +78,7 @@ class Stamp:
 def stamp_of(gpu: str, driver: str = "") -> Stamp:
     """The stamp of what is measured now on a GPU of this name."""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Stamp(gpu, toolchain.versions(), toolchain.sources_hash("cute_kernels")[:16], date, driver)
+    return Stamp(gpu, toolchain.code_versions(), toolchain.sources_hash("cute_kernels")[:16], date, driver)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from cute_kernels.specs import GroupedMmSpec, from_dict
 from ffi_bridge import BundleBusy, BundleForeign, CompileError, ToolchainError, build, manifest, scratch, toolchain
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, linked_as
 
 SPEC = TOY_SPECS[0]
 ARCH = "sm_90a"
@@ -45,6 +45,7 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
     assert library.name == f"libglulam_sm_90a-{described.sha256[:16]}.so"
     assert described.versions == toolchain.versions()
     assert None not in described.versions.values()
+    assert described.host == "x86-64-v2"
     launched = {name: len(f.kernels) for name, f in described.functions.items()}
     assert launched == {spec.name: 2 if spec.op == "grouped_mlp" else 1 for spec in TOY_SPECS}
     kernels = [kernel for f in described.functions.values() for kernel in f.kernels]
@@ -160,7 +161,7 @@ def test_a_second_build_is_told_at_once_and_a_dead_one_is_no_obstacle(
 def _quick_bundle(folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> manifest.Manifest:
     """A bundle whose library is `content`; what is in it does not matter to who checks it."""
     folder.mkdir()
-    monkeypatch.setattr(build, "link", lambda objects, library: library.write_bytes(content))
+    monkeypatch.setattr(build, "link", linked_as(content))
     artifact = KernelArtifact(SPEC.name, folder / "kernel.o", (KernelResources("kernel", 1, 0, 0, 0, 0),))
     sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
     return build.write_bundle(folder, ARCH, [SPEC], [artifact], sources)
@@ -184,7 +185,7 @@ def test_a_reader_meets_a_whole_bundle_at_every_moment(
 
         monkeypatch.setattr(manifest, step, replace_first)
 
-    for step in ("read", "_check_versions", "_check_sources", "opened_library", "hash_of"):
+    for step in ("read", "_check_versions", "_check_host", "_check_sources", "opened_library", "hash_of"):
         replaced_before(step)
         found = manifest.verify(target, ARCH)
         assert (target / found.library).exists() == (step != "hash_of"), "that one had the old library open already"
@@ -273,6 +274,16 @@ def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
     with pytest.raises(ToolchainError, match="'no-such-compiler' is not on PATH; install gcc or clang, or set CC"):
+        _build(TOY_SPECS, tmp_path)
+
+
+def test_a_compiler_of_another_version_is_said_before_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {**toolchain.versions(), toolchain.DSL: "4.8.0"}
+    monkeypatch.setattr(toolchain, "versions", lambda: found)
+    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ToolchainError, match="4.8.0 is installed, kernels are compiled with 4.8.1; run `pip install"):
         _build(TOY_SPECS, tmp_path)
 
 

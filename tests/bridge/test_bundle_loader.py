@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ffi_bridge import (
     BundleMissing,
     BundleOutdated,
     ToolchainError,
+    host,
     load,
     loader,
     toolchain,
@@ -86,11 +88,17 @@ CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
     "functions of a wrong type": (_edit(functions=[1]), BundleDamaged, "functions of another form"),
     "another architecture": (_edit(arch="sm_100a"), BundleForeign, "is for sm_100a, wanted sm_90a"),
     "a library elsewhere": (_edit(library="../../evil.so"), BundleForeign, "foreign bundle"),
-    "a later schema": (_edit(schema=2), BundleOutdated, "has manifest schema 2, this Glulam reads 1"),
+    "a later schema": (_edit(schema=3), BundleOutdated, "has manifest schema 3, this Glulam reads 2"),
     "no schema": (_drop("schema"), BundleOutdated, "has manifest schema None"),
     "another Glulam": (_versions(glulam="0.0.9"), BundleOutdated, "was built with glulam 0.0.9, installed is"),
-    "another DSL": (_versions(nvidia_cutlass_dsl="4.7.0"), BundleOutdated, "install nvidia-cutlass-dsl==4.7.0"),
-    "another TVM-FFI": (_versions(apache_tvm_ffi="0.1.2"), BundleOutdated, "built with apache-tvm-ffi 0.1.2"),
+    "another host": (
+        _edit(host="x86-64-v4"),
+        BundleOutdated,
+        "is for x86-64-v4 CPUs, this Glulam builds for x86-64-v2",
+    ),
+    "a host of another form": (_edit(host=["x86-64-v2"]), BundleDamaged, "has host of another form"),
+    "no needs": (_edit(needs={}), BundleDamaged, "has needs of nothing instead of apache-tvm-ffi"),
+    "needs of another form": (_edit(needs={toolchain.DSL: "printf"}), BundleDamaged, "has needs of another form"),
     "versions of another form": (_edit(versions=[]), BundleDamaged, "has versions of another form"),
     "sources of another form": (_edit(sources=[]), BundleDamaged, "has sources of another form"),
     "no versions": (_edit(versions={}), BundleDamaged, "has versions of nothing instead of apache-tvm-ffi"),
@@ -114,7 +122,7 @@ CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
 @pytest.fixture
 def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails the test where anything is loaded."""
-    monkeypatch.setattr(loader, "_open_library", lambda path: pytest.fail(f"executed {path}"))
+    monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"executed {path}"))
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **_: pytest.fail(f"executed {arguments}"))
 
 
@@ -165,18 +173,115 @@ def test_functions_check_their_arguments(toy_bundle: Path) -> None:
 
 
 def test_an_error_is_not_remembered(bundle_copy: Path) -> None:
-    _edit(schema=2)(bundle_copy / "sm_90a")
+    _edit(schema=3)(bundle_copy / "sm_90a")
     with pytest.raises(BundleOutdated):
         load("sm_90a", bundle_copy)
-    _edit(schema=1)(bundle_copy / "sm_90a")
+    _edit(schema=2)(bundle_copy / "sm_90a")
     assert load("sm_90a", bundle_copy).names()
 
 
-def test_unknown_versions_are_not_held_against_a_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_versions_that_built_a_bundle_are_information(bundle_copy: Path) -> None:
+    _versions(nvidia_cutlass_dsl="4.7.1", apache_tvm_ffi="0.1.9")(bundle_copy / "sm_90a")
+    assert load("sm_90a", bundle_copy).names()
+
+
+RANGES = [
+    (toolchain.DSL, ("4.7.1", "4.7.2.post1", "4.8.0", "4.8.1"), ("4.6.3", "4.7.0", "4.9.0", "4.10.0", "5")),
+    (toolchain.TVM_FFI, ("0.1.9", "0.1.10", "0.1.14.post1", "0.1.15.post2"), ("0.1.8.post2", "0.2.0rc1", "1.0")),
+]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str | None], None]:
+    def install(package: str, version: str | None) -> None:
+        found = {**toolchain.versions(), package: version}
+        monkeypatch.setattr(toolchain, "versions", lambda: found)
+
+    return install
+
+
+@pytest.mark.parametrize(("package", "version"), [(package, v) for package, inside, _ in RANGES for v in inside])
+def test_any_version_of_the_range_loads(
+    bundle_copy: Path, installed: Callable[[str, str | None], None], package: str, version: str
+) -> None:
+    installed(package, version)
+    assert load("sm_90a", bundle_copy).names()
+
+
+@pytest.mark.usefixtures("sealed")
+@pytest.mark.parametrize(("package", "version"), [(package, v) for package, _, outside in RANGES for v in outside])
+def test_a_version_outside_the_range_is_named_with_its_remedy(
+    bundle_copy: Path, installed: Callable[[str, str | None], None], package: str, version: str
+) -> None:
+    installed(package, version)
+    find = toolchain.runtime_library if package == toolchain.DSL else toolchain.tvm_ffi_library
+    with pytest.raises(ToolchainError) as refused:
+        find()
+    wanted = toolchain.RUNS_WITH[package]
+    assert f"{package} {version} is installed, Glulam runs with {wanted}; run `pip install" in str(refused.value)
+    assert re.search(rf'pip install "{package}(\[cu13\])?{wanted}"', str(refused.value))
+
+
+def test_an_unknown_version_is_judged_by_its_symbols(
+    bundle_copy: Path, installed: Callable[[str, str | None], None]
+) -> None:
     """A host may hold the DSL's libraries as a bare folder that declares no version."""
-    known = {**toolchain.versions(), toolchain.DSL: None}
-    monkeypatch.setattr(toolchain, "versions", lambda: known)
+    installed(toolchain.DSL, None)
     assert load("sm_90a", bundle_copy).names()
+
+
+@pytest.mark.parametrize("package", toolchain.RUNS_WITH)
+def test_a_library_that_lacks_a_symbol_is_named(bundle_copy: Path, package: str) -> None:
+    library = toolchain.runtime_library() if package == toolchain.DSL else toolchain.tvm_ffi_library()
+    manifest = json.loads((bundle_copy / "sm_90a" / "manifest.json").read_text())
+    manifest["needs"][package] += ["_cudaOfAnotherWorld"]
+    _edit(**manifest)(bundle_copy / "sm_90a")
+    with pytest.raises(ToolchainError) as refused:
+        load("sm_90a", bundle_copy)
+    version = toolchain.versions()[package]
+    said = f"{library} of {package} {version} has no _cudaOfAnotherWorld, which the kernels need; run `pip install"
+    assert str(refused.value).startswith(said)
+
+
+def test_the_manifest_lists_what_the_library_takes_of_either(toy_bundle: Path) -> None:
+    needs = json.loads((toy_bundle / "sm_90a" / "manifest.json").read_text())["needs"]
+    listing = subprocess.run(
+        ["nm", "-D", "--undefined-only", library_in(toy_bundle / "sm_90a")], capture_output=True, text=True, check=True
+    ).stdout
+    undefined = {line.split()[1] for line in listing.splitlines() if line.split()[0] == "U" and "@" not in line}
+    assert undefined == {symbol for symbols in needs.values() for symbol in symbols}
+    assert "_cudaLaunchKernelEx" in needs[toolchain.DSL]
+    assert "TVMFFIErrorSetRaisedFromCStr" in needs[toolchain.TVM_FFI]
+
+
+@pytest.mark.usefixtures("sealed")
+@pytest.mark.parametrize(
+    ("machine", "flags", "words"),
+    [
+        (
+            "x86_64",
+            "fpu sse sse2 pni ssse3 cx16 lahf_lm",
+            "but this machine's lacks popcnt, sse4_1, sse4_2; run Glulam on",
+        ),
+        ("aarch64", "", "but this machine is aarch64; run Glulam on"),
+    ],
+)
+def test_a_cpu_below_the_baseline_is_refused_in_one_line(
+    bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str, words: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
+    monkeypatch.setattr(host, "_CPUINFO", str(tmp_path / "cpuinfo"))
+    monkeypatch.setattr(host.platform, "machine", lambda: machine)
+    monkeypatch.setattr(host, "unfit", host.unfit.__wrapped__)
+    with pytest.raises(BundleForeign, match=f"needs an x86-64-v2 CPU, {words}") as refused:
+        load("sm_90a", bundle_copy)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_cpu_that_says_nothing_of_itself_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "_CPUINFO", str(tmp_path / "absent"))
+    monkeypatch.setattr(host.platform, "machine", lambda: "x86_64")
+    assert host.unfit.__wrapped__() == ""
 
 
 def test_search_order(bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,9 @@ def test_info_shows_each_function(toy_bundle: Path) -> None:
     manifest = ffi_bridge.load("sm_90a", toy_bundle).manifest
     assert manifest.sha256 in result.output
     assert f"apache-tvm-ffi {manifest.versions['apache-tvm-ffi']}" in result.output
+    assert (
+        "runs with nvidia-cutlass-dsl >=4.7.1,<4.9, apache-tvm-ffi >=0.1.9,<0.2, on any x86-64-v2 CPU" in result.output
+    )
 
 
 def test_info_of_one_operator(toy_bundle: Path) -> None:
@@ -179,6 +182,23 @@ def test_doctor_without_tools(machine: Callable[..., Result], monkeypatch: pytes
         assert _finding(result, name).startswith("BAD ")
         assert "-> run `pip install it`" in _finding(result, name)
     assert _finding(result, "compiling").startswith("note")
+
+
+def test_doctor_with_other_versions(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run-time library that only runs kernels, then one that does not."""
+    here = toolchain.versions()
+    monkeypatch.setattr(toolchain, "versions", lambda: {**here, toolchain.DSL: "4.7.1"})
+    result = machine(None)
+    assert result.exit_code == 0
+    assert _finding(result, "run time").startswith("ok")
+    assert "4.7.1 is installed, kernels are compiled with 4.8.1" in _finding(result, "compiling")
+    assert '-> run `pip install "nvidia-cutlass-dsl[cu13]==4.8.1"`' in _finding(result, "compiling")
+
+    monkeypatch.setattr(toolchain, "versions", lambda: {**here, toolchain.DSL: "4.6.3"})
+    result = machine(None)
+    assert result.exit_code == 1
+    assert "4.6.3 is installed, Glulam runs with >=4.7.1,<4.9" in _finding(result, "run time")
+    assert '-> run `pip install "nvidia-cutlass-dsl[cu13]>=4.7.1,<4.9"`' in _finding(result, "run time")
 
 
 def test_the_console_script_runs() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import CompileError, jit, loader, manifest, toolchain
+from ffi_bridge import CompileError, host, jit, loader, manifest, toolchain
 from ffi_bridge import cache as cache_module
 from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite
 
@@ -98,12 +98,19 @@ def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pyte
         patch.setattr(toolchain, "sources_hash", lambda package: "other")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
-        patch.setattr(toolchain, "versions", lambda: {toolchain.DSL: "4.9"})
+        patch.setattr(toolchain, "COMPILES_WITH", {toolchain.DSL: ("4.9",)})
+        others.add(jit.cache_key(SPEC, TOY_TRACER))
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "BASELINE", "x86-64-v3")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
         patch.setattr(cache_module, "OPTIONS", "--other")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
-    assert len(others - {key}) == 5
+    assert len(others - {key}) == 6
+    with monkeypatch.context() as patch:  # what runs a kernel is not what compiled it
+        older = {**toolchain.versions(), toolchain.DSL: "4.7.1", toolchain.TVM_FFI: "0.1.9"}
+        patch.setattr(toolchain, "versions", lambda: older)
+        assert jit.cache_key(SPEC, TOY_TRACER) == key
 
 
 def test_two_processes_at_once_compile_once(cache: Path) -> None:
@@ -186,10 +193,10 @@ def test_a_read_only_cache_is_read(cache: Path) -> None:
 def _refuse_linking_in(cache: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     link = jit.build.link
 
-    def refuse(objects: Iterable[Path], library: Path) -> None:
+    def refuse(objects: Iterable[Path], library: Path) -> dict[str, list[str]]:
         if library.is_relative_to(cache):
             raise CompileError(f"ld: final link failed: {words}")
-        link(objects, library)
+        return link(objects, library)
 
     monkeypatch.setattr(jit.build, "link", refuse)
 

@@ -16,6 +16,7 @@ from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import BundleError, build, cache, load, loader, manifest, toolchain
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
+from toys import linked_as
 
 ARCH = "sm_90a"
 SPEC = GroupedMmSpec()
@@ -51,8 +52,8 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("fuzzed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENV_CACHE, str(root))
-        patch.setattr(build, "link", lambda objects, library: library.write_bytes(b"a library"))
-        patch.setattr(loader, "_open_library", lambda path: pytest.fail(f"executed {path}"))
+        patch.setattr(build, "link", linked_as(b"a library"))
+        patch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"executed {path}"))
         sources = cache.tracer_sources()
         patch.setattr(toolchain, "sources_hash", lambda package: sources[package])  # once: it looks at every file
         cache.make_root(root)

@@ -67,7 +67,7 @@ def sealed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Fails the test where anything is loaded, once what the test needs is made."""
     for needed in {"entry", "bundle_copy"} & set(request.fixturenames):
         request.getfixturevalue(needed)
-    monkeypatch.setattr(loader, "_open_library", lambda path: pytest.fail(f"executed {path}"))
+    monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"executed {path}"))
 
 
 def _part(folder: Path, part: str) -> Path:

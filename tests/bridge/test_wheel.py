@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.tags import sys_tags
 
+from ffi_bridge import toolchain
 from toys import HERE, REPOSITORY, in_terminal
 
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "pyproject.toml", "setup.py", "LICENSE")
@@ -103,6 +104,30 @@ def test_holds_the_bundle_and_the_packages_only(wheels: list[Path]) -> None:
     assert re.fullmatch(r"glulam/_bundle/sm_90a/libglulam_sm_90a-[0-9a-f]{16}\.so", library)
     assert described == "glulam/_bundle/sm_90a/manifest.json"
     assert {"cute_kernels/entry.py", "cute_kernels/sm90/configs.py", "glulam/cli.py"} <= set(names)
+
+
+def test_asks_for_the_ranges_that_the_loader_takes(wheels: list[Path]) -> None:
+    metadata = zipfile.ZipFile(wheels[0]).read("glulam-0.1.0.dist-info/METADATA").decode()
+    wanted = {re.sub(r"\s", "", line.partition(":")[2]) for line in metadata.splitlines() if "Requires-Dist" in line}
+
+    def pins(line: str) -> set[str]:
+        """A requirement's name and its bounds, in no order: build tools sort them as they like."""
+        name = re.split(r"[<>=]", line, maxsplit=1)[0]
+        return {name, *line.removeprefix(name).split(",")}
+
+    asked = [pins(line) for line in wanted]
+    dsl, ffi = (toolchain.RUNS_WITH[package] for package in (toolchain.DSL, toolchain.TVM_FFI))
+    assert pins(f"nvidia-cutlass-dsl[cu13]{dsl}") in asked
+    assert pins(f"apache-tvm-ffi{ffi}") in asked
+
+
+def test_is_built_with_the_versions_that_compiling_asks_for() -> None:
+    project = (REPOSITORY / "pyproject.toml").read_text()
+    built_with = project[: project.index("[project]")]
+    (tested,) = toolchain.COMPILES_WITH[toolchain.DSL]
+    pin = f"nvidia-cutlass-dsl[cu13]=={tested}"
+    assert f'"{pin}"' in built_with
+    assert pin in (REPOSITORY / "requirements-dev.txt").read_text().splitlines()
 
 
 def test_twice_is_the_same_bytes(wheels: list[Path]) -> None:
