@@ -113,7 +113,7 @@ def tvm_ffi_headers() -> Path:
     for folder in package_folders("tvm_ffi"):
         if (folder / "include" / "tvm" / "ffi" / "c_api.h").is_file():
             return folder / "include"
-    raise ToolchainError(f"{TVM_FFI} is not installed, or has no headers; {INSTALL_TVM_FFI}")
+    raise ToolchainError(f"{TVM_FFI} is not installed, or has no headers; {INSTALL[TVM_FFI]}")
 
 
 def dsl_packages() -> Path:
