@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import importlib
 import os
 import threading
@@ -20,7 +21,7 @@ from . import manifest as manifests
 from .cache import tracer_sources
 from .chains import compile_chains
 from .compiler import DEFAULT_TRACER, KernelArtifact
-from .errors import BundleBusy, CompileError
+from .errors import BundleBusy, BundleError, CompileError
 from .link import link
 from .manifest import Function, Manifest
 from .progress import Progress, shown
@@ -36,12 +37,34 @@ _MAX_COMPLAINTS = 20  # lines of an error message
 Allowed = Mapping[str, tuple[str, ...]]
 
 
-def shipped_specs(arch: str) -> list[Spec]:
-    """Every spec that the bundle of `arch` ships. Raises ValueError, naming the choices, for an unknown one."""
+def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) -> list[Spec]:
+    """The specs of a profile of `arch`.
+
+    Args:
+        only: patterns of names, as "grouped_mm_bf16_*": those that match one of them.
+
+    Raises:
+        ValueError: an unknown architecture or profile, with the choices, or a pattern that matches nothing.
+    """
     if arch not in CONFIGS:
         raise ValueError(f"arch={arch!r} has no kernels; choose one of: {', '.join(CONFIGS)}")
-    specs: list[Spec] = importlib.import_module(CONFIGS[arch]).shipped_specs()
-    return specs
+    configs = importlib.import_module(CONFIGS[arch])
+    if profile not in configs.PROFILES:
+        raise ValueError(f"profile={profile!r} is none of {arch}; choose one of: {', '.join(configs.PROFILES)}")
+    specs: list[Spec] = configs.shipped_specs(profile)
+    for pattern in only:
+        if not fnmatch.filter([spec.name for spec in specs], pattern):
+            raise ValueError(f"only={pattern!r} matches no function of profile {profile!r}; see `glulam info`")
+    return [spec for spec in specs if not only or any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
+
+
+def profile_of(arch: str, name: str) -> str | None:
+    """The smallest profile whose bundle has a function; None where none has it."""
+    for profile in importlib.import_module(CONFIGS[arch]).PROFILES if arch in CONFIGS else ():
+        specs = shipped_specs(arch, profile)
+        if any(spec.name == name for spec in (*specs, *all_stages(specs))):
+            return str(profile)
+    return None
 
 
 def allowed_diagnostics(arch: str) -> Allowed:
@@ -278,3 +301,13 @@ def build(
         manifest = write_bundle(folder, arch, specs, artifacts, sources)
         publish(folder, out / arch, manifest)
     return manifest
+
+
+def find(specs: Sequence[Spec], out: Path | str) -> Manifest | None:
+    """The manifest of a sound bundle in `out` that has the functions of `specs` already, of the present sources."""
+    arch = _one_arch(specs)
+    with contextlib.suppress(BundleError):
+        manifest = manifests.verify(Path(out) / arch, arch)
+        if all(spec.name in manifest.functions for spec in specs):
+            return manifest
+    return None

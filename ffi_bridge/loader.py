@@ -104,6 +104,13 @@ class Bundle:
     def has(self, name: str) -> bool:
         return name in self.manifest.functions
 
+    def _remedy(self, name: str) -> str:
+        from .build import profile_of  # a bundle that is whole never asks
+
+        if profile := profile_of(self.manifest.arch, name):
+            return f"profile {profile!r} has it: run `glulam build --profile {profile}`"
+        return "compile it with `glulam.compile`"
+
     def function(self, name: str) -> Callable[..., Any]:
         """The function exported under a spec's name: positional arguments only, asynchronous on the current stream.
 
@@ -112,10 +119,7 @@ class Bundle:
             BundleDamaged: its manifest lists the function, its library lacks it.
         """
         if not self.has(name):
-            raise BundleMissing(
-                f"no function {name!r} in the bundle {self.folder}; compile it with `glulam.compile`, "
-                f"or add its spec to the shipped table and {REMEDY}"
-            )
+            raise BundleMissing(f"no function {name!r} in the bundle {self.folder}; {self._remedy(name)}")
         try:
             function: Callable[..., Any] = self._module.get_function(name)
         except AttributeError as error:

@@ -74,8 +74,18 @@ def fc2_tile(fc1: TileConfig) -> TileConfig:
     return SMALL8_FC2 if fc1 == SMALL8 else fc1
 
 
-def shipped_specs() -> list[Spec]:
-    """Every spec of the bundle, in a fixed order: a build of the same sources is byte-identical."""
+PROFILES = ("demo", "bf16", "full")
+"""What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""
+
+
+def shipped_specs(profile: str = "full") -> list[Spec]:
+    """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
+    if profile == "demo":
+        return [GroupedMlpSpec(GroupedGluSpec(tile=tile), GroupedMmSpec(tile=tile)) for tile in TILES]
+    return [spec for spec in _all_specs() if profile == "full" or spec.dtype != "float16"]
+
+
+def _all_specs() -> list[Spec]:
     specs: list[Spec] = []
     for tile, dtype in product(TILES, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, tile)

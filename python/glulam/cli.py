@@ -165,14 +165,22 @@ def _megabytes(size: int) -> str:
 @app.command()
 def build(
     arch: Archs = None,
+    profile: Annotated[
+        str, typer.Option(help="demo: what the demo calls; bf16: all but float16; full: what a wheel has.")
+    ] = "bf16",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compile processes; default: one a CPU.")] = None,
     out: Annotated[Path | None, typer.Option(help="Bundle folder; default: inside the installed package.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave a bundle as it is that has these functions.")] = False,
 ) -> None:
     """Compile the shipped kernels and link them into one library per architecture."""
     with _reported():
         for one in arch or list(builder.CONFIGS):
             root = out or packaged_root()
-            manifest = builder.build(builder.shipped_specs(one), root, jobs)
+            specs = builder.shipped_specs(one, profile, only or ())
+            manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
             contents = f"{len(manifest.functions)} functions, {_megabytes(manifest.size)}"
             typer.echo(f"{root / one / manifest.library}: {contents}")
 
