@@ -33,6 +33,13 @@ def test_uv_installs_where_it_is_named_and_pip_where_not(tmp_path: Path) -> None
     assert "-m venv" in with_pip and "-m pip install" in with_pip and "uv " not in with_pip
 
 
+def test_torch_without_cuda_is_installed_where_it_is_asked_for(tmp_path: Path) -> None:
+    pip, uv, plain = (commands(tmp_path, "lint", *s) for s in (("UV=", "TORCH=cpu"), ("UV=uv", "TORCH=cpu"), ("UV=",)))
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu --requirement requirements/run.txt" in pip
+    assert "--torch-backend cpu --requirement requirements/run.txt" in uv
+    assert pip.count("--extra-index-url") == uv.count("--torch-backend") == 1 and "whl/cpu" not in plain
+
+
 def test_an_installation_is_told_of_before_it_begins(tmp_path: Path) -> None:
     told = commands(tmp_path, "test", "UV=")
     for before, command in (("Installing torch", "requirements/run.txt"), ("Installing what", "requirements/test.txt")):
