@@ -57,7 +57,7 @@ $(INSTALLED): requirements/run.txt pyproject.toml setup.py
 	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@command -v $(firstword $(CC)) >/dev/null || \
 	  { echo "no C compiler ($(CC)): install gcc or clang; linking the kernels needs one" >&2; exit 1; }
-	@echo "Installing torch and the kernels' compiler into $(VENV): 3 GB to download, without CUDA (TORCH=cpu) 0.4 GB"
+	@echo "Installing torch and the kernels' compiler into $(VENV): about 3 GB to download, without CUDA (TORCH=cpu) 0.4 GB"
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
 	$(INSTALL) $(if $(filter cpu,$(TORCH)),$(CPU_TORCH)) --requirement $<
 	$(INSTALL) --no-build-isolation --no-deps --editable .

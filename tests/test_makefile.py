@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 def commands(folder: Path, target: str, *settings: str) -> str:
     """What `make target` would run where nothing is installed."""
     command = ["make", "--dry-run", "--no-print-directory", f"VENV={folder}/.venv", *settings, target]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    environment = {"PATH": os.environ["PATH"]}  # `make test` hands its own settings down
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 @pytest.mark.parametrize(
