@@ -1,6 +1,6 @@
 # From a bare clone with Python 3.10 or later and a C compiler: make demo, make train, make test, make lint, make build.
 # Settings: PYTHON (interpreter for the virtual environment), UV (what installs; default uv where there is one, empty: pip),
-# JOBS (compile processes), ARGS (of pytest, the demo or train).
+# TORCH=cpu (torch without CUDA, 3 GB less to download), JOBS (compile processes), ARGS (of pytest, the demo or train).
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +15,7 @@ KERNELS := $(shell find cute_kernels -name '*.py')
 # Packages are compiled when they are first imported: compiling all of them takes longer than installing them.
 UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
+CPU_TORCH := $(if $(UV),--torch-backend cpu,--extra-index-url https://download.pytorch.org/whl/cpu)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo train test test-gpu lint build wheel clean
@@ -56,9 +57,9 @@ $(INSTALLED): requirements/run.txt pyproject.toml setup.py
 	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@command -v $(firstword $(CC)) >/dev/null || \
 	  { echo "no C compiler ($(CC)): install gcc or clang; linking the kernels needs one" >&2; exit 1; }
-	@echo "Installing torch and the kernels' compiler into $(VENV): 0.4 GB to download, with torch's CUDA libraries 3 GB"
+	@echo "Installing torch and the kernels' compiler into $(VENV): about 3 GB to download, without CUDA (TORCH=cpu) 0.4 GB"
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
-	$(INSTALL) --requirement $<
+	$(INSTALL) $(if $(filter cpu,$(TORCH)),$(CPU_TORCH)) --requirement $<
 	$(INSTALL) --no-build-isolation --no-deps --editable .
 	touch $@
 

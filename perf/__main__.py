@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     _add_named(commands, COMPARE, "named kernels against each other", specs_required=True)
     _add_named(commands, TILES, "every tile at 1 to 4096 rows an expert, for tables of choices", specs_required=False)
     commands.add_parser("table", help="write the dispatcher's table of measured tiles from perf/results")
-    commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's table")
+    commands.add_parser("report", help="draw plots, write perf/results/README.md and the README's overview")
     return root
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cases import OPS
+from .overview import Line, overview, shown_gpu
 from .results import Result, gpu_slug
 from .tables import DENSE, OURS, ratio, work
 from .targets import target
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
 RATIO_SUITES = ("forward", "decode", "backward")
 ROOFLINE_SUITES = ("forward", "decode", "rows", "backward")
 SETTINGS = {"svg.hashsalt": "glulam", "svg.fonttype": "none", "font.size": 8.0, "axes.grid": True, "grid.alpha": 0.3}
+TORCH = "#d1495b"  # in any of its ways
 COLOURS = {
     OURS: "#1b6ca8",
     DENSE: "#7a7a7a",
-    "torch": "#d1495b",
+    "torch": TORCH,
     "quack tuned": "#e6a700",
     "quack retuned": "#e6a700",
     "quack default": "#b8a45a",
+    "QuACK": "#e6a700",
+    "BF16": "#7a7a7a",
 }
 OP_MARKS = dict(zip((*OPS, *KERNELS), "os^vDP*", strict=True))
 BAR = 0.8  # of the distance between two cases, all bars of a case together
@@ -157,6 +161,25 @@ def draw_roofline(results: list[Result]) -> Figure:
     return figure
 
 
+def draw_overview(lines: list[Line]) -> Figure:
+    """Each peer's time over ours, a layer of one model; right of the dotted line we are faster."""
+    figure = _figure(7.0, 0.8 + 0.5 * len(lines))
+    axes = figure.subplots()
+    axes.set_axisbelow(True)
+    for place, line in enumerate(lines):
+        height = BAR / max(len(line.peers), 1)
+        for number, (title, ratios) in enumerate(line.peers.items()):
+            y = place + (number - (len(line.peers) - 1) / 2) * height
+            axes.barh(y, ratios[0], height, color=COLOURS.get(title, TORCH))
+            axes.text(ratios[0], y, f" {title} {ratios[0]:.2f}", va="center", fontsize=7)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(lines)), [line.what.replace("`", "") for line in lines])
+    axes.set_xlim(right=1.2 * max((ratios[0] for line in lines for ratios in line.peers.values()), default=1.0))
+    axes.invert_yaxis()
+    axes.set_xlabel("peer's time / ours")
+    return figure
+
+
 def _save(figure: Figure, path: Path) -> None:
     from matplotlib import rc_context
 
@@ -178,12 +201,19 @@ def _plots_of(gpu: str, results: list[Result]) -> dict[str, Callable[[], Figure]
     return plots
 
 
+def overview_stem(results: list[Result]) -> str:
+    """The file stem of the overview's plot."""
+    return f"overview-{gpu_slug(shown_gpu(results))}"
+
+
 def write_plots(results: list[Result], folder: Path) -> list[Path]:
     """Draws all that `results` hold; returns the files' paths. Raises RuntimeError without matplotlib."""
     gpus: dict[str, list[Result]] = {}
     for result in results:
         gpus.setdefault(gpu_slug(result["stamp"]["gpu"]), []).append(result)
     plots = {stem: draw for gpu, held in gpus.items() for stem, draw in _plots_of(gpu, held).items()}
+    if lines := overview(results):
+        plots[overview_stem(results)] = partial(draw_overview, lines)
     if not plots:
         return []
     _figure(1, 1)  # says what is missing before anything is drawn

@@ -1,17 +1,16 @@
-"""perf/results/README.md and the measured part of the main README, from the result files."""
+"""perf/results/README.md, and the overview in the main README, from the result files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from .plots import draw_ratios, draw_roofline, draw_rows, draw_skew, write_plots
+from .overview import overview, overview_table, shown_gpu
+from .plots import draw_overview, draw_ratios, draw_roofline, draw_rows, draw_skew, overview_stem, write_plots
 from .results import RESULTS, Result, default_path, gpu_slug, read_all
-from .tables import LAYER_TITLE, OP_TITLES, Table, host_tables, op_tables, tables_of
+from .tables import Table, tables_of
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-FORWARD_TITLES = (OP_TITLES["fc1"], OP_TITLES["mlp"])
-SUMMARISED = {"forward": FORWARD_TITLES, "decode": FORWARD_TITLES, "train": (LAYER_TITLE,)}
 CURVES: dict[str, Callable[..., object]] = {"skew": draw_skew, "rows": draw_rows}
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 HEAD = """# Measured
@@ -68,43 +67,31 @@ def _section(result: Result, plots: Collection[str]) -> str:
     return "\n\n".join([*parts, *_pictures(result)])
 
 
-def _pictures(result: Result, folder: str = "") -> list[str]:
+def _pictures(result: Result) -> list[str]:
     """Of a training run the plot, which lies beside the result file."""
     if result["suite"] != "training-curves":
         return []
     name = default_path(result["suite"], result["stamp"]["gpu"]).with_suffix(".svg").name
-    return [f"![Loss by step, all runs over each other, and their differences]({folder}{name})"]
+    return [f"![Loss by step, all runs over each other, and their differences]({name})"]
 
 
 def results_page(results: list[Result], plots: Collection[str] = ()) -> str:
     """The whole of perf/results/README.md. plots: the stems of what was drawn beside it."""
     gpus = dict.fromkeys(gpu_slug(result["stamp"]["gpu"]) for result in results)
-    roofs = [part for gpu in gpus for part in _picture(f"roofline-{gpu}", draw_roofline, plots)]
+    pictures = _picture(overview_stem(results), draw_overview, plots)
+    pictures += [part for gpu in gpus for part in _picture(f"roofline-{gpu}", draw_roofline, plots)]
     sections = [_section(result, plots) for result in results] or ["Nothing has been measured yet."]
-    return "\n\n".join([HEAD.rstrip(), *roofs, *sections]) + "\n"
+    return "\n\n".join([HEAD.rstrip(), *pictures, *sections]) + "\n"
 
 
-def _summary_of(result: Result) -> list[str]:
-    titles = SUMMARISED.get(result["suite"], ())
-    if result["suite"] == "training-curves":
-        tables = tables_of(result)
-    elif result["suite"] == "fp8":
-        tables = tables_of(result)[:1]
-    else:
-        tables = host_tables(result)[-1:] if result["suite"] == "host" else op_tables(result) if titles else []
-    chosen = [table for table in tables if not titles or table.title in titles]
-    if not chosen:
-        return []
-    parts = [f"{result['stamp']['gpu']}, `{result['stamp']['command']}`, commit {result['stamp']['commit'][:12]}:"]
-    for table in chosen:
-        parts += [f"**{table.title}**", markdown_table(table)]
-    return [*parts, *_pictures(result, "perf/results/")]
-
-
-def summary(results: list[Result]) -> str:
-    """The measured part of the main README: FC1, the MLP, the host's share, a layer's training, and a model's."""
-    parts = [part for result in results for part in _summary_of(result)]
-    return "\n\n".join(parts) or "Nothing has been measured yet."
+def summary(results: list[Result], plots: Collection[str] = ()) -> str:
+    """The measured part of the main README: a picture, where it was drawn, and a row for each kind of work."""
+    lines = overview(results)
+    if not lines:
+        return "Nothing has been measured yet."
+    stem, table = overview_stem(results), overview_table(lines)
+    picture = [f"![{draw_overview.__doc__}](perf/results/{stem}.svg)"] if stem in plots else []
+    return "\n\n".join([*picture, f"{table.title}, {shown_gpu(results)}:", markdown_table(table)])
 
 
 def fill(page: str, text: str) -> str:
@@ -120,7 +107,8 @@ def write_report(folder: Path = RESULTS, readme: Path = README) -> list[Path]:
     """Draws the plots and writes both pages; returns all paths. Raises RuntimeError without matplotlib."""
     results = read_all(folder)
     plots = write_plots(results, folder)
+    stems = {path.stem for path in plots}
     page = folder / "README.md"
-    page.write_text(results_page(results, {path.stem for path in plots}))
-    readme.write_text(fill(readme.read_text(), summary(results)))
+    page.write_text(results_page(results, stems))
+    readme.write_text(fill(readme.read_text(), summary(results, stems)))
     return [*plots, page, readme]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 def commands(folder: Path, target: str, *settings: str) -> str:
     """What `make target` would run where nothing is installed."""
     command = ["make", "--dry-run", "--no-print-directory", f"VENV={folder}/.venv", *settings, target]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    environment = {"PATH": os.environ["PATH"]}  # `make test` hands its own settings down
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,13 @@ def test_uv_installs_where_it_is_named_and_pip_where_not(tmp_path: Path) -> None
     with_uv, with_pip = commands(tmp_path, "demo", "UV=/opt/uv"), commands(tmp_path, "demo", "UV=")
     assert "/opt/uv venv" in with_uv and "/opt/uv pip install --python" in with_uv and "-m pip" not in with_uv
     assert "-m venv" in with_pip and "-m pip install" in with_pip and "uv " not in with_pip
+
+
+def test_torch_without_cuda_is_installed_where_it_is_asked_for(tmp_path: Path) -> None:
+    pip, uv, plain = (commands(tmp_path, "lint", *s) for s in (("UV=", "TORCH=cpu"), ("UV=uv", "TORCH=cpu"), ("UV=",)))
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu --requirement requirements/run.txt" in pip
+    assert "--torch-backend cpu --requirement requirements/run.txt" in uv
+    assert pip.count("--extra-index-url") == uv.count("--torch-backend") == 1 and "whl/cpu" not in plain
 
 
 def test_an_installation_is_told_of_before_it_begins(tmp_path: Path) -> None:

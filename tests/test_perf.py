@@ -19,7 +19,20 @@ from support import fake_gpu
 
 from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
-from perf import contestants, fp8, operations, plots, readings, report, results, stamp, tables, train_host, training
+from perf import (
+    contestants,
+    fp8,
+    operations,
+    overview,
+    plots,
+    readings,
+    report,
+    results,
+    stamp,
+    tables,
+    train_host,
+    training,
+)
 from perf.cases import (
     DECODE,
     DEEPSEEK,
@@ -900,10 +913,8 @@ def test_report_fills_both_pages(tmp_path):
     page, main = (tmp_path / "README.md").read_text(), readme.read_text()
     assert "| Mixtral-8x7B (E 8, H 4096, I 14336, T 8192) | uniform (1.0) | 2800 ± 10.0 % |" in page
     assert "python -m perf forward" in page and "012345678" in page and "780 TF/s" in page
-    assert main.startswith("# Before\n") and main.endswith("\nafter\n")
-    assert "old numbers" not in main and "4200 (1.50x)" in main and "2.50" in main
-    assert "3000 (2.00x)" in main and "grouped_wgrad" in page and "grouped_wgrad" not in main
-    assert "](training-curves-h200.svg)" in page and "](perf/results/training-curves-h200.svg)" in main
+    assert main.startswith("# Before\n") and main.endswith("\nafter\n") and "old numbers" not in main
+    assert "](training-curves-h200.svg)" in page and "](perf/results/overview-h200.svg)" in main
     assert "QuACK was tuned for each of 1 cases and kernels" in page and "40 timed, 2 s with compiling" in page
     for path in tmp_path.glob("*.svg"):
         assert page.count(f"]({path.name})") == 1
@@ -911,7 +922,7 @@ def test_report_fills_both_pages(tmp_path):
     assert readme.read_text() == main
 
 
-PLOTS = ["backward", "decode", "forward", "roofline", "rows", "skew"]
+PLOTS = ["backward", "decode", "forward", "overview", "roofline", "rows", "skew"]
 
 
 def test_plots_are_drawn_and_do_not_change(tmp_path):
@@ -920,21 +931,23 @@ def test_plots_are_drawn_and_do_not_change(tmp_path):
     assert sorted(path.name for path in paths) == [f"{stem}-h200.svg" for stem in PLOTS]
     before = {path: path.read_bytes() for path in paths}
     assert all(b"<svg" in content and len(content) > 2000 for content in before.values())
-    assert b"Mixtral-8x7B" in before[tmp_path / "forward-h200.svg"] and b"useful TF/s" in before[paths[-1]]
+    assert b"Mixtral-8x7B" in before[tmp_path / "forward-h200.svg"]
+    assert b"useful TF/s" in before[tmp_path / "roofline-h200.svg"]
+    assert b"torch 2.00" in before[tmp_path / "overview-h200.svg"]
     plots.write_plots(all_results, tmp_path)
     assert {path: path.read_bytes() for path in paths} == before
 
 
 def test_without_results_there_are_no_plots_and_no_need_for_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plots.write_plots([host_result()], tmp_path) == []
+    assert plots.write_plots([graph_result()], tmp_path) == []
     with pytest.raises(RuntimeError, match=r"drawing needs matplotlib .*; pip install 'glulam\[plots\]'"):
         plots.write_plots([forward_result()], tmp_path)
 
 
 def test_report_without_results_says_so(tmp_path):
     assert "Nothing has been measured yet" in report.results_page([])
-    assert "Nothing has been measured yet" in report.summary([])
+    assert "Nothing has been measured yet" in report.summary([graph_result()])
 
 
 @pytest.mark.parametrize("page", ["no marks", report.END + report.BEGIN])
@@ -943,9 +956,57 @@ def test_report_needs_its_marks(page):
         report.fill(page, "text")
 
 
-def test_the_readme_has_the_marks():
+def test_both_pages_hold_what_the_result_files_say():
+    """Every number in them is one of perf/results/*.json: they are as `python -m perf report` writes them."""
+    kept, drawn = results.read_all(), {path.stem for path in results.RESULTS.glob("*.svg")} - {f"{CURVES}-h200"}
     page = report.README.read_text()
-    assert report.fill(page, "x").count("x") >= 1
+    assert report.fill(page, report.summary(kept, drawn)) == page
+    assert report.results_page(kept, drawn) == (results.RESULTS / "README.md").read_text()
+
+
+def qwen3_results():
+    """The result files that the overview is made of, of round times."""
+    uniform, skewed = QWEN3, dataclasses.replace(QWEN3, routing="dirichlet")
+    decode = dataclasses.replace(QWEN3, name="Qwen3 decode", rows=512)
+    prefill = {"torch": 1000.0, "quack tuned": 500.0}
+    yield (
+        "forward",
+        [
+            forward_record(skewed, "mlp", glulam=500.0, **prefill),
+            forward_record(uniform, "fc1", glulam=1.0, torch=900.0),
+            forward_record(uniform, "mlp", glulam=400.0, dense=1.0, **prefill),
+        ],
+    )
+    yield "decode", [forward_record(decode, "mlp", glulam=250.0, torch=500.0)]
+    yield "fp8", [forward_record(uniform, "mlp", **{"mxfp8": 200.0, "bf16": 400.0, "torch fp8": 300.0})]
+    yield "train", [train_record("layer", glulam=1500.0, torch=3000.0)]
+
+
+def test_the_overview_has_a_row_for_each_kind_of_work():
+    made = [results.make_result(suite, STAMP, LIMITS, records) for suite, records in qwen3_results()]
+    host, streams = host_result(), mhc_result()
+    host["records"].append({"item": "torch mlp (out allocated)", "median_us": 50.0})
+    streams["records"][1]["direction"] = "forward"
+    lines = overview.overview([*made, host, streams])
+    prefill, decode, fp8_row, train, host, mhc = overview.overview_table(lines).rows
+    tflops = QWEN3.flop("mlp") / 400 * 1e-6
+    assert prefill[:2] == ("prefill: `grouped_mlp`, 32768 rows", "400") and prefill[2].startswith(
+        f"{tflops:.0f} TF/s ("
+    )
+    assert prefill[3] == "torch 2.50x (2.00, 2.50); QuACK 1.25x (1.00, 1.25)"
+    assert (decode[1], decode[3]) == ("250", "torch 2.00x (2.00, 2.00)")
+    assert fp8_row[1:] == ("200", f"{2 * tflops:.0f} TF/s", "BF16 2.00x (2.00, 2.00); torch's FP8 1.50x (1.50, 1.50)")
+    assert (train[1], train[3]) == ("1500", "torch 2.00x (2.00, 2.00)")
+    assert host == ("host: until `grouped_mlp` returns", "12.5", "-", "torch 4.00x")
+    assert mhc[1:] == ("600", "3.92 TB/s (92 %)", "torch.compile 1.50x (1.50, 1.50)")
+
+
+def test_the_overview_is_of_one_gpu():
+    ((suite, records), *_), other = qwen3_results(), {**STAMP, "gpu": "NVIDIA H100"}
+    one = results.make_result(suite, STAMP, LIMITS, records)
+    slower = [forward_record(QWEN3, "mlp", glulam=999.0)]
+    lines = overview.overview([one, host_result(), results.make_result("forward", other, LIMITS, slower)])
+    assert [line.us for line in lines][0] == 400.0
 
 
 # Stamp and command line

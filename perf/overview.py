@@ -1,0 +1,119 @@
+"""The main README's six rows: prefill, decode, MXFP8, training and the host's share of one model's layer, and mHC."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .cases import Case
+from .results import Result
+from .tables import OURS, Table, bound, microseconds, rate, work
+from .targets import BF16, FP8_RECIPES, TORCH_FP8
+
+MODEL = "Qwen3-30B-A3B"
+ROUTING = "uniform"
+TITLE = f"One MoE layer of {MODEL}, the same rows for every expert"
+HEADER = ("what", "us", "rate (of the limit)", "peer's time over ours (of all cases the least, the most)")
+HOST_OURS = "glulam.grouped_mlp, out given"
+HOST_PEERS = {"torch": "torch mlp (out allocated)", "QuACK": "quack default mlp (out given)"}
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What was measured, our median in us, its rate, and by peer its time over ours: in this case, then in all."""
+
+    what: str
+    us: float
+    rate: str
+    peers: dict[str, list[float]]
+
+
+def _us(record: Record, name: str) -> float:
+    return float(record["times"][name]["median_us"])
+
+
+def _against(shown: Record, records: list[Record], ours: str, names: dict[str, str]) -> dict[str, list[float]]:
+    """By a peer's title, its time over ours: in `shown`, then in every record that has both."""
+    found = {}
+    for name, title in names.items():
+        both = [record for record in (shown, *records) if {name, ours} <= record["times"].keys()]
+        if name in shown["times"]:
+            found[title] = [_us(record, name) / _us(record, ours) for record in both]
+    return found
+
+
+def _layer(what: str, op: str, case: str, names: dict[str, str], ours: str, result: Result) -> Line | None:
+    """The line of one case of an operation; None where it was not measured."""
+    records = [record for record in result["records"] if record.get("op") == op and ours in record["times"]]
+    for record in records:
+        if (record["case"]["name"], record["case"]["routing"]) == (case, ROUTING):
+            us = _us(record, ours)
+            in_bf16 = ours == OURS  # the limit of FLOP is BF16's
+            reached = rate(record, us, result["limits"]) if in_bf16 else f"{work(record)[0] / us * 1e-6:.0f} TF/s"
+            rows = Case(**record["case"]).rows
+            return Line(f"{what}, {rows} rows", us, reached, _against(record, records, ours, names))
+    return None
+
+
+def _host(result: Result) -> Line | None:
+    us = {record["item"]: float(record["median_us"]) for record in result["records"] if "item" in record}
+    if HOST_OURS not in us:
+        return None
+    peers = {title: [us[item] / us[HOST_OURS]] for title, item in HOST_PEERS.items() if item in us}
+    return Line("host: until `grouped_mlp` returns", us[HOST_OURS], "-", peers)
+
+
+def _mhc(result: Result) -> Line | None:
+    records = [record for record in result["records"] if OURS in record.get("times", ())]
+    for record in records:
+        if (record["op"], record["direction"]) == ("pre", "forward"):
+            us, size = _us(record, OURS), record["size"]
+            peers = _against(record, records, OURS, {"torch.compile": "torch.compile"})
+            what = f"hyper-connections: `mhc` pre, {size['s'] * size['b']} tokens of {size['n']} x {size['c']}"
+            return Line(what, us, bound(0.0, record["bytes"] / us, result["limits"]), peers)
+    return None
+
+
+LIBRARIES = {"torch": "torch", "quack tuned": "QuACK"}
+LINES: dict[str, Callable[[Result], Line | None]] = {
+    "forward": partial(_layer, "prefill: `grouped_mlp`", "mlp", MODEL, LIBRARIES, OURS),
+    "decode": partial(_layer, "decode: `grouped_mlp`", "mlp", "Qwen3 decode", LIBRARIES, OURS),
+    "fp8": partial(
+        _layer, "`grouped_mlp` in MXFP8", "mlp", MODEL, {BF16: "BF16", TORCH_FP8: "torch's FP8"}, FP8_RECIPES[0]
+    ),
+    "train": partial(_layer, "training: forward and backward", "layer", MODEL, LIBRARIES, OURS),
+    "host": _host,
+    "mhc": _mhc,
+}
+
+
+def shown_gpu(results: list[Result]) -> str:
+    """The GPU that most of these suites were measured on; empty where none was."""
+    counted = collections.Counter(result["stamp"]["gpu"] for result in results if result["suite"] in LINES)
+    return counted.most_common(1)[0][0] if counted else ""
+
+
+def overview(results: list[Result]) -> list[Line]:
+    """A line for each suite of LINES that was measured on that GPU."""
+    by_suite = {result["suite"]: result for result in results if result["stamp"]["gpu"] == shown_gpu(results)}
+    lines = (line(by_suite[suite]) for suite, line in LINES.items() if suite in by_suite)
+    return [line for line in lines if line]
+
+
+def _peer(title: str, ratios: list[float]) -> str:
+    here, *everywhere = ratios
+    least_and_most = f" ({min(everywhere):.2f}, {max(everywhere):.2f})" if everywhere else ""
+    return f"{title} {here:.2f}x{least_and_most}"
+
+
+def overview_table(lines: list[Line]) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (line.what, microseconds(line.us), line.rate, "; ".join(_peer(*item) for item in line.peers.items()))
+        for line in lines
+    ]
+    return Table(TITLE, HEADER, rows)
