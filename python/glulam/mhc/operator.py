@@ -22,6 +22,7 @@ from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
+from ..changed import changed
 from ..plan import check_apart, check_overlaps, launch_nothing
 from ..plans import Plans, unplanned
 from ..signature import (
@@ -63,12 +64,17 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of a call. `tail`: its numbers. `extents`, `out_extents`: bytes of each input and given output."""
+    """The constants of a call.
+
+    `tail`: its numbers; `sms`: those of them that count SMs, if any. `extents`, `out_extents`: bytes of each input and
+    given output.
+    """
 
     op: str
     function: Callable[..., Any]
     index: int
     only: bool
+    sms: tuple[int, ...]
     tail: tuple[float, ...]
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
@@ -139,9 +145,9 @@ class Operator:
 
     def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """A call that no plan serves yet."""
-        if key is not None and self._is_settled(key, tensors, out):
+        if key is not None and (like := self._settled(key, tensors, out)):
             try:
-                plan = self.plan(tensors, options, out)
+                plan = self.resized(like, tensors, options, out)
                 self.plans.keep(key, plan)
                 return self.launch(plan, tensors, options, out)
             except Exception:  # as above
@@ -167,7 +173,8 @@ class Operator:
             self.plans.keep(key, plan)
             with_tokens = [t for name, t in zip(self.inputs, tensors, strict=True) if name not in PARAMETERS]
             count = sum(t is not None for t in (*with_tokens, *(out or ())))
-            self.plans.settle(key, self._lead(tensors), count, True)
+            if plan.function is not launch_nothing:
+                self.plans.settle(key, self._lead(tensors), count, plan)
         return self.launch(plan, tensors, options, out)
 
     def _lead(self, tensors: Tensors) -> tuple[int, ...]:
@@ -176,12 +183,13 @@ class Operator:
         lead: tuple[int, ...] = streams.shape[:-2]
         return lead
 
-    def _is_settled(self, key: Any, tensors: Tensors, out: Any) -> bool:
-        """Whether a call was checked that differs in its tokens alone, of which both have some."""
+    def _settled(self, key: Any, tensors: Tensors, out: Any) -> Plan | None:
+        """The plan of a call that was checked and differs in its tokens alone, of which both have some."""
         if out is not None and is_grad_enabled():  # which no key tells, and `check_written` asks
-            return False
+            return None
         lead = self._lead(tensors)
-        return 0 < math.prod(lead) < MAX_TOKENS and self.plans.settled(key, lead) is not None
+        known: Plan | None = self.plans.settled(key, lead) if 0 < math.prod(lead) < MAX_TOKENS else None
+        return known
 
     def check_out(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> None:
         """Buffers of the results' shapes and dtypes that share no memory with an input."""
@@ -221,19 +229,31 @@ class Operator:
         gpu = gpus.gpu(index)
         layout = self.layout(tensors, options, gpu.sm_count)
         spec = self.spec(layout, gpu.arch)
-        more = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
-        size = layout.workspace
+        sms = (gpu.sm_count,) if "num_sms" in spec.arguments.integers else ()
         return Plan(
             op=self.op,
             function=kernels.find(spec).function if layout.work else launch_nothing,
             index=index,
             only=gpus.is_only_one(),
-            tail=(*layout.integers, *more, *layout.floats, 1),
-            extents=tuple(0 if t is None else extent(t) for t in tensors),
-            out_extents=tuple(map(extent, out or ())),
+            sms=sms,
             takes_scratch="workspace" in spec.arguments.addresses,
-            scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
+            **self._sizes(layout, sms, tensors, out),
         )
+
+    def resized(self, like: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> Plan:
+        """A plan like another one, for other tokens, of which both have some."""
+        layout = self.layout(tensors, options, gpus.gpu(like.index).sm_count)
+        return changed(like, apart=set(), **self._sizes(layout, like.sms, tensors, out))
+
+    def _sizes(self, layout: Layout, sms: tuple[int, ...], tensors: Tensors, out: Any) -> dict[str, Any]:
+        """The fields of a plan that depend on the number of tokens."""
+        size, lead = layout.workspace, layout.lead
+        return {
+            "tail": (*layout.integers, *sms, *layout.floats, 1),
+            "extents": tuple([0 if t is None else extent(t) for t in tensors]),
+            "out_extents": tuple(map(extent, out or ())),
+            "scratch": workspace.Layout((1, size), torch.float32, lead.device, lead.get_device()) if size else None,
+        }
 
     def launch(self, plan: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         if not plan.only and gpus.current() != plan.index:
