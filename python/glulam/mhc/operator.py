@@ -7,6 +7,7 @@ backward, is one exported function and one operator of torch's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,6 +23,7 @@ from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus
 from .. import kernels, workspace
+from ..changed import changed
 from ..plan import check_apart, check_overlaps, launch_nothing
 from ..plans import Plans, unplanned
 from ..signature import (
@@ -34,8 +36,11 @@ from ..signature import (
     runs_kernels,
     tensors_of,
 )
+from .checks import MAX_TOKENS
 
 Tensors = Sequence[Tensor | None]
+PARAMETERS = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
+"""Inputs that all tokens share."""
 
 
 class Layout(NamedTuple):
@@ -59,8 +64,9 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The constants of a call. `tail`: its numbers. `extents`, `out_extents`: bytes of each input and given output.
+    """The constants of a call.
 
+    `tail`: its numbers, and `numbers`: their names. `extents`, `out_extents`: bytes of each input and given output.
     `in_order`: see `Operator.in_order`.
     """
 
@@ -68,6 +74,7 @@ class Plan:
     function: Callable[..., Any]
     index: int
     only: bool
+    numbers: tuple[str, ...]
     tail: tuple[float, ...]
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]
@@ -81,7 +88,8 @@ class Operator:
     """One kernel and its reference. A subclass says what its tensors and options mean.
 
     `op`: what errors call it. `kernel`: of the spec. `inputs`, `outputs`: names in the order of the kernel's addresses.
-    `loose`: inputs that need no alignment. `schema`: of the operator of torch's.
+    `loose`: inputs that need no alignment. `schema`: of the operator of torch's. `streams`: the input whose dimensions
+    before the last two all of a token's tensors have, which are all but PARAMETERS.
     """
 
     op: str
@@ -89,6 +97,7 @@ class Operator:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     loose: tuple[str, ...] = ()
+    streams: str = "x"
     schema: str
 
     def __init__(self) -> None:
@@ -96,6 +105,7 @@ class Operator:
         self.count = len(self.outputs)
         aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
         self.only_aligned = itemgetter(*aligned) if self.loose else None
+        self._streams_at = self.inputs.index(self.streams)
         self.has_optional = "Tensor?" in getattr(self, "schema", "")
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
@@ -136,6 +146,13 @@ class Operator:
 
     def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         """A call that no plan serves yet."""
+        if key is not None and (like := self._settled(key, tensors, out)):
+            try:
+                plan = self.resized(like, tensors, options, out)
+                self.plans.keep(key, plan)
+                return self.launch(plan, tensors, options, out)
+            except Exception:  # as above
+                key = None
         if is_dynamo_compiling() or any(map(gpus.is_traced, (*tensors, *(out or ())))):
             return self.dispatch(tensors, options, out)
         named = (*zip(self.inputs, tensors, strict=True), *zip(self.out_names(out or ()), out or (), strict=True))
@@ -155,7 +172,25 @@ class Operator:
         plan = self.plan(tensors, options, out)
         if key is not None:
             self.plans.keep(key, plan)
+            with_tokens = [t for name, t in zip(self.inputs, tensors, strict=True) if name not in PARAMETERS]
+            count = sum(t is not None for t in (*with_tokens, *(out or ())))
+            if plan.function is not launch_nothing:
+                self.plans.settle(key, self._lead(tensors), count, plan)
         return self.launch(plan, tensors, options, out)
+
+    def _lead(self, tensors: Tensors) -> tuple[int, ...]:
+        """The dimensions of tokens."""
+        streams: Any = tensors[self._streams_at]
+        lead: tuple[int, ...] = streams.shape[:-2]
+        return lead
+
+    def _settled(self, key: Any, tensors: Tensors, out: Any) -> Plan | None:
+        """The plan of a call that was checked and differs in its tokens alone, of which both have some."""
+        if out is not None and is_grad_enabled():  # which no key tells, and `check_written` asks
+            return None
+        lead = self._lead(tensors)
+        known: Plan | None = self.plans.settled(key, lead) if 0 < math.prod(lead) < MAX_TOKENS else None
+        return known
 
     def check_out(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> None:
         """Buffers of the results' shapes and dtypes that share no memory with an input."""
@@ -195,20 +230,37 @@ class Operator:
         gpu = gpus.gpu(index)
         layout = self.layout(tensors, options, gpu.sm_count)
         spec = self.spec(layout, gpu.arch)
-        signature, size = signature_of(spec), layout.workspace
-        more = {"num_sms": gpu.sm_count} if "num_sms" in signature.names else {}
+        signature = signature_of(spec)
+        numbers = tuple(argument.name for argument in signature.arguments if argument.kind in (INT32, FLOAT32))
         return Plan(
             op=self.op,
             function=kernels.find(spec).function if layout.work else launch_nothing,
             index=index,
             only=gpus.is_only_one(),
-            tail=tuple({**layout.numbers, **more}[a.name] for a in signature.arguments if a.kind in (INT32, FLOAT32)),
-            extents=tuple(0 if t is None else extent(t) for t in tensors),
-            out_extents=tuple(map(extent, out or ())),
+            numbers=numbers,
             in_order=self.in_order(signature),
             takes_scratch="workspace" in signature.names,
-            scratch=workspace.Layout((1, size), torch.float32, lead.device, index) if size else None,
+            **self._sizes(layout, numbers, gpu.sm_count, tensors, out),
         )
+
+    def resized(self, like: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> Plan:
+        """A plan like another one, for other tokens, of which both have some."""
+        sm_count = gpus.gpu(like.index).sm_count
+        layout = self.layout(tensors, options, sm_count)
+        return changed(like, apart=set(), **self._sizes(layout, like.numbers, sm_count, tensors, out))
+
+    def _sizes(
+        self, layout: Layout, numbers: tuple[str, ...], sm_count: int, tensors: Tensors, out: Any
+    ) -> dict[str, Any]:
+        """The fields of a plan that depend on the number of tokens."""
+        size, lead = layout.workspace, layout.lead
+        given = {**layout.numbers, "num_sms": sm_count}
+        return {
+            "tail": tuple([given[name] for name in numbers]),
+            "extents": tuple([0 if t is None else extent(t) for t in tensors]),
+            "out_extents": tuple(map(extent, out or ())),
+            "scratch": workspace.Layout((1, size), torch.float32, lead.device, lead.get_device()) if size else None,
+        }
 
     def in_order(self, signature: Signature) -> Callable[[list[int]], Any] | None:
         """Puts the addresses of inputs, outputs and workspace in the order of the kernel; None where it is that."""

@@ -59,6 +59,7 @@ def _numbers(residual: Tensor, params: tuple[Tensor | None, ...], transpose: boo
 class PostMixForward(Operator):
     op = kernel = "post_mix"
     inputs, outputs = ("residual", "h_res", "h_post", "x", "bias"), ("out",)
+    streams = "residual"
     schema = "(Tensor residual, Tensor h_res, Tensor h_post, Tensor x, Tensor? bias, bool transpose_res) -> Tensor[]"
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
@@ -94,6 +95,7 @@ class PostMixBackward(Operator):
     op = "post_mix"
     kernel = "post_mix_backward"
     inputs = ("d_out", "residual", "h_res", "h_post", "x", "bias")
+    streams = "residual"
     outputs = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
     schema = (
         "(Tensor d_out, Tensor residual, Tensor h_res, Tensor h_post, Tensor x, Tensor? bias, bool transpose_res, "

@@ -45,6 +45,7 @@ class _Normalising(Operator):
     """What forward and backward have in common."""
 
     op = "sinkhorn"
+    streams = "logits"
 
     def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
         logits = check_tensor(self.op, "logits", tensors[-1], "a tensor [..., n, n]")
