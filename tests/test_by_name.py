@@ -32,17 +32,8 @@ class Plan:
 
 class TestByName:
     def test_keywords_are_put_in_the_signatures_order(self) -> None:
-        given = {
-            "x": "x",
-            "w": "w",
-            "y": "y",
-            "groups": 5,
-            "group_form": 1,
-            "num_groups": 3,
-            "num_sms": 132,
-            "scale": 7,
-        }
-        assert Plan().run("x", "w", "y") == MM.pack(**given, num_sms=132)
+        wanted = MM.pack(x="x", w="w", y="y", groups=5, group_form=1, num_groups=3, num_sms=132, scale=7)
+        assert Plan().run("x", "w", "y") == wanted
 
     def test_nothing_is_done_by_keyword_at_a_call(self) -> None:
         """A keyword costs a call 35 ns."""

@@ -12,7 +12,7 @@ import pytest
 
 from ffi_bridge import progress
 from ffi_bridge.progress import Progress, shown
-from toys import in_terminal
+from terminal import in_terminal
 
 NOT_SOON = 3600.0
 

@@ -15,7 +15,8 @@ import pytest
 from packaging.tags import sys_tags
 
 from ffi_bridge import toolchain
-from toys import HERE, REPOSITORY, in_terminal
+from terminal import in_terminal
+from toys import HERE, REPOSITORY
 
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "pyproject.toml", "setup.py", "LICENSE")
 TOY_CONFIGS = "\n\ndef shipped_specs():\n    return [GroupedMmSpec(), GroupedMlpSpec()]\n"

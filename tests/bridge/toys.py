@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,19 +29,6 @@ def rewrite(file: Path, content: bytes) -> None:
     """Puts another file in place of one that this process may have mapped: changing that one would end it."""
     file.unlink()
     file.write_bytes(content)
-
-
-_SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-
-
-def in_terminal(command: list[str], environment: dict[str, str], folder: Path = REPOSITORY) -> str:
-    """What a command writes to a terminal of 100 columns that controls it, as lines; it must succeed."""
-    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "COLUMNS": "100", **environment}
-    started = [sys.executable, "-c", _SPAWN, *command]
-    done = subprocess.run(started, stdin=subprocess.DEVNULL, capture_output=True, env=variables, cwd=folder)
-    seen = (done.stdout + done.stderr).decode()
-    assert done.returncode == 0, seen
-    return seen
 
 
 def linked_as(content: bytes) -> Callable[..., Any]:
