@@ -82,6 +82,24 @@ def _forget_source_lines(dsl: Any) -> None:
         dsl._set_enable_frame_filtering = lambda _: tracking(False)
 
 
+def _aim(module: Any, cpu: str) -> None:
+    """Has every function of a traced module compiled for `cpu`, x86-64, rather than for this machine's.
+
+    The DSL's exporter has no option for it; a function's own attributes go before those of LLVM's target machine.
+    """
+    ir = importlib.import_module("cutlass._mlir.ir")
+    with module.context:
+        attributes = {
+            "target_cpu": ir.StringAttr.get(cpu),
+            # Not to add SSE2, which any has: without this attribute LLVM adds the machine's own features.
+            "target_features": ir.Attribute.parse('#llvm.target_features<["+sse2"]>'),
+        }
+        for function in module.body.operations:
+            if function.operation.name == "llvm.func":
+                for name, value in attributes.items():
+                    function.operation.attributes[name] = value
+
+
 def compile_spec(spec: specs.Spec, directory: Path, tracer: str = DEFAULT_TRACER) -> KernelArtifact:
     """Compiles one spec into `directory`/<spec.name>.o.
 
@@ -97,7 +115,7 @@ def compile_spec(spec: specs.Spec, directory: Path, tracer: str = DEFAULT_TRACER
     with contextlib.redirect_stderr(remarks):
         # It is exported, never called: no need of an engine that could run it.
         compiled = cute.compile(function, *fake_arguments, options=OPTIONS + spec.arch, no_jit_engine=True)
-    host.aim(compiled.ir_module)
+    _aim(compiled.ir_module, host.BASELINE)
     object_file = Path(directory) / f"{spec.name}.o"
     compiled.export_to_c(str(object_file), function_name=spec.name, export_only_tvm_ffi_symbols=True)
     kernels = read_resources(compiled.kernel_info, remarks.getvalue(), str(compiled.ir_module))

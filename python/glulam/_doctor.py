@@ -18,7 +18,7 @@ from . import preferences, records, tuned
 
 ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
-_OLDEST_DRIVER = (13, 0)  # the run-time library in the pinned DSL is CUDA 13's
+_OLDEST_DRIVER = (13, 0)  # the DSL's run-time library is CUDA 13's
 _INSTALL_TORCH = "pip install 'torch>=2.11'"
 
 
