@@ -128,7 +128,7 @@ def test_is_built_with_the_versions_that_compiling_asks_for() -> None:
     (tested,) = toolchain.COMPILES_WITH[toolchain.DSL]
     pin = f"nvidia-cutlass-dsl[cu13]=={tested}"
     assert f'"{pin}"' in built_with
-    assert pin in (REPOSITORY / "requirements-dev.txt").read_text().splitlines()
+    assert pin in (REPOSITORY / "requirements/run.txt").read_text().splitlines()
 
 
 def test_twice_is_the_same_bytes(wheels: list[Path]) -> None:
