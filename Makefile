@@ -1,6 +1,6 @@
-# From a bare clone with Python 3.10 or later and a C compiler: make demo, make train, make test, make lint, make build.
+# From a bare clone with Python 3.10 or later and a C compiler: make demo, train, test, lint, build, test-bundle, wheel.
 # Settings: PYTHON (interpreter for the virtual environment), UV (what installs; default uv where there is one, empty: pip),
-# TORCH=cpu (torch without CUDA, 3 GB less to download), JOBS (compile processes), ARGS (of pytest, the demo or train).
+# PROFILE (of make build: demo, bf16 or full), JOBS (compile processes), ARGS (of pytest, the demo or train).
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,29 +8,35 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-run
 TESTABLE := $(VENV)/.installed-test
 LINTABLE := $(VENV)/.installed-lint
-BUNDLE := python/glulam/_bundle/sm_90a/manifest.json
-BRIDGE := $(addprefix ffi_bridge/,_version.py build.py cache.py compiler.py link.py manifest.py resources.py scratch.py toolchain.py worker.py)
-KERNELS := $(shell find cute_kernels -name '*.py')
+PROFILE ?= bf16
+# What is compiled already is kept, and a bundle that has these functions stays as it is.
+BUILD = $(BIN)/glulam build --keep $(if $(JOBS),--jobs $(JOBS))
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than installing them.
 UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
-CPU_TORCH := $(if $(UV),--torch-backend cpu,--extra-index-url https://download.pytorch.org/whl/cpu)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train test test-gpu lint build wheel clean
+.PHONY: demo train test test-bundle test-gpu lint build wheel clean
 
-demo: $(BUNDLE)
+demo: $(INSTALLED)
+	$(BUILD) --profile demo
 	$(BIN)/python -m glulam.demo $(ARGS)
 
-train: $(BUNDLE)
+train: build
 	$(BIN)/python examples/train_moe.py $(ARGS)
 
 # One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
-test: $(BUNDLE) $(TESTABLE)
+test: $(TESTABLE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 $(ARGS)
 
-test-gpu: $(BUNDLE) $(TESTABLE)
+# The whole table: every kernel compiles, none spills or waits, and once more the same bytes.
+test-bundle: $(TESTABLE)
+	$(BUILD) --profile full
+	$(BIN)/python -m pytest -q -m bundle $(ARGS)
+
+test-gpu: $(TESTABLE)
+	$(BUILD) --profile full
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
 
 lint: $(LINTABLE)
@@ -38,17 +44,14 @@ lint: $(LINTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-build: $(BUNDLE)
+build: $(INSTALLED)
+	$(BUILD) --profile $(PROFILE)
 
 wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist glulam.egg-info python/glulam/_bundle
-
-# The manifest is written last, so it is the bundle's stamp.
-$(BUNDLE): $(INSTALLED) $(BRIDGE) $(KERNELS)
-	$(BIN)/glulam build --arch sm_90a $(if $(JOBS),--jobs $(JOBS))
 
 $(INSTALLED): requirements/run.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -57,9 +60,9 @@ $(INSTALLED): requirements/run.txt pyproject.toml setup.py
 	  { echo "$(PYTHON) has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@command -v $(firstword $(CC)) >/dev/null || \
 	  { echo "no C compiler ($(CC)): install gcc or clang; linking the kernels needs one" >&2; exit 1; }
-	@echo "Installing torch and the kernels' compiler into $(VENV): about 3 GB to download, without CUDA (TORCH=cpu) 0.4 GB"
+	@echo "Installing torch and the kernels' compiler into $(VENV): about 3 GB to download, 0.4 GB without CUDA"
 	$(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
-	$(INSTALL) $(if $(filter cpu,$(TORCH)),$(CPU_TORCH)) --requirement $<
+	$(INSTALL) --requirement $<
 	$(INSTALL) --no-build-isolation --no-deps --editable .
 	touch $@
 

@@ -15,12 +15,12 @@ from cute_kernels.chains import Chain, Of, Source, Step, chain_of
 from cute_kernels.signatures import FLOAT32, Argument, signature_of
 from cute_kernels.specs import Spec
 
-from . import toolchain
+from . import host, toolchain
 from .errors import CompileError
 
 FILE = "chains.c"
 # Optimised for any processor of the family, no path and no date in it.
-_FLAGS = ("-O2", "-fPIC", "-g0", "-fvisibility=hidden", "-fno-asynchronous-unwind-tables", "-std=c11")
+_FLAGS = ("-O2", f"-march={host.BASELINE}", "-fPIC", "-g0", "-fvisibility=hidden", "-std=c11")
 
 _RUN = r"""
 #include <stddef.h>

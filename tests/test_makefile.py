@@ -36,13 +36,6 @@ def test_uv_installs_where_it_is_named_and_pip_where_not(tmp_path: Path) -> None
     assert "-m venv" in with_pip and "-m pip install" in with_pip and "uv " not in with_pip
 
 
-def test_torch_without_cuda_is_installed_where_it_is_asked_for(tmp_path: Path) -> None:
-    pip, uv, plain = (commands(tmp_path, "lint", *s) for s in (("UV=", "TORCH=cpu"), ("UV=uv", "TORCH=cpu"), ("UV=",)))
-    assert "--extra-index-url https://download.pytorch.org/whl/cpu --requirement requirements/run.txt" in pip
-    assert "--torch-backend cpu --requirement requirements/run.txt" in uv
-    assert pip.count("--extra-index-url") == uv.count("--torch-backend") == 1 and "whl/cpu" not in plain
-
-
 def test_an_installation_is_told_of_before_it_begins(tmp_path: Path) -> None:
     told = commands(tmp_path, "test", "UV=")
     for before, command in (("Installing torch", "requirements/run.txt"), ("Installing what", "requirements/test.txt")):
@@ -56,3 +49,11 @@ def test_what_is_tested_and_linted_with_one_package_uses_one_version() -> None:
         for name, pin in re.findall(r"^([\w\[\]-]+)(==.*)$", file.read_text(), re.MULTILINE):
             pins.setdefault(f"{name};{pin.partition(';')[2]}", set()).add(pin)
     assert pins and all(len(versions) == 1 for versions in pins.values())
+
+
+@pytest.mark.parametrize(
+    ("target", "profiles"),
+    [("demo", ["demo"]), ("build", ["bf16"]), ("train", ["bf16"]), ("test", []), ("test-bundle", ["full"])],
+)
+def test_a_target_compiles_what_it_runs_and_no_more(tmp_path: Path, target: str, profiles: list[str]) -> None:
+    assert re.findall(r"glulam build --keep +--profile (\w+)", commands(tmp_path, target, "UV=")) == profiles
