@@ -58,7 +58,7 @@ from perf.problem import MAX_COPIES, ROTATION_BYTES, TOKENS, copies_needed, make
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
 from perf.suites import SUITES, power, quantize
 from perf.suites.compare import make_sets
-from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, WITH_OUT, WITHOUT_OUT, derived
+from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, KNOWN_ROWS, NEW_ROWS, WITH_OUT, WITHOUT_OUT, derived
 from perf.suites.train import HOST_ITEMS, needed_bytes, saved_bytes
 from perf.targets import target
 from perf.timing import Summary, interleave, percentile, summarise
@@ -508,7 +508,9 @@ def forward_result():
     return results.make_result("forward", STAMP, LIMITS, records)
 
 
-HOST_MEDIANS = {BARE_NOTHING: 1.0, BARE_MM: 6.0, BARE_MLP: 10.0, WITH_OUT: 12.5, WITHOUT_OUT: 16.0}
+HOST_MEDIANS = {
+    BARE_NOTHING: 1.0, BARE_MM: 6.0, BARE_MLP: 10.0, WITH_OUT: 12.5, WITHOUT_OUT: 16.0, KNOWN_ROWS: 17.0, NEW_ROWS: 47.0
+}  # fmt: skip
 
 
 def host_result():
@@ -852,6 +854,7 @@ def test_host_differences_are_what_the_front_adds():
     assert differences["glulam.grouped_mlp above two bare launches"] == "0.50"
     assert differences["glulam.grouped_mlp above one bare call that makes both"] == "2.50"
     assert differences["the output's allocation"] == "3.50"
+    assert differences["a number of rows that is new"] == "30.00"
 
 
 def test_microseconds_keep_three_digits():

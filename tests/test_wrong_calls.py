@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.fake_gpu import FakeGpu
 from support.wrong_calls import (
+    BEFORE,
+    COLD,
     OPERATIONS,
     STEPS,
     TRAINED,
@@ -35,14 +37,14 @@ def by_reference(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 @each_operation
 def test_on_the_cpu(operation: Operation) -> None:
-    lines = complaints(operation, "cpu", by_reference, warm=False)
+    lines = complaints(operation, "cpu", by_reference, COLD)
     assert not lines, "\n".join(lines)
 
 
 @each_operation
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_on_the_host_path(operation: Operation, warm: bool, fake_gpu: FakeGpu) -> None:
-    lines = complaints(operation, "cpu", by_reference, warm)
+@pytest.mark.parametrize("before", BEFORE)
+def test_on_the_host_path(operation: Operation, before: str, fake_gpu: FakeGpu) -> None:
+    lines = complaints(operation, "cpu", by_reference, before)
     assert not lines, "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ grouped_mlp is the floor of a call that makes two launches.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from cute_kernels.signatures import signature_of
 from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
 from glulam.dispatch import Problem, choose
+from glulam.plans import MAX_PLANS
 
 from ..cases import TINY
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
@@ -38,6 +40,8 @@ BARE_MM = "bare grouped_mm (1 launch)"
 BARE_MLP = "bare grouped_mlp (2 launches)"
 WITH_OUT = "glulam.grouped_mlp, out given"
 WITHOUT_OUT = "glulam.grouped_mlp, out allocated"
+KNOWN_ROWS = "glulam.grouped_mlp, out allocated, some rows of x"
+NEW_ROWS = "the same, as many rows as no plan is kept for"
 
 
 def chosen() -> GroupedMlpSpec:
@@ -70,6 +74,16 @@ def _our_items(b: Buffers) -> dict[str, Item]:
     return {
         WITH_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
         WITHOUT_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
+    }
+
+
+def _rows_items(b: Buffers) -> dict[str, Item]:
+    """Calls whose groups have no rows, so that the GPU has nothing to do however long x is."""
+    api, x, offs = Glulam().api, b.x.new_empty(2 * MAX_PLANS, b.x.shape[1]), torch.zeros_like(b.offs)
+    counts = itertools.cycle(range(2, len(x)))
+    return {
+        KNOWN_ROWS: lambda: api.grouped_mlp(x[:2], b.w1, b.w2, offs=offs),
+        NEW_ROWS: lambda: api.grouped_mlp(x[: next(counts)], b.w1, b.w2, offs=offs),
     }
 
 
@@ -107,6 +121,7 @@ def derived(times: dict[str, Summary]) -> dict[str, float]:
         "glulam.grouped_mlp above two bare launches": median[WITH_OUT] - 2 * median[BARE_MM],
         "glulam.grouped_mlp above one bare call that makes both": median[WITH_OUT] - median[BARE_MLP],
         "the output's allocation": median[WITHOUT_OUT] - median[WITH_OUT],
+        "a number of rows that is new": median[NEW_ROWS] - median[KNOWN_ROWS],
     }
 
 
@@ -121,6 +136,7 @@ def run_host(options: Options) -> list[dict[str, Any]]:
         LAUNCH: launch_nothing,
         **_bare_items(buffers),
         **_our_items(buffers),
+        **_rows_items(buffers),
         **_parts(buffers),
         **_peer_items(buffers, peers),
     }

@@ -4,6 +4,9 @@ A call is looked up by its tensors' metadata and its options. Plans that were us
 guards, which compiled functions ask at each call: one C call compares class, dtype, device, sizes, strides and dispatch
 keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Others, and those of lists of
 experts, are found by a key of the same metadata, whose making and hashing takes 0.35 us a tensor.
+
+A number of rows that is new has no plan. Where a call that differs in nothing else was checked (`settled`), its plan is
+resized: only what depends on rows is made, and nothing is checked but that all tensors with rows have as many.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.wrong_calls import (
+    BEFORE,
     OPERATIONS,
     STEPS,
     TRAINED,
@@ -25,10 +26,10 @@ def by_reference(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return call(**arguments)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_wrong_calls(operation: Operation, warm: bool) -> None:
-    lines = complaints(operation, "cuda", by_reference, warm)
+def test_wrong_calls(operation: Operation, before: str) -> None:
+    lines = complaints(operation, "cuda", by_reference, before)
     assert not lines, "\n".join(lines)
     torch.cuda.synchronize()
 

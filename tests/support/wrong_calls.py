@@ -381,15 +381,27 @@ def complaint(operation: Operation, name: str, word: str, arguments: Arguments, 
     return next(filter(None, map(_difference, _flat(got), _flat(wanted))), "")
 
 
-def complaints(operation: Operation, device: str, reference: Callable[..., Any], warm: bool) -> list[str]:
-    """One line for each wrong call that ends wrongly. `warm`: good calls have made plans by then.
+COLD, WARM, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
+"""What was called before: nothing, good calls, or good calls with fewer rows."""
+
+
+def _with_fewer_rows(arguments: Arguments) -> Arguments:
+    return {
+        name: value[:-8] if isinstance(value, Tensor) and value.shape[:1] in ((ROWS,), (TOKENS,)) else value
+        for name, value in arguments.items()
+    }
+
+
+def complaints(operation: Operation, device: str, reference: Callable[..., Any], before: str) -> list[str]:
+    """One line for each wrong call that ends wrongly. `before`: one of BEFORE.
 
     Good calls behind them must be right, as if nothing had happened.
     """
     good = operation.good(device)
-    for _ in range(3 if warm else 0):
+    for _ in range(0 if before == COLD else 3):
+        first = operation.good(device)
         with torch.no_grad():
-            operation.call(**operation.good(device))
+            operation.call(**(_with_fewer_rows(first) if before == OF_OTHER_ROWS else first))
     calls = [*wrong_calls(operation, good), ("", "good", operation.good(device))]
     lines = [(name, word, complaint(operation, name, word, given, reference)) for name, word, given in calls]
     return [f"{operation.name}: {name} {word}: {line}" for name, word, line in lines if line]
