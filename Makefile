@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUNDLE := python/glulam/_bundle/sm_90a/manifest.json
-BRIDGE := $(addprefix ffi_bridge/,_version.py build.py cache.py compiler.py link.py manifest.py resources.py scratch.py toolchain.py worker.py)
+BRIDGE := $(addprefix ffi_bridge/,_version.py build.py cache.py compiler.py link.py manifest.py objects.py resources.py scratch.py sources.py toolchain.py worker.py)
 KERNELS := $(shell find cute_kernels -name '*.py')
 
 .PHONY: demo train test test-gpu lint build wheel clean

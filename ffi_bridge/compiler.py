@@ -26,7 +26,6 @@ from . import toolchain
 from .errors import CompileError
 from .resources import KernelResources, read_resources
 
-DEFAULT_TRACER = "cute_kernels.entry:trace"
 # `remarks{ptx}` makes ptxas report registers, spills and C75xx lines; without it they are silent.
 OPTIONS = "remarks{ptx} --enable-tvm-ffi --gpu-arch "
 
@@ -82,7 +81,7 @@ def _forget_source_lines(dsl: Any) -> None:
         dsl._set_enable_frame_filtering = lambda _: tracking(False)
 
 
-def compile_spec(spec: specs.Spec, directory: Path, tracer: str = DEFAULT_TRACER) -> KernelArtifact:
+def compile_spec(spec: specs.Spec, directory: Path, tracer: str) -> KernelArtifact:
     """Compiles one spec into `directory`/<spec.name>.o.
 
     To be called in a process of its own: it imports cutlass for the spec's architecture and for no other.
