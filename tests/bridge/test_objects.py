@@ -24,12 +24,11 @@ from cute_kernels.specs import GroupedMmSpec, Spec
 from ffi_bridge import BundleForeign, CompileError, build, cache, jit, loader, manifest, objects, sources
 from ffi_bridge.compiler import KernelArtifact
 from glulam import cli
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER
+from toys import HERE, MANY_SPECS, REPOSITORY, TOY_SPECS, TOY_TRACER
 
 ARCH = "sm_90a"
 SPEC = TOY_SPECS[0]
 OTHER = GroupedMmSpec("float16")
-MANY = [*TOY_SPECS, OTHER, GroupedMmSpec(transpose_w=True), GroupedMmSpec("float16", transpose_w=True)]
 STRANGER = 54321
 
 
@@ -135,7 +134,7 @@ def copied(root: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]
 def _process(specs: str, out: Path, **environment: str) -> subprocess.Popen[str]:
     """Another process that builds `specs`, an expression, in folder `out`."""
     script = (
-        "import sys; from ffi_bridge import build; from toys import TOY_TRACER; from test_objects import MANY, TOY_SPECS\n"
+        "import sys; from ffi_bridge import build; from toys import MANY_SPECS, TOY_SPECS, TOY_TRACER\n"
         f"build.build({specs}, sys.argv[1], jobs=1, progress=False, tracer=TOY_TRACER, allowed={{}})"
     )
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "python"), str(HERE), *filter(None, sys.path)])
@@ -259,14 +258,14 @@ def test_a_failure_keeps_what_was_compiled_before_it(tmp_path: Path, copied: lis
 
 def test_builds_at_once_compile_each_object_once(log: Path, tmp_path: Path) -> None:
     out = [tmp_path / "first", tmp_path / "second"]
-    processes = [_process(specs, folder) for specs, folder in zip(("MANY", "MANY[::-1]"), out, strict=True)]
+    processes = [_process(specs, folder) for specs, folder in zip(("MANY_SPECS", "MANY_SPECS[::-1]"), out, strict=True)]
     for process in processes:
         _wait_for(process)
-    assert sorted(_traced(log)) == sorted(_names(MANY))
+    assert sorted(_traced(log)) == sorted(_names(MANY_SPECS))
     assert _content(out[0]) == _content(out[1])
 
 
-def test_a_build_does_what_it_can_while_another_compiles(log: Path, tmp_path: Path, made: Path) -> None:
+def test_a_build_does_what_it_can_while_another_compiles(log: Path, tmp_path: Path) -> None:
     hanging = _process("TOY_SPECS[:1]", tmp_path / "first", TOY_HANG=SPEC.name)
     try:
         _wait_until(log.exists)
