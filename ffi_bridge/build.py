@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Protocol
 
-import filelock
-
 from cute_kernels.specs import Spec, to_dict
 
 from . import manifest as manifests
@@ -25,7 +23,7 @@ from .compiler import KernelArtifact
 from .errors import BundleBusy, CompileError
 from .link import link
 from .manifest import Function, Manifest
-from .objects import Store
+from .objects import Busy, Store
 from .scratch import full_disk_told, scratch, sweep
 from .sources import package_of
 from .worker import Worker
@@ -125,7 +123,7 @@ def compile_all(
                     with store.alone(spec, patience):
                         progress.started(spec.name)
                         made.append(store.obtain(spec, directory, worker))
-                except filelock.Timeout:
+                except Busy:
                     queue.append((spec, _PATIENCE_S))
                 else:
                     progress.finished(spec.name)

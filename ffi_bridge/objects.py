@@ -48,6 +48,10 @@ def clear(states: tuple[str, ...] = cache.STATES) -> list[cache.Entry]:
     return cache.clear(folder(), states, manifests.OBJECT)
 
 
+class Busy(Exception):
+    """Another process, or another thread, makes this object."""
+
+
 class _Stored(NamedTuple):
     """An entry as its folder alone tells of it."""
 
@@ -90,7 +94,7 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, spec: Spec, timeout: float = -1) -> Iterator[None]:
-        """Keeps others from compiling a spec's object meanwhile. Raises filelock.Timeout after `timeout` seconds."""
+        """Keeps others from compiling a spec's object. Raises Busy after `timeout` seconds; negative: never."""
         import filelock
 
         with contextlib.ExitStack() as stack:
@@ -98,7 +102,7 @@ class Store:
                 self._make_folder()
                 stack.enter_context(cache.exclusive(self.folder, self._key(spec), timeout))
             except filelock.Timeout:
-                raise
+                raise Busy from None
             except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
                 self._tell(error)
             yield

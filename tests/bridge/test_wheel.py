@@ -47,6 +47,7 @@ def _pip_wheel(checkout: Path, out: Path) -> Path:
         ".",
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
+    environment["GLULAM_CACHE_DIR"] = str(out / "cache")  # an empty one: each wheel's kernels are compiled
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = out.glob("*.whl")
