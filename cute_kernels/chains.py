@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, signature_of
+from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, stage_signature
 from .specs import (
     DgluSpec,
     GroupedDgluSpec,
@@ -57,7 +57,7 @@ class Chain:
         """Kind by kind, in the order in which steps use them. An argument that a step needs is needed."""
         found: dict[str, Argument] = {}
         for step in self.steps:
-            stage = signature_of(step.stage)
+            stage = stage_signature(step.stage)
             for name, source in step.sources:
                 if isinstance(source, Of):
                     found.setdefault(source.tensor, Argument(source.tensor, TENSOR))
@@ -73,7 +73,7 @@ class Chain:
 def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
     """`same`: arguments that stage and chain call the same."""
     taken = {**{name: name for name in same.split()}, **sources}
-    signature_of(stage).pack(**taken)
+    stage_signature(stage).pack(**taken)
     return Step(stage, tuple(taken.items()), when)
 
 
@@ -189,6 +189,12 @@ def chain_of(spec: Spec) -> Chain | None:
     """None where the spec is a stage itself."""
     steps = _steps(spec)
     return Chain(steps) if steps else None
+
+
+def signature_of(spec: Spec) -> Signature:
+    """What the exported function of a spec takes."""
+    chain = chain_of(spec)
+    return chain.signature if chain else stage_signature(spec)
 
 
 def stages_of(spec: Spec) -> tuple[Spec, ...]:

@@ -258,10 +258,6 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
 
 
 @functools.lru_cache(maxsize=4096)
-def signature_of(spec: Spec) -> Signature:
-    """What the exported function of a spec takes."""
-    from .chains import chain_of  # which is made of what is here
-
-    if chain := chain_of(spec):
-        return chain.signature
+def stage_signature(spec: Spec) -> Signature:
+    """What the function of a stage takes; of any spec `chains.signature_of` says it."""
     return MHC[spec.kernel] if isinstance(spec, MhcSpec) else _STAGES[type(spec)](spec)

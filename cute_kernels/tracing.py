@@ -1,4 +1,4 @@
-"""From a stage's spec to what the compiler needs: a host function and stand-ins for its arguments.
+"""What the compiler needs beside a stage's host function: stand-ins for its arguments, made from its signature.
 
 Stand-ins have run-time shapes. Of tensors TVM-FFI checks dtype, rank, strides, alignment, equal dimensions and device
 at each call; everything optional or of varying type is an address, 0 where absent.
@@ -6,7 +6,6 @@ at each call; everything optional or of varying type is an address, 0 where abse
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -26,10 +25,9 @@ from .signatures import (
     TENSOR,
     Argument,
     Signature,
-    signature_of,
+    stage_signature,
 )
-from .specs import MhcSpec, Spec
-from .stages import host_of
+from .specs import Spec
 from .tiles import SpecError
 
 DTYPES = {
@@ -75,18 +73,13 @@ class _StandIns:
         return make_fake_tensor(dtype, shape, stride=stride, assumed_align=16)
 
 
-def _host(spec: Spec) -> Any:
-    module, _, name = host_of(spec).partition(":")
-    made = getattr(importlib.import_module(module), name)
-    return made(spec.name, DTYPES[spec.dtype], spec.n) if isinstance(spec, MhcSpec) else made(spec)
+Traced = tuple[Any, tuple]
+"""A host function, and the arguments to compile it with."""
 
 
-def trace(spec: Spec) -> tuple[Any, tuple]:
-    """The host function of a stage and the arguments to compile it with.
-
-    Raises SpecError where the function's parameters are not those of its signature.
-    """
-    signature, host = signature_of(spec), _host(spec)
+def traced(spec: Spec, host: Any) -> Traced:
+    """The launch of a stage with stand-ins. Raises SpecError where it does not take what its signature says."""
+    signature = stage_signature(spec)
     takes_stream = signature.arguments[-1].kind == STREAM
     names = signature.names if takes_stream else (*signature.names, "stream")
     taken = tuple(inspect.signature(host.__call__).parameters)

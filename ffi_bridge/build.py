@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import functools
 import importlib
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -18,19 +20,21 @@ from cute_kernels.specs import Spec, to_dict
 
 from . import host, toolchain, trust
 from . import manifest as manifests
-from .cache import tracer_sources
 from .chains import compile_chains
-from .compiler import DEFAULT_TRACER, KernelArtifact
+from .compiler import KernelArtifact
 from .errors import BundleBusy, BundleError, CompileError
 from .link import link
 from .manifest import Function, Manifest
+from .objects import Busy, Store
 from .progress import Progress, shown
 from .scratch import full_disk_told, scratch, sweep
+from .sources import package_of
 from .worker import Worker
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
 CONFIGS = {"sm_90a": "cute_kernels.sm90.configs"}
 SCRATCH = ".glulam-build-"  # the folder of a build in progress
+_PATIENCE_S = 0.2  # seconds of waiting for another process that compiles an object, before looking at the next
 _MAX_JOBS = 32  # a compile process needs about 0.5 GB
 _MAX_COMPLAINTS = 20  # lines of an error message
 
@@ -105,43 +109,52 @@ def default_jobs() -> int:
 
 
 def compile_all(
-    specs: Sequence[Spec], directory: Path, jobs: int, tracer: str, progress: Progress
+    specs: Sequence[Spec], store: Store, directory: Path, jobs: int, progress: Progress
 ) -> list[KernelArtifact]:
-    """Compiles `specs` into `directory` in `jobs` processes, reporting to `progress`; order is not kept.
+    """The objects of `specs` in `directory`: the store's, and what it lacks compiled in up to `jobs` processes.
+
+    What another process compiles at the moment is left to it, and taken once all else is done. Order is not kept.
 
     Raises:
         CompileError: of the first spec that does not compile; the others are abandoned.
     """
-    queue, lock, failed = iter(specs), threading.Lock(), threading.Event()
-
-    def upcoming() -> Iterator[Spec]:
-        while not failed.is_set():
-            with lock:
-                spec = next(queue, None)
-            if spec is None:
-                return
-            yield spec
+    artifacts, lacking = [], []
+    for spec in specs:
+        if artifact := store.take(spec, directory):
+            artifacts.append(artifact)
+            progress.finished(spec.name)
+        else:
+            lacking.append(spec)
+    queue, failed = deque((spec, 0.0) for spec in store.longest_first(lacking)), threading.Event()
 
     def drain() -> list[KernelArtifact]:
-        artifacts = []
-        try:
-            with Worker(directory, tracer) as worker:
-                for spec in upcoming():
-                    progress.started(spec.name)
-                    artifacts.append(worker.compile(spec))
+        made: list[KernelArtifact] = []
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda error, *_: failed.set() if error else None)
+            worker = functools.cache(lambda: stack.enter_context(Worker(directory, store.tracer)))
+            while not failed.is_set():
+                try:
+                    spec, patience = queue.popleft()
+                except IndexError:
+                    break
+                try:
+                    with store.alone(spec, patience):
+                        progress.started(spec.name)
+                        made.append(store.obtain(spec, directory, worker))
+                except Busy:
+                    queue.append((spec, _PATIENCE_S))
+                else:
                     progress.finished(spec.name)
-        except BaseException:
-            failed.set()
-            raise
-        return artifacts
+        return made
 
-    jobs = min(jobs, len(specs))
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(drain) for _ in range(jobs)]
+    with ThreadPoolExecutor(max(jobs, 1)) as pool:
+        futures = [pool.submit(drain) for _ in range(min(jobs, len(lacking)))]
         try:
-            return [artifact for future in as_completed(futures) for artifact in future.result()]
+            for future in as_completed(futures):
+                artifacts += future.result()
         finally:
             failed.set()  # an interrupt ends the other threads as well
+    return artifacts
 
 
 def all_stages(specs: Iterable[Spec]) -> list[Spec]:
@@ -258,7 +271,7 @@ def build(
     jobs: int | None = None,
     progress: bool = True,
     *,
-    tracer: str = DEFAULT_TRACER,
+    tracer: str | None = None,
     allowed: Allowed | None = None,
 ) -> Manifest:
     """Builds `out`/<arch>/libglulam_<arch>-<hash>.so and its manifest.json; the same sources give the same bytes.
@@ -268,7 +281,7 @@ def build(
         out: the bundle's root; created where it does not exist. A bundle already there is replaced at the end.
         jobs: compile processes; default, one a usable CPU.
         progress: show on standard error how far it is: in a terminal a bar, else a line every few seconds.
-        tracer: "module:function", spec -> (jitted function, fake arguments).
+        tracer: "module:function", spec -> (jitted function, fake arguments); default, the kernels' own for each spec.
         allowed: complaints let pass by spec name; default, the architecture's ALLOWED_DIAGNOSTICS.
 
     Raises:
@@ -281,9 +294,9 @@ def build(
     """
     arch = _one_arch(specs)
     check_prerequisites()
-    sources = tracer_sources(tracer)  # before compiling: an edit meanwhile makes the bundle outdated, not wrong
-    out = Path(out)
-    jobs = jobs or default_jobs()
+    package, store, out = package_of(tracer), Store(tracer), Path(out)
+    # Before compiling: an edit meanwhile makes the bundle outdated, not wrong.
+    sources = {package: toolchain.sources_hash(package)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk_told(out, "free some space, or build into a folder on another disk"))
         out.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -296,10 +309,11 @@ def build(
         folder.mkdir()
         stages = all_stages(specs)
         with shown(f"{arch} kernels", len(stages), progress) as seen:
-            artifacts = compile_all(stages, objects, jobs, tracer, seen)
+            artifacts = compile_all(stages, store, objects, jobs or default_jobs(), seen)
         _refuse(complaints(artifacts, allowed_diagnostics(arch) if allowed is None else allowed))
         manifest = write_bundle(folder, arch, specs, artifacts, sources)
         publish(folder, out / arch, manifest)
+    store.trim()
     return manifest
 
 

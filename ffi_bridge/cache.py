@@ -1,13 +1,16 @@
 """The cache of compiled kernels on disk: where it is, what is in it, how an entry is found. Nothing here compiles.
 
-A cache entry is a bundle of one function, so that the loader's checks serve it as well. Its key covers the
-spec, the kernels' sources, the compile options and the toolchain's versions; anything else is the same code.
+A cache entry is a bundle of one function, so that the loader's checks serve it as well. Its key covers the spec, the
+sources that its kernels are made of, the compile options and the toolchain's versions; anything else is the same code.
+An object that builds and the JIT share lies in <root>/objects, under the same key and beside the same manifest: an
+entry that is not linked yet (`objects.py`).
 
     <root>/.glulam-cache         says that Glulam made this folder
     <root>/<key>/<arch>/         an entry: library and manifest
-    <root>/<key>.lock            held while the entry is made or removed
+    <root>/<2 digits>.lock       held while an entry is made or removed whose key's digest begins so
     <root>/<key>.damaged/        an entry that was put aside
     <root>/.glulam-compile-*/    a compile in progress
+    <root>/objects/              the same for objects
 
 Whatever else lies there is somebody's own: it is neither counted nor touched.
 """
@@ -29,18 +32,20 @@ from typing import Any
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import host, loader, manifest, toolchain
-from .compiler import DEFAULT_TRACER, OPTIONS
+from . import chains, host, loader, manifest, sources, toolchain
 from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
 ENV_CACHE = "GLULAM_CACHE_DIR"
 MARKER, COMPILING, DAMAGED, LOCK = ".glulam-cache", ".glulam-compile-", ".damaged", ".lock"
-NEIGHBOURS = ("preferred", "tuning")  # folders that other parts of Glulam keep in the cache's
+OBJECTS = "objects"
+NEIGHBOURS = (OBJECTS, "preferred", "tuning")  # folders that other parts of Glulam keep in the cache's
 STATES = ("sound", "outdated", "damaged", "aside")
 
-_KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-[0-9a-f]{16}")
+_KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-(?P<digest>[0-9a-f]{16})")
 _MARK = "Glulam made this folder for compiled kernels; `glulam cache clear` removes those, and nothing else.\n"
+_LOCKED = re.compile(rf"[0-9a-f]{{2}}|{_KEY.pattern}")  # the latter: one file a key, as earlier versions had them
+_DIGITS = 16  # of a key's digest
 _REMEDY = "compile it again, or run `glulam cache clear --outdated`"
 
 
@@ -53,38 +58,47 @@ def cache_root() -> Path:
     return platformdirs.user_cache_path("glulam") / "kernels"
 
 
-def tracer_sources(tracer: str = DEFAULT_TRACER) -> dict[str, str]:
-    """Hash of the sources that a tracer's kernels are made of, by top-level package."""
-    package = tracer.partition(":")[0].partition(".")[0]
-    return {package: toolchain.sources_hash(package)}
+def cache_key(spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None) -> str:
+    """The spec's name and 16 hexadecimal digits over everything that changes the code.
 
-
-def cache_key(spec: Spec, tracer: str = DEFAULT_TRACER, sources: dict[str, str] | None = None) -> str:
-    """The spec's name and 16 hexadecimal digits over everything else that changes the code.
-
-    `sources`: `tracer_sources`, where the caller took them just now.
+    Args:
+        tracer: "module:function" that traces it; default, the one that the kernels name for it.
+        behind: `sources.behind` that tracer, where the caller took it just now.
     """
-    compiler = [OPTIONS, host.BASELINE, toolchain.code_versions()]
-    parts = [to_dict(spec), tracer, sources or tracer_sources(tracer), compiler]
+    compiler = [host.BASELINE, toolchain.code_versions()]
+    parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{spec.name}-{digest[:16]}"
 
 
-def load(entry: Path, spec: Spec, tracer: str, sources: dict[str, str] | None = None) -> Callable[..., Any]:
+def sources_of(spec: Spec, tracer: str | None = None) -> dict[str, str]:
+    """Hashes of what a spec's function is made of, as its manifest has them: of its stages, and how it chains them."""
+    known = sources.of(sources.package_of(tracer))
+    found: dict[str, str] = {}
+    for stage in stages_of(spec):
+        found |= sources.behind(sources.tracer_of(stage, tracer), known)
+    if text := chains.text_of([spec]):
+        found[chains.__name__] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def load(
+    entry: Path, spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None
+) -> Callable[..., Any]:
     """The function of `spec` from the entry in folder `entry`, verified and loaded.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: nothing was loaded.
         ToolchainError: a run-time library is not installed.
     """
-    return loader.load(spec.arch, entry, sources or tracer_sources(tracer), spec).function(spec.name)
+    return loader.load(spec.arch, entry, behind or sources_of(spec, tracer), spec).function(spec.name)
 
 
-def find(spec: Spec, tracer: str = DEFAULT_TRACER) -> Callable[..., Any] | None:
+def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
     """The cached function of a spec, verified and loaded; None where there is no usable entry."""
     with contextlib.suppress(BundleError):
-        sources = tracer_sources(tracer)  # once: looking at every file is most of what finding takes
-        return load(cache_root() / cache_key(spec, tracer, sources), spec, tracer, sources)
+        behind = sources_of(spec, tracer)  # once: looking at every file is most of what finding takes
+        return load(cache_root() / cache_key(spec, tracer, behind), spec, tracer, behind)
     return None
 
 
@@ -97,12 +111,28 @@ def make_root(root: Path) -> None:
 
 
 def _is_our_name(path: Path) -> bool:
-    return path.name in (*NEIGHBOURS, MARKER) or bool(_key_of(path.with_name(path.name.removesuffix(LOCK))))
+    if path.suffix == LOCK:
+        return bool(_LOCKED.fullmatch(path.stem))
+    return path.name in (*NEIGHBOURS, MARKER) or bool(key_of(path))
+
+
+def lock_of(root: Path, key: str) -> Path:
+    """The file that is locked for a key: one of 256, since these files stay and keys come and go by the thousand."""
+    return root / f"{key[-_DIGITS:][:2]}{LOCK}"
+
+
+def make_entry(work: Path, arch: str) -> Path:
+    """The inner folder of a new entry in folder `work`. Whatever the umask: what others can write is not loaded."""
+    inner = work / "entry" / arch
+    inner.mkdir(parents=True)
+    for public in (inner.parent, inner):
+        public.chmod(0o755)
+    return inner
 
 
 @contextlib.contextmanager
 def exclusive(root: Path, key: str, timeout: float = -1) -> Iterator[None]:
-    """One process at a time for one key; a process that dies lets go.
+    """One process at a time for one key, and for the few that share its lock; a process that dies lets go.
 
     The file stays: who waits for it holds it open already, and would lock another than who comes after.
 
@@ -112,7 +142,7 @@ def exclusive(root: Path, key: str, timeout: float = -1) -> Iterator[None]:
     """
     import filelock
 
-    path = root / f"{key}{LOCK}"
+    path = lock_of(root, key)
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # older filelocks empty what they open
@@ -146,18 +176,18 @@ class Entry:
         return self.folder.name
 
 
-def _key_of(folder: Path) -> dict[str, str]:
-    """What a folder's name says of its entry: the spec's `name` and `arch`; empty where it is no key."""
+def key_of(folder: Path) -> dict[str, str]:
+    """What a folder's name says of its entry: the spec's `name`, `arch` and `digest`; empty where it is no key."""
     key = _KEY.fullmatch(folder.name.removesuffix(DAMAGED))
     return key.groupdict() if key else {}
 
 
 def _files(folder: Path) -> list[Path] | None:
-    """The files of an entry: `folder`/<arch>/ with a library, a manifest, or one of them.
+    """The files of an entry: `folder`/<arch>/ with a library or an object, a manifest, or one of them.
 
     None where the name is no key, or anything else lies there, a symbolic link included. Raises OSError.
     """
-    key = _key_of(folder)
+    key = key_of(folder)
     if not key or not stat.S_ISDIR(folder.lstat().st_mode):
         return None
     archs = list(folder.iterdir())
@@ -169,13 +199,13 @@ def _files(folder: Path) -> list[Path] | None:
 
 
 def _is_our_file(file: Path, arch: str) -> bool:
-    library = manifest.LIBRARY.fullmatch(file.name)
-    return file.name == manifest.FILE or (library is not None and library["arch"] == arch)
+    named = manifest.LIBRARY.fullmatch(file.name) or manifest.OBJECT.fullmatch(file.name)
+    return file.name == manifest.FILE or (named is not None and named["arch"] == arch)
 
 
 def _spec_in(folder: Path) -> Spec | None:
     """The spec of the function that an entry is named by, where it holds that and its stages alone."""
-    key = _key_of(folder)
+    key = key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
         functions = manifest.read(folder / key["arch"]).functions
         spec = from_dict(functions[key["name"]].spec)
@@ -184,25 +214,28 @@ def _spec_in(folder: Path) -> Spec | None:
     return None
 
 
-def _verify(folder: Path, spec: Spec | None) -> None:
+def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
     """Every check of `load`, and that of the key; raises BundleError."""
-    arch = _key_of(folder)["arch"]
-    found = manifest.verify(folder / arch, arch, tracer_sources(DEFAULT_TRACER), spec)
+    key = key_of(folder)
+    inner = folder / key["arch"]
     if spec is None:
-        raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
-    with manifest.opened_library(folder / arch, found) as library:
-        if f"__tvm_ffi_{spec.name}\0".encode() not in os.pread(library, found.size, 0):
-            raise BundleDamaged(
-                f"damaged bundle: {folder / arch / found.library} has no function {spec.name}; remove it"
-            )
-    if folder.name != cache_key(spec, DEFAULT_TRACER):
+        found = manifest.check(inner, key["arch"], manifest.read(inner).sources, form=form)
+        if list(found.functions) != [key["name"]]:
+            raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
+        raise BundleOutdated(f"outdated bundle: {folder} is of a kernel that this Glulam does not have; {_REMEDY}")
+    behind = sources_of(spec)
+    if folder.name != cache_key(spec, behind=behind):
         raise BundleOutdated(
             f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"
         )
+    found = manifest.verify(inner, key["arch"], behind, spec, form)
+    with manifest.opened_library(inner, found) as library:
+        if f"__tvm_ffi_{spec.name}\0".encode() not in os.pread(library, found.size, 0):
+            raise BundleDamaged(f"damaged bundle: {inner / found.library} has no function {spec.name}; remove it")
 
 
-def _examine(folder: Path, marked: bool) -> Entry | None:
-    """The entry in a folder; None where it is none of Glulam's.
+def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:
+    """The entry in a folder; None where it is none of Glulam's. `form`: as of `manifest.check`.
 
     In a folder that Glulam did not make (`marked` is false), only a manifest that fits the name proves it.
     """
@@ -219,7 +252,7 @@ def _examine(folder: Path, marked: bool) -> Entry | None:
         return Entry(folder, None, size, "aside", "was found damaged")
     spec = _spec_in(folder)
     try:
-        _verify(folder, spec)
+        _verify(folder, spec, form)
     except BundleError as error:
         state = "outdated" if isinstance(error, BundleOutdated) else "damaged"
         problem = str(error) if isinstance(error, BundleForeign) else f"{str(error).rpartition('; ')[0]}; {_REMEDY}"
@@ -227,8 +260,13 @@ def _examine(folder: Path, marked: bool) -> Entry | None:
     return Entry(folder, spec, size, "sound")
 
 
-def entries(root: Path | None = None) -> Iterator[Entry]:
-    """Every entry of the cache, verified, in the order of their names. Nothing is loaded."""
+def entries(root: Path | None = None, form: re.Pattern[str] = manifest.LIBRARY) -> Iterator[Entry]:
+    """Every entry of the cache, verified, in the order of their names. Nothing is loaded.
+
+    Args:
+        root: their folder; default, that of linked kernels.
+        form: what lies in an entry, LIBRARY or OBJECT of `manifest`.
+    """
     root = root or cache_root()
     try:
         folders = sorted(root.iterdir())
@@ -239,7 +277,7 @@ def entries(root: Path | None = None) -> Iterator[Entry]:
         return
     marked = os.path.lexists(root / MARKER)
     for folder in folders:
-        if entry := _examine(folder, marked):
+        if entry := _examine(folder, marked, form):
             yield entry
 
 
@@ -261,7 +299,7 @@ def discard(folder: Path) -> None:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
         outer = _descriptor(stack, folder, flags)
-        if (arch := _key_of(folder)["arch"]) in os.listdir(outer):
+        if (arch := key_of(folder)["arch"]) in os.listdir(outer):
             inner = _descriptor(stack, arch, flags, outer)
             for file in sorted(files, reverse=True):  # the manifest first: an entry without one is none
                 os.unlink(file.name, dir_fd=inner)
@@ -275,7 +313,7 @@ def _descriptor(stack: contextlib.ExitStack, path: Path | str, flags: int, at: i
     return handle
 
 
-def remove(entry: Entry) -> bool:
+def remove(entry: Entry, form: re.Pattern[str] = manifest.LIBRARY) -> bool:
     """Removes an entry, unless a process is making it or made it anew since. Processes that loaded it keep it.
 
     Returns whether it was removed; what cannot be costs a warning.
@@ -285,7 +323,7 @@ def remove(entry: Entry) -> bool:
     folder = entry.folder
     try:
         with exclusive(folder.parent, folder.name.removesuffix(DAMAGED), timeout=0):
-            now = _examine(folder, marked=True)
+            now = _examine(folder, marked=True, form=form)
             if now is None or now.state != entry.state:
                 return False
             discard(folder)
@@ -297,8 +335,10 @@ def remove(entry: Entry) -> bool:
     return True
 
 
-def clear(root: Path | None = None, states: tuple[str, ...] = STATES) -> list[Entry]:
-    """Removes the entries in these states, and what killed compiles left. Returns what was removed."""
+def clear(
+    root: Path | None = None, states: tuple[str, ...] = STATES, form: re.Pattern[str] = manifest.LIBRARY
+) -> list[Entry]:
+    """Removes those of `entries` in these states, and what killed compiles left. Returns what was removed."""
     root = root or cache_root()
     sweep(root, COMPILING)
-    return [entry for entry in entries(root) if entry.state in states and remove(entry)]
+    return [entry for entry in entries(root, form) if entry.state in states and remove(entry, form)]

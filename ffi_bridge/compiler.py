@@ -26,7 +26,6 @@ from . import host, toolchain
 from .errors import CompileError
 from .resources import KernelResources, read_resources
 
-DEFAULT_TRACER = "cute_kernels.tracing:trace"
 # `remarks{ptx}` makes ptxas report registers, spills and C75xx lines; without it they are silent.
 OPTIONS = "remarks{ptx} --enable-tvm-ffi --gpu-arch "
 
@@ -100,7 +99,7 @@ def _aim(module: Any, cpu: str) -> None:
                     function.operation.attributes[name] = value
 
 
-def compile_spec(spec: specs.Spec, directory: Path, tracer: str = DEFAULT_TRACER) -> KernelArtifact:
+def compile_spec(spec: specs.Spec, directory: Path, tracer: str) -> KernelArtifact:
     """Compiles one spec into `directory`/<spec.name>.o.
 
     To be called in a process of its own: it imports cutlass for the spec's architecture and for no other.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 import warnings
@@ -18,19 +19,20 @@ from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec
 
 from . import build, cache
-from .cache import COMPILING, DAMAGED, ENV_CACHE, cache_key, cache_root, tracer_sources
-from .compiler import DEFAULT_TRACER, KernelArtifact
+from .cache import COMPILING, DAMAGED, ENV_CACHE, cache_key, cache_root
+from .compiler import KernelArtifact
 from .errors import BundleError, BundleForeign, BundleMissing, CompileError
+from .objects import Store
 from .scratch import full_disk_told, scratch, sweep
 from .worker import Worker
 
 __all__ = ["ENV_CACHE", "cache_key", "cache_root", "get"]
 
-_functions: dict[tuple[Spec, str], Callable[..., Any]] = {}
+_functions: dict[tuple[Spec, str | None], Callable[..., Any]] = {}
 
 
 def get(
-    spec: Spec, *, tracer: str = DEFAULT_TRACER, worker: Worker | None = None, strict: bool = False
+    spec: Spec, *, tracer: str | None = None, worker: Worker | None = None, strict: bool = False
 ) -> Callable[..., Any]:
     """The compiled function of `spec`, from memory, from the disk cache, or compiled now in a helper process.
 
@@ -40,7 +42,7 @@ def get(
 
     Args:
         spec: any spec; whether the bundle has it is not asked.
-        tracer: "module:function", spec -> (jitted function, fake arguments).
+        tracer: "module:function", spec -> (jitted function, fake arguments); default, the kernels' own for this spec.
         worker: the compile process to use, of this tracer; by default one is started for this spec.
         strict: refuse code that spills registers or whose wgmma the compiler serialised, instead of warning.
 
@@ -59,25 +61,25 @@ def get(
 class Maker:
     """How a kernel is made; the fields are `get`'s arguments."""
 
-    tracer: str
+    tracer: str | None
     worker: Worker | None
     strict: bool
 
     def compile_into(self, work: Path, spec: Spec) -> Path:
         """A folder in `work` with <arch>/, a bundle of this one spec."""
         build.check_prerequisites()
-        sources = tracer_sources(self.tracer)
-        objects, entry = work / "objects", work / "entry"
-        folder = entry / spec.arch
+        store = Store(self.tracer, quiet=True)
+        folder, objects = cache.make_entry(work, spec.arch), work / "objects"
         objects.mkdir()
-        folder.mkdir(parents=True)
-        for public in (entry, folder):
-            public.chmod(0o755)  # whatever the umask: an entry that others can write is not loaded
-        with contextlib.nullcontext(self.worker) if self.worker else Worker(objects, self.tracer) as worker:
-            artifacts = [worker.compile(stage, objects) for stage in stages_of(spec)]
+        with contextlib.ExitStack() as stack:
+            worker = functools.cache(lambda: self.worker or stack.enter_context(Worker(objects, self.tracer)))
+            artifacts = []
+            for stage in stages_of(spec):
+                with store.alone(stage):
+                    artifacts.append(store.obtain(stage, objects, worker))
         self._judge(artifacts)
-        build.write_bundle(folder, spec.arch, [spec], artifacts, sources)
-        return entry
+        build.write_bundle(folder, spec.arch, [spec], artifacts, cache.sources_of(spec, self.tracer))
+        return folder.parent
 
     def _judge(self, artifacts: list[KernelArtifact]) -> None:
         if lines := "; ".join(build.complaints(artifacts, {})):
@@ -86,7 +88,7 @@ class Maker:
             warnings.warn(f"slower than it need be: {lines}", RuntimeWarning, stacklevel=6)
 
 
-def _compile(spec: Spec, tracer: str, maker: Maker) -> Callable[..., Any]:
+def _compile(spec: Spec, tracer: str | None, maker: Maker) -> Callable[..., Any]:
     root, key = cache_root(), cache_key(spec, tracer)
     try:
         cache.make_root(root)

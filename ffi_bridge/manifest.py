@@ -24,6 +24,8 @@ FILE = "manifest.json"
 PACKAGES = ("cute_kernels",)
 """Top-level packages whose sources a bundle is made of, unless the caller names others; a file never names any."""
 LIBRARY = re.compile(r"libglulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)(-[0-9a-f]{16})?\.so")
+OBJECT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.o")
+"""What an object that is not linked yet is called; its manifest says of it what a bundle's says of the library."""
 
 _MAX_BYTES = 64 << 20
 _MAX_DIGITS = 18
@@ -86,6 +88,11 @@ class Manifest:
 def library_name(arch: str, sha256: str) -> str:
     """Named by its content: a new library never takes the place of one that a manifest describes."""
     return f"libglulam_{arch}-{sha256[:16]}.so"
+
+
+def object_name(arch: str) -> str:
+    """What OBJECT takes for the object of an architecture."""
+    return f"glulam_{arch}.o"
 
 
 def hash_of(handle: int) -> str:
@@ -289,12 +296,18 @@ def _check_specs(manifest: Manifest, folder: Path) -> None:
             _damaged(folder / FILE, f"gives {name} the spec of another function")
 
 
-def check(folder: Path, arch: str, sources: Mapping[str, str] | None = None, spec: Spec | None = None) -> Manifest:
+def check(
+    folder: Path,
+    arch: str,
+    sources: Mapping[str, str] | None = None,
+    spec: Spec | None = None,
+    form: re.Pattern[str] = LIBRARY,
+) -> Manifest:
     """The manifest in `folder` after every check that needs the manifest alone; arguments and errors as of `verify`."""
     manifest = read(folder)
     if manifest.arch != arch:
         raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {REMEDY}")
-    library = LIBRARY.fullmatch(manifest.library)
+    library = form.fullmatch(manifest.library)
     if library is None or library["arch"] != arch:
         named = _shown(manifest.library)
         raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {REMEDY}")
@@ -336,14 +349,15 @@ def checked(
     arch: str,
     sources: Mapping[str, str] | None = None,
     spec: Spec | None = None,
+    form: re.Pattern[str] = LIBRARY,
 ) -> _Result:
     """`use` of the folder and its checked manifest; again where a build replaced the bundle in between."""
     while True:
-        manifest = check(folder, arch, sources, spec)
+        manifest = check(folder, arch, sources, spec, form)
         try:
             return use(folder, manifest)
         except BundleDamaged:
-            if check(folder, arch, sources, spec).sha256 == manifest.sha256:
+            if check(folder, arch, sources, spec, form).sha256 == manifest.sha256:
                 raise
 
 
@@ -353,14 +367,21 @@ def _looked_at(folder: Path, manifest: Manifest) -> Manifest:
         return manifest
 
 
-def verify(folder: Path, arch: str, sources: Mapping[str, str] | None = None, spec: Spec | None = None) -> Manifest:
+def verify(
+    folder: Path,
+    arch: str,
+    sources: Mapping[str, str] | None = None,
+    spec: Spec | None = None,
+    form: re.Pattern[str] = LIBRARY,
+) -> Manifest:
     """The manifest of the bundle in `folder`, after every check that needs no loading.
 
     Args:
         sources: hashes of exactly the packages that the bundle is to be made of; default, those of PACKAGES now.
         spec: the one function that the bundle is to hold; default, any.
+        form: what its library is called, LIBRARY or OBJECT.
 
     Raises:
         BundleMissing, BundleForeign, BundleOutdated, BundleDamaged: what does not fit, and the command that mends it.
     """
-    return checked(_looked_at, folder, arch, sources, spec)
+    return checked(_looked_at, folder, arch, sources, spec, form)

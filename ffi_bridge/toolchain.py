@@ -195,7 +195,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """A Python file: its name within the package, where it is, and what tells whether it was written since."""
 
     name: str
@@ -204,18 +204,18 @@ class _Source(NamedTuple):
     size: int
 
 
-def _sources_in(folder: str, prefix: str = "") -> Iterator[_Source]:
+def _sources_in(folder: str, prefix: str = "") -> Iterator[Source]:
     """Every Python file below a folder; of strings, since this is most of what finding a cached kernel takes."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".py"):
                 found = entry.stat()
-                yield _Source(prefix + entry.name, entry.path, found.st_mtime_ns, found.st_size)
+                yield Source(prefix + entry.name, entry.path, found.st_mtime_ns, found.st_size)
             elif entry.is_dir() and entry.name != "__pycache__":
                 yield from _sources_in(entry.path, f"{prefix}{entry.name}/")
 
 
-def _sources(package: str) -> list[_Source]:
+def sources_of(package: str) -> list[Source]:
     """Every Python file of a top-level package or module."""
     if folders := package_folders(package):
         return sorted(source for folder in folders for source in _sources_in(str(folder)))
@@ -223,10 +223,10 @@ def _sources(package: str) -> list[_Source]:
     if found is None or found.origin is None:
         raise ToolchainError(f"the kernels' sources are missing: no package {package!r} in {sys.prefix}")
     written = os.stat(found.origin)
-    return [_Source(os.path.basename(found.origin), found.origin, written.st_mtime_ns, written.st_size)]
+    return [Source(os.path.basename(found.origin), found.origin, written.st_mtime_ns, written.st_size)]
 
 
-_hashes: dict[str, tuple[list[_Source], str]] = {}
+_hashes: dict[str, tuple[list[Source], str]] = {}
 
 
 def sources_hash(package: str) -> str:
@@ -237,14 +237,14 @@ def sources_hash(package: str) -> str:
     Raises:
         ToolchainError: there is no such package.
     """
-    sources = _sources(package)
+    sources = sources_of(package)
     known = _hashes.get(package)
     if known is None or known[0] != sources:
         known = _hashes[package] = sources, _hash_of(sources)
     return known[1]
 
 
-def _hash_of(sources: list[_Source]) -> str:
+def _hash_of(sources: list[Source]) -> str:
     digest = hashlib.sha256()
     for source in sources:
         content = Path(source.path).read_bytes()

@@ -14,7 +14,8 @@ from typing import Any
 
 from cute_kernels import specs
 
-from .compiler import DEFAULT_TRACER, KernelArtifact
+from . import sources
+from .compiler import KernelArtifact
 from .errors import CompileError
 
 _LAST_WORDS = 2000  # characters of the process's standard error that an error message quotes
@@ -34,10 +35,15 @@ class Worker:
 
     Args:
         directory: where objects and the process's log go; also its working directory.
-        tracer: "module:function" that turns a spec into a traced function.
+        tracer: "module:function" that turns a spec into a traced function; default, the one that the kernels name
+            for each spec.
+
+    Attributes:
+        sources: of the tracer's package when the process began; what it imports is as old or younger.
     """
 
-    def __init__(self, directory: Path, tracer: str = DEFAULT_TRACER) -> None:
+    def __init__(self, directory: Path, tracer: str | None = None) -> None:
+        self.sources = sources.of(sources.package_of(tracer))
         self._directory = Path(directory).absolute()
         self._tracer = tracer
         self._log = tempfile.TemporaryFile("w+", dir=self._directory)  # noqa: SIM115 - closed by close()
@@ -63,7 +69,8 @@ class Worker:
         Raises CompileError, naming the spec, where that fails or the process dies.
         """
         into = str(Path(directory or self._directory).absolute())
-        reply = self._ask({"spec": specs.to_dict(spec), "tracer": self._tracer, "directory": into})
+        tracer = sources.tracer_of(spec, self._tracer)
+        reply = self._ask({"spec": specs.to_dict(spec), "tracer": tracer, "directory": into})
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")
         if "error" in reply:

@@ -17,7 +17,7 @@ from support.inputs import Case, gradient, make_case
 from torch.utils.checkpoint import checkpoint
 
 import glulam
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
 from glulam.backward import planned_mlp

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cute_kernels.chains import chain_of, stages_of
-from cute_kernels.signatures import FLOAT32, signature_of
+from cute_kernels.chains import chain_of, signature_of, stages_of
+from cute_kernels.signatures import FLOAT32
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.stages import host_of
@@ -120,7 +120,7 @@ sys.modules["torch"] = None
 from ffi_bridge import toolchain
 sys.path.insert(0, str(toolchain.dsl_packages()))
 from cute_kernels.chains import stages_of
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.stages import host_of
 checked = set()

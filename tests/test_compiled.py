@@ -169,13 +169,13 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
     ) -> None:
         """Looking at every file of the kernels' sources is most of what finding takes."""
         monkeypatch.setenv(cache.ENV_CACHE, str(compiled["root"]))
-        looks, look = [], toolchain._sources
+        looks, look = [], toolchain.sources_of
 
         def counted(package: str) -> Any:
             looks.append(package)
             return look(package)
 
-        monkeypatch.setattr(toolchain, "_sources", counted)
+        monkeypatch.setattr(toolchain, "sources_of", counted)
         for _ in range(3):
             monkeypatch.setattr(loader, "_loaded", {})
             assert cache.find(SPEC) is not None

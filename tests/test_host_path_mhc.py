@@ -13,7 +13,8 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
-from cute_kernels.signatures import ADDRESS, signature_of
+from cute_kernels.chains import signature_of
+from cute_kernels.signatures import ADDRESS
 from cute_kernels.sm90.mhc import shapes
 from cute_kernels.specs import MhcSpec
 from glulam import mhc, plans

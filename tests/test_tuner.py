@@ -16,7 +16,7 @@ from support.fake_bench import GPU, FakeBench, FakeMakes
 from support.fake_gpu import SM_COUNT, exported
 
 import glulam
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig

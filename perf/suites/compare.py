@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest

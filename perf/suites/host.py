@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
 from glulam.dispatch import Problem, choose

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cute_kernels.specs import Spec
-from ffi_bridge import cache, manifest
+from ffi_bridge import cache, manifest, objects
 
 from . import device as gpus
 from . import dispatch, explanation, kernels, loadable, preferences, records, tuned
@@ -145,30 +145,50 @@ def cache_list() -> None:
         table.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
     out = console()
     out.print(table)
+    _print(out, _summary(list(objects.entries())))
     _print(out, *(f"preferred from the bundle: {spec.name}" for spec in preferred if loadable.in_bundle(spec)))
     _print(out, *stored.ignored)
 
 
+def _states(found: Sequence[cache.Entry]) -> str:
+    return ", ".join(f"{sum(kept.state == state for kept in found)} {state}" for state in cache.STATES)
+
+
+def _megabytes(found: Sequence[cache.Entry]) -> str:
+    return f"{sum(kept.size for kept in found) / 1e6:.1f} MB"
+
+
+def _summary(stored: Sequence[cache.Entry]) -> str:
+    """One line for all objects: a build has hundreds."""
+    place = records.shown(objects.folder())
+    return f"{len(stored)} objects for builds in {place} ({_megabytes(stored)}): {_states(stored)}"
+
+
 def cache_verify() -> bool:
-    """Whether no kernel is damaged."""
-    found = list(cache.entries())
-    for kept in found:
+    """Whether no kernel and no object is damaged."""
+    found, stored = list(cache.entries()), list(objects.entries())
+    for kept in [*found, *(kept for kept in stored if kept.state == "damaged")]:
         if kept.problem:
             typer.echo(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
     for line in preferences.stored().ignored:
         typer.echo(line)
-    counts = ", ".join(f"{sum(kept.state == state for kept in found)} {state}" for state in cache.STATES)
-    typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {counts}")
-    return all(kept.state != "damaged" for kept in found)
+    typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
+    typer.echo(_summary(stored))
+    return all(kept.state != "damaged" for kept in (*found, *stored))
 
 
 def cache_clear(outdated: bool, preferred: bool) -> None:
     removed: list[cache.Entry] = []
+    dropped: list[cache.Entry] = []
     if not preferred:
-        removed = cache.clear(states=("outdated", "damaged", "aside") if outdated else cache.STATES)
+        states = ("outdated", "damaged", "aside") if outdated else cache.STATES
+        removed, dropped = cache.clear(states=states), objects.clear(states)
     forgotten = 0 if outdated and not preferred else preferences.clear()
     size = sum(kept.size for kept in removed) / 1024
     root = records.shown(cache.cache_root())
-    typer.echo(f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences")
+    typer.echo(
+        f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences, "
+        f"{len(dropped)} objects ({_megabytes(dropped)})"
+    )
     for line in preferences.stored().ignored:
         typer.echo(line)

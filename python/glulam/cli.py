@@ -440,13 +440,15 @@ def tables(
             _cli_tuning.show_tables()
 
 
-cache_app = typer.Typer(no_args_is_help=True, help="Kernels that were compiled at run time, on disk.")
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Kernels that were compiled at run time, and objects for builds, on disk."
+)
 app.add_typer(cache_app, name="cache")
 
 
 @cache_app.command("list")
 def cache_list() -> None:
-    """Show every kernel in the cache, its state, and which are preferred."""
+    """Show every kernel in the cache, its state, which are preferred, and how many objects of builds there are."""
     from . import _cli_tuning
 
     with _reported():
@@ -455,7 +457,7 @@ def cache_list() -> None:
 
 @cache_app.command("verify")
 def cache_verify() -> None:
-    """Check every kernel in the cache; exit status 1 where one is damaged (it is made anew when next asked for)."""
+    """Check every kernel and object; exit status 1 where one is damaged (it is made anew when next asked for)."""
     from . import _cli_tuning
 
     with _reported():
@@ -468,7 +470,7 @@ def cache_clear(
     outdated: Annotated[bool, typer.Option("--outdated", help="Only what no installed version can use.")] = False,
     preferred: Annotated[bool, typer.Option("--preferred", help="Only the preferences; kernels stay.")] = False,
 ) -> None:
-    """Remove compiled kernels and preferences; what runs keeps what it has loaded."""
+    """Remove compiled kernels, objects and preferences; what runs keeps what it has loaded."""
     from . import _cli_tuning
 
     with _reported():

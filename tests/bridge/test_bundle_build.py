@@ -17,7 +17,17 @@ import pytest
 
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, from_dict
-from ffi_bridge import BundleBusy, BundleForeign, CompileError, ToolchainError, build, manifest, scratch, toolchain
+from ffi_bridge import (
+    BundleBusy,
+    BundleForeign,
+    CompileError,
+    ToolchainError,
+    build,
+    cache,
+    manifest,
+    scratch,
+    toolchain,
+)
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
 from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, linked_as
@@ -71,6 +81,7 @@ def test_twice_is_the_same_bytes_anywhere_in_any_order(toy_bundle: Path, tmp_pat
     )
     path = os.pathsep.join([str(elsewhere), str(REPOSITORY), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7", "CUTE_DSL_LINEINFO": "1"}
+    environment[cache.ENV_CACHE] = str(tmp_path / "cache")  # an empty one: all is compiled again
     subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")], check=True, env=environment, cwd=elsewhere, umask=0o077
     )
@@ -132,6 +143,7 @@ def _hanging_build(out: Path) -> subprocess.Popen[str]:
     )
     path = os.pathsep.join([str(REPOSITORY), str(HERE), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, "TOY_HANG": "1", "TOY_LOG": str(log)}
+    environment[cache.ENV_CACHE] = str(out.with_name("cache"))
     process = subprocess.Popen([sys.executable, "-c", script, str(out)], env=environment, text=True)
     for _ in range(1200):
         if log.exists():

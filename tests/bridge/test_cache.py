@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from cute_kernels import stages
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import build, cache, jit, loader
 from ffi_bridge.worker import Worker
@@ -32,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "traced.log"))
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
-    monkeypatch.setattr(cache, "DEFAULT_TRACER", TOY_TRACER)
+    monkeypatch.setattr(stages, "tracer_of", lambda spec: TOY_TRACER)
     preferences.forget()
     return tmp_path / "cache"
 
@@ -100,7 +101,7 @@ def test_list_verify_and_clear(entry: Path) -> None:
 def test_an_entry_in_the_making_is_not_removed(entry: Path) -> None:
     import filelock
 
-    with filelock.FileLock(entry.with_name(f"{entry.name}.lock")):
+    with filelock.FileLock(cache.lock_of(entry.parent, entry.name)):
         cache.clear()
     assert _states() == {entry.name: "sound"}
 
@@ -108,7 +109,7 @@ def test_an_entry_in_the_making_is_not_removed(entry: Path) -> None:
 def test_what_was_not_removed_is_not_reported(entry: Path) -> None:
     import filelock
 
-    with filelock.FileLock(entry.with_name(f"{entry.name}.lock")):
+    with filelock.FileLock(cache.lock_of(entry.parent, entry.name)):
         assert [found.spec for found in cache.clear()] == [OTHER]
         assert "removed 0 kernels" in _run("clear").output
 
@@ -205,8 +206,8 @@ def test_a_cache_that_cannot_be_read_is_one_line(root: Path, monkeypatch: pytest
 def test_an_entry_put_aside_is_cleared_under_the_lock_of_its_key(entry: Path) -> None:
     entry.rename(entry.with_name(f"{entry.name}.damaged"))
     assert sorted(found.state for found in cache.clear(states=("aside",))) == ["aside"]
-    locks = {path.name for path in entry.parent.glob("*.lock")}
-    assert locks == {f"{cache.cache_key(spec, TOY_TRACER)}.lock" for spec in (SPEC, OTHER)}
+    locks = set(entry.parent.glob("*.lock"))
+    assert locks == {cache.lock_of(entry.parent, cache.cache_key(spec, TOY_TRACER)) for spec in (SPEC, OTHER)}
 
 
 def test_a_folder_in_an_entrys_place_is_not_removed(root: Path) -> None:
@@ -240,7 +241,7 @@ def test_ranks_that_start_together_compile_once(root: Path) -> None:
 def test_a_refused_kernel_is_not_kept(root: Path) -> None:
     with pytest.raises(build.CompileError, match="C7517.*refused"):
         jit.get(SPEC, tracer="toy_kernels:trace_serialised", strict=True)
-    assert not [path for path in root.iterdir() if path.is_dir()]
+    assert not list(cache.entries())
 
 
 def test_a_killed_build_is_swept_by_the_next(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_kernels.chains import Of, Step, chain_of
-from cute_kernels.signatures import FLOAT32, STREAM, TENSOR, signature_of
+from cute_kernels.chains import Of, Step, chain_of, signature_of
+from cute_kernels.signatures import FLOAT32, STREAM, TENSOR
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, MhcSpec, Spec
 from ffi_bridge import CompileError, chains, toolchain

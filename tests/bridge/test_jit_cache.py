@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import CompileError, host, jit, loader, manifest, toolchain
+from ffi_bridge import CompileError, host, jit, loader, manifest, sources, toolchain
 from ffi_bridge import cache as cache_module
 from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite
 
@@ -81,10 +81,10 @@ def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pyt
 
 def test_an_entry_is_a_bundle_of_its_own(cache: Path) -> None:
     jit.get(SPEC, tracer=TOY_TRACER)
-    described = manifest.verify(_inner(cache), "sm_90a", cache_module.tracer_sources(TOY_TRACER), SPEC)
+    described = manifest.verify(_inner(cache), "sm_90a", cache_module.sources_of(SPEC, TOY_TRACER), SPEC)
     assert list(described.functions) == [SPEC.name]
     leftovers = {path.name for path in cache.iterdir()} - {_entry(cache).name}
-    assert leftovers == {f"{_entry(cache).name}.lock", ".glulam-cache"}
+    assert leftovers == {cache_module.lock_of(cache, _entry(cache).name).name, ".glulam-cache", "objects"}
 
 
 def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pyte
     assert jit.cache_key(SPEC, TOY_TRACER) == key
     others = {jit.cache_key(GroupedMmSpec(), TOY_TRACER), jit.cache_key(SPEC, "toy_kernels:fail")}
     with monkeypatch.context() as patch:
-        patch.setattr(toolchain, "sources_hash", lambda package: "other")
+        patch.setattr(sources.Sources, "hash_of", lambda known, module: "other")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
         patch.setattr(toolchain, "COMPILES_WITH", {toolchain.DSL: ("4.9",)})
@@ -104,7 +104,7 @@ def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pyte
         patch.setattr(host, "BASELINE", "x86-64-v3")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "OPTIONS", "--other")
+        patch.setattr(sources, "_makers", lambda: "other options, or another compile process")
         others.add(jit.cache_key(SPEC, TOY_TRACER))
     assert len(others - {key}) == 6
     with monkeypatch.context() as patch:  # what runs a kernel is not what compiled it
@@ -153,7 +153,7 @@ def test_a_damaged_entry_is_put_aside_and_rebuilt(cache: Path, damage: str) -> N
     assert process.returncode == 0, error
     assert "damaged bundle" in error
     assert "rebuilding it" in error
-    assert _traced(cache) == 2
+    assert _traced(cache) == 1, "linked again, from the object that is kept beside"
     assert library.read_bytes() == sound
     assert _entry(cache).with_name(f"{_entry(cache).name}.damaged").is_dir()
 
@@ -216,7 +216,7 @@ def test_a_full_cache_costs_a_warning(cache: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.warns(RuntimeWarning, match="cannot be used .*No space left on device"):
         assert callable(jit.get(SPEC, tracer=TOY_TRACER))
-    assert _traced(cache) == 2
+    assert _traced(cache) == 1, "the object was kept before the disk was full"
     assert not list(cache.glob(".glulam-compile-*"))
 
 
@@ -230,7 +230,7 @@ def test_a_linker_that_fails_on_a_disk_with_space_is_an_error(cache: Path, monke
 def test_a_failed_compile_names_the_spec_and_leaves_no_entry(cache: Path) -> None:
     with pytest.raises(CompileError, match=f"{SPEC.name}: ValueError: no kernel for"):
         jit.get(SPEC, tracer="toy_kernels:fail")
-    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert not list(cache.glob("**/sm_90a"))
 
 
 def test_slow_code_is_compiled_with_a_warning(cache: Path) -> None:

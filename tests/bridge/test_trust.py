@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cute_kernels import stages
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import BundleDamaged, BundleForeign, cache, jit, load, loader, manifest, toolchain
 from toys import TOY_SPECS, TOY_TRACER, library_in, rewrite
@@ -56,7 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def entry(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache's folder of SPEC's kernel."""
     monkeypatch.setenv(cache.ENV_CACHE, str(shutil.copytree(made, tmp_path / "cache")))
-    monkeypatch.setattr(cache, "DEFAULT_TRACER", TOY_TRACER)
+    monkeypatch.setattr(stages, "tracer_of", lambda spec: TOY_TRACER)
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
     return tmp_path / "cache" / cache.cache_key(SPEC, TOY_TRACER)
@@ -192,8 +193,11 @@ def test_a_planted_entry_is_neither_loaded_nor_called_sound(
     ("changes", "words"),
     [
         ({"versions": {}}, "has versions of nothing instead of apache-tvm-ffi, glulam, nvidia-cutlass-dsl"),
-        ({"sources": {}}, "has sources of nothing instead of toy_kernels"),
-        ({"sources": {"antigravity": "0" * 64}}, "has sources of antigravity instead of toy_kernels"),
+        ({"sources": {}}, "has sources of nothing instead of ffi_bridge.compiler, toy_kernels.trace"),
+        (
+            {"sources": {"antigravity": "0" * 64}},
+            "has sources of antigravity instead of ffi_bridge.compiler, toy_kernels.trace",
+        ),
         ({"functions": {}}, "describes other functions"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -204,7 +208,7 @@ def test_an_entry_names_all_that_it_is_made_of(
     _planted(entry, tmp_path, **changes)
     assert cache.find(SPEC, TOY_TRACER) is None
     with pytest.raises(BundleDamaged, match=words):
-        manifest.verify(entry / ARCH, ARCH, cache.tracer_sources(TOY_TRACER), SPEC)
+        manifest.verify(entry / ARCH, ARCH, cache.sources_of(SPEC, TOY_TRACER), SPEC)
     assert [found.state for found in cache.entries()] == ["damaged"]
 
 
@@ -273,7 +277,7 @@ def test_a_lock_that_leads_elsewhere_is_not_opened(tmp_path: Path, monkeypatch: 
     thesis.write_text("years")
     (tmp_path / "cache").mkdir()
     for place in (os.symlink, os.link):
-        lock = tmp_path / "cache" / f"{cache.cache_key(SPEC, TOY_TRACER)}.lock"
+        lock = cache.lock_of(tmp_path / "cache", cache.cache_key(SPEC, TOY_TRACER))
         place(thesis, lock)
         with pytest.warns(RuntimeWarning, match="is no plain file; remove it"):
             jit.get(SPEC, tracer=TOY_TRACER)

@@ -40,7 +40,9 @@ def _pip_wheel(checkout: Path, out: Path) -> str:
     """What pip shows in a terminal while it makes a wheel in `out`."""
     # In the environment of the tests: isolation would download what is installed already.
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
-    return in_terminal(command, {"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}, checkout)
+    environment = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
+    environment["GLULAM_CACHE_DIR"] = str(out / "cache")  # an empty one: each wheel's kernels are compiled
+    return in_terminal(command, environment, checkout)
 
 
 def test_building_leaves_what_lies_beside_the_packages(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 z = x + y over float32 vectors, launched on torch's current stream; a grouped_mlp launches two kernels. `trace`
 makes sound code, `trace_spilling` and `trace_serialised` make what a build refuses, `fail` and `die` make
 nothing. Imported in the compile process only. $TOY_LOG names a file that gets a line for each spec traced;
-while $TOY_HANG is set, tracing does not end before the process that asked for it does.
+while $TOY_HANG is "1" or the spec's name, tracing does not end before the process that asked for it does.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _note(spec: Spec) -> None:
         with Path(log).open("a") as file:
             file.write(f"{spec.name}\n")
     asker = os.getppid()
-    while os.environ.get("TOY_HANG") and os.getppid() == asker:
+    while os.environ.get("TOY_HANG") in ("1", spec.name) and os.getppid() == asker:
         time.sleep(0.05)
 
 

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TOY_TRACER = "toy_kernels:trace"
 TOY_SPECS: list[Spec] = [GroupedMmSpec(), GroupedGluSpec(save_preact=True), GroupedMlpSpec()]
+MANY_SPECS: list[Spec] = [*TOY_SPECS, *(GroupedMmSpec("float16", transpose_w=flipped) for flipped in (False, True))]
 
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))  # where the loader's check of the sources finds toy_kernels

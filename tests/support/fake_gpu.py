@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.chains import Of, Step, chain_of
-from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signature, signature_of
+from cute_kernels.chains import Of, Step, chain_of, signature_of
+from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signature
 from cute_kernels.specs import (
     DgluSpec,
     FoldMxfp8Spec,

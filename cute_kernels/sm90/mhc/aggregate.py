@@ -12,6 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...invariant import Invariant
+from ...specs import MhcSpec
+from ...tracing import Traced, traced
+from ..dtypes import DTYPES
 from .token_sums import TokenSums
 from .vectors import elements, floats, load_params, load_vector, store_param, store_vector
 
@@ -121,3 +124,10 @@ class AggregateBackward(Invariant):
             cute.arch.sync_threads()
             if thread < self.n:
                 store_param(d_h_pre, forms, token * self.n + thread, sums.total(thread, 0))
+
+
+KERNELS = {"aggregate": Aggregate, "aggregate_backward": AggregateBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

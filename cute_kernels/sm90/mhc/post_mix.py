@@ -16,6 +16,9 @@ from cutlass import Float32, Int32, Int64
 
 from ...gmem import UNBOUNDED, vector_at
 from ...invariant import Invariant
+from ...specs import MhcSpec
+from ...tracing import Traced, traced
+from ..dtypes import DTYPES
 from .column_sums import ColumnSums
 from .shapes import CTAS_PER_SM
 from .token_sums import TokenSums
@@ -280,3 +283,10 @@ class PostMixBackward(Invariant):
         else:
             if gradients.h_post != 0:
                 store_param(gradients.h_post, form_of(forms, 1), token * n + index - n * n, value)
+
+
+KERNELS = {"post_mix": PostMix, "post_mix_backward": PostMixBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

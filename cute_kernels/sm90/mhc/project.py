@@ -18,6 +18,9 @@ from cutlass import Float32, Int32, Int64
 
 from ...gmem import vector_at
 from ...invariant import Invariant
+from ...specs import MhcSpec
+from ...tracing import Traced, traced
+from ..dtypes import DTYPES
 from .async_copy import AsyncCopy
 from .gates import Gates, ProjectFinish
 from .project_exact import ExactProducts
@@ -317,3 +320,7 @@ class Project(Invariant):
 def _exchanged(row: Int32, vector: Int32) -> Int32:
     """Where a stage's vector lies in its row."""
     return vector ^ (row % 2 * LANES_PER_ROW)
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, Project(spec.name, DTYPES[spec.dtype], spec.n))

@@ -28,6 +28,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
+from ...specs import MhcSpec
+from ...tracing import Traced, traced
+from ..dtypes import DTYPES
 from .gates import Gates
 from .gates_backward import GateInputs, GateRows, GatesBackward, GateSums
 from .project_tiles import Products as TileProducts
@@ -411,3 +414,10 @@ class PartSums(Invariant):
             for part in cutlass.range(parts, unroll=4):
                 total.store(total.load() + run_at(Float32, partials, Int64(part) * size + first, self.RUN).load())
             store_params(out, form, Int64(first), total)
+
+
+KERNELS = {"project_backward": ProjectBackward, "pre_backward": PreBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

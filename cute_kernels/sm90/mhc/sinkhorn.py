@@ -18,6 +18,9 @@ from cutlass import Float32, Int32, Int64
 
 from ...gmem import UNBOUNDED
 from ...invariant import Invariant
+from ...specs import MhcSpec
+from ...tracing import Traced, traced
+from ..dtypes import DTYPES
 from .vectors import load_params, store_params
 
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
@@ -191,3 +194,10 @@ class SinkhornBackward(Invariant):
                 q[i] = q[i] * m0[i]
             _through_maximum(m0, q, self.n)
             store_params(d_logits, forms, matrix * size, q)
+
+
+KERNELS = {"sinkhorn": Sinkhorn, "sinkhorn_backward": SinkhornBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

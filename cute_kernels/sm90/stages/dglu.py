@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import DgluSpec
+from ...tracing import Traced, traced
 from ..dglu_epilogue import DgluEpilogue, DgluInputs
 from ..dtypes import DTYPES
 from ..epilogue import Addends
@@ -33,3 +34,7 @@ class Dglu:
             )
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, inputs, num_sms, position, stream)
+
+
+def trace(spec: DgluSpec) -> Traced:
+    return traced(spec, Dglu(spec))

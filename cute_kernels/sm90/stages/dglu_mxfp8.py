@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import DgluSpec
+from ...tracing import Traced, traced
 from ..dglu_epilogue import DgluEpilogue, DgluInputs
 from ..dtypes import DTYPES
 from ..epilogue import Addends
@@ -31,3 +32,7 @@ class Dglu:
             inputs = DgluInputs(addends, params, act.shape[1], preact, sums, w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)
+
+
+def trace(spec: DgluSpec) -> Traced:
+    return traced(spec, Dglu(spec))

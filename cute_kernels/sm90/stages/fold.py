@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from ...specs import FoldMxfp8Spec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..fold_mxfp8 import FoldColumns, FoldRows
 
@@ -18,3 +19,7 @@ class Fold:
     def __call__(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
         if w.shape[0] > 0:
             self.fold.launch(w, data, scale, stream)
+
+
+def trace(spec: FoldMxfp8Spec) -> Traced:
+    return traced(spec, Fold(spec))

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import GroupedGluSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import ActivationEpilogue, Addends, Inputs
 from ..grouped_gemm import GroupedGemm
@@ -39,3 +40,7 @@ class GluPreact(Glu):
             inputs = Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w.shape[1])
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act, preact), sizes, w_table, inputs, num_sms, position, stream)
+
+
+def trace(spec: GroupedGluSpec) -> Traced:
+    return traced(spec, (GluPreact if spec.save_preact else Glu)(spec))

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import GroupedGluSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import Addends, Inputs
 from ..swapped_epilogue import SwappedActivationEpilogue
@@ -28,3 +29,7 @@ class Glu:
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
+
+
+def trace(spec: GroupedGluSpec) -> Traced:
+    return traced(spec, Glu(spec))

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import GroupedGluSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import Addends, Inputs
 from ..grouped_gemm import GroupedFp8Gemm
@@ -42,3 +43,7 @@ class GluPreact(Glu):
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act, preact), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)
+
+
+def trace(spec: GroupedGluSpec) -> Traced:
+    return traced(spec, (GluPreact if spec.save_preact else Glu)(spec))

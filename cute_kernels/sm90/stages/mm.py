@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import GroupedMmSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import Addends, Inputs, LinearEpilogue, no_params
 from ..grouped_gemm import GroupedGemm
@@ -26,3 +27,7 @@ class Mm:
             inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1])
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, w_table, inputs, num_sms, position, stream)
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return traced(spec, Mm(spec))

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import GroupedMmSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import Addends, Inputs, no_params
 from ..swapped_epilogue import SwappedLinearEpilogue
@@ -26,3 +27,7 @@ class Mm:
             inputs = Inputs(Addends(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return traced(spec, Mm(spec))

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import GroupedMmSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import Addends, Inputs, LinearEpilogue, no_params
 from ..grouped_gemm import GroupedFp8Gemm
@@ -28,3 +29,7 @@ class Mm:
             inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return traced(spec, Mm(spec))

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...specs import QuantizeMxfp8Spec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..quantize_mxfp8 import STRIP, Form, Outputs, QuantizeMxfp8, RoundMxfp8
 
@@ -43,3 +44,7 @@ class Round:
         if x.shape[0] > 0:
             outputs = Outputs(Int64(out.iterator.toint()), Int64(0), Int64(0), Int64(0))
             self.round.launch(x, outputs, offs, num_groups, Form(Int32(0), Int32(0)), stream)
+
+
+def trace(spec: QuantizeMxfp8Spec) -> Traced:
+    return traced(spec, (Round if spec.rounded else Quantize)(spec))

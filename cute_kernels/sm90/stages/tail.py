@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import TailSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..tail import BackwardTail, Rows, RowSums
 from ..tile_scheduler import Groups
@@ -24,3 +25,7 @@ class Tail:
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], part_columns))
             sizes = Groups(groups, group_form, num_groups, tickets, act.shape[0])
             self.tail.launch(Rows(dx, dx_columns, dx_pitch), sums, sizes, num_sms, stream)
+
+
+def trace(spec: TailSpec) -> Traced:
+    return traced(spec, Tail(spec))

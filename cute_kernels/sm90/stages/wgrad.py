@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import GroupedWgradSpec
+from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..grouped_wgrad import GroupedWgrad
 
@@ -21,3 +22,7 @@ class Wgrad:
         if x.shape[0] > 0:
             sizes = (groups, group_form, num_groups, tickets)
             self.wgrad.launch(dy, x, dw, sizes, dw_table, mask, accumulate, num_sms, stream)
+
+
+def trace(spec: GroupedWgradSpec) -> Traced:
+    return traced(spec, Wgrad(spec))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedWgradSpec
 from cute_kernels.tiles import TileConfig
 

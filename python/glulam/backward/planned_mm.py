@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec
 
 from .. import device as gpus

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.signatures import ADDRESS, FLOAT32, INT32, Signature, signature_of
+from cute_kernels.chains import signature_of
+from cute_kernels.signatures import ADDRESS, FLOAT32, INT32, Signature
 from cute_kernels.specs import PARAM_FORMS, MhcSpec
 
 from .. import device as gpus

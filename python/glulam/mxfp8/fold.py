@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
 
 from .. import device as gpus

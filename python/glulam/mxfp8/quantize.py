@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import QUANTIZE_AXES, QuantizeMxfp8Spec
 
 from .. import device as gpus

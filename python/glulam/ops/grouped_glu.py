@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedGluSpec
 
 from .. import device as gpus

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.signatures import Signature, signature_of
+from cute_kernels.chains import signature_of
+from cute_kernels.signatures import Signature
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, QuantizeMxfp8Spec
 from cute_kernels.tiles import TileConfig
 

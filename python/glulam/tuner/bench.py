@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cute_kernels.signatures import signature_of
+from cute_kernels.chains import signature_of
 from cute_kernels.specs import Spec
 
 from .. import device as gpus

@@ -1,0 +1,217 @@
+"""The store of objects: what builds and the JIT compile once and share, found by what it is made of.
+
+An object lies in <cache root>/objects as a kernel lies in the cache (`cache.py`): under its key, beside a manifest that
+describes it, and checked as strictly before it is linked. It is kept as soon as it is compiled, so that an interrupted
+build goes on where it was. A store that cannot be used costs a warning, not the build.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cute_kernels.specs import Spec, to_dict
+
+from . import cache, host, sources, toolchain
+from . import manifest as manifests
+from .compiler import KernelArtifact
+from .errors import BundleError, CompileError
+from .manifest import Function, Manifest
+from .scratch import scratch, sweep
+from .worker import Worker
+
+UNUSED_S = 30 * 86400.0
+"""What no build and no JIT has taken for this long is removed by the next build."""
+MAX_BYTES = 2 << 30
+"""And of what is left, that which was not taken for longest, until this much is left: some 20 bundles."""
+
+
+def folder() -> Path:
+    """Where objects lie: in the cache's folder."""
+    return cache.cache_root() / cache.OBJECTS
+
+
+def entries() -> Iterator[cache.Entry]:
+    """As `cache.entries`, of objects."""
+    return cache.entries(folder(), manifests.OBJECT)
+
+
+def clear(states: tuple[str, ...] = cache.STATES) -> list[cache.Entry]:
+    """As `cache.clear`, of objects."""
+    return cache.clear(folder(), states, manifests.OBJECT)
+
+
+class Busy(Exception):
+    """Another process, or another thread, makes this object."""
+
+
+class _Stored(NamedTuple):
+    """An entry as its folder alone tells of it."""
+
+    folder: Path
+    name: str
+    used: float
+    size: int
+
+
+class Store:
+    """The objects of one tracer's specs, keyed by the sources as they are now, at the store's making.
+
+    Args:
+        tracer: "module:function" for every spec; default, the one that the kernels name for each.
+        quiet: a store that cannot be used is not worth a warning.
+    """
+
+    def __init__(self, tracer: str | None = None, quiet: bool = False) -> None:
+        self.tracer = tracer
+        self.folder = folder()
+        self._sources = sources.of(sources.package_of(tracer))
+        self._quiet = quiet
+
+    def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
+        """Copies the object of a spec to `into`/<spec.name>.o; None where there is no sound one. Needs no lock."""
+        behind = self.behind(spec)
+        entry = self.folder / cache.cache_key(spec, behind=behind)
+        inner = entry / spec.arch
+        try:
+            found = manifests.check(inner, spec.arch, behind, spec, manifests.OBJECT)
+            with manifests.opened_library(inner, found) as handle:
+                content = os.pread(handle, found.size, 0)  # of the file that was hashed, whatever has its name by now
+        except BundleError:
+            return None
+        file = into / f"{spec.name}.o"
+        file.write_bytes(content)
+        with contextlib.suppress(OSError):
+            os.utime(entry, follow_symlinks=False)
+        return KernelArtifact(spec.name, file, found.functions[spec.name].kernels)
+
+    @contextlib.contextmanager
+    def alone(self, spec: Spec, timeout: float = -1) -> Iterator[None]:
+        """Keeps others from compiling a spec's object. Raises Busy after `timeout` seconds; negative: never."""
+        import filelock
+
+        with contextlib.ExitStack() as stack:
+            try:
+                self._make_folder()
+                stack.enter_context(cache.exclusive(self.folder, self._key(spec), timeout))
+            except filelock.Timeout:
+                raise Busy from None
+            except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+                self._tell(error)
+            yield
+
+    def obtain(self, spec: Spec, into: Path, worker: Callable[[], Worker]) -> KernelArtifact:
+        """The object of a spec as `into`/<spec.name>.o: the store's, else compiled now and kept.
+
+        Args:
+            worker: called where there is something to compile; a compile process of this tracer.
+
+        Raises:
+            CompileError: it does not compile, or its sources were written meanwhile.
+        """
+        if found := self.take(spec, into):
+            return found
+        process = worker()
+        artifact = process.compile(spec, into)
+        self._check_unchanged(spec, process)
+        try:
+            self._keep(spec, artifact)
+        except (OSError, BundleError) as error:
+            self._tell(error)
+        return artifact
+
+    def longest_first(self, specs: Sequence[Spec]) -> list[Spec]:
+        """In the order of how long they probably compile: the larger an earlier object of the name, the longer."""
+        sizes: dict[str, int] = {}
+        for stored in sorted(self._stored(), key=lambda stored: stored.used):
+            sizes[stored.name] = stored.size
+        return sorted(specs, key=lambda spec: sizes.get(spec.name, MAX_BYTES), reverse=True)
+
+    def trim(self) -> None:
+        """Removes what was not used for long, and what killed processes left. Other users' objects stay."""
+        sweep(self.folder, cache.COMPILING)
+        total, oldest = 0, time.time() - UNUSED_S
+        for stored in sorted(self._stored(), key=lambda stored: stored.used, reverse=True):
+            total += stored.size
+            if total > MAX_BYTES or stored.used < oldest:
+                with contextlib.suppress(OSError, NotImplementedError):
+                    self._remove_unused(stored)
+
+    def behind(self, spec: Spec) -> dict[str, str]:
+        """Hashes of what a spec's kernels are made of, as its manifest has them."""
+        return sources.behind(sources.tracer_of(spec, self.tracer), self._sources)
+
+    def _key(self, spec: Spec) -> str:
+        return cache.cache_key(spec, behind=self.behind(spec))
+
+    def _make_folder(self) -> None:
+        root = self.folder.parent
+        cache.make_root(root)
+        is_new = not self.folder.exists()
+        cache.make_root(self.folder)
+        if is_new:
+            self.folder.chmod(stat.S_IMODE(root.stat().st_mode))  # shared if the cache is: each entry is checked
+
+    def _check_unchanged(self, spec: Spec, process: Worker) -> None:
+        """Neither since the key was taken nor since the process began, which imports each module once."""
+        tracer = sources.tracer_of(spec, self.tracer)
+        module = tracer.partition(":")[0]
+        moments = self._sources, process.sources, sources.of(sources.package_of(tracer))
+        if any(at.closure(module) != self._sources.closure(module) for at in moments):
+            raise CompileError(f"{spec.name}: its sources were edited while it was compiled; run this again")
+
+    def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:
+        behind = self.behind(spec)
+        entry = self.folder / cache.cache_key(spec, behind=behind)
+        with scratch(self.folder, cache.COMPILING) as work:
+            inner = cache.make_entry(work, spec.arch)
+            content = artifact.object_file.read_bytes()
+            file = inner / manifests.object_name(spec.arch)
+            file.write_bytes(content)
+            file.chmod(0o644)
+            sha256 = hashlib.sha256(content).hexdigest()
+            functions = {spec.name: Function(to_dict(spec), artifact.kernels)}
+            Manifest(
+                arch=spec.arch,
+                library=file.name,
+                sha256=sha256,
+                size=len(content),
+                host=host.BASELINE,
+                needs={},
+                versions=toolchain.versions(),
+                sources=behind,
+                functions=functions,
+            ).write(inner)
+            if os.path.lexists(entry):
+                cache.discard(entry)  # `take` found it damaged
+            inner.parent.rename(entry)
+
+    def _tell(self, error: Exception) -> None:
+        if not self._quiet:
+            self._quiet = True  # one disk, one warning
+            warnings.warn(
+                f"objects are not kept in {self.folder} ({error}): a later build compiles them again; "
+                f"set {cache.ENV_CACHE} to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _stored(self) -> Iterator[_Stored]:
+        with contextlib.suppress(OSError):
+            for entry in self.folder.iterdir():
+                if key := cache.key_of(entry):
+                    with contextlib.suppress(OSError):
+                        size = (entry / key["arch"] / manifests.object_name(key["arch"])).lstat().st_size
+                        yield _Stored(entry, key["name"], entry.lstat().st_mtime, size)
+
+    def _remove_unused(self, stored: _Stored) -> None:
+        with cache.exclusive(self.folder, stored.folder.name, timeout=0):
+            if stored.folder.lstat().st_mtime == stored.used:
+                cache.discard(stored.folder)

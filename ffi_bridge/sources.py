@@ -1,0 +1,195 @@
+"""What a kernel is made of: the module that traces it and what that imports of its package, found without running any.
+
+A hash over these files is what an object's key has of the sources, so that an edit makes those kernels anew that it can
+reach. Where it is not clear what an import means, it means everything: a file too many costs a compile, one too few
+serves a kernel of old sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from cute_kernels import stages
+from cute_kernels.specs import Spec
+
+from . import compiler, resources, toolchain
+from .errors import ToolchainError
+from .toolchain import Source
+
+_MAKERS = (compiler, resources)  # modules of the compile process that decide what is in an object and its record
+
+# Parsing whole files takes 0.35 s for the kernels' package, parsing the import statements alone 10 ms.
+_STATEMENT = re.compile(r"^[ \t]*((?:from|import)\b(?:[^(\n\\]|\\\n)*(?:\([^)]*\))?)", re.MULTILINE)
+_INSIDE_A_LINE = re.compile(r"[;:][ \t]*(?:from|import)\b")
+_AT_RUN_TIME = re.compile(r"\b(?:importlib|__import__|runpy|pkgutil|exec|eval)\b")
+
+
+class Import(NamedTuple):
+    """`from <level dots><module> import <name>`; an `import <module>` has level 0 and no name. "*" is every name."""
+
+    level: int
+    module: str
+    name: str
+
+
+EVERYTHING = Import(0, "", "*")
+"""Of a file that may import what it does not name."""
+
+
+def _imports_in(nodes: Iterator[ast.AST]) -> Iterator[Import]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (Import(0, alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (Import(node.level, node.module or "", alias.name) for alias in node.names)
+
+
+def _parsed(text: str) -> Iterator[Import]:
+    return _imports_in(ast.walk(ast.parse(text)))
+
+
+def imports(text: str) -> frozenset[Import]:
+    """Every import of a Python file, wherever it stands: in functions and under TYPE_CHECKING as well."""
+    if _AT_RUN_TIME.search(text):
+        return frozenset([EVERYTHING])
+    with contextlib.suppress(
+        SyntaxError
+    ):  # prose in a docstring, or a statement that a comment's parenthesis cut short
+        if not _INSIDE_A_LINE.search(text):
+            return frozenset(_parsed("\n".join(_STATEMENT.findall(text))))
+    with contextlib.suppress(SyntaxError):  # it will not run, and be another file when it does
+        return frozenset(_parsed(text))
+    return frozenset()
+
+
+@functools.cache
+def _read(source: Source) -> tuple[bytes, frozenset[Import]]:
+    """sha256 and imports of a file as it was when `source` was listed."""
+    content = Path(source.path).read_bytes()
+    return hashlib.sha256(content).digest(), imports(content.decode(errors="replace"))
+
+
+class Sources:
+    """The Python files of a top-level package or module, as they were listed at one moment; read when asked for."""
+
+    def __init__(self, package: str, files: list[Source]) -> None:
+        self.files = files
+        self._package = package
+        self._modules: dict[str, list[Source]] = {}
+        is_folder = bool(toolchain.package_folders(package))
+        for file in files:
+            parts = [package, *file.name.removesuffix(".py").split("/")] if is_folder else [package]
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            self._modules.setdefault(name, []).append(file)
+        self._closures: dict[str, list[Source]] = {}
+        self._hashes: dict[str, str] = {}
+
+    def closure(self, module: str) -> list[Source]:
+        """The files of `module` and of every module of the package that importing and running it may import, sorted.
+
+        Raises:
+            ToolchainError: there is no such module.
+        """
+        if module not in self._closures:
+            if module not in self._modules:
+                raise ToolchainError(f"the kernels' sources are missing: no module {module!r}")
+            reached, waiting = set[str](), [*self._on_the_way(module)]
+            while waiting:
+                if (name := waiting.pop()) not in reached:
+                    reached.add(name)
+                    waiting += self._imported_by(name)
+            self._closures[module] = sorted(file for name in reached for file in self._modules[name])
+        return self._closures[module]
+
+    def hash_of(self, module: str) -> str:
+        """sha256 over names and contents of the files of `closure`; where they lie does not matter."""
+        if module not in self._hashes:
+            digest = hashlib.sha256()
+            for file in self.closure(module):
+                digest.update(f"{file.name}\0".encode() + _read(file)[0])
+            self._hashes[module] = digest.hexdigest()
+        return self._hashes[module]
+
+    def _on_the_way(self, name: str) -> Iterator[str]:
+        """The modules that `import <name>` runs: the packages that it is in, and itself. `name` may be no module's."""
+        parts = name.split(".")
+        for length in range(1, len(parts) + 1):
+            if (module := ".".join(parts[:length])) in self._modules:
+                yield module
+
+    def _imported_by(self, module: str) -> Iterator[str]:
+        for file in self._modules[module]:
+            for imported in _read(file)[1]:
+                yield from self._meant(imported, module if file.name.endswith("__init__.py") else _parent(module))
+
+    def _meant(self, imported: Import, package: str) -> Iterator[str]:
+        """The modules that an import in a module of `package` runs."""
+        if imported == EVERYTHING:
+            yield from self._modules
+            return
+        for _ in range(imported.level - 1):
+            package = _parent(package)
+        base = ".".join(filter(None, [package if imported.level else "", imported.module]))
+        yield from self._on_the_way(base)
+        if imported.name == "*":
+            yield from (name for name in self._modules if _parent(name) == base)
+        elif imported.name:
+            yield from self._on_the_way(f"{base}.{imported.name}")
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+_known: dict[str, Sources] = {}
+
+
+def of(package: str) -> Sources:
+    """The sources of a package now; the same object as long as no file was added, removed or written.
+
+    Raises:
+        ToolchainError: there is no such package.
+    """
+    files = toolchain.sources_of(package)
+    known = _known.get(package)
+    if known is None or known.files != files:
+        known = _known[package] = Sources(package, files)
+    return known
+
+
+def tracer_of(spec: Spec, tracer: str | None = None) -> str:
+    """The "module:function" that traces a spec: `tracer`, or where that is None the one that the kernels name."""
+    return tracer or stages.tracer_of(spec)
+
+
+def package_of(tracer: str | None) -> str:
+    """The top-level package of a tracer; of None, the kernels'."""
+    return (tracer or stages.__name__).partition(":")[0].partition(".")[0]
+
+
+@functools.cache
+def _makers() -> str:
+    """sha256 over the part of this package that turns a traced function into an object; as old as this process."""
+    digest = hashlib.sha256()
+    for module in _MAKERS:
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()
+
+
+def behind(tracer: str, known: Sources | None = None) -> dict[str, str]:
+    """All that a tracer's kernels are made of, hashed, by name: its closure, and what compiles it.
+
+    Args:
+        tracer: "module:function".
+        known: the sources of its package, where the caller took them before.
+    """
+    module = tracer.partition(":")[0]
+    closure = (known or of(package_of(tracer))).hash_of(module)
+    return {tracer.replace(":", "."): closure, compiler.__name__: _makers()}
