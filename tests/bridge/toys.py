@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
+from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from ffi_bridge import toolchain
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TOY_TRACER = "toy_kernels:trace"
-TOY_SPECS: list[Spec] = [GroupedMmSpec(), GroupedGluSpec(save_preact=True), GroupedMlpSpec()]
+TOY_SPECS: list[Spec] = [GroupedMmSpec(), GroupedGluSpec(save_preact=True), GroupedWgradSpec()]
 MANY_SPECS: list[Spec] = [*TOY_SPECS, *(GroupedMmSpec("float16", transpose_w=flipped) for flipped in (False, True))]
 
 if str(HERE) not in sys.path:
