@@ -15,8 +15,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
 from . import entry_decoded, entry_mxfp8
-from .activation import ActivationParams
-from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes, weight_fakes
+from .activation import ActivationParams, no_params
+from .fakes import Fakes, address_fakes, groups_fakes, tail_fakes, weight_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs
 from .sm90.epilogue import ActivationEpilogue, Addends, Inputs, LinearEpilogue
 from .sm90.fold_mxfp8 import FoldColumns, FoldRows
@@ -32,6 +32,7 @@ from .sm90.quantize_mxfp8 import STRIP, Form, Outputs, QuantizeMxfp8, RoundMxfp8
 from .sm90.tail import BackwardTail, RowSums
 from .sm90.tickets import after
 from .sm90.tile_scheduler import Groups
+from .sm90.weights import gate_rows
 from .specs import (
     DECODED,
     FoldMxfp8Spec,
@@ -73,10 +74,6 @@ def _glu(spec: GroupedGluSpec) -> GroupedGemm:
     return GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec))
 
 
-def _no_params() -> ActivationParams:
-    return ActivationParams(*(Float32(p) for p in NO_PARAMS))
-
-
 def _no_addends() -> Addends:
     return Addends(Int64(0), Int64(0), Int64(0))
 
@@ -96,7 +93,7 @@ class GroupedMmEntry:
         if (do_launch > 0) & (x.shape[0] > 0):
             self.gemm.launch(
                 x, w, (y,), (groups, group_form, num_groups, tickets), w_table,
-                Inputs(Addends(bias, bias_table, scale), _no_params(), y.shape[1]), num_sms, stream,
+                Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1]), num_sms, stream,
             )  # fmt: skip
 
 
@@ -109,13 +106,15 @@ class GroupedGluEntry:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
+        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32,
         offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
+            params, addends = ActivationParams(kind, limit, alpha, offset), Addends(bias, bias_table, scale)
             self.gemm.launch(
                 x, w1, (act,), (groups, group_form, num_groups, tickets), w_table,
-                Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w1.shape[1]),
+                Inputs(addends, params, w1.shape[1], gate=gate_rows(glu_layout, w1.shape[1])),
                 num_sms, stream,
             )  # fmt: skip
 
@@ -134,13 +133,15 @@ class GroupedGluPreactEntry:
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, w2: cute.Tensor, y: cute.Tensor,
         groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, w1_table: Int64, b1: Int64,
-        b1_table: Int64, w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
+        b1_table: Int64, w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32,
         offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
-            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
+            params = ActivationParams(kind, limit, alpha, offset)
+            gate = gate_rows(glu_layout, w1.shape[1])
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], gate=gate)
             self.fc1.launch(x, w1, (act, preact), sizes, w1_table, inputs1, num_sms, stream)
             if do_launch > 1:
                 inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1])
@@ -158,13 +159,15 @@ class GroupedMlpEntry:
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, mid: cute.Tensor, y: cute.Tensor, groups: Int64,
         group_form: Int32, num_groups: Int32, tickets: Int64, w1_table: Int64, b1: Int64, b1_table: Int64,
-        w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        w2_table: Int64, b2: Int64, b2_table: Int64, scale: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32,
         num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
-            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1])
+            params = ActivationParams(kind, limit, alpha, offset)
+            gate = gate_rows(glu_layout, w1.shape[1])
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], gate=gate)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1])
             self.fc1.launch(x, w1, (mid,), sizes, w1_table, inputs1, num_sms, stream)
             self.fc2.launch(mid, w2, (y,), after(sizes), w2_table, inputs2, num_sms, stream, after_launch=True)
@@ -190,12 +193,13 @@ class GroupedDgluEntry:
     def __call__(
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
         w1: cute.Tensor, dx: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64,
-        w2_table: Int64, w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64, limit: Float32,
+        w2_table: Int64, w1_table: Int64, scale: Int64, d_scale: Int64, partials: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32,
         alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
+            params = ActivationParams(kind, limit, alpha, offset)
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], self.tile.n))
             inputs = DgluInputs(
                 Addends(Int64(0), Int64(0), scale), params, w2.shape[1], preact, sums

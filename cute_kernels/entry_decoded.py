@@ -12,11 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
-from .activation import ActivationParams
-from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
+from .activation import ActivationParams, no_params
+from .fakes import Fakes, address_fakes, groups_fakes, tail_fakes
 from .sm90.epilogue import Addends, Inputs
 from .sm90.swapped_epilogue import SwappedActivationEpilogue, SwappedLinearEpilogue
 from .sm90.swapped_gemm import SwappedGemm
+from .sm90.weights import gate_rows
 from .specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 from .tiles import SpecError
 
@@ -46,7 +47,7 @@ class GroupedMmDecodedEntry:
         stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            params = ActivationParams(*(Float32(p) for p in NO_PARAMS))
+            params = no_params()
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale)
             self.gemm.launch(x, w, y, (groups, group_form, num_groups, tickets), inputs, num_sms, stream)
 
@@ -62,13 +63,15 @@ class GroupedMlpDecodedEntry:
     def __call__(
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, mid: cute.Tensor, y: cute.Tensor, groups: Int64,
         group_form: Int32, num_groups: Int32, tickets: Int64, w1_scale: Int64, b1: Int64, b1_table: Int64,
-        w2_scale: Int64, b2: Int64, b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32,
+        w2_scale: Int64, b2: Int64, b2_table: Int64, scale: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32,
         num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
-            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale)
+            params = ActivationParams(kind, limit, alpha, offset)
+            gate = gate_rows(glu_layout, w1.shape[1])
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, gate=gate)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, w2.shape[1], w2_scale)
             self.fc1.launch(x, w1, mid, sizes, inputs1, num_sms, stream)
             self.fc2.launch(mid, w2, y, sizes, inputs2, num_sms, stream, after_launch=True)

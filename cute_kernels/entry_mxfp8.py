@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
-from .activation import ActivationParams
-from .fakes import NO_PARAMS, Fakes, address_fakes, groups_fakes, tail_fakes
+from .activation import ActivationParams, no_params
+from .fakes import Fakes, address_fakes, groups_fakes, tail_fakes
 from .sm90.dglu_epilogue import DgluEpilogue, DgluInputs
 from .sm90.epilogue import Addends, Inputs, LinearEpilogue
 from .sm90.grouped_gemm import GroupedFp8Gemm
@@ -22,6 +22,7 @@ from .sm90.quantizing_epilogue import QuantizingEpilogue
 from .sm90.tail import BackwardTail, RowSums
 from .sm90.tickets import after
 from .sm90.tile_scheduler import Groups
+from .sm90.weights import gate_rows
 from .specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -65,7 +66,7 @@ class GroupedMmMxfp8Entry:
         do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
-            params = ActivationParams(*(Float32(p) for p in NO_PARAMS))
+            params = no_params()
             inputs = Inputs(Addends(bias, bias_table, scale), params, y.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, Int64(0), inputs, num_sms, stream, x_scale=x_scale)
@@ -87,14 +88,16 @@ class GroupedMlpMxfp8Entry:
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, x8: cute.Tensor, mid8: cute.Tensor, y: cute.Tensor,
         groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, x_scale: Int64, mid_scale: Int64,
         w1_scale: Int64, b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64, b2_table: Int64, scale: Int64,
-        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, do_launch: Int32, stream: cuda.CUstream,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
+            params = ActivationParams(kind, limit, alpha, offset)
             if do_launch == 1:
                 _quantize_rows(self.quantize, x, x8, x_scale, stream)
-            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, mid_scale)
+            gate = gate_rows(glu_layout, w1.shape[1])
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, mid_scale, gate)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1], w2_scale)
             self.fc1.launch(x8, w1, (mid8,), sizes, Int64(0), inputs1, num_sms, stream, True, x_scale)
             self.fc2.launch(mid8, w2, (y,), after(sizes), Int64(0), inputs2, num_sms, stream, True, mid_scale)
@@ -113,15 +116,17 @@ class GroupedGluPreactMxfp8Entry:
         self, x: cute.Tensor, w1: cute.Tensor, w2: cute.Tensor, x8: cute.Tensor, mid8: cute.Tensor,
         preact: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64,
         x_scale: Int64, mid_scale: Int64, w1_scale: Int64, b1: Int64, b1_table: Int64, w2_scale: Int64, b2: Int64,
-        b2_table: Int64, scale: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        b2_table: Int64, scale: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
         do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (x.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
+            params = ActivationParams(kind, limit, alpha, offset)
             if do_launch == 1:
                 _quantize_rows(self.quantize, x, x8, x_scale, stream)
-            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, mid_scale)
+            gate = gate_rows(glu_layout, w1.shape[1])
+            inputs1 = Inputs(Addends(b1, b1_table, scale), params, w1.shape[1], w1_scale, mid_scale, gate)
             inputs2 = Inputs(Addends(b2, b2_table, scale), params, y.shape[1], w2_scale)
             self.fc1.launch(x8, w1, (mid8, preact), sizes, Int64(0), inputs1, num_sms, stream, True, x_scale)
             self.fc2.launch(mid8, w2, (y,), after(sizes), Int64(0), inputs2, num_sms, stream, True, mid_scale)
@@ -147,12 +152,13 @@ class GroupedDgluMxfp8Entry:
         self, dy: cute.Tensor, w2: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
         w1: cute.Tensor, dx: cute.Tensor, dy8: cute.Tensor, dpreact8: cute.Tensor, groups: Int64, group_form: Int32,
         num_groups: Int32, tickets: Int64, dy_scale: Int64, dpreact_scale: Int64, w2_scale: Int64, w1_scale: Int64,
-        scale: Int64, d_scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        scale: Int64, d_scale: Int64, partials: Int64,
+        kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
         do_launch: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if (do_launch > 0) & (dy.shape[0] > 0):
             sizes = (groups, group_form, num_groups, tickets)
-            params = ActivationParams(limit, alpha, offset)
+            params = ActivationParams(kind, limit, alpha, offset)
             _quantize_rows(self.quantize, dy, dy8, dy_scale, stream)
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], self.tile.n))
             inputs = DgluInputs(

@@ -6,10 +6,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-NO_PARAMS = (0.0, 0.0, 0.0)
+from .activation import no_params
+
 # What TMA asks of addresses and strides.
 ALIGNMENT_BITS = 128
 
@@ -56,5 +57,6 @@ def weight_fakes() -> tuple:
 
 
 def tail_fakes(with_params: bool) -> tuple:
-    params = tuple(Float32(p) for p in NO_PARAMS) if with_params else ()
+    kind, *floats = no_params()
+    params = (kind, Int32(0), *floats) if with_params else ()
     return Int64(0), *params, Int32(0), Int32(0), make_fake_stream(use_tvm_ffi_env_stream=True)
