@@ -10,23 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, const_expr
 
 from .chosen import chosen
+from .specs import ACTIVATION_FORMS, KINDS
 
 LOG2_E = 1.4426950408889634
 SQRT_2_OVER_PI = 0.7978845608028654
 SQRT_HALF = 0.7071067811865476
 INV_SQRT_2_PI = 0.3989422804014327
+# Abramowitz and Stegun 7.1.26: erfc(z) = exp(-z^2) (c1 t + ... + c5 t^5), t = 1 / (1 + step z), to 1.5e-7.
+ERFC_STEP = 0.3275911
+ERFC = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 class ActivationParams(NamedTuple):
-    """Run-time floats of clamped_swiglu; the other activations ignore them."""
+    """Which activation (specs.KINDS), and the floats of clamped_swiglu, which the others ignore."""
 
+    kind: Int32
     limit: Float32
     alpha: Float32
     offset: Float32
+
+
+def no_params() -> ActivationParams:
+    """Those of a kernel that has no activation."""
+    return ActivationParams(Int32(0), *(Float32(0.0) for _ in range(3)))
 
 
 def _at_most(x: Float32, bound: Float32) -> Float32:
@@ -50,9 +61,16 @@ def _gelu_tanh(x: Float32) -> Float32:
     return x * _sigmoid(x * (Float32(2 * SQRT_2_OVER_PI) + Float32(2 * SQRT_2_OVER_PI * 0.044715) * x * x))
 
 
-def _gelu(x: Float32) -> Float32:
-    half = Float32(0.5) * x
-    return half + half * cute.math.erf(x * Float32(SQRT_HALF))
+def _normal(x: Float32) -> tuple[Float32, Float32]:
+    """The normal distribution's cdf, to 1e-7, and sqrt(2 pi) times its density; half the instructions of erf."""
+    magnitude = cute.arch.fmax(x, -x, nan=True)
+    t = cute.arch.rcp_approx(Float32(1.0) + magnitude * Float32(ERFC_STEP * SQRT_HALF))
+    density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True)
+    tail = Float32(0.0)
+    for coefficient in reversed(ERFC):
+        tail = (tail + Float32(0.5 * coefficient)) * t
+    tail = tail * density
+    return chosen(x < Float32(0.0), tail, Float32(1.0) - tail), density
 
 
 def _clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> Float32:
@@ -68,12 +86,36 @@ GATED: dict[str, Callable[[Float32, Float32, ActivationParams], Float32]] = {
     "reglu": lambda a, u, p: _relu(a) * u,
 }
 
-UNGATED: dict[str, Callable[[Float32], Float32]] = {
-    "srelu": lambda a: _relu(a) * _relu(a),
-    "silu": _silu,
-    "gelu": _gelu,
-    "none": lambda a: a,
+UNGATED: dict[str, Callable[[Float32, ActivationParams], Float32]] = {
+    "srelu": lambda a, p: _relu(a) * _relu(a),
+    "silu": lambda a, p: _silu(a),
+    "gelu": lambda a, p: a * _normal(a)[0],
+    "none": lambda a, p: a,
 }
+
+
+def activate(form: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
+    """The activation of each (a, u), or of each a: that which `form` names, or one of its several, float32."""
+    outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
+    _fill_one_of(outputs, ACTIVATION_FORMS[form], parts, params)
+    return outputs
+
+
+@cute.jit
+def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, params: ActivationParams):
+    """A branch around all elements: each activation runs the instructions of a kernel of its own."""
+    if const_expr(len(names) == 1):
+        _fill(outputs, names[0], parts, params)
+    elif params.kind == KINDS[names[0]]:
+        _fill(outputs, names[0], parts, params)
+    else:
+        _fill_one_of(outputs, names[1:], parts, params)
+
+
+def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParams) -> None:
+    function: Callable[..., Float32] = (GATED if len(parts) == 2 else UNGATED)[name]
+    for i in range(cute.size(outputs)):
+        outputs[i] = function(*(part[i] for part in parts), params)
 
 
 def _d_silu(sigmoid: Float32, silu: Float32) -> Float32:
@@ -127,9 +169,8 @@ def _with_d_silu(a: Float32) -> tuple[Float32, Float32]:
 
 def _with_d_gelu(a: Float32) -> tuple[Float32, Float32]:
     """gelu = a Phi(a); derivative Phi(a) + a phi(a)."""
-    cdf = Float32(0.5) + Float32(0.5) * cute.math.erf(a * Float32(SQRT_HALF))
-    pdf = Float32(INV_SQRT_2_PI) * cute.math.exp2(a * a * Float32(-0.5 * LOG2_E), fastmath=True)
-    return a * cdf, cdf + a * pdf
+    cdf, density = _normal(a)
+    return a * cdf, cdf + a * density * Float32(INV_SQRT_2_PI)
 
 
 # (activation, its derivatives by a and by u).

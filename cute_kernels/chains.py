@@ -108,7 +108,8 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     return (
         *first,
         _step(
-            fc1, f"{_GROUPS} {_PARAMS} scale{preact}", x=x, w="w1", act=mid, bias="b1", bias_table="b1_table",
+            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{preact}", x=x, w="w1", act=mid, bias="b1",
+            bias_table="b1_table",
             **_scales(fc1.operands, x, "w1"), **act_scale, position=len(first),
         ),
         _step(

@@ -113,6 +113,9 @@ GROUPS = (
 )
 """Group sizes, how to read them (`sm90.tile_scheduler`), how many; counters to draw tiles by, 0 to deal them."""
 PARAMS = _each(FLOAT32, "limit alpha offset", optional=True)
+"""Of clamped_swiglu; the other activations ignore them."""
+ACTIVATION = (*_each(INT32, "kind glu_layout", optional=True), *PARAMS)
+"""Which of its activations (`specs.KINDS`) and gate layouts (`specs.LAYOUTS`) a kernel of several computes."""
 LAUNCH = (*_each(INT32, "num_sms"), *_each(INT32, "position", optional=True))
 """SMs of the GPU; how many kernels of the same call come before: with any, the launch is programmatic."""
 
@@ -154,7 +157,7 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     tensors = _rows("x", "T H", x), _weight("w", f"E {both} H", w), _rows("act", "T I", act)
     preact = (_rows("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
-    numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *PARAMS, *LAUNCH)
+    numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
     return Signature((*tensors, *preact, *numbers), _blocks(spec.operands, "H I"))
 
 

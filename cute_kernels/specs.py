@@ -20,6 +20,18 @@ GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
 UNGATED = ("srelu", "silu", "gelu", "none")
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
+KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
+LAYOUTS = {name: number for number, name in enumerate(GLU_LAYOUTS)}
+"""What a function is told of its activation and its gate layout, whether its kernel is compiled for them or not."""
+ACTIVATION_FORMS = {"gated": GATED, "ungated": UNGATED} | {name: (name,) for name in ACTIVATIONS}
+LAYOUT_FORMS = {"blocked": GLU_LAYOUTS, "strided": ("concat", "interleaved")} | {name: (name,) for name in GLU_LAYOUTS}
+"""What a kernel is compiled for, and those that it serves; which of several, it is told at run time.
+
+    blocked   where I is a multiple of 32
+    strided   any I
+
+A backward serves one of each: a branch costs it up to twice its time, one formula for all gated ones 1 to 10 %.
+"""
 OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
 """What a GEMM multiplies, and what its name says of it.
 
@@ -59,10 +71,15 @@ def _check_decoded(operands: str, dtype: str) -> None:
         )
 
 
+def is_gated(activation: str) -> bool:
+    """Of an activation, or of a form of several."""
+    return ACTIVATION_FORMS[activation][0] in GATED
+
+
 def _check_activation(activation: str, glu_layout: str) -> None:
-    require("activation", activation, ACTIVATIONS)
-    require("glu_layout", glu_layout, GLU_LAYOUTS)
-    if activation not in GATED and glu_layout != "concat":
+    require("activation", activation, ACTIVATION_FORMS)
+    require("glu_layout", glu_layout, LAYOUT_FORMS)
+    if not is_gated(activation) and glu_layout != "concat":
         raise SpecError(
             f"glu_layout={glu_layout!r} has no meaning for activation={activation!r}, which has no gate; "
             "leave glu_layout at 'concat'"
@@ -125,7 +142,7 @@ class GroupedGluSpec:
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED
+        return is_gated(self.activation)
 
     @property
     def stem(self) -> str:
@@ -161,11 +178,13 @@ class GroupedDgluSpec:
         for tile in (self.tile, self.dgrad) if self.dgrad else (self.tile,):
             _check_operands(self.operands, tile)
         check_accumulators(self.tile, self.tile.max_accumulators)
+        require("activation", self.activation, ACTIVATIONS)
+        require("glu_layout", self.glu_layout, GLU_LAYOUTS)
         _check_activation(self.activation, self.glu_layout)
 
     @property
     def gated(self) -> bool:
-        return self.activation in GATED
+        return is_gated(self.activation)
 
     @property
     def stem(self) -> str:

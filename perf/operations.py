@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
+from cute_kernels.specs import (
+    ACTIVATION_FORMS,
+    LAYOUT_FORMS,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    Spec,
+)
 from glulam import reference
-from glulam.activations import ActivationParams
+from glulam.activations import ActivationParams, kernel_params
 from glulam.ops.grouped_dglu import partials_shape
 from glulam.tickets import new_counters
 
@@ -115,6 +124,11 @@ class Operation(ABC):
         """cuBLAS on one matrix of the same FLOP: no groups, no activation."""
 
 
+def served(spec: GroupedGluSpec) -> tuple[str, str]:
+    """An activation and a gate layout that a kernel computes."""
+    return ACTIVATION_FORMS[spec.activation][0], LAYOUT_FORMS[spec.glu_layout][0]
+
+
 def flop(operation: Operation, rows: int) -> int:
     """Useful floating-point operations: two for a multiply-add, activations not counted."""
     return sum(2 * rows * weight[0].numel() for weight in operation.weight)
@@ -145,12 +159,13 @@ class Fc1(Operation):
     def arguments(self) -> dict[str, Any]:
         preact = {} if self.preact is None else {"preact": self.preact}
         return {
-            "x": self.x, "w": self.w1, "act": self.act, **preact, **self.groups.arguments, **PARAMS._asdict()
+            "x": self.x, "w": self.w1, "act": self.act, **preact, **self.groups.arguments,
+            **kernel_params(*served(self.spec), PARAMS)._asdict(),
         }  # fmt: skip
 
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)
-        form = (self.spec.activation, self.spec.glu_layout, PARAMS)
+        form = (*served(self.spec), PARAMS)
         reference.grouped_glu(self.x, self.w1, self.groups.ends, None, None, form, made[0], (*made, None)[1])
         return made
 
@@ -228,10 +243,10 @@ class Mlp(Operation):
 
     def arguments(self) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in ("x", "w1", "w2", "mid", "y")}
-        return {**tensors, **self.groups.arguments, **PARAMS._asdict()}
+        return {**tensors, **self.groups.arguments, **kernel_params(*served(self.spec.fc1), PARAMS)._asdict()}
 
     def expected(self) -> tuple[Tensor, ...]:
-        y, form = torch.empty_like(self.y), (self.spec.fc1.activation, self.spec.fc1.glu_layout, PARAMS)
+        y, form = torch.empty_like(self.y), (*served(self.spec.fc1), PARAMS)
         reference.grouped_mlp(self.x, self.w1, self.w2, self.groups.ends, None, None, None, form, y)
         return (y,)
 

@@ -23,7 +23,7 @@ BARE = "bare launches of forward and backward (4 calls, 7 launches)"
 AUTOGRAD = "part: autograd alone, with the same tensors saved and allocated, and no kernel"
 
 ARCH = "sm_90a"
-FORWARD = GroupedMlpSpec(GroupedGluSpec(save_preact=True, tile=SMALL), GroupedMmSpec(tile=SMALL))
+FORWARD = GroupedMlpSpec(GroupedGluSpec("bfloat16", "gated", "blocked", True, SMALL), GroupedMmSpec(tile=SMALL))
 BACKWARD = GroupedDgluSpec(tile=LARGE, dgrad=LARGE)
 WEIGHTS = GroupedWgradSpec(tile=WGRAD)
 

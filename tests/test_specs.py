@@ -12,11 +12,15 @@ import pytest
 
 from cute_kernels.sm90.configs import LARGE_W8, TILES, TILES_W8, activation_forms, shipped_specs
 from cute_kernels.specs import (
+    ACTIVATION_FORMS,
     ACTIVATIONS,
     DECODED,
     GATED,
     GLU_LAYOUTS,
+    KINDS,
+    LAYOUTS,
     MHC_KERNELS,
+    UNGATED,
     DgluSpec,
     GroupedDgluSpec,
     GroupedGluSpec,
@@ -61,6 +65,38 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
             for activation, layout in activation_forms():
                 glu = GroupedGluSpec("bfloat16", activation, layout, False, tile, operands=operands)
                 assert GroupedMlpSpec(glu, mm) in specs
+
+
+@pytest.mark.parametrize(("form", "served"), [("gated", GATED), ("ungated", UNGATED)])
+def test_one_kernel_serves_several_activations(form: str, served: tuple[str, ...]) -> None:
+    spec = GroupedGluSpec(activation=form)
+    assert ACTIVATION_FORMS[form] == served
+    assert all(GroupedGluSpec(activation=name).gated == spec.gated for name in served)
+    assert spec.name not in {GroupedGluSpec(activation=name).name for name in served}
+    assert from_dict(to_dict(spec)) == spec
+
+
+def test_activations_and_layouts_have_numbers_of_their_own() -> None:
+    assert sorted(KINDS.values()) == list(range(len(ACTIVATIONS)))
+    assert sorted(LAYOUTS.values()) == list(range(len(GLU_LAYOUTS)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"activation": "ungated", "glu_layout": "blocked"}, "has no gate"),
+        ({"activation": "any"}, "activation='any' is not supported; choose one of: gated, ungated, swiglu"),
+    ],
+)
+def test_forms_that_no_kernel_has(fields: dict[str, str], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        GroupedGluSpec(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"activation": "gated"}, {"glu_layout": "blocked"}])
+def test_a_backward_is_compiled_for_one_activation_and_layout(fields: dict[str, str]) -> None:
+    with pytest.raises(SpecError, match="choose one of: (swiglu|concat)"):
+        GroupedDgluSpec(**fields)  # type: ignore[arg-type]
 
 
 def test_a_swapped_tile_counts_in_weight_rows() -> None:

@@ -29,6 +29,8 @@ from ..specs import (
 from ..tiles import TileConfig
 
 ARCH = "sm_90a"
+BLOCK_ROWS = 32
+"""Rows of a gate's half that lie together in every layout, where I is a multiple of them."""
 # Pingpong: an epilogue that runs beside the other warpgroup's MMAs is worth more than the operand traffic that a tile
 # of 128 x 256 saves. Two CTAs share weights where they can, which is faster where groups are small (0.98 against 0.95
 # of dense cuBLAS on Qwen3-30B), and rows where they must, for a fixed (2, 1) leaves one of them idle at a group's odd
@@ -65,8 +67,30 @@ TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8, NARROW_W8)
 
 
 def activation_forms() -> list[tuple[str, str]]:
-    """Every (activation, glu_layout) that has code of its own."""
+    """Every (activation, glu_layout) that there is."""
     return [*product(GATED, GLU_LAYOUTS), *((a, "concat") for a in UNGATED)]
+
+
+def glu_form(
+    activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool
+) -> tuple[str, str]:
+    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it. `width`: I.
+
+    A branch hides behind the MMAs of a 16-bit tile (1.001 times as long) and of a large one in MXFP8 (1.001), but not
+    behind those of a small one in MXFP8 (1.006), beside its preactivation (1.02), or behind decoding (1.01 to 1.04).
+    """
+    if operands != "16bit" and (operands != "mxfp8" or tile != LARGE8 or save_preact):
+        return activation, glu_layout
+    if activation in UNGATED:
+        return "ungated", glu_layout
+    return "gated", "strided" if width % BLOCK_ROWS else "blocked"
+
+
+def glu_forms(operands: str, tile: TileConfig, save_preact: bool = False) -> list[tuple[str, str]]:
+    """Every form that `glu_form` gives, in a fixed order."""
+    widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
+    asked = product(activation_forms(), widths)
+    return list(dict.fromkeys(glu_form(*form, width, operands, tile, save_preact) for form, width in asked))
 
 
 def fc2_tile(fc1: TileConfig) -> TileConfig:
@@ -81,7 +105,8 @@ PROFILES = ("demo", "bf16", "full")
 def shipped_specs(profile: str = "full") -> list[Spec]:
     """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
     if profile == "demo":
-        return [GroupedMlpSpec(GroupedGluSpec(tile=tile), GroupedMmSpec(tile=tile)) for tile in TILES]
+        fc1 = [GroupedGluSpec("bfloat16", "gated", "blocked", tile=tile) for tile in TILES]
+        return [GroupedMlpSpec(one, GroupedMmSpec(tile=one.tile)) for one in fc1]
     return [spec for spec in _all_specs() if profile == "full" or spec.dtype != "float16"]
 
 
@@ -90,9 +115,9 @@ def _all_specs() -> list[Spec]:
     for tile, dtype in product(TILES, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, tile)
         specs += [fc2, GroupedMmSpec(dtype, True, tile)]
-        for activation, layout in activation_forms():
-            for save_preact in (False, True):
-                fc1 = GroupedGluSpec(dtype, activation, layout, save_preact, tile)
+        for save_preact in (False, True):
+            for form in glu_forms("16bit", tile):
+                fc1 = GroupedGluSpec(dtype, *form, save_preact, tile)
                 specs += [fc1, GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]
@@ -111,12 +136,13 @@ def mxfp8_specs() -> list[Spec]:
     for tile, dtype in product(TILES8, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, fc2_tile(tile), operands=mxfp8)
         specs.append(fc2)
-        for activation, layout in activation_forms():
-            fc1 = GroupedGluSpec(dtype, activation, layout, False, tile, operands=mxfp8)
+        for form in glu_forms(mxfp8, tile):
+            fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=mxfp8)
             specs += [GroupedMlpSpec(fc1, fc2, quantized) for quantized in (False, True)]
-    for dtype, (activation, layout) in product(DTYPES, activation_forms()):
-        fc1 = GroupedGluSpec(dtype, activation, layout, True, LARGE8, operands=mxfp8)
+    for dtype, form in product(DTYPES, glu_forms(mxfp8, LARGE8, save_preact=True)):
+        fc1 = GroupedGluSpec(dtype, *form, True, LARGE8, operands=mxfp8)
         specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(dtype, False, LARGE8, operands=mxfp8)))
+    for dtype, (activation, layout) in product(DTYPES, activation_forms()):
         for dgrad in (None, LARGE8):
             specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, dgrad, operands=mxfp8))
     return specs
@@ -128,9 +154,10 @@ def decoded_specs() -> list[Spec]:
     for tile in TILES_W8:
         fc2 = GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")
         specs.append(fc2)
-        for operands, (activation, layout) in product(DECODED, activation_forms()):
-            fc1 = GroupedGluSpec("bfloat16", activation, layout, False, tile, operands=operands)
-            specs.append(GroupedMlpSpec(fc1, fc2))
+        for operands in DECODED:
+            for form in glu_forms(operands, tile):
+                fc1 = GroupedGluSpec("bfloat16", *form, False, tile, operands=operands)
+                specs.append(GroupedMlpSpec(fc1, fc2))
     return specs
 
 

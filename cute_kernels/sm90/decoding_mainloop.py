@@ -33,7 +33,7 @@ from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
 from .swapped_rows import ROW_HALVES, SwappedRows
 from .tile_scheduler import WorkTile
 from .turns import THREADS
-from .weights import ExpertAddress, expert_offset, lo_hi, row_of
+from .weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 
 E4M3 = Float8E4M3FN
 SCALE_BLOCK = 32
@@ -45,13 +45,16 @@ FRAGMENT_REGS = 4
 
 
 class ScaleGrid(NamedTuple):
-    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles. share: a warpgroup's."""
+    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles. share: a warpgroup's.
+    gate: which of the rows are whose.
+    """
 
     address: Int64
     rows: Int32
     blocks: Int32
     k_tiles: Int32
     share: TileShare
+    gate: GateRows
 
 
 class WeightScales(Invariant):
@@ -88,7 +91,7 @@ class WeightScales(Invariant):
         for i in cutlass.range_constexpr(self.rows.count):
             # Rows past the last one are zeros and never stored: any row's scales will do.
             column = work.n_tile * self.rows.part_n + self.rows.column(i, grid.share.first_slab, thread)
-            row = row_of(self.layout, cutlass.min(column, half - 1), self.rows.part(i), half)
+            row = row_of(self.layout, grid.gate, cutlass.min(column, half - 1), self.rows.part(i), half)
             self.begins[i] = row * grid.blocks
 
     @cute.jit
@@ -170,13 +173,15 @@ class DecodingMainloop(WeightsFirst):
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
-    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64) -> Operands:
+    def operands(
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64, gate: GateRows
+    ) -> Operands:
         """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(E4M3, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
-        return Operands(atom_a, a, atom_b, b, (address, rows), scales)
+        return Operands(atom_a, a, atom_b, b, (address, rows, gate), scales)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
         return cute.size(operands.b, mode=[1])
@@ -194,7 +199,7 @@ class DecodingMainloop(WeightsFirst):
         with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
-        address, _ = operands.extra
+        address, *_ = operands.extra
         w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
         tAsA, tAgA = _partition(
             operands.atom_a, cute.flat_divide(sA, w_box), cute.local_tile(operands.a, w_box, (None, None, None, None))
@@ -236,9 +241,9 @@ class DecodingMainloop(WeightsFirst):
 
     def scales(self, operands: Operands, share: TileShare) -> WeightScales:
         """A thread's, for all of its tiles."""
-        _, expert_rows = operands.extra
+        _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
-        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share)
+        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
         return WeightScales(grid, self.rows, self.layout)
 
     @cute.jit

@@ -25,6 +25,7 @@ from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactP
 from .store import COLS, ROW_BYTES, ROWS, Slots
 from .tail import RowSums
 from .tile_scheduler import Groups, WorkTile
+from .weights import NO_GATE, GateRows
 
 
 class DgluInputs(NamedTuple):
@@ -36,6 +37,7 @@ class DgluInputs(NamedTuple):
     preact: cute.Tensor | PreactLoads
     sums: RowSums
     w_scale: Int64 = Int64(0)
+    gate: GateRows = NO_GATE
 
 
 class DgluState(WarpgroupState):
@@ -67,7 +69,7 @@ class DgluEpilogue(Epilogue):
         self.num_barriers = 2 * PAIRS
         self.has_load_role = True
 
-    def store_views(self, outputs: tuple) -> tuple:
+    def store_views(self, outputs: tuple, inputs: DgluInputs) -> tuple:
         return self.preact_layout.view(outputs[0]), outputs[1]
 
     def kernel_inputs(self, inputs: DgluInputs) -> DgluInputs:

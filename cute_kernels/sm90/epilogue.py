@@ -16,17 +16,15 @@ from .. import activation as act
 from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import GroupedGluSpec
+from ..specs import LAYOUT_FORMS, LAYOUTS, GroupedGluSpec
 from ..tiles import TileConfig
 from .scales import power_of_two
 from .store import ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
-from .weights import row_of
+from .weights import BLOCK_ROWS, NO_GATE, GateRows, row_of
 
 UPPER_HALF = -(1 << 16)
-# Of one half before as many of the other, in the layout interleaved32.
-INTERLEAVED_ROWS = 32
 
 
 class Addends(NamedTuple):
@@ -38,11 +36,6 @@ class Addends(NamedTuple):
     bias: Int64
     bias_table: Int64
     scale: Int64
-
-
-def no_params() -> act.ActivationParams:
-    """Of an epilogue without an activation."""
-    return act.ActivationParams(*(Float32(0.0) for _ in act.ActivationParams._fields))
 
 
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
@@ -74,6 +67,7 @@ class Inputs(NamedTuple):
 
     bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
     for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
+    gate: where a gated layer's weight rows lie. saves_preact: 0 where a kernel that could store it should not.
     """
 
     addends: Addends
@@ -81,6 +75,8 @@ class Inputs(NamedTuple):
     bias_size: Int32
     w_scale: Int64 = Int64(0)
     out_scale: Int64 = Int64(0)
+    gate: GateRows = NO_GATE
+    saves_preact: Int32 = Int32(1)
 
 
 class ColumnSmem(NamedTuple):
@@ -164,7 +160,7 @@ class Epilogue(Invariant):
     def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: ColumnSmem, ring: Any) -> WarpgroupState:
         return WarpgroupState(inputs, slots, smem)
 
-    def store_views(self, outputs: tuple) -> tuple:
+    def store_views(self, outputs: tuple, inputs: Any) -> tuple:
         """How the outputs look to TMA stores."""
         return outputs
 
@@ -309,16 +305,19 @@ class ActivationEpilogue(Epilogue):
         self.preact_chunks = spec.tile.n // spec.tile.chunk_columns if spec.save_preact else 0
         super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
 
-    def store_views(self, outputs: tuple) -> tuple:
-        if self.spec.save_preact and self.spec.gated and self.layout == "concat":
-            return outputs[0], halves(outputs[1])
+    def store_views(self, outputs: tuple, inputs: Any) -> tuple:
+        if self.spec.save_preact and self.spec.gated:
+            if self.layout == "concat":
+                return outputs[0], halves(outputs[1])
+            if self.layout not in LAYOUTS:
+                return outputs[0], halves(outputs[1], inputs.gate.layout)
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
         if not self.spec.gated:
             return column
         half = state.bias_size // 2
-        element = row_of(self.layout, column, part, half)
+        element = row_of(self.layout, state.inputs.gate, column, part, half)
         return chosen(column < half, element, state.bias_size)
 
     @cute.jit
@@ -329,7 +328,9 @@ class ActivationEpilogue(Epilogue):
         self._scale_columns(state, acc)
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
-            self._store_preact(state, acc, stores[1], work, row, first_slot)
+            # Its chunks are even in number: without them, others keep their slots.
+            if state.inputs.saves_preact != 0:
+                self._store_preact(state, acc, stores[1], work, row, first_slot)
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             values = self._activated(state, acc, chunk, scales)
             tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * self.cols, cols=self.cols)
@@ -340,15 +341,10 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], scales: cute.Tensor
     ) -> cute.Tensor:
         """One chunk of outputs, from its accumulators and, gated, from their partners half a tile on."""
-        a = chunk_of(acc, chunk, self.cols)
-        outputs = cute.make_rmem_tensor(cute.size(a), Float32)
-        if const_expr(self.spec.gated):
-            u = chunk_of(acc, self.part_n // self.cols + chunk, self.cols)
-            for i in cutlass.range(cute.size(a), unroll_full=True):
-                outputs[i] = act.GATED[self.spec.activation](a[i], u[i], state.params) * scales[i // 2 % 2]
-        else:
-            for i in cutlass.range(cute.size(a), unroll_full=True):
-                outputs[i] = act.UNGATED[self.spec.activation](a[i]) * scales[i // 2 % 2]
+        parts = tuple(chunk_of(acc, part * (self.part_n // self.cols) + chunk, self.cols) for part in range(self.parts))
+        outputs = act.activate(self.spec.activation, parts, state.params)
+        for i in cutlass.range_constexpr(cute.size(outputs)):
+            outputs[i] *= scales[i // 2 % 2]
         return outputs
 
     @cute.jit
@@ -362,7 +358,8 @@ class ActivationEpilogue(Epilogue):
             if const_expr(self.spec.gated):
                 u = chunk_of(acc, self.part_n // self.cols + chunk, self.cols)
                 column = work.n_tile * self.part_n + chunk * self.cols
-                store_gate_pair(state.slots, self.layout, a, u, target, work, row, column, first_slot)
+                layout = state.inputs.gate.layout
+                store_gate_pair(state.slots, self.layout, layout, a, u, target, work, row, column, first_slot)
             else:
                 tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * self.cols, cols=self.cols)
                 state.slots.put(a, target, tile, (first_slot + chunk) % SLOTS)
@@ -370,29 +367,52 @@ class ActivationEpilogue(Epilogue):
 
 @cute.jit
 def store_gate_pair(
-    slots: Slots, layout: cutlass.Constexpr[str], a: cute.Tensor, u: cute.Tensor, target: RaggedStore, work: WorkTile,
-    row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
+    slots: Slots, form: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: RaggedStore,
+    work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
-    """Store a slot's columns of each half, from `column` of a half on, as the two slots that `layout` makes of them.
+    """Store a slot's columns of each half, from `column` of a half on, as the two slots that the layout makes of them:
+    `form`, or the one of its several that `layout` is.
 
-    `target` has a mode for the half where the layout is concat.
+    `target` has a mode for the half where the layout may be concat.
     """
-    cols, half = slots.cols, cute.size(a) // 2
+    a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
+    names = LAYOUT_FORMS[form]
     for i in cutlass.range_constexpr(2):
         slot = (first_slot + i) % SLOTS
-        if const_expr(layout == "concat"):
-            slots.fill(a if const_expr(i == 0) else u, slot)
-            tile = target.tile(work, row, column, i, cols)
+        slots.acquire()
+        _write_one_of(slots, names, layout, a, u, i, slot)
+        in_halves, joined = column, 2 * column + i * slots.cols
+        if const_expr(len(names) > 1):
+            is_concat = layout == LAYOUTS["concat"]
+            at, half = chosen(is_concat, in_halves, joined), chosen(is_concat, Int32(i), Int32(0))
         else:
-            half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
-            if const_expr(layout == "interleaved"):
-                _fill_interleaved(slots, half_a, half_u, slot)
-            elif const_expr(cols == INTERLEAVED_ROWS):
-                slots.fill(a if const_expr(i == 0) else u, slot)
-            else:
-                slots.fill(_joined(half_a, half_u), slot)
-            tile = target.tile(work, row, 2 * column + i * cols, cols=cols)
-        slots.store(target, tile, slot)
+            at, half = (in_halves, i) if const_expr(form == "concat") else (joined, None)
+        slots.store(target, target.tile(work, row, at, half, slots.cols), slot)
+
+
+@cute.jit
+def _write_one_of(
+    slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
+    i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
+):  # fmt: skip
+    """Fill slot i of a pair from converted halves, in that of the layouts which `layout` is."""
+    if const_expr(len(names) == 1):
+        _write_of_pair(slots, names[0], a, u, i, slot)
+    elif layout == LAYOUTS[names[0]]:
+        _write_of_pair(slots, names[0], a, u, i, slot)
+    else:
+        _write_one_of(slots, names[1:], layout, a, u, i, slot)
+
+
+def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
+    half = cute.size(a) // 2
+    half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
+    if name == "interleaved":
+        _write_interleaved(slots, half_a, half_u, slot)
+    elif name == "concat" or slots.cols == BLOCK_ROWS:
+        slots.write(a if i == 0 else u, slot)
+    else:
+        slots.write(_joined(half_a, half_u), slot)
 
 
 def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
@@ -404,15 +424,13 @@ def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def _fill_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
+def _write_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
     """A slot's columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
     lane = slots.thread % 32
-    slots.acquire()
     for i in cutlass.range_constexpr(cute.size(a) // 2):
         quad = cute.make_rmem_tensor(4, a.element_type)
         for pair in cutlass.range_constexpr(2):
             quad[2 * pair] = a[2 * i + pair]
             quad[2 * pair + 1] = u[2 * i + pair]
-        out = narrowed(quad, slots.dtype)
         line = slots.smem[slots.thread // 32 * 16 + lane // 4 + i % 2 * 8, None, slot]
-        cute.autovec_copy(out, cute.local_tile(line, (4,), (i // 2 * 4 + lane % 4,)))
+        cute.autovec_copy(quad, cute.local_tile(line, (4,), (i // 2 * 4 + lane % 4,)))

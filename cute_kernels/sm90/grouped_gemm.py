@@ -66,13 +66,14 @@ class GroupedGemm(PersistentGemm):
 
         See PersistentGemm.start for `position`.
         """
-        view, address = weight_view(w, w_table, self.epilogue.parts, self.epilogue.layout, self.transposed)
+        epilogue = self.epilogue
+        view, address = weight_view(w, w_table, epilogue.parts, epilogue.layout, self.transposed, inputs.gate)
         operands = self.make_mainloop().operands(x, view, address, Int64(x_scale))
-        stores = tuple(self._make_store(view) for view in self.epilogue.store_views(outputs))
+        stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
         groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
-        inputs = self.epilogue.kernel_inputs(inputs)
+        inputs = epilogue.kernel_inputs(inputs)
         self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, position)
 
 

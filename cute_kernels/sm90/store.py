@@ -14,7 +14,9 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from ..chosen import chosen
 from ..invariant import Invariant
+from ..specs import LAYOUTS
 from .budget import ROW_BYTES as ROW_BYTES
 from .budget import ROWS as ROWS
 from .budget import SLOT_BYTES as SLOT_BYTES
@@ -38,8 +40,9 @@ class RaggedStore(NamedTuple):
     tensor: cute.Tensor
 
     def tile(
-        self, work: WorkTile, row: Int32, col: Int32, half: int | None = None, cols: int = COLS, rows: int = ROWS
-    ) -> cute.Tensor:
+        self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = COLS,
+        rows: int = ROWS,
+    ) -> cute.Tensor:  # fmt: skip
         """The 64 x 64 tile at (row, col), or of as many rows and columns as a slot has."""
         group = clipped(self.tensor, row, work.group_end)
         if half is not None:
@@ -81,11 +84,17 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
     return RaggedStore(atom, view)
 
 
-def halves(tensor: cute.Tensor) -> cute.Tensor:
-    """A concat preactivation [T, 2I] as (T, I, half): each half clips at its own last column."""
+def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
+    """A concat preactivation [T, 2I] as (T, I, half): each half clips at its own last column. Where `layout` says that
+    it is none, at run time, as (T, 2I, 1).
+    """
     rows, cols = tensor.shape
     half = cols // 2
-    return cute.make_tensor(tensor.iterator, cute.make_layout((rows, half, 2), stride=(*tensor.stride, half)))
+    shape = rows, half, 2
+    if layout is not None:
+        is_concat = layout == LAYOUTS["concat"]
+        shape = rows, chosen(is_concat, half, cols), chosen(is_concat, Int32(2), Int32(1))
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=(*tensor.stride, half)))
 
 
 def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:

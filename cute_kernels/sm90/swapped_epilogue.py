@@ -90,6 +90,7 @@ class SwappedState(Invariant):
         self.addends = inputs.addends
         self.params = inputs.params
         self.bias_size = inputs.bias_size
+        self.gate = inputs.gate
         self.slots = slots
         self.smem = smem
         self.lane = slots.thread % 32
@@ -152,7 +153,7 @@ class SwappedEpilogue(Epilogue):
         for i in cutlass.range_constexpr(self.rows.count):
             column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
             if column < half:
-                biases[i] = Float32(bias[row_of(self.layout, column, self.rows.part(i), half)])
+                biases[i] = Float32(bias[row_of(self.layout, state.gate, column, self.rows.part(i), half)])
 
     @cute.jit
     def finish(
@@ -180,21 +181,30 @@ class SwappedEpilogue(Epilogue):
         column_chunk: cutlass.Constexpr[int],
     ):  # fmt: skip
         """A chunk of results, float32: for each 8 rows, the thread's columns by two rows."""
-        slab_regs = cute.size(acc) // self.slabs
-        count = self.rows.thread_columns
-        outputs = cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32)
-        for i in cutlass.range_constexpr(cute.size(outputs)):
+        slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
+        sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))
+        for i in cutlass.range_constexpr(cute.size(sums[0])):
             eight = row_chunk * (self.chunk_rows // 8) + i // (2 * count)
-            row = 8 * eight + 2 * (state.lane % 4) + i % 2
-            first = count * column_chunk + i // 2 % count
-            rows = [first + part * self.rows.part_count for part in range(self.parts)]
-            sums = [registers(acc, r // 2 * slab_regs)[4 * eight + 2 * (r % 2) + i % 2] for r in rows]
-            outputs[i] = self._output(state, sums, [biases[r] for r in rows], state.smem.scales[row])
+            for part in cutlass.range_constexpr(self.parts):
+                row = count * column_chunk + i // 2 % count + part * self.rows.part_count
+                total = registers(acc, row // 2 * slab_regs)[4 * eight + 2 * (row % 2) + i % 2]
+                bias = biases[row]
+                if const_expr(self.scales_bias):
+                    bias *= self._row_scale(state, eight, i)
+                sums[part][i] = total + bias
+        outputs = self._activated(state, sums)
+        if const_expr(not self.scales_bias):
+            for i in cutlass.range_constexpr(cute.size(outputs)):
+                outputs[i] *= self._row_scale(state, row_chunk * (self.chunk_rows // 8) + i // (2 * count), i)
         return outputs
 
-    def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
-        """One result, of an accumulator and a bias for each part, and its row's scale."""
-        raise NotImplementedError
+    def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
+        """Of the row of a chunk's result i, which is one of the tile's eight rows number `eight`."""
+        return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
+
+    def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
+        """Results but for row scales, of sums for each part."""
+        return sums[0]
 
     def _round(self, state: SwappedState, values: cute.Tensor) -> None:
         """Round a chunk of results to numbers of another format."""
@@ -204,9 +214,6 @@ class SwappedLinearEpilogue(SwappedEpilogue):
     """y = acc + bias * scale[row]."""
 
     scales_bias = True
-
-    def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
-        return sums[0] + biases[0] * scale
 
 
 class SwappedActivationEpilogue(SwappedEpilogue):
@@ -220,11 +227,8 @@ class SwappedActivationEpilogue(SwappedEpilogue):
         self.rounds = spec.operands == "mxfp8_exact"
         super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout)
 
-    def _output(self, state: SwappedState, sums: list[Float32], biases: list[Float32], scale: Float32) -> Float32:
-        values = [total + bias for total, bias in zip(sums, biases, strict=True)]
-        if self.spec.gated:
-            return act.GATED[self.spec.activation](values[0], values[1], state.params) * scale
-        return act.UNGATED[self.spec.activation](values[0]) * scale
+    def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
+        return act.activate(self.spec.activation, sums, state.params)
 
     @cute.jit
     def _round(self, state: SwappedState, values: cute.Tensor):

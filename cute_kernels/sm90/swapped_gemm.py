@@ -120,8 +120,8 @@ class SwappedGemm(PersistentGemm):
     ):  # fmt: skip
         """Launch on `stream`. See PersistentGemm.start for `position`."""
         rows = Int32(w.shape[1])
-        view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False)
-        operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale)
+        view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False, inputs.gate)
+        operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale, inputs.gate)
         stores = (store.make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
         grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
         self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, position)

@@ -13,6 +13,9 @@ the rows of a half lie is a matter of strides only:
     interleaved    2 i + h                    I : 2 K                 K
     interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
 
+So a kernel for blocks of 32 rows serves every layout of a half of whole blocks (form "blocked"), and one for rows at
+one stride the first two (form "strided").
+
 The bounds of i and of k are the descriptor's, so a tile that hangs over an edge is filled with zeros.
 """
 
@@ -24,7 +27,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
+from ..chosen import chosen
 from ..gmem import vector_at
+from ..specs import LAYOUTS
 from .tile_scheduler import WorkTile
 
 UNIT_BYTES = 16
@@ -36,6 +41,8 @@ HI_BOUND = 2**20
 # reads again, and for what others read while much is written.
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 LINE_BYTES = 128
+# Of one half before as many of the other, in the layout interleaved32.
+BLOCK_ROWS = 32
 
 
 class ExpertAddress(NamedTuple):
@@ -46,6 +53,29 @@ class ExpertAddress(NamedTuple):
     part_units: Int64
 
 
+class GateRows(NamedTuple):
+    """Where a gated layer's weight rows lie, at run time: row i of half h is i % 32 * step + i / 32 * block + h * half.
+
+    `layout`: its number, of specs.LAYOUTS.
+    """
+
+    layout: Int32
+    step: Int32
+    block: Int32
+    half: Int32
+
+
+NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
+
+
+def gate_rows(layout: Int32, rows: Int32) -> GateRows:
+    """Of an expert with so many weight rows, both halves'."""
+    is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
+    half = chosen(is_concat, rows // 2, chosen(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
+    block = chosen(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
+    return GateRows(layout, chosen(is_interleaved, Int32(2), Int32(1)), block, half)
+
+
 def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
     return elements * (dtype.width // 8) // UNIT_BYTES
 
@@ -53,10 +83,11 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 @cute.jit
 def weight_view(
     w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
-    transposed: cutlass.Constexpr[bool],
+    transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE,
 ):  # fmt: skip
     """w [E,N,K] as (tensor (n, k, lo, hi), ExpertAddress), n and k named as the MMA sees them.
 
+    `layout`: one of specs.LAYOUT_FORMS; `gate` says which of its several.
     `transposed` contracts over w's rows: n is w's last dimension, k its rows.
     """
     _, rows, cols = w.shape
@@ -66,6 +97,11 @@ def weight_view(
         n_shape, n_stride, part_stride = (32, half // 32), (row_stride, 64 * row_stride), 32 * row_stride
     elif const_expr(layout == "interleaved"):
         n_shape, n_stride, part_stride = half, 2 * row_stride, row_stride
+    elif const_expr(layout == "blocked"):
+        n_shape, n_stride = (BLOCK_ROWS, half // BLOCK_ROWS), (gate.step * row_stride, gate.block * row_stride)
+        part_stride = gate.half * row_stride
+    elif const_expr(layout == "strided"):
+        n_shape, n_stride, part_stride = half, gate.step * row_stride, gate.half * row_stride
     else:
         n_shape, n_stride, part_stride = half, row_stride, half * row_stride
 
@@ -90,8 +126,10 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
     return units
 
 
-def row_of(layout: str, column: Int32, part: int | Int32, half: Int32) -> Int32:
+def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
     """The weight row behind a column of part 0 (a) or 1 (u) of a gated layer with `half` rows of each."""
+    if layout not in LAYOUTS:
+        return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half
     rows = {
         "concat": part * half + column,
         "interleaved": 2 * column + part,

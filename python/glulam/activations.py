@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cute_kernels.specs import KINDS, LAYOUTS
+
 INTERLEAVED32_BLOCK = 32
 
 
@@ -24,6 +26,20 @@ class ActivationParams(NamedTuple):
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
+
+
+class KernelParams(NamedTuple):
+    """What kernels are told of an activation: its number and its gate layout's, and `ActivationParams` as floats."""
+
+    kind: int
+    glu_layout: int
+    limit: float
+    alpha: float
+    offset: float
+
+
+def kernel_params(activation: str, glu_layout: str, params: ActivationParams) -> KernelParams:
+    return KernelParams(KINDS[activation], LAYOUTS[glu_layout], *map(float, params))
 
 
 def _clamped_swiglu(a: Tensor, u: Tensor, p: ActivationParams) -> Tensor:

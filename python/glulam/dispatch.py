@@ -115,8 +115,10 @@ def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
 
 
 def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
-    form = (problem.activation, problem.glu_layout, problem.save_preact)
-    return GroupedGluSpec(problem.dtype, *form, tile, arch, problem.operands)
+    form = CONFIGS[arch].glu_form(
+        problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact
+    )
+    return GroupedGluSpec(problem.dtype, *form, problem.save_preact, tile, arch, problem.operands)
 
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
@@ -296,12 +298,26 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
     of this name, else what ships. Nothing is compiled or measured.
     """
     shipped = shipped_choice(problem, arch)
-    if chosen := preferences.of(form(shipped.spec)):
+    if chosen := _preferred(problem, shipped.spec):
         return Choice(chosen, "glulam.compile made it the preferred kernel of this form", _faster(shipped))
     if (layer := tuned.layer(problem, gpu)) and (found := tuned.fastest(layer, problem, shipped.spec)):
         return _from_table(found, shipped)
     ignored = (*preferences.ignored(), *(tuned.tables(gpu).ignored if gpu else ()))
     return replace(shipped, why_not=(*shipped.why_not, *ignored)) if ignored else shipped
+
+
+def _preferred(problem: Problem, shipped: Spec) -> Spec | None:
+    """What a user prefers: for this very activation and layout, else for all that the shipped kernel serves."""
+    return preferences.of(form(_named(problem, shipped))) or preferences.of(form(shipped))
+
+
+def _named(problem: Problem, spec: Spec) -> Spec:
+    """The spec compiled for the problem's activation and layout alone."""
+    if isinstance(spec, GroupedMlpSpec):
+        return replace(spec, fc1=_named(problem, spec.fc1))  # type: ignore[arg-type]
+    if isinstance(spec, GroupedGluSpec):
+        return replace(spec, activation=problem.activation, glu_layout=problem.glu_layout)
+    return spec
 
 
 class Chooser:
@@ -314,7 +330,7 @@ class Chooser:
         self._problem, self._arch = problem, arch
         self._shipped: dict[Any, Spec] = {}
         shipped = self._choose(problem)
-        self._only = preferences.of(form(shipped))
+        self._only = _preferred(problem, shipped)
         self._layer = None if self._only else tuned.layer(problem, gpu)
         if self._layer is None and _has_one_tile(problem):
             self._only = self._only or shipped

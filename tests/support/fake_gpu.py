@@ -23,6 +23,10 @@ from torch import Tensor
 from cute_kernels.chains import Of, Step, chain_of, signature_of
 from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signature
 from cute_kernels.specs import (
+    ACTIVATION_FORMS,
+    ACTIVATIONS,
+    GLU_LAYOUTS,
+    LAYOUT_FORMS,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -201,10 +205,13 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
 
     rows = c.x.shape[0]
     ends = _sizes(spec, c, rows)
+    form = ACTIVATIONS[c.kind], GLU_LAYOUTS[c.glu_layout]
+    assert form[0] in ACTIVATION_FORMS[spec.activation] and form[1] in LAYOUT_FORMS[spec.glu_layout]
+    assert spec.glu_layout != "blocked" or c.act.shape[1] % 32 == 0
     act, h = oracle.grouped_glu(
         _rows_of(spec, c, ends[-1]), _weights_of(spec, c), ends,
         bias=_biases(c.bias, c.bias_table, c.num_groups, c.w.shape[1], getattr(torch, spec.dtype)),
-        row_scale=_scale(c.scale, rows), form=(spec.activation, spec.glu_layout), params=(c.limit, c.alpha, c.offset),
+        row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset),
     )  # fmt: skip
     if spec.save_preact:
         _store(c.preact, h, ends)

@@ -28,7 +28,7 @@ class Dglu:
     ):  # fmt: skip
         if x.shape[0] > 0:
             sums = RowSums(partials, partials, cute.ceil_div(act.shape[1], self.tile.n))
-            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(limit, alpha, offset)
+            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
             inputs = DgluInputs(addends, params, act.shape[1], preact, sums, w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)

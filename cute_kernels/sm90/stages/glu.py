@@ -10,6 +10,7 @@ from ...tracing import Traced, traced
 from ..dtypes import DTYPES
 from ..epilogue import ActivationEpilogue, Addends, Inputs
 from ..grouped_gemm import GroupedGemm
+from ..weights import gate_rows
 
 
 class Glu:
@@ -20,11 +21,12 @@ class Glu:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, limit: Float32, alpha: Float32,
-        offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32, glu_layout: Int32,
+        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w.shape[1])
+            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act,), sizes, w_table, inputs, num_sms, position, stream)
 
@@ -33,11 +35,13 @@ class GluPreact(Glu):
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, groups: Int64, group_form: Int32,
-        num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64,
-        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32,
+        glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), ActivationParams(limit, alpha, offset), w.shape[1])
+            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act, preact), sizes, w_table, inputs, num_sms, position, stream)
 

@@ -4,10 +4,11 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import Traced, traced
 from ..dtypes import DTYPES
-from ..epilogue import Addends, Inputs, LinearEpilogue, no_params
+from ..epilogue import Addends, Inputs, LinearEpilogue
 from ..grouped_gemm import GroupedGemm
 
 

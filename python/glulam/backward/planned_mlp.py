@@ -20,7 +20,7 @@ from cute_kernels.tiles import TileConfig
 
 from .. import device as gpus
 from .. import workspace
-from ..activations import ActivationParams
+from ..activations import KernelParams, kernel_params
 from ..by_name import by_name
 from ..changed import changed
 from ..dispatch import Problem
@@ -81,7 +81,7 @@ class MlpTrainingPlan(TrainingLaunch):
     preact_width: int
     inner: int
     width: int
-    params: ActivationParams
+    params: KernelParams
 
     def forward(
         self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
@@ -144,12 +144,12 @@ class In16BitsPlan(MlpTrainingPlan):
     ) -> None:  # fmt: skip
         act = x.new_empty(self.rows, self.inner) if self.act is None else workspace.take(self.act)
         tickets = self.tickets() if self.draws_tickets else 0
-        limit, alpha, offset = self.params
+        kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, w1=w1, mid=act, preact=preact, w2=w2, y=y,
             groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-            b1=address(b1), b2=address(b2), scale=address(scale), limit=limit, alpha=alpha, offset=offset,
-            num_sms=self.sm_count,
+            b1=address(b1), b2=address(b2), scale=address(scale), kind=kind, glu_layout=layout,
+            limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
 
     @by_name(dglu=signature_of(GroupedDgluSpec()), with_dgrad=signature_of(GroupedDgluSpec(dgrad=TileConfig())))
@@ -162,7 +162,7 @@ class In16BitsPlan(MlpTrainingPlan):
         if d_scale is not None and self.partials is not None:
             partials = workspace.take(self.partials)  # held until all is launched: a graph's own is freed with it
             d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
-        limit, alpha, offset = self.params
+        _, _, limit, alpha, offset = self.params
         dglu = with_dgrad = self.dglu
         if dx is None:
             dglu(
@@ -383,5 +383,5 @@ def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launc
         "preact_width": problem.w1_rows,
         "inner": problem.intermediate,
         "width": problem.out_features,
-        "params": ActivationParams(*map(float, call.params)),
+        "params": kernel_params(call.activation, call.glu_layout, call.params),
     }

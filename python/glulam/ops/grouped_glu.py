@@ -14,7 +14,7 @@ from cute_kernels.specs import GroupedGluSpec
 
 from .. import device as gpus
 from .. import reference
-from ..activations import ActivationParams
+from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
@@ -131,7 +131,7 @@ class GroupedGluPlan(Launch):
     width: int
     preact_width: int | None
     w1_listed: bool
-    params: ActivationParams
+    params: KernelParams
 
     @property
     def saving(self) -> Callable[..., Any]:
@@ -154,14 +154,14 @@ class GroupedGluPlan(Launch):
         w1_table = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
-        limit, alpha, offset = self.params
+        kind, layout, limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
                 x=x, w=w1, act=act,
                 groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
                 w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
-                limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+                kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
             return out
         preact = x.new_empty(self.rows, self.preact_width)
@@ -169,7 +169,7 @@ class GroupedGluPlan(Launch):
             x=x, w=w1, act=act, preact=preact,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
-            limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
         return out, preact
 
@@ -259,7 +259,7 @@ class GroupedGluCall(Call):
             width=problem.intermediate,
             preact_width=problem.w1_rows if self.return_preact else None,
             w1_listed=isinstance(self.w1, ExpertList),
-            params=ActivationParams(*map(float, self.params)),
+            params=kernel_params(self.activation, self.glu_layout, self.params),
         )
 
     def run(self, plan: GroupedGluPlan) -> Any:

@@ -14,7 +14,7 @@ from cute_kernels.specs import GroupedMlpSpec
 
 from .. import device as gpus
 from .. import recipes, reference, workspace
-from ..activations import ActivationParams
+from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
@@ -172,7 +172,7 @@ class GroupedMlpPlan(Launch):
     mid: workspace.Layout
     w1_listed: bool
     w2_listed: bool
-    params: ActivationParams
+    params: KernelParams
 
     @by_name(function=signature_of(GroupedMlpSpec()))
     def run(
@@ -199,13 +199,13 @@ class GroupedMlpPlan(Launch):
             w1_table, w1 = w1.address, w1.lowest
         if self.w2_listed:
             w2_table, w2 = w2.address, w2.lowest
-        limit, alpha, offset = self.params
+        kind, layout, limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
             x=x, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w1_table=w1_table, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
-            scale=scale_at, limit=limit, alpha=alpha, offset=offset,
+            scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
             num_sms=self.sm_count,
         )  # fmt: skip
         return out
@@ -306,7 +306,7 @@ class GroupedMlpCall(Call):
             width=problem.out_features,
             w1_listed=isinstance(self.w1, ExpertList),
             w2_listed=isinstance(self.w2, ExpertList),
-            params=ActivationParams(*map(float, self.params)),
+            params=kernel_params(self.activation, self.glu_layout, self.params),
             **self.sizes(problem, launch),
         )
 

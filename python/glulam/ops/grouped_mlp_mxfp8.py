@@ -15,7 +15,7 @@ from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
 from .. import kernels, recipes, workspace
-from ..activations import ActivationParams
+from ..activations import ActivationParams, kernel_params
 from ..call import Call
 from ..changed import changed
 from ..dispatch import Problem
@@ -382,7 +382,7 @@ class Mxfp8MlpCall(Call):
     def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
         common = {
             **vars(launch), "dtype": self.result_dtype, "width": problem.out_features,
-            "params": ActivationParams(*map(float, self.params)), **self.sizes(problem, launch),
+            "params": kernel_params(self.activation, self.glu_layout, self.params), **self.sizes(problem, launch),
         }  # fmt: skip
         if problem.operands == "mxfp8_weight_only":
             return WeightOnlyPlan(**common)

@@ -19,7 +19,7 @@ from cute_kernels.tiles import TileConfig
 
 from .. import device as gpus
 from .. import recipes, workspace
-from ..activations import ActivationParams
+from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
@@ -94,20 +94,22 @@ def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Pr
 
 @by_name(function=signature_of(GroupedMlpSpec(_FC1, _FC2)))
 def launch_forward(
-    launch: Launch, layouts: workspace.Layouts, params: ActivationParams, x: Tensor, weights: tuple[Prepared, Prepared],
+    launch: Launch, layouts: workspace.Layouts, params: KernelParams, x: Tensor, weights: tuple[Prepared, Prepared],
     y: Tensor, preact: Tensor, groups_at: int, b1: Sequence[int], b2: Sequence[int], scale: Tensor | None,
 ) -> None:  # fmt: skip
     """y and preact. `b1`, `b2`: the first two of `plan.addresses`; `launch.function`: a grouped_mlp's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
     memory = ForwardMemory(*workspace.take_all(layouts))
     tickets = launch.tickets() if launch.draws_tickets else 0
-    (b1_at, b1_table), (b2_at, b2_table), (limit, alpha, offset) = b1, b2, params
+    (b1_at, b1_table), (b2_at, b2_table) = b1, b2
+    kind, layout, limit, alpha, offset = params
     launch.function(
         x=x, x8=memory.x8, x8_scale=memory.x_scales.data_ptr(), w1=w1, w1_scale=w1_scale.data_ptr(), w2=w2,
         w2_scale=w2_scale.data_ptr(), mid=memory.mid8, mid_scale=memory.mid_scales.data_ptr(), preact=preact, y=y,
         groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=tickets,
         b1=b1_at, b1_table=b1_table, b2=b2_at, b2_table=b2_table,
-        scale=address(scale), limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,
+        scale=address(scale), kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
+        num_sms=launch.sm_count,
     )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ class DataGradients(NamedTuple):
 )
 def launch_backward(
     launch: Launch, function: Callable[..., Any], layouts: workspace.Layouts,
-    params: ActivationParams, dy: Tensor, w1: Prepared | None, w2: Prepared, preact: Tensor, results: DataGradients,
+    params: KernelParams, dy: Tensor, w1: Prepared | None, w2: Prepared, preact: Tensor, results: DataGradients,
     groups_at: int, scale: Tensor | None,
 ) -> None:  # fmt: skip
     """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's,
@@ -135,7 +137,7 @@ def launch_backward(
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
     sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials.data_ptr())
-    (d_scale_at, partials_at), (limit, alpha, offset) = sums, params
+    (d_scale_at, partials_at), (_, _, limit, alpha, offset) = sums, params
     dglu = with_dgrad = function
     if w1 is None:
         dglu(
@@ -197,7 +199,7 @@ class ForwardPlan(Launch):
     preact_width: int
     trained: bool
     memory: workspace.Layouts
-    params: ActivationParams
+    params: KernelParams
 
     def run(
         self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None
@@ -274,7 +276,7 @@ class ForwardCall(Mxfp8MlpCall):
             width=problem.out_features,
             preact_width=problem.w1_rows,
             trained=self.trained,
-            params=ActivationParams(*map(float, self.params)),
+            params=kernel_params(self.activation, self.glu_layout, self.params),
             **self.sizes(problem, launch),
         )
 
@@ -332,7 +334,7 @@ class BackwardPlan(Launch):
     wants_d_scale: bool
     trained: bool
     memory: workspace.Layouts
-    params: ActivationParams
+    params: KernelParams
 
     def run(
         self, dy: Tensor, w1: Any, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None, out: Tensor | None
@@ -474,7 +476,7 @@ class BackwardCall(Call):
             dx_width=problem.out_features if self.input_grad else None,
             wants_d_scale=self.wants_d_scale,
             trained=self.trained,
-            params=ActivationParams(*map(float, self.params)),
+            params=kernel_params(self.activation, self.glu_layout, self.params),
             **self.sizes(problem, launch),
         )
 

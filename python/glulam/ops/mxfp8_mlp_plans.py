@@ -19,7 +19,7 @@ from cute_kernels.tiles import TileConfig
 
 from .. import device as gpus
 from .. import workspace
-from ..activations import ActivationParams
+from ..activations import KernelParams
 from ..by_name import by_name
 from ..dispatch import Problem
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
@@ -59,7 +59,7 @@ class Mxfp8MlpPlan(Launch):
 
     width: int
     memory: workspace.Layouts
-    params: ActivationParams
+    params: KernelParams
 
     def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
         """Call the function: what the recipes differ in."""
@@ -106,13 +106,13 @@ class QuantisedPlan(Mxfp8MlpPlan):
         x, w1, w2, y = tensors
         x8, mid8, x8_scale, mid_scale = memory
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
-        limit, alpha, offset = self.params
+        kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x8=x8, x8_scale=x8_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
             mid=mid8, mid_scale=mid_scale.data_ptr(), y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
-            scale=scale, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
 
 
@@ -124,13 +124,13 @@ class ReadyPlan(Mxfp8MlpPlan):
         x, w1, w2, y = tensors
         mid8, mid_scale = memory
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
-        limit, alpha, offset = self.params
+        kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x_scale=x_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,  # type: ignore[union-attr]
             mid=mid8, mid_scale=mid_scale.data_ptr(), y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
-            scale=scale, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
 
 
@@ -142,12 +142,12 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
         x, w1, w2, y = tensors
         (mid,) = memory
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
-        limit, alpha, offset = self.params
+        kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, mid=mid, y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
-            scale=scale, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..activations import ActivationParams
+from ..activations import ActivationParams, kernel_params
 from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
 from ..tickets import new_counters
@@ -112,6 +112,9 @@ class Tensors:
         }  # fmt: skip
         return [{**named, **groups} for named in self._launches(rows)]
 
+    def _activation(self) -> dict[str, float]:
+        return kernel_params(self.problem.activation, self.problem.glu_layout, ActivationParams())._asdict()
+
     def _launches(self, t: int) -> Iterator[Arguments]:
         p = self.problem
         if p.op == "grouped_mm":
@@ -119,10 +122,10 @@ class Tensors:
         elif p.op == "grouped_mlp":
             preact = {"preact": self.preact[:t]} if p.save_preact else {}
             rows = {"x": self.x[:t], "mid": self.act[:t], "y": self.y[:t], **preact}
-            yield {**rows, "w1": self.w1, "w2": self.w2, **PARAMS}
+            yield {**rows, "w1": self.w1, "w2": self.w2, **self._activation()}
         elif p.op == "grouped_glu":
             preact = {"preact": self.preact[:t]} if p.save_preact else {}
-            yield {"x": self.x[:t], "w": self.w1, "act": self.act[:t], **preact, **PARAMS}
+            yield {"x": self.x[:t], "w": self.w1, "act": self.act[:t], **preact, **self._activation()}
         elif p.op == "grouped_dglu":
             rows = {name: getattr(self, name)[:t] for name in ("dy", "preact", "dpreact", "act")}
             addresses = {name: getattr(self, name).data_ptr() for name in ("scale", "d_scale", "partials")}
