@@ -115,10 +115,10 @@ def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
 
 
 def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
-    form = CONFIGS[arch].glu_form(
+    activation, layout = CONFIGS[arch].glu_form(
         problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact
     )
-    return GroupedGluSpec(problem.dtype, *form, problem.save_preact, tile, arch, problem.operands)
+    return GroupedGluSpec(problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands)
 
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:

@@ -29,13 +29,8 @@ class Dglu:
     ):  # fmt: skip
         if x.shape[0] > 0:
             sums = RowSums(partials, partials, cute.ceil_div(act.shape[1], self.tile.n))
-            inputs = DgluInputs(
-                Addends(Int64(0), Int64(0), scale),
-                ActivationParams(Int32(0), limit, alpha, offset),
-                w.shape[1],
-                preact,
-                sums,
-            )
+            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
+            inputs = DgluInputs(addends, params, w.shape[1], preact, sums)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, inputs, num_sms, position, stream)
 
