@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from support.fake_gpu import SM_COUNT, FakeGpu, bound, exported
 import ffi_bridge
 import glulam
 from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, activation_forms, shipped_specs
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
@@ -142,8 +143,9 @@ def test_every_choice_is_shipped() -> None:
             for out_dtype in (dtype, "float32"):
                 wgrad = problem(op="grouped_wgrad", rows=rows, dtype=dtype, out_dtype=out_dtype, activation="none")
                 assert choose(wgrad, ARCH).spec in shipped
-            for activation, layout in {(s.activation, s.glu_layout) for s in shipped if isinstance(s, GroupedGluSpec)}:
+            for (activation, layout), width in itertools.product(activation_forms(), (64, 72)):
                 form = {"rows": rows, "dtype": dtype, "activation": activation, "glu_layout": layout}
+                form |= {"intermediate": width}
                 assert choose(problem(**form), ARCH).spec in shipped
                 assert choose(problem(op="grouped_dglu", **form), ARCH).spec in shipped
                 for preact in (False, True):

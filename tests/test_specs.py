@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cute_kernels.sm90.configs import LARGE_W8, TILES, TILES_W8, activation_forms, shipped_specs
+from cute_kernels.sm90.configs import LARGE_W8, TILES, TILES_W8, activation_forms, glu_form, shipped_specs
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
@@ -18,6 +19,7 @@ from cute_kernels.specs import (
     GATED,
     GLU_LAYOUTS,
     KINDS,
+    LAYOUT_FORMS,
     LAYOUTS,
     MHC_KERNELS,
     UNGATED,
@@ -50,10 +52,13 @@ def test_bundle_ships_every_form_of_every_operator_on_every_tile() -> None:
         for dtype in ("bfloat16", "float16"):
             mm = GroupedMmSpec(dtype, False, tile)
             assert {mm, dataclasses.replace(mm, transpose_w=True)} <= specs
-            for activation, layout in forms:
-                glu = GroupedGluSpec(dtype, activation, layout, False, tile)
-                with_preact = dataclasses.replace(glu, save_preact=True)
-                assert {glu, with_preact, GroupedMlpSpec(glu, mm)} <= specs
+            for (activation, layout), width, saves in itertools.product(forms, (96, 104), (False, True)):
+                if layout == "interleaved32" and width % 32:
+                    continue  # no such layer
+                form = glu_form(activation, layout, width, "16bit", tile, saves)
+                assert activation in ACTIVATION_FORMS[form[0]] and layout in LAYOUT_FORMS[form[1]]
+                glu = GroupedGluSpec(dtype, form[0], form[1], saves, tile)
+                assert {glu, GroupedMlpSpec(glu, mm)} <= specs
 
 
 def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
