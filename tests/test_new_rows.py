@@ -19,6 +19,7 @@ from glulam.backward.planned import Launch
 from glulam.dispatch import Chooser, Problem, choose
 from glulam.mhc.operator import Operator
 from glulam.mhc.operator import Plan as MhcPlan
+from glulam.ops.grouped_mm import GroupedMmCall
 
 pytest_plugins = ["support.fixtures"]
 
@@ -177,6 +178,24 @@ def test_one_row_and_none_are_calls_of_their_own(name: str, fake_gpu: FakeGpu) -
     one(40)
     for rows, result in right.items():
         check_same(one(rows), result)
+
+
+def test_a_module_with_main_grads_checks_once(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of weights that go into buffers have plans of their own."""
+    layer = glulam.nn.GroupedLinear(EXPERTS, HIDDEN, HIDDEN, bias=False, packed=True, dtype=BF16)
+    weight: Any = layer.weight
+    weight.main_grad = torch.zeros(weight.shape)
+    checked: list[int] = []
+    check = GroupedMmCall.check
+    monkeypatch.setattr(GroupedMmCall, "check", lambda self: checked.append(len(self.x)) or check(self))
+    given = Layer()
+    for rows in (40, 24, 41):
+        x = given.x[:rows].clone().requires_grad_()
+        weight.main_grad.zero_()
+        layer(x, offs=given.offs(rows)).backward(given.dy[:rows])
+        right = glulam.grouped_wgrad(given.dy[:rows], x.detach(), offs=given.offs(rows), out_dtype=torch.float32)
+        assert same_bits(weight.main_grad, right) and x.grad is not None
+    assert checked == [40]
 
 
 def fields(plan: Any) -> dict[str, Any]:

@@ -329,6 +329,7 @@ class Chooser:
     def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
         self._problem, self._arch = problem, arch
         self._shipped: dict[Any, Spec] = {}
+        self._specs: dict[Spec, Spec] = {}  # equal ones are the same, so that who asks may compare ids
         shipped = self._choose(problem)
         self._only = _preferred(problem, shipped)
         self._layer = None if self._only else tuned.layer(problem, gpu)
@@ -346,7 +347,8 @@ class Chooser:
     def _choose(self, problem: Problem) -> Spec:
         size = _size(problem, self._arch)
         if size not in self._shipped:
-            self._shipped[size] = shipped_choice(problem, self._arch).spec
+            spec = shipped_choice(problem, self._arch).spec
+            self._shipped[size] = self._specs.setdefault(spec, spec)
         return self._shipped[size]
 
 

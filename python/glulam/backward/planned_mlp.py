@@ -309,7 +309,9 @@ def _check(call: GroupedMlpCall | Mxfp8MlpCall) -> Problem | None:
 def _check_mxfp8(call: Mxfp8MlpCall) -> Problem | None:
     """The same; weights that are not of x's dtype take the general path."""
     problem = _check(call)
-    return problem if all(w.dtype == call.x.dtype for w in (call.w1, call.w2)) else None  # type: ignore[union-attr]
+    if problem is None or any(w.dtype != call.x.dtype for w in (call.w1, call.w2)):  # type: ignore[union-attr]
+        return None
+    return problem
 
 
 def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
