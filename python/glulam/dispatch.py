@@ -14,7 +14,9 @@ from typing import Any
 
 from cute_kernels.sm90 import configs as sm90
 from cute_kernels.specs import (
+    ACTIVATIONS,
     GATED,
+    GLU_LAYOUTS,
     FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
@@ -26,7 +28,7 @@ from cute_kernels.specs import (
     Spec,
     TailSpec,
 )
-from cute_kernels.tiles import TileConfig
+from cute_kernels.tiles import TileConfig, require
 
 from . import choice, cost, preferences, records, tuned
 from .changed import changed
@@ -115,6 +117,8 @@ def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
 
 
 def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
+    require("activation", problem.activation, ACTIVATIONS)
+    require("glu_layout", problem.glu_layout, GLU_LAYOUTS)
     activation, layout = CONFIGS[arch].glu_form(
         problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact
     )
