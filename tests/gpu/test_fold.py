@@ -73,15 +73,16 @@ class TestFold:
             assert_same(prepare_mxfp8_weight(given, axis=axis, report=False), wanted)
 
     def test_nothing_beside_the_results_is_written(self, axis: str) -> None:
+        from support.launches import launch
+
         from cute_kernels.specs import FoldMxfp8Spec
-        from glulam import kernels
 
         w = spread(96, 96).cuda()
         room = torch.full((3, 96, 96), 0x55, dtype=torch.uint8, device="cuda")
         scales = torch.full((3, 96), 0x55, dtype=torch.uint8, device="cuda")
         data = room.view(torch.float8_e4m3fn)
-        given = (w, data[1]) if axis == "row" else (w[None], data[1:2])
-        kernels.find(FoldMxfp8Spec("bfloat16", axis)).function(*given, scales[1].data_ptr(), 1)
+        given = {"w": w, "data": data[1]} if axis == "row" else {"w": w[None], "data": data[1:2]}
+        launch(FoldMxfp8Spec("bfloat16", axis), **given, scale=scales[1])
         wanted = prepare_mxfp8_weight(w.cpu()[None], axis=axis, report=False)
         assert torch.equal(room[1].cpu(), bytes_of(wanted.data)[0])
         assert torch.equal(scales[1].cpu(), bytes_of(wanted.scale)[0])

@@ -13,15 +13,16 @@ import torch
 from support import oracle
 from support.criterion import assert_close
 from support.inputs import Case, make_case, matrix
+from support.launches import groups_of, launch
 from support.mxfp8_mlp import values, weight_values
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, fc2_tile
+from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, fc2_tile, glu_form
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import kernels, tickets
-from glulam.activations import ActivationParams
+from glulam import tickets
+from glulam.activations import ActivationParams, kernel_params
 from glulam.mxfp8 import FoldedWeight
 
 pytestmark = pytest.mark.gpu
@@ -61,10 +62,6 @@ def nan(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device="cuda")
 
 
-def sms() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count
-
-
 def layer(form: tuple[str, str]) -> Case:
     return make_case(SIZES, HIDDEN, INTER, gated=form[0] in GATED, tail=TAIL, device="cuda")
 
@@ -95,21 +92,23 @@ def counters() -> int:
     return tickets.counters(torch.device("cuda"), torch.cuda.current_device())
 
 
-def forward(spec: Any, c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tensor | None) -> dict[str, Any]:
+def forward(
+    spec: Any, form: tuple[str, str], c: Case, w1: FoldedWeight, w2: FoldedWeight, preact: Tensor | None
+) -> dict[str, Any]:
     rows = c.x.shape[0]
     x8, mid8, y = Quantised.empty(rows, HIDDEN), Quantised.empty(rows, INTER), nan(rows, HIDDEN)
-    saved = () if preact is None else (preact,)
-    kernels.find(spec).function(
-        c.x, w1.data, w2.data, x8.data, mid8.data, *saved, y, c.offs.data_ptr(), 0, len(SIZES), counters(),
-        x8.scale.data_ptr(), mid8.scale.data_ptr(), w1.scale.data_ptr(), c.b1.data_ptr(), 0,
-        w2.scale.data_ptr(), c.b2.data_ptr(), 0, c.row_scale.data_ptr(), *PARAMS, sms(), 1,
+    saved = {} if preact is None else {"preact": preact}
+    launch(
+        spec, x=c.x, w1=w1.data, w2=w2.data, x8=x8.data, mid=mid8.data, **saved, y=y, **groups_of(c.offs),
+        tickets=counters(), x8_scale=x8.scale, mid_scale=mid8.scale, w1_scale=w1.scale, b1=c.b1,
+        w2_scale=w2.scale, b2=c.b2, scale=c.row_scale, **kernel_params(*form, PARAMS)._asdict(),
     )  # fmt: skip
     return {"x8": x8, "mid8": mid8, "y": y}
 
 
 def spec_of(form: tuple[str, str], tile: TileConfig, saves: bool) -> Any:
-    fc1 = GroupedGluSpec("bfloat16", *form, saves, tile, operands="mxfp8")
-    return fc1 if saves else GroupedMlpSpec(fc1, GroupedMmSpec(tile=fc2_tile(tile), operands="mxfp8"))
+    fc1 = GroupedGluSpec("bfloat16", *glu_form(*form, INTER, "mxfp8", tile, saves), saves, tile, operands="mxfp8")
+    return GroupedMlpSpec(fc1, GroupedMmSpec(tile=fc2_tile(tile), operands="mxfp8"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_forward(form: tuple[str, str], tile: TileConfig, saves: bool) -> None:
     c, rows = layer(form), sum(SIZES)
     w1, w2 = (glulam.prepare_mxfp8_weight(w) for w in (c.w1, c.w2))
     preact = nan(c.x.shape[0], c.w1.shape[1]) if saves else None
-    made = forward(spec_of(form, tile, saves), c, w1, w2, preact)
+    made = forward(spec_of(form, tile, saves), form, c, w1, w2, preact)
 
     x = glulam.quantize_mxfp8(c.x[:rows].cpu(), block="1x128")
     assert torch.equal(made["x8"].data[:rows].cpu().view(torch.uint8), x.data.view(torch.uint8))
@@ -150,13 +149,14 @@ def test_backward(form: tuple[str, str]) -> None:
     dy8, dh8 = Quantised.empty(total, HIDDEN), Quantised.empty(total, h.shape[1])
     dh, act, dx, d_scale = nan(*h.shape), nan(total, INTER), nan(total, HIDDEN), nan(total, dtype=torch.float32)
     partials = nan(-(-INTER // 64) * total, dtype=torch.float32)
-    function = kernels.find(GroupedDgluSpec("bfloat16", *form, DGLU8, LARGE8, operands="mxfp8")).function
+    spec = GroupedDgluSpec("bfloat16", *form, DGLU8, LARGE8, operands="mxfp8")
     first = None
     for _ in range(2):
-        function(
-            dy, w2.data, h, dh, act, w1.data, dx, dy8.data, dh8.data, c.offs.data_ptr(), 0, len(SIZES), counters(),
-            dy8.scale.data_ptr(), dh8.scale.data_ptr(), w2.scale.data_ptr(), w1.scale.data_ptr(),
-            c.row_scale.data_ptr(), d_scale.data_ptr(), partials.data_ptr(), *PARAMS, sms(), 2,
+        launch(
+            spec, dy=dy, w2=w2.data, preact=h, dpreact=dh, act=act, w1=w1.data, dx=dx, dy8=dy8.data, dpreact8=dh8.data,
+            **groups_of(c.offs), tickets=counters(), dy8_scale=dy8.scale, dpreact8_scale=dh8.scale,
+            w2_scale=w2.scale, w1_scale=w1.scale, scale=c.row_scale, d_scale=d_scale, partials=partials,
+            **PARAMS._asdict(),
         )  # fmt: skip
         assert first is None or torch.equal(first, d_scale), "another order of the sum"
         first = d_scale.clone()

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support import mxfp8, oracle
+from support.launches import groups_of, launch, sm_count
 from torch import Tensor
 
-from cute_kernels.sm90.configs import TILES_W8, activation_forms
+from cute_kernels.sm90.configs import TILES_W8, activation_forms, glu_form
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import kernels
-from glulam.plan import address
+from glulam.activations import ActivationParams, kernel_params
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ BLOCK, ONE = 32, 127
 LAST_SCALE = 246
 """The greatest scale byte whose elements are all bfloat16 numbers."""
 SIZES = [5, 0, 130, 1, 64, 257]
-PARAMS = (7.0, 1.702, 1.0)
+PARAMS = ActivationParams(7.0, 1.702, 1.0)
 OFFS, SPLITS, SPLITS64 = 0, 1, 2
 
 tiles = pytest.mark.parametrize("tile", TILES_W8, ids=lambda tile: tile.name)
@@ -81,20 +81,15 @@ def nan_rows(rows: int, columns: int) -> Tensor:
     return torch.full((rows, columns + 8), math.nan, dtype=BF16, device="cuda")[:, :columns]
 
 
-def num_sms() -> int:
-    return torch.cuda.get_device_properties("cuda").multi_processor_count
-
-
 def run_mm(
     tile: TileConfig, x: Tensor, w: Weight, sizes: Sequence[int], *, bias: Tensor | None = None,
     scale: Tensor | None = None, form: int = OFFS, ctas: int = 0,
 ) -> Tensor:  # fmt: skip
     y = nan_rows(x.shape[0], w.data.shape[1])
-    groups = group_argument(sizes, form)
-    function = kernels.find(GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")).function
-    function(
-        x, w.e4m3, y, groups.data_ptr(), form, len(sizes), 0, w.scales.data_ptr(), address(bias), 0, address(scale),
-        ctas or num_sms(), 1,
+    launch(
+        GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only"), x=x, w=w.e4m3, y=y,
+        **groups_of(group_argument(sizes, form), form), w_scale=w.scales, bias=bias, scale=scale,
+        num_sms=ctas or sm_count(),
     )  # fmt: skip
     assert bool(y[sum(sizes) :].isnan().all()), "the tail was written"
     return y
@@ -107,11 +102,11 @@ def run_mlp(
     """mid and y."""
     mid, y = nan_rows(x.shape[0], w2.data.shape[2]), nan_rows(x.shape[0], w2.data.shape[1])
     fc2 = GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")
-    function = kernels.find(GroupedMlpSpec(GroupedGluSpec("bfloat16", *form, False, tile, operands=operands), fc2))
-    groups = group_argument(sizes, OFFS)
-    function.function(
-        x, w1.e4m3, w2.e4m3, mid, y, groups.data_ptr(), OFFS, len(sizes), 0, w1.scales.data_ptr(), address(b1), 0,
-        w2.scales.data_ptr(), address(b2), 0, address(scale), *PARAMS, num_sms(), 1,
+    made = glu_form(*form, w2.data.shape[2], operands, tile, False)
+    launch(
+        GroupedMlpSpec(GroupedGluSpec("bfloat16", *made, False, tile, operands=operands), fc2),
+        x=x, w1=w1.e4m3, w2=w2.e4m3, mid=mid, y=y, **groups_of(group_argument(sizes, OFFS), OFFS),
+        w1_scale=w1.scales, b1=b1, w2_scale=w2.scales, b2=b2, scale=scale, **kernel_params(*form, PARAMS)._asdict(),
     )  # fmt: skip
     assert bool(mid[sum(sizes) :].isnan().all() and y[sum(sizes) :].isnan().all()), "the tail was written"
     return mid, y

@@ -14,13 +14,14 @@ import torch
 from support.checks import SWIGLU, Form, check_glu, check_mlp, check_mm
 from support.criterion import same_bits
 from support.inputs import Case, make_case, poisoned
+from support.launches import groups_of, launch
 from support.routing import catalogue, one_takes_all, spread, zipf
 
 import glulam
 from cute_kernels.sm90.configs import TILES, activation_forms
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import kernels, tickets
+from glulam import tickets
 
 pytestmark = pytest.mark.gpu
 
@@ -162,13 +163,11 @@ def test_rows_of_other_groups_reach_no_result(tile: TileConfig, transpose_w: boo
     """Shared memory behind a tile's own rows keeps what other tiles had there."""
     c = case(BESIDE_NAN, inter=320)  # an odd number of weight tiles
     w = c.w1.mT.contiguous() if transpose_w else c.w1
-    function = kernels.find(GroupedMmSpec("bfloat16", transpose_w, tile)).function
-    offs, sms = c.offs, torch.cuda.get_device_properties(0).multi_processor_count
-    counters = tickets.new_counters(offs.device)
+    spec, counters = GroupedMmSpec("bfloat16", transpose_w, tile), tickets.new_counters(c.offs.device)
 
     def product(x: torch.Tensor) -> torch.Tensor:
         y = poisoned(c.x.shape[0], c.w1.shape[1], c.x)
-        function(x, w, y, offs.data_ptr(), 0, len(c.sizes), counters.data_ptr(), 0, 0, 0, 0, sms, 1)
+        launch(spec, x=x, w=w, y=y, **groups_of(c.offs), tickets=counters)
         return y
 
     clean = product(c.x)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from support import mxfp8 as oracle
 from support.inputs import poison_allocator
+from support.launches import launch
 from support.mxfp8_inputs import every_bfloat16, padded_buffer, random_float32, special_blocks, spread
 from support.routing import catalogue
 from torch import Tensor
 
 import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
-from glulam import MXFP8Tensor, kernels, quantize_mxfp8
+from glulam import MXFP8Tensor, quantize_mxfp8
 from glulam.mxfp8 import layout, prepare_mxfp8_weight
 
 pytestmark = pytest.mark.gpu
@@ -236,8 +237,7 @@ class TestRounded:
     def rounded(self, x: Tensor, offs: Tensor | None = None) -> Tensor:
         spec = QuantizeMxfp8Spec(str(x.dtype).removeprefix("torch."), rounded=True)
         out = torch.full(x.shape, 7, dtype=x.dtype, device="cuda")
-        groups = (0, 1) if offs is None else (offs.data_ptr(), offs.shape[0])
-        kernels.find(spec).function(x, out, *groups, 1)
+        launch(spec, x=x, out=out, offs=offs, num_groups=1 if offs is None else offs.shape[0])
         return out
 
     def compare(self, x: Tensor) -> None:

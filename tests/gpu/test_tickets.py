@@ -9,13 +9,14 @@ import torch
 from support.checks import check_mlp, check_mm
 from support.criterion import same_bits
 from support.inputs import Case, make_case, poisoned
+from support.launches import groups_of, launch
 from support.routing import spread, zipf
 from torch import Tensor
 
 import glulam
 from cute_kernels.sm90.configs import LARGE
 from cute_kernels.specs import GroupedMmSpec, draws_tickets
-from glulam import kernels, tickets
+from glulam import tickets
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +40,9 @@ def case(sizes: list[int]) -> Case:
 
 def product(c: Case, w: Tensor, transpose_w: bool, counters: Tensor | None, groups: Tensor, form: int = OFFS) -> Tensor:
     """grouped_mm on the large tile, whatever the dispatcher would take."""
-    function = kernels.find(GroupedMmSpec("bfloat16", transpose_w, LARGE)).function
     y = poisoned(c.x.shape[0], c.w1.shape[1], c.x)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    at = 0 if counters is None else counters.data_ptr()
-    function(c.x, w, y, groups.data_ptr(), form, groups.numel(), at, 0, 0, 0, 0, sms, 1)
+    spec = GroupedMmSpec("bfloat16", transpose_w, LARGE)
+    launch(spec, x=c.x, w=w, y=y, **groups_of(groups, form), tickets=counters)
     return y
 
 
