@@ -73,10 +73,9 @@ def cache_key(spec: Spec, tracer: str | None = None, behind: dict[str, str] | No
 
 def sources_of(spec: Spec, tracer: str | None = None) -> dict[str, str]:
     """Hashes of what a spec's function is made of, as its manifest has them: of its stages, and how it chains them."""
-    known = sources.of(sources.package_of(tracer))
     found: dict[str, str] = {}
     for stage in stages_of(spec):
-        found |= sources.behind(sources.tracer_of(stage, tracer), known)
+        found |= sources.behind(sources.tracer_of(stage, tracer))
     if text := chains.text_of([spec]):
         found[chains.__name__] = hashlib.sha256(text.encode()).hexdigest()
     return found

@@ -184,7 +184,7 @@ class Store:
                 sha256=sha256,
                 size=len(content),
                 host=host.BASELINE,
-                needs={},
+                needs={package: [] for package in toolchain.RUNS_WITH},  # what it needs, linking tells
                 versions=toolchain.versions(),
                 sources=behind,
                 functions=functions,

@@ -175,7 +175,7 @@ KINDS = {
     "grouped_glu.py": (
         "def trace(spec):\n    from . import epilogue\n    from .shared import trace\n    return trace(spec)\n"
     ),
-    "grouped_mlp.py": "from toy_kernels import trace\n",
+    "grouped_wgrad.py": "from toy_kernels import trace\n",
 }
 
 
@@ -201,7 +201,7 @@ def test_an_edit_compiles_what_can_reach_it(kinds: Path, tmp_path: Path, copied:
     mm, glu, mlp = _names(TOY_SPECS)
     _build(TOY_SPECS, tmp_path / "out", None)
     assert copied == [mm, glu, mlp]
-    edits = {"epilogue.py": [glu], "shared.py": [glu, mm], "grouped_mlp.py": [mlp], "stages.py": []}
+    edits = {"epilogue.py": [glu], "shared.py": [glu, mm], "grouped_wgrad.py": [mlp], "stages.py": []}
     for edited, reached in edits.items():
         copied.clear()
         _edit(kinds / edited)
@@ -230,7 +230,7 @@ def test_what_is_edited_while_it_is_compiled_is_not_kept(
 
 def test_a_compile_process_that_began_before_an_edit_serves_no_more(kinds: Path, made: Path) -> None:
     worker: Any = Copier(made, [], None)
-    _edit(kinds / "grouped_mlp.py")
+    _edit(kinds / "grouped_wgrad.py")
     assert callable(jit.get(SPEC, worker=worker))
     with pytest.raises(CompileError, match="its sources were edited"):
         jit.get(TOY_SPECS[2], worker=worker)

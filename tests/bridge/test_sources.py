@@ -16,6 +16,7 @@ import pytest
 from cute_kernels import stages
 from cute_kernels.sm90.configs import shipped_specs
 from ffi_bridge import ToolchainError, sources
+from ffi_bridge.build import all_stages
 from ffi_bridge.sources import EVERYTHING, Import
 from toys import REPOSITORY
 
@@ -130,7 +131,7 @@ def test_the_short_way_finds_what_parsing_whole_files_does() -> None:
 
 def test_what_a_tracer_imports_is_in_its_closure() -> None:
     """Of the kernels that ship: nothing that they are made of goes unseen."""
-    modules = sorted({stages.tracer_of(spec).partition(":")[0] for spec in shipped_specs()})
+    modules = sorted({stages.tracer_of(spec).partition(":")[0] for spec in all_stages(shipped_specs())})
     script = (
         "import importlib, json, sys; sys.modules['torch'] = None\n"
         "from ffi_bridge import compiler; compiler._cutlass('sm_90a'); found = {}\n"

@@ -19,7 +19,8 @@ from terminal import in_terminal
 from toys import HERE, REPOSITORY
 
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "pyproject.toml", "setup.py", "LICENSE")
-TOY_CONFIGS = "\n\ndef shipped_specs():\n    return [GroupedMmSpec(), GroupedMlpSpec()]\n"
+TOY_CONFIGS = "\n\ndef shipped_specs(profile='full'):\n    return [GroupedMmSpec(), GroupedWgradSpec()]\n"
+TOY_STAGES = "\n\ndef tracer_of(spec):\n    return 'cute_kernels.toys:trace'\n"
 
 
 def _toy_checkout(folder: Path) -> Path:
@@ -30,9 +31,10 @@ def _toy_checkout(folder: Path) -> Path:
         source = REPOSITORY / name
         shutil.copytree(source, folder / name, ignore=leave) if source.is_dir() else shutil.copy(source, folder)
     (folder / "README.md").write_text("toy\n")
-    shutil.copy(HERE / "toy_kernels.py", folder / "cute_kernels" / "entry.py")
-    with (folder / "cute_kernels" / "sm90" / "configs.py").open("a") as configs:
-        configs.write(TOY_CONFIGS)
+    shutil.copy(HERE / "toy_kernels.py", folder / "cute_kernels" / "toys.py")
+    for file, toys in (("sm90/configs.py", TOY_CONFIGS), ("stages.py", TOY_STAGES)):
+        with (folder / "cute_kernels" / file).open("a") as source:
+            source.write(toys)
     return folder
 
 

@@ -102,7 +102,7 @@ def _trace(spec: Spec, variant: str) -> Traced:
     """The jitted function and fake arguments (x, y, z, do_launch, stream) of any spec."""
     _note(spec)
     n = cute.sym_int()
-    launches = 2 if spec.op == "grouped_mlp" else 1
+    launches = 2 if spec.op == "grouped_wgrad" else 1
     x, y, z = (make_fake_compact_tensor(Float32, (n,), stride_order=(0,), assumed_align=4) for _ in range(3))
     return add, (x, y, z, Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True), variant, launches)
 
