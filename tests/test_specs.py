@@ -10,7 +10,17 @@ from collections.abc import Callable
 
 import pytest
 
-from cute_kernels.sm90.configs import LARGE_W8, TILES, TILES_W8, activation_forms, shipped_specs
+from cute_kernels.sm90.configs import (
+    LARGE8,
+    LARGE_W8,
+    MEDIUM_W8,
+    NARROW_W8,
+    SMALL8,
+    TILES,
+    TILES_W8,
+    activation_forms,
+    shipped_specs,
+)
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
@@ -71,6 +81,22 @@ def test_one_kernel_serves_several_activations(form: str, served: tuple[str, ...
     assert ACTIVATION_FORMS[form] == served
     assert all(GroupedGluSpec(activation=name).gated == spec.gated for name in served)
     assert spec.name not in {GroupedGluSpec(activation=name).name for name in served}
+    assert from_dict(to_dict(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("tile", "operands", "save_preact"),
+    [
+        (LARGE8, "mxfp8", True),
+        (SMALL8, "mxfp8", False),
+        (MEDIUM_W8, "mxfp8_weight_only", False),
+        (NARROW_W8, "mxfp8_exact", False),
+    ],
+)
+@pytest.mark.parametrize("layout", GLU_LAYOUTS)
+def test_gated_activations_of_one_layout(layout: str, tile: TileConfig, operands: str, save_preact: bool) -> None:
+    spec = GroupedGluSpec("bfloat16", "gated", layout, save_preact, tile, operands=operands)
+    assert spec.gated and f"gated_{layout}_" in spec.name
     assert from_dict(to_dict(spec)) == spec
 
 
