@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
 from . import host, toolchain, trust
@@ -282,8 +283,9 @@ def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] 
 
 
 def _check_function(manifest: Manifest, folder: Path, spec: Spec) -> None:
-    if {name: function.spec for name, function in manifest.functions.items()} != {spec.name: to_dict(spec)}:
-        _damaged(folder / FILE, f"describes other functions than {spec.name} alone")
+    wanted = {one.name: to_dict(one) for one in (spec, *stages_of(spec))}
+    if {name: function.spec for name, function in manifest.functions.items()} != wanted:
+        _damaged(folder / FILE, f"describes other functions than {spec.name} and its stages")
 
 
 def _check_specs(manifest: Manifest, folder: Path) -> None:

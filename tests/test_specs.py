@@ -11,7 +11,18 @@ from collections.abc import Callable
 
 import pytest
 
-from cute_kernels.sm90.configs import LARGE_W8, TILES, TILES_W8, activation_forms, glu_form, shipped_specs
+from cute_kernels.sm90.configs import (
+    LARGE8,
+    LARGE_W8,
+    MEDIUM_W8,
+    NARROW_W8,
+    SMALL8,
+    TILES,
+    TILES_W8,
+    activation_forms,
+    glu_form,
+    shipped_specs,
+)
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
@@ -68,7 +79,9 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
         assert mm in specs
         for operands in DECODED:
             for activation, layout in activation_forms():
-                glu = GroupedGluSpec("bfloat16", activation, layout, False, tile, operands=operands)
+                form = glu_form(activation, layout, 96, operands, tile, False)
+                assert activation in ACTIVATION_FORMS[form[0]] and layout in LAYOUT_FORMS[form[1]]
+                glu = GroupedGluSpec("bfloat16", form[0], form[1], False, tile, operands=operands)
                 assert GroupedMlpSpec(glu, mm) in specs
 
 
@@ -78,6 +91,22 @@ def test_one_kernel_serves_several_activations(form: str, served: tuple[str, ...
     assert ACTIVATION_FORMS[form] == served
     assert all(GroupedGluSpec(activation=name).gated == spec.gated for name in served)
     assert spec.name not in {GroupedGluSpec(activation=name).name for name in served}
+    assert from_dict(to_dict(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("tile", "operands", "save_preact"),
+    [
+        (LARGE8, "mxfp8", True),
+        (SMALL8, "mxfp8", False),
+        (MEDIUM_W8, "mxfp8_weight_only", False),
+        (NARROW_W8, "mxfp8_exact", False),
+    ],
+)
+@pytest.mark.parametrize("layout", GLU_LAYOUTS)
+def test_gated_activations_of_one_layout(layout: str, tile: TileConfig, operands: str, save_preact: bool) -> None:
+    spec = GroupedGluSpec("bfloat16", "gated", layout, save_preact, tile, operands=operands)
+    assert spec.gated and f"gated_{layout}_" in spec.name
     assert from_dict(to_dict(spec)) == spec
 
 

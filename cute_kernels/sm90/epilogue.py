@@ -332,16 +332,17 @@ class ActivationEpilogue(Epilogue):
             if state.inputs.saves_preact != 0:
                 self._store_preact(state, acc, stores[1], work, row, first_slot)
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
-            values = self._activated(state, acc, chunk, scales)
+            values = self._activated(state, acc, chunk, self.cols, scales)
             tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * self.cols, cols=self.cols)
             state.slots.put(values, stores[0], tile, (first_slot + self.preact_chunks + chunk) % SLOTS)
 
     @cute.jit
     def _activated(
-        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], scales: cute.Tensor
-    ) -> cute.Tensor:
-        """One chunk of outputs, from its accumulators and, gated, from their partners half a tile on."""
-        parts = tuple(chunk_of(acc, part * (self.part_n // self.cols) + chunk, self.cols) for part in range(self.parts))
+        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
+        scales: cute.Tensor,
+    ) -> cute.Tensor:  # fmt: skip
+        """One chunk of `cols` outputs, from its accumulators and, gated, from their partners half a tile on."""
+        parts = tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
         outputs = act.activate(self.spec.activation, parts, state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
             outputs[i] *= scales[i // 2 % 2]

@@ -12,7 +12,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 
 from ..gmem import vector_at
 from ..specs import GroupedGluSpec
-from .epilogue import ActivationEpilogue, ColumnSmem, WarpgroupState, registers
+from .epilogue import ActivationEpilogue, ColumnSmem, WarpgroupState
 from .scales import exponent_of, multiplier_of
 from .store import ROWS, SLOTS, Slots
 from .tile_scheduler import Groups, WorkTile
@@ -59,11 +59,7 @@ class QuantizingEpilogue(ActivationEpilogue):
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row, first_slot)
         for block in cutlass.range_constexpr(self.blocks):
-            values = cute.make_rmem_tensor(BLOCK_REGS, Float32)
-            chunks = BLOCK_COLS // self.cols
-            for i in cutlass.range_constexpr(chunks):
-                chunk = self._activated(state, acc, block * chunks + i, scales)
-                registers(values, i * cute.size(chunk), cute.size(chunk)).store(chunk.load())
+            values = self._activated(state, acc, block, BLOCK_COLS, scales)
             column = work.n_tile * self.part_n + block * BLOCK_COLS
             self._quantize(state, values, work, row, column)
             tile = stores[0].tile(work, row, column, cols=BLOCK_COLS)

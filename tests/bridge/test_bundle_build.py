@@ -57,7 +57,7 @@ def test_manifest_describes_the_library(toy_bundle: Path) -> None:
     assert None not in described.versions.values()
     assert described.host == "x86-64-v2"
     launched = {name: len(f.kernels) for name, f in described.functions.items()}
-    assert launched == {spec.name: 2 if spec.op == "grouped_mlp" else 1 for spec in TOY_SPECS}
+    assert launched == {spec.name: 2 if spec.op == "grouped_wgrad" else 1 for spec in TOY_SPECS}
     kernels = [kernel for f in described.functions.values() for kernel in f.kernels]
     assert all(0 < kernel.registers <= 255 and kernel.dynamic_smem == 512 for kernel in kernels)
 

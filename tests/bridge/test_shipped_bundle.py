@@ -29,12 +29,11 @@ def test_holds_the_shipped_specs(bundle: Bundle) -> None:
 
 def test_every_kernel_is_within_bounds(bundle: Bundle) -> None:
     def fits(kernel: KernelResources) -> bool:
-        return 0 < kernel.registers <= pytestmark = pytest.mark.bundle
-
-MAX_REGISTERS and kernel.static_smem + kernel.dynamic_smem <= MAX_SMEM
+        return 0 < kernel.registers <= MAX_REGISTERS and kernel.static_smem + kernel.dynamic_smem <= MAX_SMEM
 
     kernels = [(name, k) for name, function in bundle.manifest.functions.items() for k in function.kernels]
-    assert {name for name, _ in kernels} == {s.name for s in build.all_stages(build.shipped_specs(bundle.manifest.arch))}
+    stages = build.all_stages(build.shipped_specs(bundle.manifest.arch))
+    assert {name for name, _ in kernels} == {stage.name for stage in stages}
     assert [kernel for kernel in kernels if not fits(kernel[1])] == []
 
 
