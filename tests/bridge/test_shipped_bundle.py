@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cute_kernels.specs import to_dict
@@ -48,3 +50,9 @@ def test_no_kernel_spills_or_has_its_wgmma_serialised(bundle: Bundle) -> None:
 
 def test_every_function_can_be_had(bundle: Bundle) -> None:
     assert all(callable(bundle.function(name)) for name in bundle.names())
+
+
+def test_another_build_is_the_same_bytes(bundle: Bundle, tmp_path: Path) -> None:
+    """With nothing to take from: the tests' store of objects is empty."""
+    again = build.build(build.shipped_specs(bundle.manifest.arch), tmp_path)
+    assert again == bundle.manifest
