@@ -22,7 +22,7 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, activatio
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import kernels, loadable, tickets
+from glulam import dispatch, kernels, loadable, preferences, tickets
 from glulam.dispatch import Problem, choose
 
 pytest_plugins = ["support.fixtures"]
@@ -150,6 +150,22 @@ def test_every_choice_is_shipped() -> None:
                 assert choose(problem(op="grouped_dglu", **form), ARCH).spec in shipped
                 for preact in (False, True):
                     assert choose(problem(op="grouped_glu", save_preact=preact, **form), ARCH).spec in shipped
+
+
+def test_a_preferred_kernel_of_several_activations_serves_each_at_any_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ships for those rows: on the small tile kernels are compiled for one activation."""
+    monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path))
+    asked = [problem(rows=rows, activation="geglu", glu_layout="interleaved") for rows in (8, 100_000)]
+    few, many = (choose(one, ARCH).spec for one in asked)
+    assert dispatch.form(few) != dispatch.form(many)
+    for preferred in (many, few):  # the narrower form stands above
+        dispatch.prefer(preferred, keep=False)
+        assert [choose(one, ARCH).spec for one in asked] == [preferred] * 2
+    other = problem(rows=8, activation="reglu", glu_layout="concat")
+    assert choose(other, ARCH).spec == many
+    preferences.forget()
 
 
 class TestExplain:

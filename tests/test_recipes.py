@@ -33,7 +33,7 @@ from cute_kernels.sm90.configs import (
     activation_forms,
     fc2_tile,
 )
-from cute_kernels.specs import GATED, GroupedMlpSpec, QuantizeMxfp8Spec
+from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, recipes
 from glulam.mxfp8 import prepared as prepared_weights
 from glulam.recipes import BF16 as BF16_RECIPE
@@ -158,7 +158,8 @@ class TestHostPath:
         y = glulam.grouped_mlp(c.x, *weights, offs=c.offs, **options)
         check(c, y, recipe, weights, form=form, **everything(c))
         spec = next(s for s in fake_gpu.specs if isinstance(s, GroupedMlpSpec))
-        assert spec.fc1.operands == recipe and (spec.fc1.activation, spec.fc1.glu_layout) == form
+        assert spec.fc1.operands == recipe
+        assert form[0] in ACTIVATION_FORMS[spec.fc1.activation] and form[1] in LAYOUT_FORMS[spec.fc1.glu_layout]
         rounds = [s for s in fake_gpu.specs if isinstance(s, QuantizeMxfp8Spec)]
         assert len(rounds) == (recipe == "mxfp8_exact") and all(s.rounded for s in rounds)
         assert len(fake_gpu.launches) == 1 + len(rounds)

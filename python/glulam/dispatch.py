@@ -6,7 +6,7 @@ Group sizes are not among it, so that a captured graph replays the kernel that e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from types import ModuleType
@@ -14,9 +14,11 @@ from typing import Any
 
 from cute_kernels.sm90 import configs as sm90
 from cute_kernels.specs import (
+    ACTIVATION_FORMS,
     ACTIVATIONS,
     GATED,
     GLU_LAYOUTS,
+    LAYOUT_FORMS,
     FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
@@ -178,9 +180,30 @@ def form(spec: Spec) -> Spec:
     return replace(spec, tile=any_tile)
 
 
-def form_of(problem: Problem, arch: str) -> Spec:
-    """The form of the kernels that can serve a problem, whatever its number of rows. Raises SpecError: of none."""
-    return form(shipped_choice(replace(problem, rows=problem.experts), arch).spec)
+def forms_of(problem: Problem, arch: str) -> list[Spec]:
+    """The forms of the kernels that serve a problem, whatever its number of rows: those compiled for its activation and
+    gate layout alone, then those for several. Raises SpecError where there are none.
+    """
+    return _forms_like(shipped_choice(replace(problem, rows=problem.experts), arch).spec, problem)
+
+
+def _forms_like(spec: Spec, problem: Problem) -> list[Spec]:
+    if isinstance(spec, GroupedMlpSpec):
+        return [form(replace(spec, fc1=fc1)) for fc1 in _forms_like(spec.fc1, problem)]  # type: ignore[arg-type]
+    if not isinstance(spec, GroupedGluSpec):
+        return [form(spec)]
+    layouts = _serving(LAYOUT_FORMS, problem.glu_layout) if spec.gated else ["concat"]
+    return [
+        form(replace(spec, activation=activation, glu_layout=layout))
+        for activation in _serving(ACTIVATION_FORMS, problem.activation)
+        for layout in layouts
+        if layout != "blocked" or problem.intermediate % CONFIGS[spec.arch].BLOCK_ROWS == 0
+    ]
+
+
+def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
+    """Those that serve one of this name, the narrowest first."""
+    return sorted((form for form, served in forms.items() if name in served), key=lambda form: len(forms[form]))
 
 
 def prefer(spec: Spec, keep: bool = True) -> None:
@@ -311,17 +334,11 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
 
 
 def _preferred(problem: Problem, shipped: Spec) -> Spec | None:
-    """What a user prefers: for this very activation and layout, else for all that the shipped kernel serves."""
-    return preferences.of(form(_named(problem, shipped))) or preferences.of(form(shipped))
-
-
-def _named(problem: Problem, spec: Spec) -> Spec:
-    """The spec compiled for the problem's activation and layout alone."""
-    if isinstance(spec, GroupedMlpSpec):
-        return replace(spec, fc1=_named(problem, spec.fc1))  # type: ignore[arg-type]
-    if isinstance(spec, GroupedGluSpec):
-        return replace(spec, activation=problem.activation, glu_layout=problem.glu_layout)
-    return spec
+    """What a user prefers: for this very activation and layout, else for several."""
+    for one in _forms_like(shipped, problem):
+        if chosen := preferences.of(one):
+            return chosen
+    return None
 
 
 class Chooser:

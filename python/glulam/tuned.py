@@ -289,9 +289,9 @@ def _kernels(described: Sequence[Any], problem: Problem) -> dict[str, Spec]:
     from . import dispatch
 
     specs = [validity.described(each) for each in described]
-    forms = {arch: dispatch.form_of(problem, arch) for arch in {spec.arch for spec in specs}}
+    forms = {arch: dispatch.forms_of(problem, arch) for arch in {spec.arch for spec in specs}}
     for spec in specs:
-        if dispatch.form(spec) != forms[spec.arch]:
+        if dispatch.form(spec) not in forms[spec.arch]:
             raise ValueError(f"{spec.name} is of another form than its problem, {problem.op} of {problem.dtype}")
     return {spec.name: spec for spec in specs}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from ..signature import (
 )
 from .checks import MAX_TOKENS
 
+_picked = cache(itemgetter)  # equal plans have the same
 Tensors = Sequence[Tensor | None]
 PARAMETERS = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
 """Inputs that all tokens share."""
@@ -267,7 +268,7 @@ class Operator:
         """Puts the addresses of inputs, outputs and workspace in the order of the kernel; None where it is that."""
         ours = [*self.inputs, *self.outputs, "workspace"]
         wanted = [ours.index(argument.name) for argument in signature.arguments if argument.kind == ADDRESS]
-        return None if wanted == sorted(wanted) else itemgetter(*wanted)
+        return None if wanted == sorted(wanted) else _picked(*wanted)
 
     def launch(self, plan: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
         if not plan.only and gpus.current() != plan.index:

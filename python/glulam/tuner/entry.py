@@ -179,7 +179,7 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
         tuned.check(shape)
         problems = _training_step(shape) if training else [shape]
         for problem in problems:
-            dispatch.form_of(problem, next(iter(dispatch.CONFIGS)))
+            dispatch.forms_of(problem, next(iter(dispatch.CONFIGS)))
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
     return problems
