@@ -157,13 +157,14 @@ def test_a_preferred_kernel_of_several_activations_serves_each_at_any_number_of_
 ) -> None:
     """Whatever ships for those rows: on the small tile kernels are compiled for one activation."""
     monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path))
-    asked = [problem(rows=rows, activation="geglu", glu_layout="interleaved") for rows in (8, 100_000)]
+    wide = {"in_features": 2048, "intermediate": 2048, "out_features": 2048}
+    asked = [problem(rows=rows, activation="geglu", glu_layout="interleaved", **wide) for rows in (8, 100_000)]
     few, many = (choose(one, ARCH).spec for one in asked)
     assert dispatch.form(few) != dispatch.form(many)
     for preferred in (many, few):  # the narrower form stands above
         dispatch.prefer(preferred, keep=False)
         assert [choose(one, ARCH).spec for one in asked] == [preferred] * 2
-    other = problem(rows=8, activation="reglu", glu_layout="concat")
+    other = problem(rows=8, activation="reglu", glu_layout="concat", **wide)
     assert choose(other, ARCH).spec == many
     preferences.forget()
 
