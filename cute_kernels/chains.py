@@ -181,10 +181,6 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
     return ()
 
 
-def is_chain(spec: Spec) -> bool:
-    return chain_of(spec) is not None
-
-
 @functools.lru_cache(maxsize=4096)
 def chain_of(spec: Spec) -> Chain | None:
     """None where the spec is a stage itself."""

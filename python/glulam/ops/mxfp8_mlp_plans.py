@@ -25,9 +25,6 @@ from ..dispatch import Problem
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
 from ..plan import Launch, addresses, aligned_row
 
-QUANTISE, READY = 1, 2
-"""What `do_launch` says of x: to be quantised first, or in MXFP8 already."""
-
 
 def layout_of_rows(problem: Problem, launch: Launch, columns: int, dtype: torch.dtype) -> workspace.Layout:
     """Of a matrix with the rows of x."""
