@@ -1,4 +1,4 @@
-"""The bundle that `make build` makes, whole: what ships neither spills nor waits, and fits on the device."""
+"""The bundle of the profile `full`: what ships neither spills nor waits, and fits on the device."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ from cute_kernels.tiles import TileConfig
 from ffi_bridge.resources import KernelResources
 from ffi_bridge.worker import Worker
 
+pytestmark = pytest.mark.bundle  # ten kernels to compile, which no call of the front depends on
+
 OTHERS = [
     TileConfig(m=32, n=256, k=128, schedule="swapped"),
     TileConfig(m=64, n=128, k=128, schedule="swapped"),
