@@ -208,7 +208,7 @@ def fields(plan: Any) -> dict[str, Any]:
             return value.shape, value.dtype, value.device
         return value
 
-    return {name: told(value) for name, value in vars(plan).items() if name != "apart"}
+    return {name: told(value) for name, value in vars(plan).items() if name not in ("apart", "serving", "parts")}
 
 
 @each_call

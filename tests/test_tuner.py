@@ -291,8 +291,8 @@ class TestArguments:
 
     def test_training_asks_what_a_training_plan_asks(self, fake_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Problem] = []
-        serving = kernels.serve
-        monkeypatch.setattr(kernels, "serve", lambda problem, gpu: asked.append(problem) or serving(problem, gpu))
+        serving = kernels.serving
+        monkeypatch.setattr(kernels, "serving", lambda problem, gpu: asked.append(problem) or serving(problem, gpu))
         x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
         w1 = torch.randn(4, 96, 64, dtype=torch.bfloat16, requires_grad=True)
         w2 = torch.randn(4, 64, 48, dtype=torch.bfloat16, requires_grad=True)

@@ -146,7 +146,7 @@ class Call:
         if settled is None:
             return None
         problem, like = settled
-        plan = self.resized(like, problem, **self.sizes(problem, like))
+        plan = self.resized(like, problem.rows, **self.sizes(problem, like))
         self.plans.keep(key, plan)
         return plan
 
@@ -161,10 +161,22 @@ class Call:
         known = plans.settled(key, lead)
         return None if known is None else (changed(known[0], rows=lead[0]), known[1])
 
-    def resized(self, like: Any, problem: Problem, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
-        """A plan like another one, for a problem that differs in its rows. `sizes`: of its own fields, as of `sizes`;
+    def resized(self, like: Any, rows: int, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
+        """A plan like another one, for a problem with so many rows. `sizes`: of its own fields, as of `sizes`;
         `reads`: as of `launch`."""
-        return changed(like, apart=set(), **self._sizes(problem, reads), **sizes)
+        function, draws_tickets = like.serving.at(rows)
+        rowwise, names = self.rowwise, self.reads if reads is None else reads
+        extents = zip(names, like.extents, strict=True)
+        return changed(
+            like,
+            apart=set(),
+            function=function,
+            draws_tickets=draws_tickets,
+            rows=rows,
+            extents=tuple([_extent(getattr(self, name)) if name in rowwise else size for name, size in extents]),
+            out_extents=self._out_extents() if like.out_extents else (),
+            **sizes,
+        )
 
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
         """Let `settled` know this call, which was checked, and its plan."""
@@ -272,6 +284,8 @@ class Call:
         `reads`: where a plan looks at the addresses of other arguments.
         """
         lead, index = self.lead, self.lead.get_device()
+        serving = kernels.serving(problem, gpus.gpu(index))
+        served = serving.at(problem.rows)
         return Launch(
             op=self.op,
             device=lead.device,
@@ -281,28 +295,22 @@ class Call:
             group_form=groups.form(self.groups, is_offs=self.splits is None),
             experts=problem.experts,
             sm_count=gpus.gpu(index).sm_count,
-            **self._sizes(problem, reads),
+            serving=serving,
+            function=served.function if problem.rows else launch_nothing,
+            draws_tickets=served.draws_tickets,
+            rows=problem.rows,
+            extents=self.extents(self.reads if reads is None else reads),
+            out_extents=self._out_extents(),
         )
-
-    def _sizes(self, problem: Problem, reads: tuple[str, ...] | None) -> dict[str, Any]:
-        """The fields of a Launch that depend on the number of rows."""
-        served = kernels.serve(problem, gpus.gpu(self.lead.get_device()))
-        return {
-            "function": served.function if problem.rows else launch_nothing,
-            "draws_tickets": served.draws_tickets,
-            "rows": problem.rows,
-            "extents": self.extents(self.reads if reads is None else reads),
-            "out_extents": tuple(map(_extent, self._given_outputs())),
-        }
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The bytes that arguments reach over, as of `Launch.extents`."""
         return tuple(_extent(getattr(self, name)) for name in names)
 
-    def _given_outputs(self) -> list[Any]:
+    def _out_extents(self) -> tuple[int, ...]:
         values = [getattr(self, name) for name in self.outputs]
         parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
-        return [one for part in parts for one in part if one is not None]
+        return tuple([_extent(one) for part in parts for one in part if one is not None])
 
     def _check_group_sizes(self) -> None:
         if gpus.is_capturing():

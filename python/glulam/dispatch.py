@@ -5,6 +5,7 @@ Group sizes are not among it, so that a captured graph replays the kernel that e
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -278,9 +279,10 @@ def _estimates(problem: Problem, arch: str) -> list[choice.Estimate]:
     return choice.estimates(parts, CONFIGS[arch].TILES, arch)
 
 
-def _fp8_tiles(problem: Problem, arch: str) -> list[tuple[TileConfig, float]]:
+@functools.cache
+def _fp8_tiles(operands: str, arch: str) -> tuple[tuple[TileConfig, float], ...]:
     """Tiles, each with the most rows an expert that it is for."""
-    return [(getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[problem.operands].items()]
+    return tuple((getattr(CONFIGS[arch], name), most) for name, most in FP8_TILES[operands].items())
 
 
 def _fp8_place(problem: Problem, tiles: Sequence[tuple[TileConfig, float]]) -> int:
@@ -289,7 +291,7 @@ def _fp8_place(problem: Problem, tiles: Sequence[tuple[TileConfig, float]]) -> i
 
 
 def _fp8_tile(problem: Problem, arch: str) -> TileConfig:
-    configs, tiles = CONFIGS[arch], _fp8_tiles(problem, arch)
+    configs, tiles = CONFIGS[arch], _fp8_tiles(problem.operands, arch)
     tile = tiles[_fp8_place(problem, tiles)][0]
     return configs.NARROW_W8 if tile == configs.TINY_W8 and _is_narrow_faster(problem, configs) else tile
 
@@ -303,7 +305,7 @@ def _size(problem: Problem, arch: str) -> Any:
 
 def _choose_fp8(problem: Problem, arch: str) -> Choice:
     """By rows an expert, until times of these tiles are known; where they are few and decoded, by experts as well."""
-    tiles = _fp8_tiles(problem, arch)
+    tiles = _fp8_tiles(problem.operands, arch)
     if _has_one_tile(problem):  # both directions of training
         spec = SPEC_OF[problem.op](problem, tiles[-1][0], arch)
         if isinstance(spec, GroupedDgluSpec):

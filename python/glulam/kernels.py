@@ -54,7 +54,7 @@ class Served(NamedTuple):
     draws_tickets: bool
 
 
-class _Serving:
+class Serving:
     """The functions for problems that differ in their rows alone."""
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
@@ -69,21 +69,22 @@ class _Serving:
         return found[1]
 
 
-_serving: Plans[_Serving] = Plans()
+_serving: Plans[Serving] = Plans()
 
 
-def serve(problem: Problem, gpu: gpus.Gpu) -> Served:
-    """What serves a problem on a GPU. Of problems that differ in their rows alone, only the tile is chosen anew.
+def serving(problem: Problem, gpu: gpus.Gpu) -> Serving:
+    """What serves a problem on a GPU, and all that differ from it in their rows alone: for these, only the tile is
+    chosen anew, where it depends on rows.
 
     Raises:
         BundleError: as of `find`.
     """
     key = gpu, problem.but_rows
-    serving = _serving.find(key)
-    if serving is None:
-        serving = _Serving(problem, gpu)
-        _serving.keep(key, serving)
-    return serving.at(problem.rows)
+    found = _serving.find(key)
+    if found is None:
+        found = Serving(problem, gpu)
+        _serving.keep(key, found)
+    return found
 
 
 def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import tickets
 from .experts import ExpertList
+from .kernels import Serving
 from .signature import ALIGNMENT_ELEMENTS, LOWEST_ADDRESS, check_no_overlap, tensors_of
 
 ENV_CHECK = "GLULAM_CHECK"
@@ -65,7 +66,8 @@ class Launch:
 
     Attributes:
         op: the operator's name, for messages.
-        function: takes tensors, addresses and numbers, as `cute_kernels.entry` lists them.
+        function: takes tensors, addresses and numbers, as its signature lists them.
+        serving: finds the function for another number of rows.
         index: of the device; `only`: the process sees no other GPU.
         group_form: how to read group sizes (`groups.form`).
         draws_tickets: whether the function's kernels do, and so take `tickets`.
@@ -89,6 +91,7 @@ class Launch:
     draws_tickets: bool
     experts: int
     sm_count: int
+    serving: Serving
     rows: int
     extents: tuple[int, ...]
     out_extents: tuple[int, ...]

@@ -44,24 +44,30 @@ class Layout:
 
 
 class Layouts:
-    """Several matrices at once: they lie one behind the other in one piece of memory.
+    """Several matrices at once, and pieces of so many bytes: they lie one behind the other in one piece of memory.
 
     A workspace that is taken is all of the stream's memory, so that what a call needs at the same time is one of these.
+    A piece is what kernels take by address: `take_all` gives that alone, since a matrix takes 3 us to make.
     """
 
     __slots__ = ("begins", "device", "index", "num_bytes", "parts")
 
-    def __init__(self, *parts: Layout) -> None:
-        self.parts = parts
-        self.device, self.index = parts[0].device, parts[0].index
-        sizes = (-(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for part in parts)
-        *self.begins, self.num_bytes = itertools.accumulate(sizes, initial=0)
+    def __init__(self, first: Layout, *others: Layout | int) -> None:
+        self.parts = parts = first, *others
+        self.device, self.index = first.device, first.index
+        sizes = [part if isinstance(part, int) else part.num_bytes for part in parts]
+        whole = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+        *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
+
+
+Several = tuple[Any, ...]
+"""Of `Layouts`: a matrix or an address for each part."""
 
 
 class _Kept(threading.local):
     def __init__(self) -> None:
         self.views: dict[tuple[Layout, int], Tensor] = {}
-        self.views_of_several: dict[tuple[Layouts, int], tuple[Tensor, ...]] = {}
+        self.views_of_several: dict[tuple[Layouts, int], Several] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
 
 
@@ -77,11 +83,11 @@ def take(layout: Layout) -> Tensor:
     return _view(layout, stream) if view is None else view
 
 
-def take_all(layouts: Layouts) -> tuple[Tensor, ...]:
-    """As `take`, of several matrices that are in use together."""
+def take_all(layouts: Layouts) -> Several:
+    """As `take`, of what is in use together. The memory of addresses lives as long as a matrix beside them."""
     stream = gpus.raw_stream(layouts.index)
     if stream and gpus.is_capturing():
-        return tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in layouts.parts)
+        return _parts(torch.empty(layouts.num_bytes, dtype=torch.uint8, device=layouts.device), layouts)
     views = _kept.views_of_several.get((layouts, stream))
     return _views(layouts, stream) if views is None else views
 
@@ -101,13 +107,17 @@ def _view(layout: Layout, stream: int) -> Tensor:
     return view
 
 
-def _views(layouts: Layouts, stream: int) -> tuple[Tensor, ...]:
+def _views(layouts: Layouts, stream: int) -> Several:
     buffer = _buffer(layouts, stream)
     if len(_kept.views_of_several) >= MAX_VIEWS:
         _kept.views_of_several.clear()
-    placed = zip(layouts.parts, layouts.begins, strict=True)
-    views = _kept.views_of_several[layouts, stream] = tuple(_cut(buffer, begin, part) for part, begin in placed)
+    views = _kept.views_of_several[layouts, stream] = _parts(buffer, layouts)
     return views
+
+
+def _parts(buffer: Tensor, layouts: Layouts) -> Several:
+    at, placed = buffer.data_ptr(), zip(layouts.parts, layouts.begins, strict=True)
+    return tuple([at + begin if isinstance(part, int) else _cut(buffer, begin, part) for part, begin in placed])
 
 
 def _cut(buffer: Tensor, begin: int, layout: Layout) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,12 @@ class TrainingLaunch(Launch):
     Attributes:
         needs: for each input of its autograd function, whether it requires a gradient.
         grouped_by: "offs" or "splits".
+        parts: by field, what serves the parts of backward.
     """
 
     needs: tuple[bool, ...]
     grouped_by: str
+    parts: Mapping[str, kernels.Serving]
 
 
 class Maker(NamedTuple):
@@ -101,9 +103,14 @@ def requires(call: Call, name: str) -> bool:
     return bool(getattr(getattr(call, name), "requires_grad", False))
 
 
-def function_of(problem: Problem, index: int) -> Callable[..., Any]:
-    """The function that serves a part of a backward on a device."""
-    return kernels.serve(problem, gpus.gpu(index)).function
+def serving(index: int, **parts: Problem) -> dict[str, kernels.Serving]:
+    """What serves the parts of a backward on a device."""
+    return {name: kernels.serving(problem, gpus.gpu(index)) for name, problem in parts.items()}
+
+
+def functions(parts: Mapping[str, kernels.Serving], rows: int) -> dict[str, Any]:
+    """Those of parts for a number of rows."""
+    return {name: part.at(rows).function for name, part in parts.items()}
 
 
 def is_usual(dy: Tensor) -> bool:

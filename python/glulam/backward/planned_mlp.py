@@ -24,6 +24,7 @@ from ..activations import KernelParams, kernel_params
 from ..by_name import by_name
 from ..changed import changed
 from ..dispatch import Problem
+from ..kernels import Serving
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import partials_layout
@@ -49,12 +50,13 @@ from .planned import (
     TrainingLaunch,
     are_in_memory,
     as_saved,
-    function_of,
+    functions,
     has_functorch_transforms,
     is_common,
     is_usual,
     requires,
     save,
+    serving,
 )
 
 NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
@@ -326,12 +328,14 @@ def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
 
 
 def _resize(call: GroupedMlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
-    plan: MlpTrainingPlan = call.resized(like, _forward(problem), NAMES, **_sizes(call, problem, like))
+    sizes = {**functions(like.parts, problem.rows), **_sizes(call, problem, like)}
+    plan: MlpTrainingPlan = call.resized(like, problem.rows, NAMES, **sizes)
     return plan
 
 
 def _resize_mxfp8(call: Mxfp8MlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
-    plan: MlpTrainingPlan = call.resized(like, _forward(problem), NAMES, **_sizes_mxfp8(call, problem, like))
+    sizes = {**functions(like.parts, problem.rows), **_sizes_mxfp8(call, problem, like)}
+    plan: MlpTrainingPlan = call.resized(like, problem.rows, NAMES, **sizes)
     return plan
 
 
@@ -352,7 +356,6 @@ def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, 
     """The fields of an In16BitsPlan that depend on the number of rows, but for those of a Launch."""
     act = workspace.Layout((problem.rows, problem.intermediate), launch.dtype, launch.device, launch.index)
     return {
-        **_functions(call, problem, launch.index),
         "act": act if act.num_bytes <= SMALL_BYTES else None,
         "partials": partials_layout(problem, launch) if requires(call, "row_scale") else None,
     }
@@ -361,22 +364,24 @@ def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, 
 def _sizes_mxfp8(call: Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
     """As `_sizes`, of an Mxfp8TrainingPlan."""
     return {
-        **_functions(call, problem, launch.index),
         "forward_memory": mxfp8.forward_layouts(problem, launch),
         "backward_memory": mxfp8.backward_layouts(_backward(call, problem), launch),
     }
 
 
-def _functions(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, index: int) -> dict[str, Any]:
-    """Those of backward."""
+def _parts(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, index: int) -> dict[str, Serving]:
+    """Of backward."""
     wgrad = changed(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
-    return {"dglu": function_of(_backward(call, problem), index), "wgrad": function_of(wgrad, index)}
+    return serving(index, dglu=_backward(call, problem), wgrad=wgrad)
 
 
 def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
-    """The fields of an MlpTrainingPlan, but for its functions."""
+    """The fields of an MlpTrainingPlan."""
+    parts = _parts(call, problem, launch.index)
     return {
         **vars(launch),
+        **functions(parts, problem.rows),
+        "parts": parts,
         "op": call.op,
         "needs": (False, False, *(requires(call, name) for name in NAMES)),
         "grouped_by": "offs" if call.splits is None else "splits",

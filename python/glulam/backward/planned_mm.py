@@ -19,6 +19,7 @@ from .. import device as gpus
 from ..by_name import by_name
 from ..changed import changed
 from ..dispatch import Problem
+from ..kernels import Serving
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
 from ..plan import address
@@ -30,12 +31,13 @@ from .planned import (
     TrainingLaunch,
     are_in_memory,
     as_saved,
-    function_of,
+    functions,
     has_functorch_transforms,
     is_common,
     is_usual,
     requires,
     save,
+    serving,
 )
 
 MM, WGRAD = signature_of(GroupedMmSpec()), signature_of(GroupedWgradSpec())
@@ -162,6 +164,7 @@ def _check(call: GroupedMmCall) -> Problem | None:
 
 def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
     launch = call.launch(problem)
+    parts = _parts(problem, launch.index)
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
     return MmTrainingPlan(
@@ -172,24 +175,25 @@ def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
         contracted=x_columns,
         width=y_columns,
         w_shape=(problem.experts, n, k),
-        **_functions(problem, launch.index),
+        parts=parts,
+        **functions(parts, problem.rows),
     )
 
 
 def _resize(call: GroupedMmCall, problem: Problem, like: MmTrainingPlan) -> MmTrainingPlan:
-    plan: MmTrainingPlan = call.resized(like, problem, **_functions(problem, like.index))
+    plan: MmTrainingPlan = call.resized(like, problem.rows, **functions(like.parts, problem.rows))
     return plan
 
 
-def _functions(problem: Problem, index: int) -> dict[str, Any]:
-    """Those of backward."""
+def _parts(problem: Problem, index: int) -> dict[str, Serving]:
+    """Of backward."""
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if problem.transpose_w else (y_columns, x_columns)
     dgrad = changed(problem, in_features=y_columns, out_features=x_columns, transpose_w=not problem.transpose_w)
     wgrad = changed(
         problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
     )
-    return {"dgrad": function_of(dgrad, index), "wgrad": function_of(wgrad, index)}
+    return serving(index, dgrad=dgrad, wgrad=wgrad)
 
 
 MAKER = Maker(_check, _make, _resize)

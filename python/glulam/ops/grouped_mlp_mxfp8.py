@@ -405,7 +405,7 @@ class Mxfp8MlpCall(Call):
         wanted = Problem(
             "quantize_mxfp8", problem.dtype, problem.rows, 1, problem.in_features, axis="row", rounded=True
         )
-        return kernels.serve(wanted, gpus.gpu(launch.index)).function
+        return kernels.serving(wanted, gpus.gpu(launch.index)).at(problem.rows).function
 
     def run(self, plan: Mxfp8MlpPlan) -> Tensor:
         w1: Any = self.w1

@@ -77,7 +77,7 @@ def forward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
 def backward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
     """Of BackwardMemory. `problem`: that of the data gradients."""
     in_mxfp8 = layouts_in_mxfp8(problem, launch, problem.in_features, problem.w1_rows)
-    return workspace.Layouts(*in_mxfp8, partials_layout(problem, launch))
+    return workspace.Layouts(*in_mxfp8, partials_layout(problem, launch).num_bytes)
 
 
 def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Prepared, Prepared]:
@@ -104,8 +104,8 @@ def launch_forward(
     (b1_at, b1_table), (b2_at, b2_table) = b1, b2
     kind, layout, limit, alpha, offset = params
     launch.function(
-        x=x, x8=memory.x8, x8_scale=memory.x_scales.data_ptr(), w1=w1, w1_scale=w1_scale.data_ptr(), w2=w2,
-        w2_scale=w2_scale.data_ptr(), mid=memory.mid8, mid_scale=memory.mid_scales.data_ptr(), preact=preact, y=y,
+        x=x, x8=memory.x8, x8_scale=memory.x_scales, w1=w1, w1_scale=w1_scale.data_ptr(), w2=w2,
+        w2_scale=w2_scale.data_ptr(), mid=memory.mid8, mid_scale=memory.mid_scales, preact=preact, y=y,
         groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=tickets,
         b1=b1_at, b1_table=b1_table, b2=b2_at, b2_table=b2_table,
         scale=address(scale), kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
@@ -136,12 +136,12 @@ def launch_backward(
     """
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
-    sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials.data_ptr())
+    sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials)
     (d_scale_at, partials_at), (_, _, limit, alpha, offset) = sums, params
     dglu = with_dgrad = function
     if w1 is None:
         dglu(
-            dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales.data_ptr(), w2=w2.data, w2_scale=w2.scale.data_ptr(),
+            dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales, w2=w2.data, w2_scale=w2.scale.data_ptr(),
             preact=preact, dpreact=dpreact, act=act,
             groups=groups_at, group_form=launch.group_form, num_groups=launch.experts,
             scale=address(scale), d_scale=d_scale_at, partials=partials_at,
@@ -149,9 +149,9 @@ def launch_backward(
         )  # fmt: skip
     else:
         with_dgrad(
-            dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales.data_ptr(), w2=w2.data, w2_scale=w2.scale.data_ptr(),
+            dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales, w2=w2.data, w2_scale=w2.scale.data_ptr(),
             preact=preact, dpreact=dpreact, act=act, dpreact8=memory.dpreact8,
-            dpreact8_scale=memory.dpreact_scales.data_ptr(), w1=w1.data, w1_scale=w1.scale.data_ptr(), dx=dx,
+            dpreact8_scale=memory.dpreact_scales, w1=w1.data, w1_scale=w1.scale.data_ptr(), dx=dx,
             groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=launch.tickets(),
             scale=address(scale), d_scale=d_scale_at, partials=partials_at,
             limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,

@@ -31,13 +31,13 @@ def layout_of_rows(problem: Problem, launch: Launch, columns: int, dtype: torch.
     return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
 
 
-def layouts_in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[workspace.Layout]:
-    """Of matrices with the rows of x and so many columns, and then of their scales."""
+def layouts_in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[Any]:
+    """Of matrices with the rows of x and so many columns, and the bytes of their scales."""
     data = [layout_of_rows(problem, launch, width, DATA_DTYPE) for width in widths]
-    return [*data, *(layout_of_rows(problem, launch, -(-width // BLOCK), torch.uint8) for width in widths)]
+    return [*data, *[problem.rows * -(-width // BLOCK) for width in widths]]
 
 
-Memory = tuple[Tensor, ...]
+Memory = workspace.Several
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """x, w1, w2 and y."""
 Addresses = tuple[int, int, int, int, int, int, int, int, int]
@@ -105,8 +105,8 @@ class QuantisedPlan(Mxfp8MlpPlan):
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
         kind, layout, limit, alpha, offset = self.params
         self.function(
-            x=x, x8=x8, x8_scale=x8_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
-            mid=mid8, mid_scale=mid_scale.data_ptr(), y=y,
+            x=x, x8=x8, x8_scale=x8_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
+            mid=mid8, mid_scale=mid_scale, y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
@@ -124,7 +124,7 @@ class ReadyPlan(Mxfp8MlpPlan):
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x_scale=x_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,  # type: ignore[union-attr]
-            mid=mid8, mid_scale=mid_scale.data_ptr(), y=y,
+            mid=mid8, mid_scale=mid_scale, y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
