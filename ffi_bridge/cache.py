@@ -202,14 +202,19 @@ def _is_our_file(file: Path, arch: str) -> bool:
     return file.name == manifest.FILE or (named is not None and named["arch"] == arch)
 
 
+def _is_of(found: manifest.Manifest, name: str) -> bool:
+    """Whether a manifest describes the function of that name and its stages alone: those that it had when made."""
+    function = found.functions.get(name)
+    return function is not None and found.functions.keys() == {name, *function.stages}
+
+
 def _spec_in(folder: Path) -> Spec | None:
     """The spec of the function that an entry is named by, where it holds that and its stages alone."""
     key = key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
-        functions = manifest.read(folder / key["arch"]).functions
-        spec = from_dict(functions[key["name"]].spec)
-        wanted = {spec.name, *(stage.name for stage in stages_of(spec))}
-        return spec if spec.name == key["name"] and functions.keys() == wanted else None
+        found = manifest.read(folder / key["arch"])
+        spec = from_dict(found.functions[key["name"]].spec)
+        return spec if spec.name == key["name"] and _is_of(found, spec.name) else None
     return None
 
 
@@ -219,7 +224,7 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
     inner = folder / key["arch"]
     if spec is None:
         found = manifest.check(inner, key["arch"], manifest.read(inner).sources, form=form)
-        if list(found.functions) != [key["name"]]:
+        if not _is_of(found, key["name"]):
             raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
         raise BundleOutdated(f"outdated bundle: {folder} is of a kernel that this Glulam does not have; {_REMEDY}")
     behind = sources_of(spec)

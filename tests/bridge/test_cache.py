@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cute_kernels import stages
-from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import build, cache, jit, loader
+from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec
+from ffi_bridge import build, cache, jit, loader, manifest
 from ffi_bridge.worker import Worker
 from glulam import cli, preferences
 from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, rewrite
 
-SPEC, OTHER = GroupedMmSpec("float16"), GroupedMmSpec()
+SPEC, OTHER, CHAIN = GroupedMmSpec("float16"), GroupedMmSpec(), GroupedMlpSpec()
 RANKS = 8
 RANK = (
     "import sys; sys.modules['torch'] = None\n"  # TVM-FFI would import it: 2 s for nothing here
@@ -76,6 +78,34 @@ def test_entries_tell_what_is_wrong(entry: Path, monkeypatch: pytest.MonkeyPatch
     assert (_states()[entry.name], _states()[f"{entry.name}.damaged"]) == ("sound", "aside")
     entry.rename(entry.with_name(f"{SPEC.name}-0123456789abcdef"))
     assert _states()[f"{SPEC.name}-0123456789abcdef"] == "outdated"
+
+
+def _state_with(entry: Path, functions: dict[str, Any]) -> tuple[str, str]:
+    """State and problem of the only entry, once its manifest describes these functions."""
+    file = entry / "sm_90a" / manifest.FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "functions": functions}))
+    (found,) = cache.entries()
+    return found.state, found.problem
+
+
+def test_a_chain_that_changed_is_outdated(root: Path) -> None:
+    """What belongs to it are the stages that it had when it was made."""
+    jit.get(CHAIN, tracer=TOY_TRACER)
+    entry = root / cache.cache_key(CHAIN, TOY_TRACER)
+    assert _states() == {entry.name: "sound"}
+    functions = json.loads((entry / "sm_90a" / manifest.FILE).read_text())["functions"]
+    chain, stage = functions[CHAIN.name], functions[CHAIN.fc2.name]
+    entry = entry.rename(entry.with_name(f"{CHAIN.name}-0123456789abcdef"))
+
+    more = {**functions, CHAIN.name: {**chain, "stages": [*chain["stages"], "gone"]}, "gone": stage}
+    state, problem = _state_with(entry, more)
+    assert state == "outdated" and "compiled with other options, versions or sources" in problem
+    renamed = {**more, CHAIN.name: {**more[CHAIN.name], "spec": {"op": "gone"}}}
+    state, problem = _state_with(entry, renamed)
+    assert state == "outdated" and "of a kernel that this Glulam does not have" in problem
+    state, problem = _state_with(entry, {**renamed, "another": stage})
+    assert state == "damaged" and "holds other functions than its name says" in problem
+    assert "removed 1 kernels" in _run("clear", "--outdated").output and not _states()
 
 
 def test_list_verify_and_clear(entry: Path) -> None:
