@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, to_dict
+from cute_kernels.stages import FOLDERS
 
 from . import host, toolchain, trust
 from . import manifest as manifests
@@ -32,7 +33,7 @@ from .sources import package_of
 from .worker import Worker
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
-CONFIGS = {"sm_90a": "cute_kernels.sm90.configs"}
+CONFIGS = {arch: f"cute_kernels.{folder}.configs" for arch, folder in FOLDERS.items()}
 SCRATCH = ".glulam-build-"  # the folder of a build in progress
 _PATIENCE_S = 0.2  # seconds of waiting for another process that compiles an object, before looking at the next
 _MAX_JOBS = 32  # a compile process needs about 0.5 GB

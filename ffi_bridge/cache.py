@@ -1,9 +1,9 @@
 """The cache of compiled kernels on disk: where it is, what is in it, how an entry is found. Nothing here compiles.
 
-A cache entry is a bundle of one function, so that the loader's checks serve it as well. Its key covers the spec, the
-sources that its kernels are made of, the compile options and the toolchain's versions; anything else is the same code.
-An object that builds and the JIT share lies in <root>/objects, under the same key and beside the same manifest: an
-entry that is not linked yet (`objects.py`).
+An entry is a bundle of one function, so the loader's checks apply to it unchanged. Its key covers everything that can
+change the code: the spec, the sources that its kernels are made of, the compile options and the compiler's version.
+Objects that are not linked yet, which the JIT and `glulam build` share, lie in <root>/objects in the same form: a key
+of the same kind, and a manifest beside a .o instead of a library (`objects.py`).
 
     <root>/.glulam-cache         says that Glulam made this folder
     <root>/<key>/<arch>/         an entry: library and manifest
@@ -42,10 +42,9 @@ OBJECTS = "objects"
 NEIGHBOURS = (OBJECTS, "preferred", "tuning")  # folders that other parts of Glulam keep in the cache's
 STATES = ("sound", "outdated", "damaged", "aside")
 
-_KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-(?P<digest>[0-9a-f]{16})")
+_KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-[0-9a-f]{16}")
 _MARK = "Glulam made this folder for compiled kernels; `glulam cache clear` removes those, and nothing else.\n"
-_LOCKED = re.compile(rf"[0-9a-f]{{2}}|{_KEY.pattern}")  # the latter: one file a key, as earlier versions had them
-_DIGITS = 16  # of a key's digest
+_LOCKED = re.compile(r"[0-9a-f]{2}")
 _REMEDY = "compile it again, or run `glulam cache clear --outdated`"
 
 
@@ -63,7 +62,7 @@ def cache_key(spec: Spec, tracer: str | None = None, behind: dict[str, str] | No
 
     Args:
         tracer: "module:function" that traces it; default, the one that the kernels name for it.
-        behind: `sources.behind` that tracer, where the caller took it just now.
+        behind: `sources_of` the spec, where the caller took it just now.
     """
     compiler = [host.BASELINE, toolchain.code_versions()]
     parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler]
@@ -71,11 +70,18 @@ def cache_key(spec: Spec, tracer: str | None = None, behind: dict[str, str] | No
     return f"{spec.name}-{digest[:16]}"
 
 
-def sources_of(spec: Spec, tracer: str | None = None) -> dict[str, str]:
-    """Hashes of what a spec's function is made of, as its manifest has them: of its stages, and how it chains them."""
+def sources_of(spec: Spec, tracer: str | None = None, known: sources.Sources | None = None) -> dict[str, str]:
+    """Hashes of what a spec's function is made of, as its manifest has them: of its stages, and how it chains them.
+
+    Args:
+        tracer: as of `cache_key`.
+        known: the sources of the tracers' package, where the caller took them; default, taken once for all stages.
+    """
+    tracers = [sources.tracer_of(stage, tracer) for stage in stages_of(spec)]
+    known = known or sources.of(sources.package_of(tracers[0]))
     found: dict[str, str] = {}
-    for stage in stages_of(spec):
-        found |= sources.behind(sources.tracer_of(stage, tracer))
+    for one in tracers:
+        found |= sources.behind(one, known)
     if text := chains.text_of([spec]):
         found[chains.__name__] = hashlib.sha256(text.encode()).hexdigest()
     return found
@@ -117,7 +123,7 @@ def _is_our_name(path: Path) -> bool:
 
 def lock_of(root: Path, key: str) -> Path:
     """The file that is locked for a key: one of 256, since these files stay and keys come and go by the thousand."""
-    return root / f"{key[-_DIGITS:][:2]}{LOCK}"
+    return root / f"{key.rpartition('-')[2][:2]}{LOCK}"
 
 
 def make_entry(work: Path, arch: str) -> Path:
@@ -176,7 +182,7 @@ class Entry:
 
 
 def key_of(folder: Path) -> dict[str, str]:
-    """What a folder's name says of its entry: the spec's `name`, `arch` and `digest`; empty where it is no key."""
+    """What a folder's name says of its entry: the spec's `name` and `arch`; empty where it is no key."""
     key = _KEY.fullmatch(folder.name.removesuffix(DAMAGED))
     return key.groupdict() if key else {}
 
@@ -234,7 +240,7 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
         )
     found = manifest.verify(inner, key["arch"], behind, spec, form)
     with manifest.opened_library(inner, found) as library:
-        if f"__tvm_ffi_{spec.name}\0".encode() not in os.pread(library, found.size, 0):
+        if f"{chains.symbol(spec.name)}\0".encode() not in os.pread(library, found.size, 0):
             raise BundleDamaged(f"damaged bundle: {inner / found.library} has no function {spec.name}; remove it")
 
 

@@ -99,7 +99,7 @@ static int run(const Chain* chain, const TVMFFIAny* arguments, int32_t count, TV
 """
 
 
-def _symbol(name: str) -> str:
+def symbol(name: str) -> str:
     """As TVM-FFI calls an exported function."""
     return f"__tvm_ffi_{name}"
 
@@ -126,13 +126,13 @@ def _chain(name: str, chain: Chain) -> str:
         lines.append(f"static const Source {name}_{number}[] = {{{_sources(names, step)}}};")
         when = names.index(step.when) if step.when else -1
         count = len(signature_of(step.stage).arguments)
-        steps.append(f"{{{_symbol(step.stage.name)}, {name}_{number}, {count}, {when}}}")
+        steps.append(f"{{{symbol(step.stage.name)}, {name}_{number}, {count}, {when}}}")
     return "\n".join(
         [
             *lines,
             f"static const Step {name}_steps[] = {{{', '.join(steps)}}};",
             f'static const Chain {name} = {{"{name}", {name}_steps, {len(steps)}, {len(names)}}};',
-            f"EXPORT int {_symbol(name)}(void* self, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {{",
+            f"EXPORT int {symbol(name)}(void* self, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {{",
             "  (void)self;",
             f"  return run(&{name}, arguments, count, result);",
             "}",
@@ -147,7 +147,7 @@ def text_of(specs: Iterable[Spec]) -> str:
         return ""
     stages = {step.stage.name: signature_of(step.stage) for chain in chains.values() for step in chain.steps}
     most = max(len(signature.arguments) for signature in stages.values())
-    declared = [f"int {_symbol(name)}(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);" for name in sorted(stages)]
+    declared = [f"int {symbol(name)}(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);" for name in sorted(stages)]
     functions = [_chain(name, chain) for name, chain in sorted(chains.items())]
     return "\n".join([f"#define MOST {most}", _RUN, *declared, "", *functions, ""])
 

@@ -62,7 +62,7 @@ class Manifest:
         host: the CPUs that its host code is for, as "x86-64-v2".
         needs: symbols that the library takes from the DSL's run-time library and from TVM-FFI's, by distribution name.
         versions: of Glulam, the DSL and TVM-FFI that made it, by distribution name. The last two are information.
-        sources: hash of the kernels' sources, by top-level package.
+        sources: hashes of the kernels' sources, by what they are of: a package, or a tracer and what compiles it.
         functions: by export symbol, sorted.
     """
 
@@ -379,7 +379,8 @@ def verify(
     """The manifest of the bundle in `folder`, after every check that needs no loading.
 
     Args:
-        sources: hashes of exactly the packages that the bundle is to be made of; default, those of PACKAGES now.
+        sources: hashes of exactly what the bundle is to be made of, by the names that `Manifest.sources` has; default,
+            those of PACKAGES now.
         spec: the one function that the bundle is to hold; default, any.
         form: what its library is called, LIBRARY or OBJECT.
 

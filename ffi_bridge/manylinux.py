@@ -21,11 +21,8 @@ _GLIBC = ("libc.so", "libm.so", "libdl.so", "libpthread.so", "librt.so", "ld-lin
 
 def _described(library: Path) -> str:
     """What a library needs, as objdump tells it. Raises ToolchainError."""
-    command = ["objdump", "-p", str(library)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
-    except FileNotFoundError:
-        raise ToolchainError("there is no objdump; install binutils") from None
+    command = [toolchain.binary_tool("objdump"), "-p", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
     if done.returncode:
         raise ToolchainError(f"objdump reads no {library.name}: {done.stderr.strip()}")
     return done.stdout

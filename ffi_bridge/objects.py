@@ -146,7 +146,7 @@ class Store:
 
     def behind(self, spec: Spec) -> dict[str, str]:
         """Hashes of what a spec's kernels are made of, as its manifest has them."""
-        return sources.behind(sources.tracer_of(spec, self.tracer), self._sources)
+        return cache.sources_of(spec, self.tracer, self._sources)
 
     def _key(self, spec: Spec) -> str:
         return cache.cache_key(spec, behind=self.behind(spec))
@@ -163,8 +163,8 @@ class Store:
         """Neither since the key was taken nor since the process began, which imports each module once."""
         tracer = sources.tracer_of(spec, self.tracer)
         module = tracer.partition(":")[0]
-        moments = self._sources, process.sources, sources.of(sources.package_of(tracer))
-        if any(at.closure(module) != self._sources.closure(module) for at in moments):
+        others = process.sources, sources.of(sources.package_of(tracer))
+        if any(other.closure(module) != self._sources.closure(module) for other in others):
             raise CompileError(f"{spec.name}: its sources were edited while it was compiled; run this again")
 
     def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:

@@ -81,7 +81,6 @@ class Sources:
 
     def __init__(self, package: str, files: list[Source]) -> None:
         self.files = files
-        self._package = package
         self._modules: dict[str, list[Source]] = {}
         is_folder = bool(toolchain.package_folders(package))
         for file in files:
@@ -183,13 +182,11 @@ def _makers() -> str:
     return digest.hexdigest()
 
 
-def behind(tracer: str, known: Sources | None = None) -> dict[str, str]:
+def behind(tracer: str, known: Sources) -> dict[str, str]:
     """All that a tracer's kernels are made of, hashed, by name: its closure, and what compiles it.
 
     Args:
         tracer: "module:function".
-        known: the sources of its package, where the caller took them before.
+        known: the sources of its package.
     """
-    module = tracer.partition(":")[0]
-    closure = (known or of(package_of(tracer))).hash_of(module)
-    return {tracer.replace(":", "."): closure, compiler.__name__: _makers()}
+    return {tracer.replace(":", "."): known.hash_of(tracer.partition(":")[0]), compiler.__name__: _makers()}

@@ -167,7 +167,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
     def test_finding_a_compiled_kernel_looks_at_the_sources_once(
         self, compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Looking at every file of the kernels' sources is most of what finding takes."""
+        """Looking at every file of the kernels' sources is most of what finding takes, also of a chain's two stages."""
         monkeypatch.setenv(cache.ENV_CACHE, str(compiled["root"]))
         looks, look = [], toolchain.sources_of
 
@@ -176,10 +176,12 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
             return look(package)
 
         monkeypatch.setattr(toolchain, "sources_of", counted)
-        for _ in range(3):
-            monkeypatch.setattr(loader, "_loaded", {})
-            assert cache.find(SPEC) is not None
-        assert looks == ["cute_kernels"] * 3
+        for spec, is_there in ((SPEC, True), (GroupedMlpSpec(), False)):
+            looks.clear()
+            for _ in range(3):
+                monkeypatch.setattr(loader, "_loaded", {})
+                assert (cache.find(spec) is not None) == is_there
+            assert looks == ["cute_kernels"] * 3
 
     def test_one_that_is_gone_is_passed_over_with_one_line(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)

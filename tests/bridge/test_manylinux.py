@@ -87,8 +87,11 @@ def test_a_library_from_no_wheel_has_no_tag(toy_bundle: Path, link: Link, monkey
 def test_without_objdump_the_error_says_what_to_install(
     toy_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (compiler := tmp_path / "cc").write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ToolchainError, match="no objdump; install binutils"):
+    with pytest.raises(ToolchainError, match="no objdump, which reads what was linked; install binutils, or set CC"):
         manylinux.tag([library_in(toy_bundle / "sm_90a")], "x86_64")
 
 

@@ -85,9 +85,11 @@ def test_names_and_tags(wheels: list[Path]) -> None:
 
 def test_a_tag_that_cannot_be_told_is_the_plain_one(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     (broken := tmp_path / "objdump").write_text("#!/bin/sh\necho no such format >&2\nexit 1\n")
-    broken.chmod(0o755)
+    (compiler := tmp_path / "cc").write_text("#!/bin/sh\necho objdump\n")
+    for tool in (broken, compiler):
+        tool.chmod(0o755)
     command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--skip-build", "--dist-dir", str(tmp_path)]
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {**os.environ, "CC": str(compiler), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     checkout = made[0] / "a copy 0"
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
