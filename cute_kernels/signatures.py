@@ -41,11 +41,11 @@ class Argument:
 
     Attributes:
         name, kind: a kind is one of the constants above.
-        optional: 0 where it is not given: an address of nothing, or a number whose usual value that is.
-        dtype: of a tensor.
-        shape: of a tensor, a letter or word a dimension; equal ones are equal sizes, which each call checks. T is rows.
-            Three dimensions are experts' weights, [E or 1, rows, columns] with rows without padding.
-        packed: rows of a matrix have no padding; else they lie at any multiple of 16 bytes.
+        optional: a call may leave it out and then passes 0, which means no address, or a number's usual value.
+        dtype, shape: of a tensor. `shape` names each dimension; those of one name must have one size, which every call
+            checks. T is the number of rows. Three dimensions are experts' weights, [E or 1, rows, columns], rows
+            unpadded.
+        packed: a matrix's rows follow each other without padding; else their stride is any multiple of 16 bytes.
     """
 
     name: str
@@ -94,12 +94,8 @@ class Signature:
         return self.ordered(values, lambda zero: zero)
 
 
-def _rows(name: str, shape: str, dtype: str, packed: bool = False) -> Argument:
+def _tensor(name: str, shape: str, dtype: str, packed: bool = False) -> Argument:
     return Argument(name, TENSOR, dtype=dtype, shape=tuple(shape.split()), packed=packed)
-
-
-def _weight(name: str, shape: str, dtype: str) -> Argument:
-    return Argument(name, TENSOR, dtype=dtype, shape=tuple(shape.split()))
 
 
 def _each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]:
@@ -144,7 +140,7 @@ def _dtypes(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[str, str]:
 def _mm(spec: GroupedMmSpec) -> Signature:
     x, w = _dtypes(spec)
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
-    tensors = _rows("x", f"T {k}", x), _weight("w", "E N K", w), _rows("y", f"T {n}", spec.dtype)
+    tensors = _tensor("x", f"T {k}", x), _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
     numbers = (*GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "K"))
 
@@ -154,8 +150,8 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     x, w = _dtypes(spec)
     both = "P" if spec.gated else "I"
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    tensors = _rows("x", "T H", x), _weight("w", f"E {both} H", w), _rows("act", "T I", act)
-    preact = (_rows("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
+    tensors = _tensor("x", "T H", x), _tensor("w", f"E {both} H", w), _tensor("act", "T I", act)
+    preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
     numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
     return Signature((*tensors, *preact, *numbers), _blocks(spec.operands, "H I"))
@@ -170,8 +166,8 @@ def _dglu(spec: DgluSpec) -> Signature:
     both = "P" if spec.gated else "I"
     weight = "E H I" if spec.operands == "16bit" else "E I H"
     tensors = (
-        _rows("x", "T H", x), _weight("w", weight, w), _rows("preact", f"T {both}", spec.dtype),
-        _rows("dpreact", f"T {both}", spec.dtype), _rows("act", "T I", spec.dtype),
+        _tensor("x", "T H", x), _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
+        _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),
     )  # fmt: skip
     addends = _each(ADDRESS, "scale partials", optional=True)
     numbers = (*GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
@@ -185,12 +181,12 @@ def _tail(spec: TailSpec) -> Signature:
     """
     matrix = (*_each(ADDRESS, "dx", True), *_each(INT32, "dx_columns", True), *_each(INT64, "dx_pitch", True))
     sums = (*_each(ADDRESS, "d_scale partials", optional=True), *_each(INT32, "part_columns"))
-    return Signature((_rows("act", "T I", spec.dtype), *matrix, *sums, *GROUPS, *_each(INT32, "num_sms")))
+    return Signature((_tensor("act", "T I", spec.dtype), *matrix, *sums, *GROUPS, *_each(INT32, "num_sms")))
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Signature:
     """`mask`: bool [E], which groups add to dw; 0: all or none, as `accumulate` says."""
-    tensors = _rows("dy", "T N", spec.dtype), _rows("x", "T K", spec.dtype), _weight("dw", "E N K", spec.out_dtype)
+    tensors = _tensor("dy", "T N", spec.dtype), _tensor("x", "T K", spec.dtype), _tensor("dw", "E N K", spec.out_dtype)
     places = (*_each(ADDRESS, "dw_table mask", optional=True), *_each(INT32, "accumulate", optional=True))
     return Signature((*tensors, *GROUPS, *places, *_each(INT32, "num_sms")))
 
@@ -200,9 +196,9 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 
     `offs`: int32 [num_groups] or 0. `wide`: blocks of 128 elements instead of 32. `swizzled`: scales in 128 x 4 atoms.
     """
-    x, until = _rows("x", "T K", spec.dtype), (*_each(ADDRESS, "offs", True), *_each(INT32, "num_groups", True))
+    x, until = _tensor("x", "T K", spec.dtype), (*_each(ADDRESS, "offs", True), *_each(INT32, "num_groups", True))
     if spec.rounded:
-        return Signature((x, _rows("out", "T K", spec.dtype, packed=True), *until), (("K", BLOCK),))
+        return Signature((x, _tensor("out", "T K", spec.dtype, packed=True), *until), (("K", BLOCK),))
     outputs = _each(ADDRESS, "row_data row_scale col_data col_scale", optional=True)
     return Signature((x, *outputs, *until, *_each(INT32, "wide swizzled", optional=True)), (("K", BLOCK),))
 
@@ -210,9 +206,9 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
 def _fold(spec: FoldMxfp8Spec) -> Signature:
     """`scale`: the address of a byte for each row of the result, which is transposed where it is folded by columns."""
     if spec.axis == "row":
-        tensors = _rows("w", "T K", spec.dtype), _rows("data", "T K", E4M3, packed=True)
+        tensors = _tensor("w", "T K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     else:
-        tensors = _weight("w", "T N K", spec.dtype), _weight("data", "T K N", E4M3)
+        tensors = _tensor("w", "T N K", spec.dtype), _tensor("data", "T K N", E4M3)
     return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", BLOCK), ("K", BLOCK)))
 
 

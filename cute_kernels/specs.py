@@ -27,11 +27,14 @@ ACTIVATION_FORMS = {"gated": GATED, "ungated": UNGATED} | {name: (name,) for nam
 LAYOUT_FORMS = {"blocked": GLU_LAYOUTS, "strided": ("concat", "interleaved")} | {name: (name,) for name in GLU_LAYOUTS}
 """What a kernel is compiled for, and those that it serves; which of several, it is told at run time.
 
-    blocked   where I is a multiple of 32
+    blocked   where I is a multiple of BLOCK_ROWS
     strided   any I
 
 A branch costs a backward up to twice its time, and decoding up to 7 %: `sm90.configs.glu_form` says what ships.
 """
+BLOCK_ROWS = 32
+"""Rows of a gate's half that lie together in every layout, where I is a multiple of them; interleaved32 has so many of
+one half before as many of the other."""
 OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
 """What a GEMM multiplies, and what its name says of it.
 

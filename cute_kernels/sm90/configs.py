@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ..specs import (
+    BLOCK_ROWS,
     DECODED,
     DTYPES,
     FOLD_AXES,
@@ -30,8 +31,6 @@ from ..specs import (
 from ..tiles import TileConfig
 
 ARCH = "sm_90a"
-BLOCK_ROWS = 32
-"""Rows of a gate's half that lie together in every layout, where I is a multiple of them."""
 # Pingpong: an epilogue that runs beside the other warpgroup's MMAs is worth more than the operand traffic that a tile
 # of 128 x 256 saves. Two CTAs share weights where they can, which is faster where groups are small (0.98 against 0.95
 # of dense cuBLAS on Qwen3-30B), and rows where they must, for a fixed (2, 1) leaves one of them idle at a group's odd
@@ -83,8 +82,10 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     **{("mxfp8_weight_only", tile, False): _GATED for tile in (MEDIUM_W8, SMALL_W8, TINY_W8, NARROW_W8)},
     **{("mxfp8_exact", tile, False): _EITHER for tile in (TINY_W8, NARROW_W8)},
 }
-"""By operands, tile and whether the preactivation is stored: what one FC1 kernel computes at run time. All gated or all
-ungated activations, and all gate layouts.
+"""What one FC1 kernel chooses at run time, by (operands, tile, whether it stores the preactivation).
+
+"gated", "ungated": one kernel serves all activations of that kind; "layouts": all gate layouts. What is not listed is
+compiled for each.
 
 A branch there takes 0.997 to 1.004 times as long on average, at most 1.02. Elsewhere it does not hide behind the MMAs:
 one token on the small 16-bit tile 1.015 to 1.04, MXFP8 with ungated activations 1.03, the other decoding tiles 1.01 to

@@ -23,9 +23,15 @@ from . import budget
 from .epilogue import Addends, Begun, ColumnSmem, Epilogue, TileShare, WarpgroupState, chunk_of, registers
 from .preact import PAIRS, PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .store import COLS, ROW_BYTES, ROWS, Slots
-from .tail import RowSums
 from .tile_scheduler import Groups, WorkTile
 from .weights import NO_GATE, GateRows
+
+
+class RowParts(NamedTuple):
+    """Where a tile leaves its part of each row's sum: float32 [count, T] at an address, 0: not wanted."""
+
+    parts: Int64
+    count: Int32
 
 
 class DgluInputs(NamedTuple):
@@ -35,7 +41,7 @@ class DgluInputs(NamedTuple):
     params: act.ActivationParams
     bias_size: Int32
     preact: cute.Tensor | PreactLoads
-    sums: RowSums
+    sums: RowParts
     w_scale: Int64 = Int64(0)
     gate: GateRows = NO_GATE
 
@@ -125,7 +131,7 @@ class DgluEpilogue(Epilogue):
                 state.slots.drain()
                 state.ring.release(number)
             if const_expr(chunk_in_slab == self.chunks_per_slab - 1):
-                if state.sums.result != 0:
+                if state.sums.parts != 0:
                     self._leave_sums(state, sums, work, row)
 
     @cute.jit
@@ -160,5 +166,5 @@ class DgluEpilogue(Epilogue):
         for i in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)
             at_row = row + state.row_in_slab + 8 * i
-            if (state.lane % 4 == 0) & (at_row < work.group_end) & (work.n_tile < state.sums.num_parts):
+            if (state.lane % 4 == 0) & (at_row < work.group_end) & (work.n_tile < state.sums.count):
                 parts[work.n_tile * state.num_rows + at_row] = total

@@ -16,13 +16,13 @@ from .. import activation as act
 from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
-from ..specs import LAYOUT_FORMS, LAYOUTS, GroupedGluSpec
+from ..specs import BLOCK_ROWS, LAYOUT_FORMS, LAYOUTS, GroupedGluSpec
 from ..tiles import TileConfig
 from .scales import power_of_two
 from .store import ROWS, SLOTS, RaggedStore, Slots, halves, narrowed
 from .tile_scheduler import Groups, WorkTile
 from .turns import THREADS
-from .weights import BLOCK_ROWS, NO_GATE, GateRows, row_of
+from .weights import NO_GATE, GateRows, row_of
 
 UPPER_HALF = -(1 << 16)
 
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
     bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
     for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
-    gate: where a gated layer's weight rows lie. saves_preact: 0 where a kernel that could store it should not.
+    gate: where a gated layer's weight rows lie.
     """
 
     addends: Addends
@@ -76,7 +76,6 @@ class Inputs(NamedTuple):
     w_scale: Int64 = Int64(0)
     out_scale: Int64 = Int64(0)
     gate: GateRows = NO_GATE
-    saves_preact: Int32 = Int32(1)
 
 
 class ColumnSmem(NamedTuple):
@@ -328,9 +327,7 @@ class ActivationEpilogue(Epilogue):
         self._scale_columns(state, acc)
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
-            # Its chunks are even in number: without them, others keep their slots.
-            if state.inputs.saves_preact != 0:
-                self._store_preact(state, acc, stores[1], work, row, first_slot)
+            self._store_preact(state, acc, stores[1], work, row, first_slot)
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             values = self._activated(state, acc, chunk, self.cols, scales)
             tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * self.cols, cols=self.cols)

@@ -29,7 +29,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from ..chosen import chosen
 from ..gmem import vector_at
-from ..specs import LAYOUTS
+from ..specs import BLOCK_ROWS, LAYOUTS
 from .tile_scheduler import WorkTile
 
 UNIT_BYTES = 16
@@ -41,8 +41,6 @@ HI_BOUND = 2**20
 # reads again, and for what others read while much is written.
 EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
 LINE_BYTES = 128
-# Of one half before as many of the other, in the layout interleaved32.
-BLOCK_ROWS = 32
 
 
 class ExpertAddress(NamedTuple):
@@ -94,7 +92,8 @@ def weight_view(
     row_stride = Int64(cols)
     half = rows // parts
     if const_expr(layout == "interleaved32"):
-        n_shape, n_stride, part_stride = (32, half // 32), (row_stride, 64 * row_stride), 32 * row_stride
+        n_shape, n_stride = (BLOCK_ROWS, half // BLOCK_ROWS), (row_stride, 2 * BLOCK_ROWS * row_stride)
+        part_stride = BLOCK_ROWS * row_stride
     elif const_expr(layout == "interleaved"):
         n_shape, n_stride, part_stride = half, 2 * row_stride, row_stride
     elif const_expr(layout == "blocked"):
@@ -133,7 +132,7 @@ def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: 
     rows = {
         "concat": part * half + column,
         "interleaved": 2 * column + part,
-        "interleaved32": column // 32 * 64 + part * 32 + column % 32,
+        "interleaved32": column // BLOCK_ROWS * (2 * BLOCK_ROWS) + part * BLOCK_ROWS + column % BLOCK_ROWS,
     }
     return rows[layout]
 

@@ -13,8 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...invariant import Invariant
 from ...specs import MhcSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from .token_sums import TokenSums
 from .vectors import elements, floats, load_params, load_vector, store_param, store_vector
 
@@ -37,19 +36,13 @@ class Aggregate(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self.launch(x, h_pre, out, forms, tokens, width, stream)
-
-    @cute.jit
-    def launch(
-        self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, tokens: Int32, width: Int32, stream: cuda.CUstream
-    ):
-        vectors = width // elements(self.dtype)
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
-            grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
-            block=(FORWARD_THREADS, 1, 1),
-            stream=stream,
-        )
+            vectors = width // elements(self.dtype)
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
+                grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
+                block=(FORWARD_THREADS, 1, 1),
+                stream=stream,
+            )
 
     @cute.kernel
     def kernel(self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, total: Int64, vectors: Int32):

@@ -17,8 +17,7 @@ from cutlass import Float32, Int32, Int64
 from ...gmem import UNBOUNDED, vector_at
 from ...invariant import Invariant
 from ...specs import MhcSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from .column_sums import ColumnSums
 from .shapes import CTAS_PER_SM
 from .token_sums import TokenSums

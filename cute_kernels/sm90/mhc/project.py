@@ -19,8 +19,7 @@ from cutlass import Float32, Int32, Int64
 from ...gmem import vector_at
 from ...invariant import Invariant
 from ...specs import MhcSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy
 from .gates import Gates, ProjectFinish
 from .project_exact import ExactProducts
@@ -110,36 +109,25 @@ class Project(Invariant):
         width: Int32, slices: Int32, slice_columns: Int32, groups: Int32, num_sms: Int32, eps: Float32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
         if tokens > 0:
-            self.launch(
-                x, weight, gates, (h_pre, h_post, h_res, stats), workspace, tokens, width,
-                (slices, slice_columns, groups), num_sms, stream,
-            )  # fmt: skip
-
-    @cute.jit
-    def launch(
-        self, x: Int64, weight: Int64, gates: Gates, results: tuple, workspace: Int64, tokens: Int32, width: Int32,
-        cut: tuple, num_sms: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        """results: h_pre, h_post, h_res and stats; cut: slices, columns of each and CTAs for each."""
-        slices, slice_columns, groups = cut
-        squares = workspace + Int64(slices) * tokens * (self.outputs * 4)
-        columns, form = width * self.n, form_of(gates.forms, 0)
-        if form == F32:
-            exact = ExactProblem(x, weight, workspace, squares, tokens, columns, slice_columns)
-            self.exact.launch(exact, slices, groups, stream)
-        else:
-            problem = Problem(x, workspace, squares, tokens, columns, slice_columns, groups)
-            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(problem, weight, form).launch(
-                grid=(slices, groups, 1),
-                block=(THREADS, 1, 1),
-                smem=PROJECT_BYTES,
-                min_blocks_per_mp=1,
-                stream=stream,
-            )
-        self.finish.launch((workspace, squares, slices), gates, results, tokens, width * self.n, num_sms, stream)
+            squares = workspace + Int64(slices) * tokens * (self.outputs * 4)
+            columns, form = width * self.n, form_of(forms, 0)
+            if form == F32:
+                exact = ExactProblem(x, weight, workspace, squares, tokens, columns, slice_columns)
+                self.exact.launch(exact, slices, groups, stream)
+            else:
+                problem = Problem(x, workspace, squares, tokens, columns, slice_columns, groups)
+                self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+                self.kernel(problem, weight, form).launch(
+                    grid=(slices, groups, 1),
+                    block=(THREADS, 1, 1),
+                    smem=PROJECT_BYTES,
+                    min_blocks_per_mp=1,
+                    stream=stream,
+                )
+            sums, results = (workspace, squares, slices), (h_pre, h_post, h_res, stats)
+            gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
+            self.finish.launch(sums, gates, results, tokens, columns, num_sms, stream)
 
     @cute.kernel
     def kernel(self, problem: Problem, weight: Int64, weight_form: Int32):

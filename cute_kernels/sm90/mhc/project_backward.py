@@ -29,8 +29,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ...gmem import vector_at
 from ...invariant import Invariant
 from ...specs import MhcSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from .gates import Gates
 from .gates_backward import GateInputs, GateRows, GatesBackward, GateSums
 from .project_tiles import Products as TileProducts

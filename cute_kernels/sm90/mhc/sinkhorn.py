@@ -19,8 +19,7 @@ from cutlass import Float32, Int32, Int64
 from ...gmem import UNBOUNDED
 from ...invariant import Invariant
 from ...specs import MhcSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from .vectors import load_params, store_params
 
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
@@ -115,17 +114,10 @@ class Sinkhorn(Invariant):
         stream: cuda.CUstream,
     ):  # fmt: skip
         if matrices > 0:
-            self.launch(logits, out, forms, matrices, iters, eps, stream)
-
-    @cute.jit
-    def launch(
-        self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(logits, out, forms, matrices, iters, eps).launch(
-            grid=(cute.ceil_div(matrices, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
-        )
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(logits, out, forms, matrices, iters, eps).launch(
+                grid=(cute.ceil_div(matrices, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            )
 
     @cute.kernel
     def kernel(self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32):

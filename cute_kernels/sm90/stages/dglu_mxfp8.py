@@ -6,12 +6,10 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import DgluSpec
-from ...tracing import Traced, traced
-from ..dglu_epilogue import DgluEpilogue, DgluInputs
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
+from ..dglu_epilogue import DgluEpilogue, DgluInputs, RowParts
 from ..epilogue import Addends
 from ..grouped_gemm import GroupedFp8Gemm
-from ..tail import RowSums
 
 
 class Dglu:
@@ -27,7 +25,7 @@ class Dglu:
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            sums = RowSums(partials, partials, cute.ceil_div(act.shape[1], self.tile.n))
+            sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
             addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
             inputs = DgluInputs(addends, params, act.shape[1], preact, sums, w_scale)
             sizes = (groups, group_form, num_groups, tickets)

@@ -5,8 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 from ...specs import FoldMxfp8Spec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..fold_mxfp8 import FoldColumns, FoldRows
 
 

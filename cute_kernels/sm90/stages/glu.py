@@ -6,8 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import GroupedGluSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..epilogue import ActivationEpilogue, Addends, Inputs
 from ..grouped_gemm import GroupedGemm
 from ..weights import gate_rows

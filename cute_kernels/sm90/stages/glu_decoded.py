@@ -6,8 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
 from ...specs import GroupedGluSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..epilogue import Addends, Inputs
 from ..swapped_epilogue import SwappedActivationEpilogue
 from ..swapped_gemm import SwappedGemm

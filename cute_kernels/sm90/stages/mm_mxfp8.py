@@ -9,8 +9,7 @@ from cutlass import Int32, Int64
 
 from ...activation import no_params
 from ...specs import GroupedMmSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..epilogue import Addends, Inputs, LinearEpilogue
 from ..grouped_gemm import GroupedFp8Gemm
 

@@ -5,8 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from ...specs import QuantizeMxfp8Spec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..quantize_mxfp8 import STRIP, Form, Outputs, QuantizeMxfp8, RoundMxfp8
 
 

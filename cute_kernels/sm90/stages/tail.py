@@ -5,8 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import TailSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..tail import BackwardTail, Rows, RowSums
 from ..tile_scheduler import Groups
 

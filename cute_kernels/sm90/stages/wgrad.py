@@ -5,8 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...specs import GroupedWgradSpec
-from ...tracing import Traced, traced
-from ..dtypes import DTYPES
+from ...tracing import DTYPES, Traced, traced
 from ..grouped_wgrad import GroupedWgrad
 
 
