@@ -16,6 +16,7 @@ from .specs import (
     GroupedDgluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
+    LayerSpec,
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
@@ -170,6 +171,23 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
     )
 
 
+def _routing(spec: LayerSpec) -> tuple[Step, ...]:
+    """ids, weights and rows: of one chunk in one launch, else the chunks' counts come first."""
+    place = dataclasses.replace(spec, kernel="place")
+    same, rows = (
+        "ids num_tokens workspace tokens experts k chunk stream",
+        "weights offs token_of_row row_of weight_of_row",
+    )
+    if spec.kernel == "sort":
+        count = dataclasses.replace(spec, kernel="count")
+        return _step(count, f"{same} wide first", when="workspace"), _step(place, f"{same} {rows} wide first")
+    chosen = "logits bias forms score normalize num_groups top_groups scale"
+    return (
+        _step(dataclasses.replace(spec, kernel="choose"), f"{same} {rows} {chosen}"),
+        _step(place, f"{same} {rows}", wide=0, first=0, when="workspace"),
+    )
+
+
 def _steps(spec: Spec) -> tuple[Step, ...]:
     """None of a stage."""
     if isinstance(spec, GroupedMlpSpec):
@@ -178,6 +196,8 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
         return _dglu(spec)
     if isinstance(spec, MhcSpec) and spec.kernel == "pre":
         return _pre(spec)
+    if isinstance(spec, LayerSpec) and spec.kernel in ("route", "sort"):
+        return _routing(spec)
     return ()
 
 

@@ -18,6 +18,7 @@ from .specs import (
     GroupedGluSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    LayerSpec,
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
@@ -245,6 +246,23 @@ MHC: dict[str, Signature] = {
 """Hyper-connections. `forms`: the dtypes of parameters, two bits each (`specs.PARAM_FORMS`), in the order of the
 addresses that a kernel lists in front of them."""
 
+_ROWS_OF = "offs token_of_row row_of weight_of_row"
+LAYER: dict[str, Signature] = {
+    "choose": _numbers(
+        f"logits bias num_tokens ids weights {_ROWS_OF} workspace",
+        "forms tokens experts k score normalize num_groups top_groups chunk",
+        "scale",
+    ),
+    "count": _numbers("ids num_tokens workspace", "wide first tokens experts k chunk"),
+    "place": _numbers(f"ids weights num_tokens {_ROWS_OF} workspace", "wide first tokens experts k chunk"),
+    "route_backward": _numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
+    "permute": _numbers("x row_of out", "tokens k width"),
+    "combine": _numbers("y row_of residual out", "tokens k width"),
+    "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k"),
+}
+"""What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`); `wide`: whether ids have 64
+bits; `chunk`: tokens of a CTA; `workspace`: int32 [chunks, experts], 0 where there is one chunk."""
+
 _STAGES: dict[type, Callable[[Any], Signature]] = {
     GroupedMmSpec: _mm,
     GroupedGluSpec: _glu,
@@ -259,4 +277,6 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
 @functools.lru_cache(maxsize=4096)
 def stage_signature(spec: Spec) -> Signature:
     """What the function of a stage takes; of any spec `chains.signature_of` says it."""
-    return MHC[spec.kernel] if isinstance(spec, MhcSpec) else _STAGES[type(spec)](spec)
+    if isinstance(spec, (MhcSpec, LayerSpec)):
+        return (MHC if isinstance(spec, MhcSpec) else LAYER)[spec.kernel]
+    return _STAGES[type(spec)](spec)

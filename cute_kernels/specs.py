@@ -383,6 +383,40 @@ class MhcSpec:
         return f"mhc_{self.kernel}{dtype}_n{self.n}_{self.arch}"
 
 
+ROUTING = ("choose", "count", "place", "route", "sort")
+"""From logits, or from chosen ids, to rows of experts; the last two are chains."""
+ROUTING_EXPERTS = (128, 256, 1024)
+"""Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
+warp."""
+ROW_KERNELS = ("permute", "combine")
+LAYER_KERNELS = (*ROUTING, *ROW_KERNELS, "route_backward", "row_weights_backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """A kernel around a layer's experts. `dtype`: of rows, where it moves some; `experts`: most of them, where it
+    routes. Other kernels have neither: "float32" and 0.
+    """
+
+    op: ClassVar[str] = "layer"
+    kernel: str = "route"
+    dtype: str = "float32"
+    experts: int = 0
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        require("kernel", self.kernel, LAYER_KERNELS)
+        require("dtype", self.dtype, STREAM_DTYPES if self.kernel in ROW_KERNELS else ("float32",))
+        require("experts", self.experts, ROUTING_EXPERTS if self.kernel in ROUTING else (0,))
+        require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        dtype = f"_{STREAM_DTYPES[self.dtype]}" if self.kernel in ROW_KERNELS else ""
+        experts = f"_e{self.experts}" if self.experts else ""
+        return f"layer_{self.kernel}{dtype}{experts}_{self.arch}"
+
+
 _SPECS = (
     GroupedMmSpec,
     GroupedGluSpec,
@@ -394,6 +428,7 @@ _SPECS = (
     QuantizeMxfp8Spec,
     FoldMxfp8Spec,
     MhcSpec,
+    LayerSpec,
 )
 Spec = (
     GroupedMmSpec
@@ -406,6 +441,7 @@ Spec = (
     | QuantizeMxfp8Spec
     | FoldMxfp8Spec
     | MhcSpec
+    | LayerSpec
 )
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}

@@ -9,6 +9,7 @@ from .specs import (
     GroupedGluSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    LayerSpec,
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
@@ -24,12 +25,23 @@ _MODULES: dict[type, str] = {
     FoldMxfp8Spec: "stages.fold",
 }
 _HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}
+_LAYER = {
+    "choose": "route",
+    "count": "route",
+    "place": "route",
+    "route_backward": "route_backward",
+    "permute": "rows",
+    "combine": "rows",
+    "row_weights_backward": "rows",
+}
 _GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu"}
 
 
 def _module(spec: Spec) -> str:
     if isinstance(spec, MhcSpec):
         return f"mhc.{_HYPER_CONNECTIONS.get(spec.kernel) or spec.kernel.removesuffix('_backward')}"
+    if isinstance(spec, LayerSpec) and spec.kernel in _LAYER:
+        return f"layer.{_LAYER[spec.kernel]}"
     if isinstance(spec, (GroupedMmSpec, GroupedGluSpec, DgluSpec)):
         operands = "_decoded" if spec.operands in DECODED else {"16bit": "", "mxfp8": "_mxfp8"}[spec.operands]
         return f"stages.{_GEMMS[type(spec)]}{operands}"

@@ -14,6 +14,8 @@ from ..specs import (
     MHC_KERNELS,
     QUANTIZE_AXES,
     QUANTIZED_DTYPES,
+    ROUTING_EXPERTS,
+    ROW_KERNELS,
     STREAM_COUNTS,
     STREAM_DTYPES,
     UNGATED,
@@ -23,6 +25,7 @@ from ..specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    LayerSpec,
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
@@ -146,7 +149,7 @@ def _all_specs() -> list[Spec]:
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
     specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
-    return specs + mxfp8_specs() + decoded_specs() + mhc_specs()
+    return specs + mxfp8_specs() + decoded_specs() + mhc_specs() + layer_specs()
 
 
 def mxfp8_specs() -> list[Spec]:
@@ -185,3 +188,12 @@ def mhc_specs() -> list[Spec]:
     """Every hyper-connection kernel: for each number of streams and, but for Sinkhorn's, each dtype of theirs."""
     kernels = product(MHC_KERNELS, STREAM_DTYPES, STREAM_COUNTS)
     return [MhcSpec(*choice) for choice in kernels if "sinkhorn" not in choice[0] or choice[1] == "float32"]
+
+
+def layer_specs() -> list[Spec]:
+    """Every kernel around a layer's experts."""
+    specs: list[Spec] = [
+        LayerSpec(kernel, experts=most) for kernel, most in product(("route", "sort"), ROUTING_EXPERTS)
+    ]
+    specs += [LayerSpec(kernel, dtype) for kernel, dtype in product(ROW_KERNELS, STREAM_DTYPES)]
+    return [*specs, LayerSpec("route_backward"), LayerSpec("row_weights_backward")]

@@ -26,9 +26,9 @@ from .tile_scheduler import (
     clamp,
     group_size,
     int32_at,
-    last_lane,
     no_work,
 )
+from .warps import last_lane
 
 LIGHT, HEAVY = "light", "heavy"
 

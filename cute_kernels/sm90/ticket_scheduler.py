@@ -10,7 +10,8 @@ from ..chosen import chosen
 from ..tiles import TileConfig
 from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start
 from .tickets import Tickets
-from .tile_scheduler import Groups, TileGrid, WorkRing, no_work, warp_sum
+from .tile_scheduler import Groups, TileGrid, WorkRing, no_work
+from .warps import warp_sum
 
 # Light groups with fewer tiles than this share of the others' come last, together.
 FEW = 16

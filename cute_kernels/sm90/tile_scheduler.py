@@ -21,6 +21,7 @@ from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..tiles import TileConfig
+from .warps import inclusive_scan, last_lane, warp_sum
 
 # Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
 # and a weight tile is read from memory once for 8 uses.
@@ -84,24 +85,6 @@ class GroupWindow(NamedTuple):
 
 def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
     return cutlass.max(low, cutlass.min(value, high))
-
-
-@cute.jit
-def _inclusive_scan(value: Int32, lane: Int32) -> Int32:
-    for log_distance in cutlass.range_constexpr(5):
-        distance = 1 << log_distance
-        below = cute.arch.shuffle_sync_up(value, distance)
-        if lane >= distance:
-            value += below
-    return value
-
-
-def last_lane(value: Int32) -> Int32:
-    return cute.arch.shuffle_sync(value, 31)
-
-
-def warp_sum(value: Int32) -> Int32:
-    return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)
 
 
 def int32_at(groups: Groups, index: Int32) -> Int32:
@@ -226,14 +209,14 @@ class GroupTileScheduler(Invariant):
             size = Int32(0)
             if present:
                 size = group_size(groups, group)
-            end = cutlass.min(rows_before + _inclusive_scan(size, lane), groups.rows)
+            end = cutlass.min(rows_before + inclusive_scan(size, lane), groups.rows)
             begin = cutlass.max(end - size, Int32(0))
         tiles = Int32(0)
         if present:
             tiles = self._num_clusters(end - begin)
             if const_expr(kind is not None):
                 tiles = chosen(self._is_of(kind, end - begin), tiles, Int32(0))
-        return GroupWindow(base, begin, end, tiles_before + _inclusive_scan(tiles, lane))
+        return GroupWindow(base, begin, end, tiles_before + inclusive_scan(tiles, lane))
 
     @cute.jit
     def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:

@@ -10,7 +10,8 @@ from cutlass import Boolean, Float32, Int32
 
 from ..chosen import chosen
 from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start
-from .tile_scheduler import WorkRing, no_work, warp_sum
+from .tile_scheduler import WorkRing, no_work
+from .warps import warp_sum
 
 
 class WgradTileScheduler(LightGroupScheduler):

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from ffi_bridge import __version__
 
+from . import layer as layer
 from . import library as library  # registers torch.ops.glulam
 from . import mhc as mhc
 from . import nn as nn
@@ -11,6 +12,7 @@ from . import recipes as recipes
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .kernels import compile, preload
+from .layer import Routing, combine, moe, permute, route
 from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
 from .ops import (
     GluGradients,
@@ -33,9 +35,11 @@ __all__ = [
     "GluGradients",
     "GradientNotSupported",
     "MXFP8Tensor",
+    "Routing",
     "TuneReport",
     "UnsupportedDevice",
     "__version__",
+    "combine",
     "compile",
     "explain",
     "grouped_bias_grad",
@@ -45,11 +49,14 @@ __all__ = [
     "grouped_mm",
     "grouped_wgrad",
     "mhc",
+    "moe",
     "nn",
+    "permute",
     "preload",
     "prepare_mxfp8_weight",
     "quantize_mxfp8",
     "recipes",
+    "route",
     "tune",
 ]
 

@@ -209,7 +209,7 @@ def _row(function: Function) -> list[str]:
     first = stages[0]
     flags = [name for stage in stages for name, value in stage.items() if value is True]
     if "kernel" in first:
-        flags += [first["kernel"], f"n={first['n']}"]
+        flags += [first["kernel"], *(f"{name}={first[name]}" for name in ("n", "experts") if first.get(name))]
     return [
         function.spec["op"],
         first["dtype"],

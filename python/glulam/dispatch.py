@@ -26,6 +26,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    LayerSpec,
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
@@ -170,7 +171,7 @@ times as fast on a cool GPU (gpt-oss-120b); where neither pads anything, up to 1
 
 def form(spec: Spec) -> Spec:
     """The spec with its tiles erased: what it computes, not how it is cut."""
-    if isinstance(spec, (FoldMxfp8Spec, MhcSpec, QuantizeMxfp8Spec, TailSpec)):
+    if isinstance(spec, (FoldMxfp8Spec, LayerSpec, MhcSpec, QuantizeMxfp8Spec, TailSpec)):
         return spec
     if isinstance(spec, GroupedMlpSpec):
         return replace(spec, fc1=form(spec.fc1), fc2=form(spec.fc2))  # type: ignore[arg-type]

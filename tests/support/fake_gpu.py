@@ -33,6 +33,7 @@ from cute_kernels.specs import (
     GroupedMlpSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
+    LayerSpec,
     MhcSpec,
     QuantizeMxfp8Spec,
     Spec,
@@ -43,7 +44,7 @@ from glulam import device, experts, groups, kernels, tickets
 from glulam.kernels import Kernel
 from glulam.plans import forget_plans
 
-from . import fake_mhc, mxfp8, oracle
+from . import fake_layer, fake_mhc, mxfp8, oracle
 
 SM_COUNT = 132
 GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
@@ -306,6 +307,7 @@ _STAGES: dict[type, Callable[[Any, Any], None]] = {
     QuantizeMxfp8Spec: _quantize,
     FoldMxfp8Spec: _fold,
     MhcSpec: fake_mhc.run,
+    LayerSpec: fake_layer.run,
 }
 
 

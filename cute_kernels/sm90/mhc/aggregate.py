@@ -14,8 +14,8 @@ from cutlass import Float32, Int32, Int64
 from ...invariant import Invariant
 from ...specs import MhcSpec
 from ...tracing import DTYPES, Traced, traced
+from ..vectors import elements, floats, load_params, load_vector, store_param, store_vector
 from .token_sums import TokenSums
-from .vectors import elements, floats, load_params, load_vector, store_param, store_vector
 
 FORWARD_THREADS = 256
 VECTORS_PER_THREAD = 2

@@ -7,7 +7,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...invariant import Invariant
-from .vectors import VECTOR_BYTES, shared_at
+from ..vectors import VECTOR_BYTES, shared_at
 
 
 class AsyncCopy(Invariant):

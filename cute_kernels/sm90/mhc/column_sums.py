@@ -9,8 +9,8 @@ from cutlass import Float32, Int32, Int64
 
 from ...gmem import vector_at
 from ...invariant import Invariant
+from ..vectors import store_param
 from .token_sums import TokenSums
-from .vectors import store_param
 
 # A CTA takes 32 columns, 128 bytes of a row, and its warps every 16th row each.
 WARPS = 16

@@ -13,8 +13,8 @@ from cutlass import Float32, Int32, Int64
 
 from ...gmem import vector_at
 from ...invariant import Invariant
+from ..vectors import form_of, load_params
 from .shapes import GATE_WARPS, outputs
-from .vectors import form_of, load_params
 
 LANES = 32
 FINISH_CTAS_PER_SM = 8

@@ -18,10 +18,10 @@ from ...gmem import UNBOUNDED, vector_at
 from ...invariant import Invariant
 from ...specs import MhcSpec
 from ...tracing import DTYPES, Traced, traced
+from ..vectors import elements, floats, form_of, load_params, load_vector, shared_at, store_param, store_vector
 from .column_sums import ColumnSums
 from .shapes import CTAS_PER_SM
 from .token_sums import TokenSums
-from .vectors import elements, floats, form_of, load_params, load_vector, shared_at, store_param, store_vector
 
 FORWARD_THREADS = 256
 BACKWARD_THREADS = 128

@@ -20,6 +20,7 @@ from ...gmem import vector_at
 from ...invariant import Invariant
 from ...specs import MhcSpec
 from ...tracing import DTYPES, Traced, traced
+from ..vectors import F32, VECTOR_BYTES, elements, floats, form_of, load_params, run_at, shared_at
 from .async_copy import AsyncCopy
 from .gates import Gates, ProjectFinish
 from .project_exact import ExactProducts
@@ -35,7 +36,6 @@ from .shapes import (
     ring_stages,
     slice_capacity,
 )
-from .vectors import F32, VECTOR_BYTES, elements, floats, form_of, load_params, run_at, shared_at
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32

@@ -30,6 +30,7 @@ from ...gmem import vector_at
 from ...invariant import Invariant
 from ...specs import MhcSpec
 from ...tracing import DTYPES, Traced, traced
+from ..vectors import F32, floats, form_of, load_params, run_at, shared_at, store_params
 from .gates import Gates
 from .gates_backward import GateInputs, GateRows, GatesBackward, GateSums
 from .project_tiles import Products as TileProducts
@@ -37,7 +38,6 @@ from .project_tiles import Streams, TileGradients
 from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, spread_blocks, thread_columns
 from .split import split
 from .tile_sums import TileSums
-from .vectors import F32, floats, form_of, load_params, run_at, shared_at, store_params
 from .warp_columns import WarpColumns
 from .warp_mma import WarpMma, as_operands
 

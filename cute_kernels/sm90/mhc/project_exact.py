@@ -20,10 +20,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
+from ..vectors import VECTOR_BYTES, elements, run_at, shared_at
 from .async_copy import AsyncCopy
 from .shapes import PROJECT_WARPS, STEP_BYTES, TOKEN_TILE, UNIT_TOKENS, exact_ring, outputs
 from .split import rest_scale, split
-from .vectors import VECTOR_BYTES, elements, run_at, shared_at
 from .warp_mma import WarpMma, as_operands
 
 LANES = 32

@@ -27,12 +27,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ...gmem import vector_at
 from ...invariant import Invariant
+from ..vectors import floats, load_params, run_at, shared_at
 from .async_copy import AsyncCopy
 from .gates_backward import GateRows, GateSums
 from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
 from .split import rest_scale, split
 from .tile_sums import TileSums
-from .vectors import floats, load_params, run_at, shared_at
 from .warp_columns import VECTOR, Place
 from .warp_mma import WarpMma, read_matrices
 

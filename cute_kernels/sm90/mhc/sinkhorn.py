@@ -20,7 +20,7 @@ from ...gmem import UNBOUNDED
 from ...invariant import Invariant
 from ...specs import MhcSpec
 from ...tracing import DTYPES, Traced, traced
-from .vectors import load_params, store_params
+from ..vectors import load_params, store_params
 
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
 THREADS = 32

@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...invariant import Invariant
+from ..vectors import run_at, store_param
 from .shapes import SPREAD_WARPS, outputs, spread_blocks
-from .vectors import run_at, store_param
 from .warp_columns import VECTOR, WarpColumns
 
 LANES = 32

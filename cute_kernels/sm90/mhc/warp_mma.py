@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, TFloat32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from ...invariant import Invariant
-from .vectors import shared_at
+from ..vectors import shared_at
 
 
 class WarpMma(Invariant):

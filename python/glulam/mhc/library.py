@@ -62,7 +62,7 @@ def _fake(operator: Operator) -> Callable[..., list[Tensor]]:
 def register(*operators: Operator) -> None:
     """Define each as an operator of torch's."""
     for operator in operators:
-        name = f"mhc_{operator.kernel}"
+        name = f"{operator.family}_{operator.kernel}"
         _library.define(f"{name}{operator.schema}", tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
             _library.impl(name, _kernel(operator), key)

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.chains import signature_of
 from cute_kernels.signatures import ADDRESS, FLOAT32, INT32, Signature
-from cute_kernels.specs import PARAM_FORMS, MhcSpec
+from cute_kernels.specs import PARAM_FORMS, MhcSpec, Spec
 
 from .. import device as gpus
 from .. import kernels, workspace
@@ -39,10 +39,16 @@ from ..signature import (
 )
 from .checks import MAX_TOKENS
 
-_picked = cache(itemgetter)  # equal plans have the same
+
+@cache  # equal plans have the same
+def _picked(*places: int) -> Callable[[list[int]], tuple[int, ...]]:
+    """Of a list, what stands at these places."""
+    if len(places) < 2:
+        return lambda values: tuple([values[place] for place in places])
+    return itemgetter(*places)
+
+
 Tensors = Sequence[Tensor | None]
-PARAMETERS = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
-"""Inputs that all tokens share."""
 
 
 class Layout(NamedTuple):
@@ -90,8 +96,9 @@ class Operator:
     """One kernel and its reference. A subclass says what its tensors and options mean.
 
     `op`: what errors call it. `kernel`: of the spec. `inputs`, `outputs`: names in the order of the kernel's addresses.
-    `loose`: inputs that need no alignment. `schema`: of the operator of torch's. `streams`: the input whose dimensions
-    before the last two all of a token's tensors have, which are all but PARAMETERS.
+    `loose`: of these, those that need no alignment. `schema`: of the operator of torch's, whose name begins with
+    `family`. `streams`: the input whose dimensions before the last `trailing` all of a token's tensors have, which are
+    all but `shared`.
     """
 
     op: str
@@ -99,14 +106,17 @@ class Operator:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     loose: tuple[str, ...] = ()
+    family: str = "mhc"
     streams: str = "x"
+    trailing: int = 2
+    shared: frozenset[str] = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
     schema: str
 
     def __init__(self) -> None:
         self.plans: Plans[Plan] = Plans()
         self.count = len(self.outputs)
         aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
-        self.only_aligned = itemgetter(*aligned) if self.loose else None
+        self.only_aligned = _picked(*aligned) if self.loose else None
         self._streams_at = self.inputs.index(self.streams)
         self.has_optional = "Tensor?" in getattr(self, "schema", "")
 
@@ -123,7 +133,7 @@ class Operator:
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         raise NotImplementedError
 
-    def spec(self, layout: Layout, arch: str) -> MhcSpec:
+    def spec(self, layout: Layout, arch: str) -> Spec:
         dtype = "float32" if "sinkhorn" in layout.kernel else str(layout.lead.dtype).removeprefix("torch.")
         return MhcSpec(layout.kernel, dtype, layout.n, arch)
 
@@ -174,7 +184,7 @@ class Operator:
         plan = self.plan(tensors, options, out)
         if key is not None:
             self.plans.keep(key, plan)
-            with_tokens = [t for name, t in zip(self.inputs, tensors, strict=True) if name not in PARAMETERS]
+            with_tokens = [t for name, t in zip(self.inputs, tensors, strict=True) if name not in self.shared]
             count = sum(t is not None for t in (*with_tokens, *(out or ())))
             if plan.function is not launch_nothing:
                 self.plans.settle(key, self._lead(tensors), count, plan)
@@ -183,7 +193,7 @@ class Operator:
     def _lead(self, tensors: Tensors) -> tuple[int, ...]:
         """The dimensions of tokens."""
         streams: Any = tensors[self._streams_at]
-        lead: tuple[int, ...] = streams.shape[:-2]
+        lead: tuple[int, ...] = streams.shape[: -self.trailing]
         return lead
 
     def _settled(self, key: Any, tensors: Tensors, out: Any) -> Plan | None:
@@ -281,7 +291,7 @@ class Operator:
         else:
             results = out if len(out) == self.count else self.completed(out, tensors, options)
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
-        if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses)) % ALIGNMENT_BYTES:
+        if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses), 0) % ALIGNMENT_BYTES:
             self.refuse_alignment(addresses)
         at = tuple(addresses[: len(tensors) + len(plan.out_extents)])
         if at not in plan.apart:
@@ -310,7 +320,7 @@ class Operator:
         """Through torch's dispatcher, as an operator that traces see as one."""
         if out is not None and not is_dynamo_compiling():
             self.check_out(tensors, options, out)
-        returned = iter(getattr(torch.ops.glulam, f"mhc_{self.kernel}")(*tensors, *options))
+        returned = iter(getattr(torch.ops.glulam, f"{self.family}_{self.kernel}")(*tensors, *options))
         results = tuple(next(returned) if wanted else None for wanted in self.wanted(tensors, options))
         return results if out is None else self.copied(results, out)
 

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
 
-from ...specs import PARAM_FORMS
+from ..specs import PARAM_FORMS
 
 VECTOR_BYTES = 16
 BF16, F16, F32 = PARAM_FORMS["bfloat16"], PARAM_FORMS["float16"], PARAM_FORMS["float32"]

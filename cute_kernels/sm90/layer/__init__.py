@@ -1,0 +1,1 @@
+"""What lies around a layer's experts: which tokens go where, and the sums that come back."""

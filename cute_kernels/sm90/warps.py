@@ -1,0 +1,39 @@
+"""What the lanes of a warp tell each other."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+WARP = 32
+
+
+@cute.jit
+def inclusive_scan(value: Int32, lane: Int32) -> Int32:
+    for log_distance in cutlass.range_constexpr(5):
+        distance = 1 << log_distance
+        below = cute.arch.shuffle_sync_up(value, distance)
+        if lane >= distance:
+            value += below
+    return value
+
+
+def last_lane(value: Int32) -> Int32:
+    return cute.arch.shuffle_sync(value, 31)
+
+
+def warp_sum(value: Int32) -> Int32:
+    return cute.arch.warp_reduction(value, lambda x, y: x + y, threads_in_group=32)
+
+
+def lanes_like(value: Int32) -> Int32:
+    """The lanes that hold the same number, a bit each."""
+    return cute.arch.inline_ptx(
+        "match.any.sync.b32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def lanes_before() -> Int32:
+    """The lanes below this one, a bit each."""
+    return (Int32(1) << cute.arch.lane_idx()) - 1

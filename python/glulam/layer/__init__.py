@@ -1,0 +1,10 @@
+"""The layer, from tokens to tokens: routing, rows of experts, and their sums."""
+
+from ..mhc.library import register
+from .moe import moe
+from .routing import ROUTE, ROUTE_BACKWARD, ROW_WEIGHTS_BACKWARD, SORT, Routing, route
+from .rows import COMBINE, PERMUTE, combine, permute
+
+register(ROUTE, ROUTE_BACKWARD, SORT, ROW_WEIGHTS_BACKWARD, PERMUTE, COMBINE)
+
+__all__ = ["Routing", "combine", "moe", "permute", "route"]

@@ -1,0 +1,222 @@
+"""The layer's kernels against plain loops and the CPU reference, through the public API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import routes as oracle
+from support.criterion import same_bits
+from support.routes import RULES, check_rows, options_of, some_logits
+from torch import Tensor
+
+import glulam
+from glulam import Routing
+from glulam.layer import reference
+from glulam.layer.rows import PERMUTE
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+# Tokens and experts: one token, one launch's most choices of 8, one more, chunks of several, all capacities.
+SHAPES = [(1, 128), (64, 128), (256, 256), (257, 128), (3000, 64), (700, 512), (65, 1024)]
+
+
+def routed(logits: Tensor, options: dict[str, Any], **more: Any) -> Routing:
+    options = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in options.items()}
+    return glulam.route(logits, options.pop("k"), **options, **more)
+
+
+def tensors(made: Routing) -> list[Tensor]:
+    end = int(made.offs[-1])
+    rows = [made.token_of_row[:end], made.weight_of_row[:end]]
+    return [made.offs, made.row_of, made.ids, made.weights, *rows]
+
+
+class TestRoute:
+    @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_against_plain_loops(self, shape: tuple[int, int], rule: str, dtype: torch.dtype) -> None:
+        tokens, experts = shape
+        logits, options = some_logits(tokens, experts, dtype), options_of(rule, experts)
+        made = routed(logits.cuda(), options)
+        ids, weights = oracle.route(logits, **options)
+        assert made.ids.cpu().equal(ids.int())
+        torch.testing.assert_close(made.weights.cpu(), weights.float(), rtol=1e-5, atol=1e-7)
+        assert weights.abs().max() > 1e-2
+        check_rows(made, ids, made.weights, experts)
+        again = routed(logits.cuda(), options)
+        assert all(map(same_bits, tensors(made), tensors(again)))
+
+    def test_few_and_many_experts_and_choices(self) -> None:
+        for tokens, experts, k in ((40, 1, 1), (40, 8, 2), (300, 60, 32), (5, 1000, 32), (32768, 128, 8), (9, 33, 5)):
+            logits = some_logits(tokens, experts)
+            made = glulam.route(logits.cuda(), k)
+            wanted = reference.route(logits, None, None, k, "softmax", True, 1, 1, 1.0)
+            assert made.ids.cpu().equal(wanted[0]) and made.offs.cpu().equal(wanted[2])
+            assert made.token_of_row.cpu().equal(wanted[3]) and made.row_of.cpu().equal(wanted[4])
+
+    def test_not_a_number_is_chosen_first(self) -> None:
+        logits = some_logits(6, 32)
+        logits[2, [5, 9]], logits[2, 9] = torch.nan, -torch.nan
+        logits[3, 7], logits[4, :30], logits[5, :4] = torch.inf, -torch.inf, torch.tensor([0.0, -0.0, 0.0, -0.0])
+        logits[5, 4:] = -1
+        made = glulam.route(logits.cuda(), 3)
+        assert made.ids[2, :2].tolist() == [5, 9] and made.weights[2].isnan().all()
+        assert made.ids[3, 0] == 7
+        assert set(made.ids[4, :2].tolist()) == {30, 31} and made.ids[4, 2] == 0
+        assert made.ids[5].tolist() == [0, 1, 2]
+        assert made.offs[-1] == 18
+
+    @pytest.mark.parametrize("tokens", [9, 900])
+    def test_padding_has_no_row(self, tokens: int) -> None:
+        logits = some_logits(tokens, 32)
+        logits[tokens // 2 :] = torch.nan
+        for count in (0, tokens // 2, tokens, tokens + 3):
+            made = glulam.route(logits.cuda(), 4, num_tokens=torch.tensor([count], dtype=torch.int32, device="cuda"))
+            ids, _ = oracle.route(logits, 4, num_tokens=count)
+            assert made.ids.cpu().equal(ids.int()) and not made.weights[count:].any()
+            assert int(made.offs[-1]) == 4 * min(count, tokens)
+
+    @pytest.mark.parametrize("tokens", [50, 2000])
+    def test_a_graph_follows_its_input(self, tokens: int) -> None:
+        """The first call of all is captured; replays see other logits and another number of tokens."""
+        logits, limit = some_logits(tokens, 128).cuda(), torch.tensor([tokens], dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = glulam.route(logits, 8, num_tokens=limit)
+        for seed, count in ((1, tokens), (2, tokens // 3)):
+            logits.copy_(some_logits(tokens, 128, seed=seed))
+            limit.fill_(count)
+            graph.replay()
+            assert all(map(same_bits, tensors(made), tensors(glulam.route(logits, 8, num_tokens=limit))))
+
+    @pytest.mark.parametrize("dtype", [F32, BF16])
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("shape", [(7, 64), (900, 256)])
+    def test_gradient(self, shape: tuple[int, int], rule: str, dtype: torch.dtype) -> None:
+        """Of padding it is zero, whatever its logits are."""
+        tokens, experts = shape
+        logits, options = some_logits(tokens, experts, dtype, seed=5), options_of(rule, experts)
+        limit = torch.tensor([tokens - 2], dtype=torch.int32, device="cuda")
+        given = logits.cuda().requires_grad_()
+        with torch.enable_grad():
+            made = routed(given, options, num_tokens=limit)
+            end = int(made.offs[-1])
+            g, h = torch.randn(made.row_of.numel(), device="cuda"), torch.randn_like(made.weights)
+            g[end:] = torch.nan
+            torch.autograd.backward([made.weight_of_row, made.weights], [g, h])
+        by_rows = torch.where(made.row_of >= 0, g[made.row_of.clamp(min=0).long()], 0) + h
+        rule_of = options.get("score", "softmax"), options.get("normalize", True), options.get("scale", 1.0)
+        (wanted,) = reference.route_backward(by_rows.cpu().to(F64), logits.to(F64), made.ids.cpu(), *rule_of)
+        error = (given.grad.cpu().to(F64) - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-5 if dtype == F32 else 5e-3) and wanted.abs().max() > 1e-2
+        assert not given.grad[tokens - 2 :].any()
+
+
+def some_ids(tokens: int, k: int, dtype: torch.dtype) -> Tensor:
+    ids = torch.randint(-3, 300, (tokens, k), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
+    if dtype == torch.int64:
+        ids[tokens // 2] = 2**32 + 5
+    return ids
+
+
+class TestFromTopk:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (64, 8), (3000, 8), (641, 32)])
+    @pytest.mark.parametrize(("first", "experts"), [(0, 100), (60, 240), (2, 1024)])
+    def test_rows(self, tokens: int, k: int, dtype: torch.dtype, first: int, experts: int) -> None:
+        ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k)
+        made = Routing.from_topk(ids.cuda(), weights.cuda(), experts, first)
+        check_rows(made, ids - first, weights, experts)
+
+    @pytest.mark.parametrize("expert", [-1, 0, 9])
+    def test_all_to_one_or_none(self, expert: int) -> None:
+        for tokens in (50, 5000):
+            ids, weights = torch.full((tokens, 2), expert), torch.rand(tokens, 2)
+            made = Routing.from_topk(ids.cuda(), weights.cuda(), 10)
+            check_rows(made, ids, weights, 10)
+
+    def test_gradient_is_zero_without_a_row(self) -> None:
+        weights = torch.rand(500, 8, device="cuda", requires_grad=True)
+        with torch.enable_grad():
+            made = Routing.from_topk(some_ids(500, 8, torch.int64).cuda(), weights, 100)
+            g = torch.randn(4000, device="cuda")
+            g[int(made.offs[-1]) :] = torch.nan
+            torch.autograd.backward(made.weight_of_row, g)
+        wanted = torch.where(made.row_of >= 0, g[made.row_of.clamp(min=0).long()], 0)
+        assert same_bits(weights.grad, wanted)
+
+
+class TestRows:
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
+    @pytest.mark.parametrize("width", [8, 736, 4096])
+    @pytest.mark.parametrize(("tokens", "k"), [(1, 8), (33, 2), (700, 9), (64, 32)])
+    def test_both(self, tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
+        """Bit for bit, with rows that no choice has full of NaN, and left alone."""
+        made = Routing.from_topk(some_ids(tokens, k, torch.int64).cuda(), torch.rand(tokens, k).cuda(), 200)
+        end = int(made.offs[-1])
+        x, residual = torch.randn(tokens, width, device="cuda").to(dtype), torch.randn(tokens, width).cuda().to(dtype)
+        rows = torch.full((tokens, k, width), torch.nan, device="cuda", dtype=dtype)
+        PERMUTE((x, made.row_of), (), (rows,))
+        rows = rows.view(tokens * k, width)
+        assert rows[:end].equal(x[made.token_of_row[:end].long()]) and rows[end:].isnan().all()
+        assert rows[:end].equal(glulam.permute(x, made)[:end])
+        y = torch.randn(tokens * k, width, device="cuda").to(dtype)
+        y[end:] = torch.nan
+        for given in (None, residual):
+            out = glulam.combine(y, made, given)
+            assert same_bits(out, reference.combine(y, made.row_of, given)[0])
+            assert same_bits(out, glulam.combine(y, made, given, out=torch.full_like(out, torch.nan)))
+
+
+class TestMoe:
+    def layer(self, tokens: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+        shapes = (tokens, 256), (8, 2 * 160, 256), (8, 256, 160), (tokens, 8)
+        generator = torch.Generator().manual_seed(1)
+        scales = 1.0, 256**-0.5, 160**-0.5, 1.0
+        return [
+            (torch.randn(shape, generator=generator) * scale).to(dtype).cuda()
+            for shape, scale in zip(shapes, scales, strict=True)
+        ]
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
+    @pytest.mark.parametrize("tokens", [1, 40, 1500])
+    def test_against_the_reference(self, tokens: int, recipe: str) -> None:
+        x, w1, w2, logits = self.layer(tokens)
+        made = glulam.route(logits, 2)
+        out = glulam.moe(x, made, w1, w2, residual=x, recipe=recipe)
+        wide = [t.cpu().to(F64) for t in (x, w1, w2)]
+        on_cpu = Routing.from_topk(made.ids.cpu(), made.weights.cpu().to(F64), 8)
+        wanted = glulam.moe(wide[0], on_cpu, *wide[1:])
+        error = ((out.cpu().to(F64) - wide[0]) - wanted).norm() / wanted.norm()
+        assert wanted.abs().max() > 0.2
+        assert error < (0.02 if recipe == "bf16" else 0.1)
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    def test_gradients(self, recipe: str) -> None:
+        given = [t.requires_grad_() for t in self.layer(900)]
+        x, w1, w2, logits = given
+        d_out = torch.randn_like(x)
+        with torch.enable_grad():
+            out = glulam.moe(x, glulam.route(logits, 3), w1, w2, residual=x, recipe=recipe)
+            made = torch.autograd.grad(out, given, d_out)
+            wide = [t.detach().cpu().to(F64).requires_grad_() for t in given]
+            right = glulam.moe(wide[0], glulam.route(wide[3], 3), *wide[1:3], residual=wide[0])
+            wanted = torch.autograd.grad(right, wide, d_out.cpu().to(F64))
+        for one, other in zip(made, wanted, strict=True):
+            error = (one.cpu().to(F64) - other).norm() / other.norm()
+            assert error < (0.02 if recipe == "bf16" else 0.15)
+
+    def test_a_graph_follows_its_input(self) -> None:
+        x, w1, w2, logits = self.layer(300)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x)
+        for _ in range(2):
+            x.copy_(torch.randn_like(x))
+            logits.copy_(torch.randn_like(logits))
+            graph.replay()
+            assert same_bits(out, glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x))

@@ -1,0 +1,136 @@
+"""The layer's functions of a GPU played by the CPU: see `support.fake_gpu`.
+
+Each takes addresses and numbers by name, reads memory by address and computes with the reference. Of several chunks,
+`choose` and `count` leave each chunk's counts, and `place` insists on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import LayerSpec
+from glulam.layer import reference
+
+from .fake_mhc import _form, _memory
+
+F32, I32 = torch.float32, torch.int32
+
+
+def _tensor(address: int, *shape: int, dtype: torch.dtype = I32) -> Tensor:
+    found = _memory(address, shape, dtype)
+    assert found is not None
+    return found
+
+
+def _counts(ids: Tensor, at: Any) -> Tensor:
+    """Each chunk's choices of each expert."""
+    return torch.stack(
+        [
+            torch.bincount(part[(part >= 0) & (part < at.experts)].view(-1), minlength=at.experts)
+            for part in ids.split(at.chunk)
+        ]
+    ).int()
+
+
+def _ids(at: Any) -> Tensor:
+    """Counted from the first; -1 of padding."""
+    ids = _tensor(at.ids, at.tokens, at.k, dtype=torch.int64 if at.wide else I32).long() - at.first
+    limit = _memory(at.num_tokens, (1,), I32)
+    return ids if limit is None else ids.masked_fill(torch.arange(at.tokens).unsqueeze(1) >= limit, -1)
+
+
+def _leave_rows(at: Any, made: Any) -> None:
+    """Rows that nobody has are left as they were."""
+    t = at.tokens * at.k
+    offs, token_of_row, row_of, weight_of_row = made
+    end = int(offs[-1])
+    _tensor(at.offs, at.experts).copy_(offs)
+    _tensor(at.row_of, at.tokens, at.k).copy_(row_of)
+    _tensor(at.token_of_row, t)[:end] = token_of_row[:end]
+    _tensor(at.weight_of_row, t, dtype=F32)[:end] = weight_of_row[:end]
+
+
+def _choose(spec: LayerSpec, at: Any) -> None:
+    assert at.experts <= spec.experts and at.chunk >= 1
+    logits = _tensor(at.logits, at.tokens, at.experts, dtype=_form(at.forms, 0))
+    bias, limit = _memory(at.bias, (at.experts,), F32), _memory(at.num_tokens, (1,), I32)
+    score = ("softmax", "sigmoid")[at.score]
+    made = reference.route(logits, bias, limit, at.k, score, bool(at.normalize), at.num_groups, at.top_groups, at.scale)
+    ids, weights, *rows = made
+    _tensor(at.ids, at.tokens, at.k).copy_(ids)
+    _tensor(at.weights, at.tokens, at.k, dtype=F32).copy_(weights)
+    if at.workspace:
+        counts = _counts(ids, at)
+        _tensor(at.workspace, *counts.shape).copy_(counts)
+    else:
+        assert at.chunk >= at.tokens
+        _leave_rows(at, rows)
+
+
+def _count(spec: LayerSpec, at: Any) -> None:
+    assert at.experts <= spec.experts
+    counts = _counts(_ids(at), at)
+    _tensor(at.workspace, *counts.shape).copy_(counts)
+
+
+def _place(spec: LayerSpec, at: Any) -> None:
+    assert at.experts <= spec.experts
+    ids = _ids(at)
+    if at.workspace:
+        counts = _counts(ids, at)
+        assert _tensor(at.workspace, *counts.shape).equal(counts)
+    else:
+        assert at.chunk >= at.tokens
+    weights = _tensor(at.weights, at.tokens, at.k, dtype=F32)
+    _leave_rows(at, reference.sort(ids, weights, None, at.experts, 0))
+
+
+def _route_backward(spec: LayerSpec, at: Any) -> None:
+    dtype, score = _form(at.forms, 0), ("softmax", "sigmoid")[at.score]
+    given = [
+        _tensor(at.d_weights, at.tokens, at.k, dtype=F32), _tensor(at.logits, at.tokens, at.experts, dtype=dtype),
+        _tensor(at.ids, at.tokens, at.k),
+    ]  # fmt: skip
+    (d_logits,) = reference.route_backward(*given, score, bool(at.normalize), at.scale)
+    _tensor(at.d_logits, at.tokens, at.experts, dtype=dtype).copy_(d_logits)
+
+
+def _row_weights_backward(spec: LayerSpec, at: Any) -> None:
+    d_rows, row_of = _tensor(at.d_rows, at.tokens, at.k, dtype=F32), _tensor(at.row_of, at.tokens, at.k)
+    _tensor(at.d_weights, at.tokens, at.k, dtype=F32).copy_(reference.row_weights_backward(d_rows, row_of)[0])
+
+
+def _permute(spec: LayerSpec, at: Any) -> None:
+    dtype = getattr(torch, spec.dtype)
+    x, row_of = _tensor(at.x, at.tokens, at.width, dtype=dtype), _tensor(at.row_of, at.tokens, at.k)
+    rows = reference.permute(x, row_of)[0].view(-1, at.width)
+    end = int((row_of >= 0).sum())
+    _tensor(at.out, at.tokens * at.k, at.width, dtype=dtype)[:end] = rows[:end]
+
+
+def _combine(spec: LayerSpec, at: Any) -> None:
+    dtype = getattr(torch, spec.dtype)
+    y, row_of = _tensor(at.y, at.tokens, at.k, at.width, dtype=dtype), _tensor(at.row_of, at.tokens, at.k)
+    residual = _memory(at.residual, (at.tokens, at.width), dtype)
+    _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(reference.combine(y, row_of, residual)[0])
+
+
+KERNELS: dict[str, Callable[[LayerSpec, Any], None]] = {
+    "choose": _choose,
+    "count": _count,
+    "place": _place,
+    "route_backward": _route_backward,
+    "row_weights_backward": _row_weights_backward,
+    "permute": _permute,
+    "combine": _combine,
+}
+
+
+def run(spec: LayerSpec, at: Any) -> None:
+    """A kernel on its arguments by name."""
+    if at.tokens:
+        KERNELS[spec.kernel](spec, at)

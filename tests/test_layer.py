@@ -1,0 +1,372 @@
+"""The layer on the CPU, and from its calls to what kernels are given: routing, permute, combine and moe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import routes as oracle
+from support.fake_gpu import FakeGpu
+from support.routes import RULES, check_rows, options_of, some_logits
+from torch import Tensor
+
+import glulam
+from glulam import Routing
+
+pytest_plugins = ["support.fixtures"]
+
+BF16, F64 = torch.bfloat16, torch.float64
+
+
+def dicts(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "k"}
+
+
+def routed(logits: Tensor, options: dict[str, Any], **more: Any) -> Routing:
+    return glulam.route(logits, options["k"], **dicts(options), **more)
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def anywhere(request: pytest.FixtureRequest) -> Any:
+    """On the CPU, and on the stand-in of a GPU."""
+    return request.getfixturevalue("fake_gpu") if request.param == "gpu" else None
+
+
+class TestRoute:
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("shape", [(5, 64), (1, 128), (37, 160), (300, 256)])
+    def test_against_plain_loops(self, shape: tuple[int, int], rule: str, dtype: torch.dtype, anywhere: Any) -> None:
+        tokens, experts = shape
+        logits, options = some_logits(tokens, experts, dtype), options_of(rule, experts)
+        made = routed(logits, options)
+        ids, weights = oracle.route(logits, **options)
+        assert made.ids.dtype == torch.int32 and made.ids.equal(ids.int())
+        assert made.weights.dtype == torch.float32
+        torch.testing.assert_close(made.weights, weights.float(), rtol=1e-5, atol=1e-7)
+        assert weights.abs().max() > 1e-2
+        check_rows(made, ids, made.weights, experts)
+
+    def test_more_choices_than_one_launch_sorts(self, fake_gpu: FakeGpu) -> None:
+        for tokens in (256, 257, 1000):
+            logits = some_logits(tokens, 128)
+            made = glulam.route(logits, 8)
+            check_rows(made, oracle.route(logits, 8)[0], made.weights, 128)
+            assert bool(fake_gpu.launches[-1]["workspace"]) is (tokens > 256)
+
+    def test_not_a_number_is_chosen_first(self, anywhere: Any) -> None:
+        logits = some_logits(6, 32)
+        logits[2, [5, 9]] = torch.nan
+        logits[3, 7] = torch.inf
+        logits[4, :30] = -torch.inf
+        made = glulam.route(logits, 3)
+        assert made.ids[2, :2].tolist() == [5, 9] and made.weights[2].isnan().all()
+        assert made.ids[3, 0] == 7
+        assert set(made.ids[4, :2].tolist()) == {30, 31} and made.ids[4, 2] == 0
+        numbers = dataclasses.replace(made, weight_of_row=made.weight_of_row.nan_to_num(7))
+        check_rows(numbers, made.ids, made.weights.nan_to_num(7), 32)
+
+    def test_padding_has_no_row(self, anywhere: Any) -> None:
+        logits = some_logits(9, 32)
+        logits[5:] = torch.nan
+        for count in (0, 5, 9, 12):
+            made = glulam.route(logits, 4, num_tokens=torch.tensor([count], dtype=torch.int32))
+            ids, _ = oracle.route(logits, 4, num_tokens=count)
+            assert made.ids.equal(ids.int()) and not made.weights[count:].any()
+            assert int(made.offs[-1]) == 4 * min(count, 9)
+
+    def test_no_token(self, anywhere: Any) -> None:
+        made = glulam.route(torch.empty(0, 16), 4)
+        assert made.ids.shape == (0, 4) and made.offs.tolist() == [0] * 16 and made.token_of_row.shape == (0,)
+
+    @pytest.mark.parametrize("rule", RULES)
+    def test_gradient(self, rule: str) -> None:
+        options = options_of(rule, 64)
+        logits = torch.stack([torch.randperm(64) for _ in range(5)]).to(F64) / 16 - 2
+        logits += torch.arange(64) // 16 * 0.003  # far apart, and so are the sums of two
+        mix = torch.randn(5 * options["k"], dtype=F64)
+
+        def weigh(given: Tensor) -> Tensor:
+            made = routed(given, options)
+            return (made.weight_of_row * mix).sum() + (made.weights.view(-1) ** 2 * mix).sum()
+
+        assert torch.autograd.gradcheck(weigh, logits.requires_grad_())
+
+    @pytest.mark.parametrize("rule", RULES)
+    def test_gradient_by_kernels(self, rule: str, fake_gpu: FakeGpu) -> None:
+        """Of padding it is zero, whatever its logits are."""
+        logits, options = some_logits(7, 64, seed=5), options_of(rule, 64)
+        limit = torch.tensor([5], dtype=torch.int32)
+        given = logits.clone().requires_grad_()
+        made = routed(given, options, num_tokens=limit)
+        end = int(made.offs[-1])
+        g = torch.randn(end)
+        (made.weight_of_row[:end] * g).sum().backward()
+        wide = logits.double().requires_grad_()
+        weights = torch.stack(_differentiable(wide[:5], options))
+        order = made.row_of[:5].reshape(-1).long()
+        (weights.view(-1) * g.double()[order]).sum().backward()
+        torch.testing.assert_close(given.grad, wide.grad.float(), rtol=1e-4, atol=1e-6)
+        assert wide.grad.abs().max() > 1e-3 and not given.grad[5:].any()
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"logits": [1.0]}, TypeError, r"logits is a list; give a tensor \[N, E\]"),
+            ({"logits": torch.zeros(4)}, ValueError, r"logits has shape \[4\]; give \[N, E\]"),
+            ({"logits": torch.zeros(4, 8, dtype=torch.int32)}, TypeError, "logits is torch.int32"),
+            ({"logits": torch.zeros(8, 4).mT}, ValueError, "logits is not contiguous"),
+            ({"logits": torch.zeros(4, 1025)}, ValueError, "E = 1025 experts; 1 to 1024"),
+            ({"k": 9}, ValueError, "k is 9; it must be 1 to 8, since 8 experts take part"),
+            ({"k": 0}, ValueError, "k is 0"),
+            ({"k": 33, "logits": torch.zeros(2, 64)}, ValueError, "k is 33; it must be 1 to 32"),
+            ({"k": 2.0}, TypeError, "k is 2.0; give an integer"),
+            ({"k": 5, "num_groups": 4, "top_groups": 2}, ValueError, "k is 5; it must be 1 to 4"),
+            ({"num_groups": 3}, ValueError, "num_groups is 3; it must cut 8 experts"),
+            ({"num_groups": 8}, ValueError, "num_groups is 8; it must cut 8 experts into equal groups of 2 or more"),
+            ({"num_groups": 2, "top_groups": 3}, ValueError, "top_groups is 3; it must be 1 to 2"),
+            ({"score": "tanh"}, ValueError, "score='tanh'; choose 'softmax'"),
+            ({"normalize": 1}, TypeError, "normalize is 1"),
+            ({"scale": "2"}, TypeError, "scale is '2'"),
+            ({"bias": torch.zeros(7)}, ValueError, r"bias has shape \[7\]; it must be \[8\]"),
+            ({"bias": torch.zeros(8, dtype=BF16)}, TypeError, "bias is torch.bfloat16; it must be torch.float32"),
+            ({"num_tokens": torch.zeros(1)}, TypeError, "num_tokens is torch.float32; it must be torch.int32"),
+            ({"num_tokens": 4}, TypeError, "num_tokens is a int"),
+        ],
+    )
+    def test_bad_input(self, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu) -> None:
+        given = {"logits": torch.zeros(4, 8), "k": 2, **change}
+        with pytest.raises(error, match=f"route: .*{message}"):
+            glulam.route(given.pop("logits"), given.pop("k"), **given)
+        assert not fake_gpu.launches
+
+
+def _differentiable(logits: Tensor, options: dict[str, Any]) -> list[Tensor]:
+    """Each token's weights by plain formulas, of the experts that loops choose."""
+    ids, _ = oracle.route(logits.detach(), **options)
+    scale, normalize = options.get("scale", 1.0), options.get("normalize", True)
+    score, rows = options.get("score", "softmax"), []
+    for row, mine in zip(logits, ids, strict=True):
+        if score == "sigmoid":
+            s = row.sigmoid()[mine]
+            found = s / (s.sum() + 1e-20) if normalize else s
+        else:
+            found = row[mine].softmax(0) if normalize or score == "topk_softmax" else row.softmax(0)[mine]
+        rows.append(found * scale)
+    return rows
+
+
+def some_ids(tokens: int, k: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Ids of other ranks' experts, sentinels, the same expert twice, and numbers that int32 does not hold."""
+    ids = torch.randint(-3, 24, (tokens, k), generator=torch.Generator().manual_seed(tokens), dtype=dtype)
+    if dtype == torch.int64 and tokens > 2:
+        ids[1] = 2**32 + 5
+    return ids
+
+
+class TestFromTopk:
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (7, 8), (300, 8), (41, 32)])
+    @pytest.mark.parametrize("first", [0, 6])
+    def test_rows(self, tokens: int, k: int, dtype: torch.dtype, first: int, anywhere: Any) -> None:
+        ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k)
+        made = Routing.from_topk(ids, weights, 10, first)
+        assert made.ids is ids and made.weights is weights and (made.num_experts, made.first) == (10, first)
+        check_rows(made, ids - first, weights, 10)
+
+    @pytest.mark.parametrize("expert", [-1, 0, 9])
+    def test_all_to_one_or_none(self, expert: int, anywhere: Any) -> None:
+        ids, weights = torch.full((50, 2), expert), torch.rand(50, 2)
+        made = Routing.from_topk(ids, weights, 10)
+        check_rows(made, ids, weights, 10)
+
+    def test_no_token(self, anywhere: Any) -> None:
+        made = Routing.from_topk(torch.empty(0, 4, dtype=torch.int64), torch.empty(0, 4), 8)
+        assert made.offs.tolist() == [0] * 8 and made.row_of.shape == (0, 4)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
+    def test_gradient_is_zero_without_a_row(self, dtype: torch.dtype, anywhere: Any) -> None:
+        ids, weights = some_ids(30, 4), torch.rand(30, 4).to(dtype).requires_grad_()
+        made = Routing.from_topk(ids, weights, 10)
+        g = torch.randn(120)
+        g[int(made.offs[-1]) :] = torch.nan
+        torch.autograd.backward(made.weight_of_row, g)
+        rows = made.row_of.view(-1)
+        wanted = [float(g[row]) if row >= 0 else 0.0 for row in rows.tolist()]
+        assert weights.grad is not None and weights.grad.view(-1).equal(torch.tensor(wanted).to(dtype))
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"ids": torch.zeros(4, 2)}, TypeError, "ids is torch.float32; it must be torch.int32 or torch.int64"),
+            ({"ids": torch.zeros(4, dtype=torch.int32)}, ValueError, r"ids has shape \[4\]; give \[N, K\]"),
+            ({"ids": torch.zeros(4, 33, dtype=torch.int32)}, ValueError, "ids a token is 33"),
+            ({"weights": torch.zeros(4, 3)}, ValueError, r"weights has shape \[4, 3\]; it must be \[4, 2\]"),
+            ({"weights": torch.zeros(4, 2, dtype=F64)}, TypeError, "weights is torch.float64"),
+            ({"weights": None}, TypeError, "weights is a NoneType"),
+            ({"num_experts": 0}, ValueError, "num_experts is 0; it must be 1 to 1024"),
+            ({"num_experts": 2.0}, TypeError, "num_experts is 2.0"),
+            ({"first": -1}, ValueError, "first is -1"),
+        ],
+    )
+    def test_bad_input(self, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu) -> None:
+        given = {"ids": torch.zeros(4, 2, dtype=torch.int64), "weights": torch.zeros(4, 2), "num_experts": 8, **change}
+        with pytest.raises(error, match=f"from_topk: .*{message}"):
+            Routing.from_topk(**given)
+        assert not fake_gpu.launches
+
+
+def some_routing(tokens: int = 30, k: int = 4, experts: int = 10) -> Routing:
+    return Routing.from_topk(some_ids(tokens, k), torch.rand(tokens, k) + 0.5, experts)
+
+
+class TestRows:
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("tokens", [0, 1, 30])
+    def test_permute(self, tokens: int, dtype: torch.dtype, anywhere: Any) -> None:
+        made, x = some_routing(tokens), torch.randn(tokens, 24).to(dtype)
+        rows, end = glulam.permute(x, made), int(made.offs[-1])
+        assert rows.shape == (4 * tokens, 24) and rows[:end].equal(x[made.token_of_row[:end].long()])
+
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("with_residual", [False, True])
+    def test_combine(self, with_residual: bool, dtype: torch.dtype, anywhere: Any) -> None:
+        """Rows that no choice has are NaN, and tokens without any row give the residual, or 0."""
+        made = some_routing()
+        y = torch.randn(120, 24).to(dtype)
+        y[int(made.offs[-1]) :] = torch.nan
+        residual = torch.randn(30, 24).to(dtype) if with_residual else None
+        out = glulam.combine(y, made, residual)
+        wanted = torch.zeros(30, 24) if residual is None else residual.float().clone()
+        for n, rows in enumerate(made.row_of.tolist()):
+            for row in rows:
+                wanted[n] += y[row].float() if row >= 0 else 0
+        assert out.equal(wanted.to(dtype)) and out.abs().max() > 1
+        buffer = torch.full_like(out, torch.nan)
+        assert glulam.combine(y, made, residual, out=buffer) is buffer and buffer.equal(out)
+
+    def test_gradients(self) -> None:
+        made = some_routing()
+        x, y, residual = (torch.randn(*shape, dtype=F64, requires_grad=True) for shape in ((30, 3), (120, 3), (30, 3)))
+        end = int(made.offs[-1])
+        assert torch.autograd.gradcheck(lambda x: glulam.permute(x, made)[:end], x)
+        assert torch.autograd.gradcheck(lambda y, r: glulam.combine(y, made, r), (y, residual))
+
+    def test_each_is_the_others_gradient(self, fake_gpu: FakeGpu) -> None:
+        made, end = some_routing(), None
+        x, y = torch.randn(30, 16, requires_grad=True), torch.randn(120, 16, requires_grad=True)
+        end = int(made.offs[-1])
+        d_rows, d_out = torch.randn(120, 16), torch.randn(30, 16)
+        (d_x,) = torch.autograd.grad(glulam.permute(x, made), x, d_rows)
+        (d_y,) = torch.autograd.grad(glulam.combine(y, made), y, d_out)
+        assert d_x.equal(glulam.combine(d_rows, made)) and d_y[:end].equal(glulam.permute(d_out, made)[:end])
+
+    @pytest.mark.parametrize(
+        ("call", "error", "message"),
+        [
+            (
+                lambda r: glulam.permute(torch.zeros(29, 8), r),
+                ValueError,
+                "permute: x has 29 tokens, but routing is of 30",
+            ),
+            (lambda r: glulam.permute(torch.zeros(30, 12), r), ValueError, "permute: x has H = 12"),
+            (lambda r: glulam.permute(torch.zeros(30, 8, dtype=F64), r), TypeError, "permute: x is torch.float64"),
+            (lambda r: glulam.permute(torch.zeros(30, 8), r.row_of), TypeError, "permute: routing is a Tensor"),
+            (
+                lambda r: glulam.combine(torch.zeros(30, 8), r),
+                ValueError,
+                r"combine: y has shape \[30, 8\]; it must be \[120",
+            ),
+            (
+                lambda r: glulam.combine(torch.zeros(120, 8), r, torch.zeros(30, 16)),
+                ValueError,
+                r"combine: residual has shape \[30, 16\]",
+            ),
+            (
+                lambda r: glulam.combine(torch.zeros(120, 8), r, torch.zeros(30, 8, dtype=BF16)),
+                TypeError,
+                "combine: residual is torch.bfloat16",
+            ),
+            (
+                lambda r: glulam.combine(torch.zeros(120, 8), r, out=torch.zeros(30, 16)),
+                ValueError,
+                r"combine: out is torch.float32 \[30, 16\]",
+            ),
+        ],
+    )
+    def test_bad_input(
+        self, call: Callable[[Routing], Any], error: type[Exception], message: str, fake_gpu: FakeGpu
+    ) -> None:
+        made = some_routing()
+        fake_gpu.launches.clear()
+        with pytest.raises(error, match=message):
+            call(made)
+        assert not fake_gpu.launches
+
+
+class TestMoe:
+    def layer(self, dtype: torch.dtype, experts: int = 6, hidden: int = 64, inter: int = 32) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(1)
+        shapes = (20, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter), (20, experts)
+        return tuple(torch.randn(shape, generator=generator, dtype=F64).to(dtype) / 4 for shape in shapes)
+
+    def by_loops(self, x: Tensor, routing: Routing, w1: Tensor, w2: Tensor) -> Tensor:
+        rows = []
+        for n, (ids, weights) in enumerate(zip(routing.ids.tolist(), routing.weights, strict=True)):
+            total = torch.zeros(w2.shape[1], dtype=x.dtype)
+            for e, weight in zip(ids, weights, strict=True):
+                if 0 <= e < len(w1):
+                    a, u = (w1[e] @ x[n]).chunk(2)
+                    total = total + w2[e] @ (torch.nn.functional.silu(a) * u * weight)
+            rows.append(total)
+        return torch.stack(rows)
+
+    def test_against_plain_loops(self, anywhere: Any) -> None:
+        x, w1, w2, logits = self.layer(BF16)
+        made = glulam.route(logits.float(), 2)
+        out = glulam.moe(x, made, w1, w2, residual=x)
+        wanted = self.by_loops(x.double(), made, w1.double(), w2.double()) + x.double()
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
+        assert (wanted - x.double()).abs().max() > 0.2
+
+    def test_gradients(self) -> None:
+        x, w1, w2, logits = (t.requires_grad_() for t in self.layer(F64))
+
+        def layer(x: Tensor, w1: Tensor, w2: Tensor, logits: Tensor) -> Tensor:
+            return glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x)
+
+        given = (x, w1, w2, logits)
+        made = torch.autograd.grad(layer(*given).square().sum(), given)
+        wanted = torch.autograd.grad((self.by_loops(x, glulam.route(logits, 2), w1, w2) + x).square().sum(), given)
+        for one, other in zip(made, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+            assert other.abs().max() > 1e-2
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
+    def test_recipes_and_sentinels(self, recipe: str, anywhere: Any) -> None:
+        x, w1, w2, _ = self.layer(BF16)
+        ids = torch.randint(-2, 8, (20, 3), generator=torch.Generator().manual_seed(4))
+        ids[3] = -1
+        made = Routing.from_topk(ids, torch.rand(20, 3), 6)
+        out = glulam.moe(x, made, w1, w2, recipe=recipe)
+        wanted = self.by_loops(x.double(), made, w1.double(), w2.double())
+        error = (out.double() - wanted).norm() / wanted.norm()
+        assert error < (0.01 if recipe == "bf16" else 0.1) and not out[3].any()
+
+    def test_one_graph(self) -> None:
+        """torch.compile sees each operator as one, in forward and backward."""
+        x, w1, w2, logits = (t.requires_grad_() for t in self.layer(torch.float32))
+
+        def layer(x: Tensor, w1: Tensor, w2: Tensor, logits: Tensor) -> Tensor:
+            return glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x)
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        given = (x, w1, w2, logits)
+        out, plain = compiled(*given), layer(*given)
+        assert out.equal(plain)
+        made, wanted = (torch.autograd.grad(y.square().sum(), given) for y in (out, plain))
+        for one, other in zip(made, wanted, strict=True):
+            torch.testing.assert_close(one, other)
