@@ -21,6 +21,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
 from glulam.backward import planned_mlp
+from glulam.ops.grouped_mlp import GroupedMlpCall
 
 pytest_plugins = ["support.fixtures"]
 
@@ -347,6 +348,22 @@ class TestPlanned:
         monkeypatch.setenv("GLULAM_CHECK", "1")
         with pytest.raises(ValueError, match="offs"):
             layer(given, offs * 100)
+
+    @pytest.mark.parametrize("rare", ["recompute", "lists", "host splits"])
+    def test_tensors_are_looked_at_once_without_a_plan(
+        self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rare: str
+    ) -> None:
+        looks: list[Any] = []
+        look = GroupedMlpCall.check_plain
+        monkeypatch.setattr(GroupedMlpCall, "check_plain", lambda call: looks.append(call) or look(call))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        given, offs = self.layer()
+        options: dict[str, Any] = {"splits": [*SIZES]} if rare == "host splits" else {"offs": offs}
+        if rare == "lists":
+            given["w1"] = [one.detach().requires_grad_() for one in given["w1"]]  # type: ignore[assignment]
+        for calls in (1, 2):
+            glulam.grouped_mlp(**given, **options, recompute=rare == "recompute").sum().backward()
+            assert len(looks) == calls
 
 
 class TestPlannedMm:

@@ -57,7 +57,6 @@ def differentiate(
             check_targets(call, targets)
         if (result := planned.run(call, key, targets, MAKERS[type(call)])) is not NotImplemented:
             return result
-        call.check_plain()
         return APPLY[type(call)](call, targets)
     except Exception:
         call.check_plain()

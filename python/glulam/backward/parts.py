@@ -82,14 +82,25 @@ _checked: Plans[set[tuple[int, ...]]] = Plans()
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:
-    """What checks of a call and of buffers for it depend on, but for addresses."""
-    return (call.op, *[_layout(value) for value in (*vars(call).values(), *buffers)])
+    """What checks of a call and of buffers for it depend on, but for addresses and whether tensors are plain.
+
+    It has the form of `Plans.look_up`'s keys.
+    """
+    options: list[Any] = [type(call)]
+    layouts: list[Any] = []
+    for value in (*vars(call).values(), *buffers):
+        told = _layout(value)
+        if isinstance(value, Tensor):
+            layouts.append(told)
+            told = Tensor
+        options.append(told)
+    return (tuple(options), *layouts)
 
 
 def _layout(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.__class__, value.shape, value.dtype, value.device, value.stride(), value.requires_grad
-    return tuple(_layout(one) for one in value) if isinstance(value, (list, tuple)) else value
+    return tuple([_layout(one) for one in value]) if isinstance(value, (list, tuple)) else value
 
 
 def check_targets(call: Any, targets: Targets) -> None:

@@ -14,9 +14,9 @@ from .. import kernels
 from ..call import Call
 from ..dispatch import Problem
 from ..plan import Launch, checking
-from ..plans import Plans, described
+from ..plans import Plans
 from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
-from .parts import ORDINARY, Targets
+from .parts import ORDINARY, Targets, key_of
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -55,7 +55,8 @@ class Maker(NamedTuple):
 
 
 def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
-    """The result of a call that has no plan yet, or that has targets; NotImplemented where it is not a common one.
+    """The result of a call that has no plan yet, or that has targets; NotImplemented where it is not a common one. Then
+    its tensors were found plain.
 
     Args:
         key: where to keep the plan; None where the call did not come through its operator.
@@ -63,15 +64,14 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
     plans: Plans[Any] = call.plans
     if targets is not ORDINARY:
         plans, key = PLANS, _key_of(call)
-    if key is None or has_functorch_transforms():
-        return NotImplemented
-    plan = plans.find(key)
+    common = key is not None and not has_functorch_transforms()
+    plan = plans.find(key) if common else None
     if plan is None:
-        if settled := call.settled(key, plans):
+        if common and (settled := call.settled(key, plans)):
             plan = maker.resize(call, *settled)
         else:
             call.check_plain()
-            problem = maker.check(call)
+            problem = maker.check(call) if common else None
             if problem is None:
                 return NotImplemented
             plan = maker.make(call, problem)
@@ -81,12 +81,8 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
 
 
 def _key_of(call: Call) -> Hashable:
-    """As `Plans.look_up` makes one; None where there are lists, which are not common."""
-    values = vars(call).values()
-    if any(isinstance(value, (list, tuple)) for value in values):
-        return None
-    options = (type(call), *[Tensor if isinstance(value, Tensor) else value for value in values])
-    return (options, *[described(value) for value in values if isinstance(value, Tensor)])
+    """None where there are lists, which are not common."""
+    return None if any(isinstance(value, (list, tuple)) for value in vars(call).values()) else key_of(call)
 
 
 def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
