@@ -338,6 +338,8 @@ def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
 
 def _preferred(problem: Problem, shipped: Spec) -> Spec | None:
     """What a user prefers: for this very activation and layout, else for several."""
+    if not preferences.are_any():
+        return None
     for one in _forms_like(shipped, problem):
         if chosen := preferences.of(one):
             return chosen

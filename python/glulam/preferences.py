@@ -140,6 +140,11 @@ def ignored() -> tuple[str, ...]:
     return _known().ignored
 
 
+def are_any() -> bool:
+    """Whether `of` may find anything: making the forms to ask it for, up to six, takes longer than this."""
+    return bool(_ours or _known().specs)
+
+
 def of(form: Spec) -> Spec | None:
     """The kernel that is preferred for a form, if it can be had without compiling."""
     if form in _ours:

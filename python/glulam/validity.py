@@ -30,7 +30,7 @@ class TileError(SpecError):
         self.limit, self.nearest = limit, nearest
 
 
-def fields_of(op: Any) -> dict[str, Any]:
+def fields_of(op: Any) -> Mapping[str, Any]:
     """What an operator's kernels are told apart by: the keywords of `glulam.compile`, with their types.
 
     Raises:
@@ -40,7 +40,9 @@ def fields_of(op: Any) -> dict[str, Any]:
     return _types_of(GroupedGluSpec if op == GroupedMlpSpec.op else SPECS[op])
 
 
-def _types_of(spec: Any) -> dict[str, Any]:
+@functools.cache
+def _types_of(spec: Any) -> Mapping[str, Any]:
+    """The fields of a spec's class."""
     hints = get_type_hints(spec)
     return {field.name: hints[field.name] for field in dataclasses.fields(spec)}
 
@@ -52,7 +54,7 @@ def check_fields(what: str, fields: Mapping[str, Any], types: Mapping[str, Any])
             raise SpecError(f"{what} has no field {name!r}; it has: {', '.join(sorted(types))}")
         wanted, *others = get_args(types[name]) or (types[name],)  # a type, or that or None
         if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
-            check_fields(f"{what}'s {name}", value, _types_of(wanted))
+            check_fields(f"{what}'s {name}", value, _types_of(wanted))  # type: ignore[arg-type]
         elif type(value) not in (wanted, *others):
             raise SpecError(f"{name}={value!r} is a {type(value).__name__}; give a {wanted.__name__}")
 
