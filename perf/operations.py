@@ -23,7 +23,7 @@ from cute_kernels.specs import (
     GroupedWgradSpec,
     Spec,
 )
-from glulam import reference
+from glulam import groups, reference
 from glulam.activations import ActivationParams, kernel_params
 from glulam.ops.grouped_dglu import partials_shape
 from glulam.tickets import new_counters
@@ -32,7 +32,6 @@ from .cases import Case
 from .problem import offsets
 from .routing import group_sizes
 
-INT32_OFFSETS = 0  # group_form of the exported functions
 PARAMS = ActivationParams()
 
 
@@ -48,13 +47,7 @@ class Groups:
     @property
     def arguments(self) -> dict[str, int]:
         """As exported functions take them, with counters for tickets, which no other stream shares."""
-        return groups_arguments(self.offs, self.counters)
-
-
-def groups_arguments(offs: Tensor, counters: Tensor | None = None) -> dict[str, int]:
-    """`counters`: where kernels draw tickets."""
-    tickets = {} if counters is None else {"tickets": counters.data_ptr()}
-    return {"groups": offs.data_ptr(), "group_form": INT32_OFFSETS, "num_groups": offs.numel(), **tickets}
+        return groups.arguments(self.offs, self.counters)
 
 
 def make_groups(case: Case, device: str) -> Groups:

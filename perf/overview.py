@@ -11,13 +11,12 @@ from typing import Any
 from .cases import Case
 from .results import Result
 from .tables import OURS, Table, bound, microseconds, rate, work
-from .targets import BF16, FP8_RECIPES, TORCH_FP8
+from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
 MODEL = "Qwen3-30B-A3B"
 ROUTING = "uniform"
 TITLE = f"One MoE layer of {MODEL}, the same rows for every expert"
 HEADER = ("what", "us", "rate (of the limit)", "peer's time over ours (of all cases the least, the most)")
-HOST_OURS = "glulam.grouped_mlp, out given"
 HOST_PEERS = {"torch": "torch mlp (out allocated)", "QuACK": "quack default mlp (out given)"}
 
 Record = dict[str, Any]
@@ -100,7 +99,8 @@ def shown_gpu(results: list[Result]) -> str:
 
 def overview(results: list[Result]) -> list[Line]:
     """A line for each suite of LINES that was measured on that GPU."""
-    by_suite = {result["suite"]: result for result in results if result["stamp"]["gpu"] == shown_gpu(results)}
+    gpu = shown_gpu(results)
+    by_suite = {result["suite"]: result for result in results if result["stamp"]["gpu"] == gpu}
     lines = (line(by_suite[suite]) for suite, line in LINES.items() if suite in by_suite)
     return [line for line in lines if line]
 

@@ -11,10 +11,10 @@ from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from ffi_bridge import loader
+from glulam import groups
 from glulam.ops.grouped_dglu import partials_shape
 from glulam.tickets import new_counters
 
-from .operations import groups_arguments
 from .timing import Summary
 from .training import Results, TrainingData
 
@@ -41,7 +41,7 @@ class BareLaunches:
         y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
         partials = torch.empty(partials_shape(x.shape[0], act.shape[1]), device=x.device)
         counters = new_counters(x.device)
-        rest = {**groups_arguments(d.offs, counters), "num_sms": sm_count}
+        rest = {**groups.arguments(d.offs, counters), "num_sms": sm_count}
         sums = {"scale": scale.data_ptr(), "d_scale": d_scale.data_ptr(), "partials": partials.data_ptr()}
         self.results: Results = (y, dx, dw1, dw2, d_scale)
         self._kept = (partials, scale, counters)

@@ -19,15 +19,16 @@ import torch.nn.functional as F
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
+from glulam import groups
 from glulam.dispatch import Problem, choose
 from glulam.plans import MAX_PLANS
 
 from ..cases import TINY
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
 from ..limits import launch_nothing
-from ..operations import groups_arguments
 from ..options import Options
 from ..problem import Buffers, make_problem
+from ..targets import HOST_OURS
 from ..timing import Summary, host_sampler, interleave, no_garbage_collection
 
 Item = Callable[[], object]
@@ -38,7 +39,6 @@ LAUNCH = "one launch (torch's empty kernel)"
 BARE_NOTHING = "bare grouped_mlp, launching nothing"
 BARE_MM = "bare grouped_mm (1 launch)"
 BARE_MLP = "bare grouped_mlp (2 launches)"
-WITH_OUT = "glulam.grouped_mlp, out given"
 WITHOUT_OUT = "glulam.grouped_mlp, out allocated"
 KNOWN_ROWS = "glulam.grouped_mlp, out allocated, some rows of x"
 NEW_ROWS = "the same, as many rows as no plan is kept for"
@@ -55,7 +55,7 @@ def chosen() -> GroupedMlpSpec:
 def _bare_items(b: Buffers) -> dict[str, Item]:
     bundle = loader.load(ARCH)
     sms = torch.cuda.get_device_properties(b.x.device).multi_processor_count
-    rest = {**groups_arguments(b.offs), "num_sms": sms}  # tiles of few rows draw no tickets
+    rest = {**groups.arguments(b.offs), "num_sms": sms}  # tiles of few rows draw no tickets
     spec = chosen()
     mlp, pack = bundle.function(spec.name), signature_of(spec).pack
     mlp_args = pack(x=b.x, w1=b.w1, w2=b.w2, mid=b.act, y=b.y, **rest)
@@ -72,7 +72,7 @@ def _bare_items(b: Buffers) -> dict[str, Item]:
 def _our_items(b: Buffers) -> dict[str, Item]:
     api = Glulam().api
     return {
-        WITH_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
+        HOST_OURS: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y),
         WITHOUT_OUT: lambda: api.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs),
     }
 
@@ -118,9 +118,9 @@ def derived(times: dict[str, Summary]) -> dict[str, float]:
     return {
         "a launch within the exported function": median[BARE_MLP] - median[BARE_MM],
         "the call into the exported function": median[BARE_NOTHING],
-        "glulam.grouped_mlp above two bare launches": median[WITH_OUT] - 2 * median[BARE_MM],
-        "glulam.grouped_mlp above one bare call that makes both": median[WITH_OUT] - median[BARE_MLP],
-        "the output's allocation": median[WITHOUT_OUT] - median[WITH_OUT],
+        "glulam.grouped_mlp above two bare launches": median[HOST_OURS] - 2 * median[BARE_MM],
+        "glulam.grouped_mlp above one bare call that makes both": median[HOST_OURS] - median[BARE_MLP],
+        "the output's allocation": median[WITHOUT_OUT] - median[HOST_OURS],
         "a number of rows that is new": median[NEW_ROWS] - median[KNOWN_ROWS],
     }
 

@@ -18,7 +18,7 @@ from ffi_bridge import cache, manifest, objects
 
 from . import device as gpus
 from . import dispatch, explanation, kernels, loadable, preferences, records, tuned
-from .cli import console
+from .cli import console, megabytes
 from .tuner import entry, report
 from .tuner import tune as run_tuner
 from .tuner.session import Options
@@ -154,14 +154,14 @@ def _states(found: Sequence[cache.Entry]) -> str:
     return ", ".join(f"{sum(kept.state == state for kept in found)} {state}" for state in cache.STATES)
 
 
-def _megabytes(found: Sequence[cache.Entry]) -> str:
-    return f"{sum(kept.size for kept in found) / 1e6:.1f} MB"
+def _size(found: Sequence[cache.Entry]) -> str:
+    return megabytes(sum(kept.size for kept in found))
 
 
 def _summary(stored: Sequence[cache.Entry]) -> str:
     """One line for all objects: a build has hundreds."""
     place = records.shown(objects.folder())
-    return f"{len(stored)} objects for builds in {place} ({_megabytes(stored)}): {_states(stored)}"
+    return f"{len(stored)} objects for builds in {place} ({_size(stored)}): {_states(stored)}"
 
 
 def cache_verify() -> bool:
@@ -188,7 +188,7 @@ def cache_clear(outdated: bool, preferred: bool) -> None:
     root = records.shown(cache.cache_root())
     typer.echo(
         f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences, "
-        f"{len(dropped)} objects ({_megabytes(dropped)})"
+        f"{len(dropped)} objects ({_size(dropped)})"
     )
     for line in preferences.stored().ignored:
         typer.echo(line)

@@ -158,7 +158,7 @@ Archs = Annotated[
 ]
 
 
-def _megabytes(size: int) -> str:
+def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
@@ -181,7 +181,7 @@ def build(
             root = out or packaged_root()
             specs = builder.shipped_specs(one, profile, only or ())
             manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
-            contents = f"{len(manifest.functions)} functions, {_megabytes(manifest.size)}"
+            contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
             typer.echo(f"{root / one / manifest.library}: {contents}")
 
 
@@ -248,7 +248,7 @@ def info(
             manifest = verify(folder, one)
             out.print(_table(manifest, op))
             versions = ", ".join(f"{name} {version or '?'}" for name, version in manifest.versions.items())
-            out.print(f"library   {folder / manifest.library} ({_megabytes(manifest.size)})", soft_wrap=True)
+            out.print(f"library   {folder / manifest.library} ({megabytes(manifest.size)})", soft_wrap=True)
             out.print(f"sha256    {manifest.sha256}", soft_wrap=True)
             out.print(f"built by  {versions}", soft_wrap=True)
             ranges = ", ".join(f"{name} {wanted}" for name, wanted in toolchain.RUNS_WITH.items())

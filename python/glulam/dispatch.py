@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_kernels.sm90 import configs as sm90
 from cute_kernels.specs import (
@@ -104,6 +104,24 @@ class Problem:
 
 
 _BUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(Problem) if f.name != "rows"))
+
+
+class TrainingParts(NamedTuple):
+    """The three functions that a grouped_mlp's forward and backward launch."""
+
+    forward: Problem
+    data_gradients: Problem
+    weight_gradients: Problem
+
+
+def training_parts(mlp: Problem, input_grad: bool = True) -> TrainingParts:
+    """Of a grouped_mlp. `input_grad`: whether x's gradient is wanted."""
+    hidden = mlp.in_features if input_grad else 0
+    return TrainingParts(
+        changed(mlp, save_preact=True),
+        changed(mlp, op="grouped_dglu", in_features=mlp.out_features, out_features=hidden),
+        changed(mlp, op="grouped_wgrad", out_dtype=mlp.dtype, operands="16bit"),
+    )
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ from .. import device as gpus
 from .. import workspace
 from ..activations import KernelParams, kernel_params
 from ..by_name import by_name
-from ..changed import changed
-from ..dispatch import Problem
-from ..kernels import Serving
+from ..dispatch import Problem, TrainingParts, training_parts
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import partials_layout
@@ -317,12 +315,12 @@ def _check_mxfp8(call: Mxfp8MlpCall) -> Problem | None:
 
 
 def _make(call: GroupedMlpCall, problem: Problem) -> MlpTrainingPlan:
-    launch = call.launch(_forward(problem), NAMES)
+    launch = call.launch(_parts(call, problem).forward, NAMES)
     return In16BitsPlan(**_fields(call, problem, launch), **_sizes(call, problem, launch))
 
 
 def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
-    launch = call.launch(_forward(problem), NAMES)
+    launch = call.launch(_parts(call, problem).forward, NAMES)
     trained = requires(call, "w1") or requires(call, "w2")
     return Mxfp8TrainingPlan(**_fields(call, problem, launch), **_sizes_mxfp8(call, problem, launch), trained=trained)
 
@@ -342,14 +340,8 @@ def _resize_mxfp8(call: Mxfp8MlpCall, problem: Problem, like: MlpTrainingPlan) -
 MAKER, MXFP8_MAKER = Maker(_check, _make, _resize), Maker(_check_mxfp8, _make_mxfp8, _resize_mxfp8)
 
 
-def _forward(problem: Problem) -> Problem:
-    return changed(problem, save_preact=True)
-
-
-def _backward(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> Problem:
-    """The gradients of h and the activation, and of x where that requires one."""
-    hidden = problem.in_features if requires(call, "x") else 0
-    return changed(problem, op="grouped_dglu", in_features=problem.out_features, out_features=hidden)
+def _parts(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> TrainingParts:
+    return training_parts(problem, requires(call, "x"))
 
 
 def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
@@ -365,19 +357,14 @@ def _sizes_mxfp8(call: Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[s
     """As `_sizes`, of an Mxfp8TrainingPlan."""
     return {
         "forward_memory": mxfp8.forward_layouts(problem, launch),
-        "backward_memory": mxfp8.backward_layouts(_backward(call, problem), launch),
+        "backward_memory": mxfp8.backward_layouts(_parts(call, problem).data_gradients, launch),
     }
-
-
-def _parts(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, index: int) -> dict[str, Serving]:
-    """Of backward."""
-    wgrad = changed(problem, op="grouped_wgrad", out_dtype=problem.dtype, operands="16bit")
-    return serving(index, dglu=_backward(call, problem), wgrad=wgrad)
 
 
 def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
     """The fields of an MlpTrainingPlan."""
-    parts = _parts(call, problem, launch.index)
+    _, dglu, wgrad = _parts(call, problem)
+    parts = serving(launch.index, dglu=dglu, wgrad=wgrad)
     return {
         **vars(launch),
         **functions(parts, problem.rows),

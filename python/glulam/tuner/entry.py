@@ -177,20 +177,12 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
             raise ValueError(f"{caller}: {name} is of a {op}, not of {shape.op}; leave it out")
     try:
         tuned.check(shape)
-        problems = _training_step(shape) if training else [shape]
+        problems = list(dispatch.training_parts(shape)) if training else [shape]
         for problem in problems:
             dispatch.forms_of(problem, next(iter(dispatch.CONFIGS)))
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
     return problems
-
-
-def _training_step(shape: Problem) -> list[Problem]:
-    return [
-        dataclasses.replace(shape, save_preact=True),
-        dataclasses.replace(shape, op="grouped_dglu", in_features=shape.out_features, out_features=shape.in_features),
-        dataclasses.replace(shape, op="grouped_wgrad", out_dtype=shape.dtype),
-    ]
 
 
 def default_table(gpu: str) -> Path:

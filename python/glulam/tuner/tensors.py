@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import groups
 from ..activations import ActivationParams, kernel_params
 from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
 from ..tickets import new_counters
 
-INT32_OFFSETS = 0  # group_form of the exported functions
 PARAMS = ActivationParams()._asdict()
 
 Arguments = dict[str, Any]
@@ -106,11 +106,8 @@ class Tensors:
 
     def launches(self, rows: int, offs: Tensor) -> list[Arguments]:
         """Arguments of the calls that make one step, num_sms left out, on the first `rows` rows."""
-        groups = {
-            "groups": offs.data_ptr(), "group_form": INT32_OFFSETS, "num_groups": offs.numel(),
-            "tickets": self.counters.data_ptr(),
-        }  # fmt: skip
-        return [{**named, **groups} for named in self._launches(rows)]
+        sizes = groups.arguments(offs, self.counters)
+        return [{**named, **sizes} for named in self._launches(rows)]
 
     def _activation(self) -> dict[str, float]:
         return kernel_params(self.problem.activation, self.problem.glu_layout, ActivationParams())._asdict()
