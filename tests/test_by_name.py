@@ -69,6 +69,15 @@ class TestByName:
             def run(self: Any) -> None:
                 pass
 
+    def test_a_closure_is_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"run has a closure, which compiling anew would lose \(super\(\) is one\)"):
+
+            class Other(Plan):
+                @by_name(function=MM)
+                def run(self, x: Any, w: Any, y: Any) -> Any:
+                    super().run(x, w, y)
+                    return self.function(x=x, w=w, y=y, groups=1, group_form=1, num_groups=1, num_sms=1)
+
     def test_errors_are_where_the_source_is(self) -> None:
         class Failing(Plan):
             def function(self, *arguments: Any) -> tuple[Any, ...]:
