@@ -39,8 +39,6 @@ from ..signature import (
     runs_kernels,
 )
 
-"""What its function launches."""
-
 PARTIAL_COLUMNS = 64
 """Columns of the narrowest tile: a row's sum has a part in each tile."""
 

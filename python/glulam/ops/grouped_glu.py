@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ from ..signature import (
     refuse_gradients,
     runs_kernels,
 )
-
-"""What a function that keeps the preactivation launches."""
 
 
 def grouped_glu(
@@ -133,11 +131,6 @@ class GroupedGluPlan(Launch):
     w1_listed: bool
     params: KernelParams
 
-    @property
-    def saving(self) -> Callable[..., Any]:
-        """`function`, where it saves the preactivation."""
-        return self.function
-
     @by_name(function=signature_of(GroupedGluSpec()), saving=signature_of(GroupedGluSpec(save_preact=True)))
     def run(self, x: Tensor, w1: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None) -> Any:
         if not self.only and gpus.current() != self.index:
@@ -164,8 +157,8 @@ class GroupedGluPlan(Launch):
                 kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
             return out
-        preact = x.new_empty(self.rows, self.preact_width)
-        self.saving(
+        preact, saving = x.new_empty(self.rows, self.preact_width), self.function
+        saving(
             x=x, w=w1, act=act, preact=preact,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,

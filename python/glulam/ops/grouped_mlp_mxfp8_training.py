@@ -136,8 +136,8 @@ def launch_backward(
     """
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
-    sums = (0, 0) if d_scale is None else (d_scale.data_ptr(), memory.partials)
-    (d_scale_at, partials_at), (_, _, limit, alpha, offset) = sums, params
+    d_scale_at, partials_at = address(d_scale), 0 if d_scale is None else memory.partials
+    _, _, limit, alpha, offset = params
     dglu = with_dgrad = function
     if w1 is None:
         dglu(

@@ -22,6 +22,7 @@ from .. import workspace
 from ..activations import KernelParams
 from ..by_name import by_name
 from ..dispatch import Problem
+from ..groups import OFFS_INT32
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
 from ..plan import Launch, addresses, aligned_row
 
@@ -58,7 +59,7 @@ class Mxfp8MlpPlan(Launch):
     memory: workspace.Layouts
     params: KernelParams
 
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
         """Call the function: what the recipes differ in."""
         raise NotImplementedError
 
@@ -99,10 +100,10 @@ class QuantisedPlan(Mxfp8MlpPlan):
     """FP8 GEMMs; x in 16 bits, which the same function quantises. `memory`: x and the activation, and their scales."""
 
     @by_name(function=_signature("mxfp8", _TILE))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
         x, w1, w2, y = tensors
         x8, mid8, x8_scale, mid_scale = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = at
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x8=x8, x8_scale=x8_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
@@ -117,10 +118,10 @@ class ReadyPlan(Mxfp8MlpPlan):
     """FP8 GEMMs on an x in MXFP8. `memory`: the activation and its scales."""
 
     @by_name(function=_signature("mxfp8", _TILE, quantized=True))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
         x, w1, w2, y = tensors
         mid8, mid_scale = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = at
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x_scale=x_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,  # type: ignore[union-attr]
@@ -135,10 +136,10 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
     """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
 
     @by_name(function=_signature("mxfp8_weight_only", _SWAPPED))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
         x, w1, w2, y = tensors
         (mid,) = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = addresses
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = at
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, mid=mid, y=y,
@@ -155,9 +156,9 @@ class ExactPlan(WeightOnlyPlan):
     round: Callable[..., Any]
 
     @by_name(round=signature_of(QuantizeMxfp8Spec(rounded=True)))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, addresses: Addresses) -> None:
+    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
         x, w1, w2, y = tensors
         mid, rows = memory
-        has_offs = self.group_form == 0
-        self.round(x=x, out=rows, offs=addresses[0] if has_offs else 0, num_groups=self.experts if has_offs else 1)
-        WeightOnlyPlan.launch(self, (rows, w1, w2, y), None, (mid,), addresses)
+        has_offs = self.group_form == OFFS_INT32
+        self.round(x=x, out=rows, offs=at[0] if has_offs else 0, num_groups=self.experts if has_offs else 1)
+        WeightOnlyPlan.launch(self, (rows, w1, w2, y), None, (mid,), at)
