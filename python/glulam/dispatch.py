@@ -48,8 +48,8 @@ class Problem:
     """What the host knows of a call. Widths are in elements; `intermediate` is I, 0 where there is none.
 
     grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
-    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features], x in MXFP8 where it is `quantized`;
-    grouped_dglu: dy [T, in_features] -> [T, intermediate], and dx [T, out_features] where that is not 0;
+    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; `quantized`: x already arrives in MXFP8.
+    grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
     grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
     in_features] along `axis`, `rounded` to values or as elements and scales.
     `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2.

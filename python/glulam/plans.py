@@ -5,8 +5,9 @@ guards, which compiled functions ask at each call: one C call compares class, dt
 keys (lazy negation, functorch, inference mode) of all tensors, in 0.06 us a tensor. Others, and those of lists of
 experts, are found by a key of the same metadata, whose making and hashing takes 0.35 us a tensor.
 
-A number of rows that is new has no plan. Where a call that differs in nothing else was checked (`settled`), its plan is
-resized: only what depends on rows is made, and nothing is checked but that all tensors with rows have as many.
+A call with a row count not seen before has no plan. If a call that is identical but for its rows has passed all checks
+(`settled`), its plan is copied and only the fields that depend on rows are recomputed. The one check that remains is
+that all tensors with a row dimension have the same number of rows.
 """
 
 from __future__ import annotations

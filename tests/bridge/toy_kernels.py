@@ -1,6 +1,6 @@
 """Tracers for tests of the bridge: toy kernels that compile in a tenth of a second, whatever the spec.
 
-z = x + y over float32 vectors, launched on torch's current stream; a grouped_mlp launches two kernels. `trace`
+z = x + y over float32 vectors, launched on torch's current stream; a grouped_wgrad launches two kernels. `trace`
 makes sound code, `trace_spilling` and `trace_serialised` make what a build refuses, `fail` and `die` make
 nothing. Imported in the compile process only. $TOY_LOG names a file that gets a line for each spec traced;
 while $TOY_HANG is "1" or the spec's name, tracing does not end before the process that asked for it does.

@@ -1,6 +1,6 @@
 """Compiling and tuning on a GPU: right numbers, what it takes, and a serving process that does neither.
 
-What compiles is skipped where the compiler is not installed. `pytest -s` shows the times.
+What compiles is skipped where the compiler is not installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How a hyper-connection operator runs: a plan found by its arguments' metadata, a launch, or the CPU reference.
 
 Kernels take nothing but addresses and numbers, so every tensor's metadata decides, and alignment is asked for at each
-call. Calls like the latest ones are known by a comparison (`recent`), others by a key. Each operator, forward or
-backward, is one exported function and one operator of torch's.
+call. `plans` says how a call finds its plan. Each operator, forward or backward, is one exported function and one
+operator of torch's.
 """
 
 from __future__ import annotations
