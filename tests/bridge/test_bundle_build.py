@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,16 +29,11 @@ from ffi_bridge import (
 )
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, linked_as
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, library_in, linked_as, wait_until
 
 SPEC = TOY_SPECS[0]
 ARCH = "sm_90a"
 MANIFEST = "sm_90a/manifest.json"
-
-
-def _content(bundle: Path) -> dict[str, bytes]:
-    """Every file of a bundle, by name."""
-    return {file.name: file.read_bytes() for file in (bundle / ARCH).iterdir()}
 
 
 def _build(specs: list, out: Path, tracer: str = TOY_TRACER, allowed: dict | None = None) -> manifest.Manifest:
@@ -85,7 +79,7 @@ def test_twice_is_the_same_bytes_anywhere_in_any_order(toy_bundle: Path, tmp_pat
     subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "out")], check=True, env=environment, cwd=elsewhere, umask=0o077
     )
-    assert _content(tmp_path / "out") == _content(toy_bundle)
+    assert files_of(tmp_path / "out") == files_of(toy_bundle)
 
 
 def test_library_holds_no_path_of_this_machine(toy_bundle: Path) -> None:
@@ -118,12 +112,12 @@ def test_refuses_slow_code_unless_allowed_by_name(variant: str, complaint: str, 
     ],
 )
 def test_a_failure_names_the_spec_and_leaves_the_old_bundle(bundle_copy: Path, tracer: str, words: str) -> None:
-    before = _content(bundle_copy)
+    before = files_of(bundle_copy)
     with pytest.raises(CompileError) as failure:
         _build([SPEC], bundle_copy, tracer=tracer)
     assert SPEC.name in str(failure.value)
     assert words in str(failure.value)
-    assert _content(bundle_copy) == before
+    assert files_of(bundle_copy) == before
     assert [entry.name for entry in bundle_copy.iterdir()] == ["sm_90a"]
 
 
@@ -145,25 +139,25 @@ def _hanging_build(out: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": path, "TOY_HANG": "1", "TOY_LOG": str(log)}
     environment[cache.ENV_CACHE] = str(out.with_name("cache"))
     process = subprocess.Popen([sys.executable, "-c", script, str(out)], env=environment, text=True)
-    for _ in range(1200):
-        if log.exists():
-            return process
-        time.sleep(0.05)
-    process.kill()
-    pytest.fail("waited 60 s for nothing")
+    try:
+        wait_until(log.exists)
+    except BaseException:
+        process.kill()
+        raise
+    return process
 
 
 def test_a_second_build_is_told_at_once_and_a_dead_one_is_no_obstacle(
     bundle_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = _content(bundle_copy)
+    before = files_of(bundle_copy)
     first = _hanging_build(bundle_copy)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
             with pytest.raises(BundleBusy, match=f"another process is building a bundle in {bundle_copy}; wait until"):
                 _build([SPEC], bundle_copy)
-        assert _content(bundle_copy) == before
+        assert files_of(bundle_copy) == before
     finally:
         first.kill()
         first.wait()
@@ -253,12 +247,12 @@ def _says(words: str) -> Callable[..., None]:
 def test_a_full_disk_is_one_line_and_replaces_nothing(
     bundle_copy: Path, monkeypatch: pytest.MonkeyPatch, place: object, name: str, step: Callable[..., None]
 ) -> None:
-    before = _content(bundle_copy)
+    before = files_of(bundle_copy)
     monkeypatch.setattr(place, name, step)
     with pytest.raises(OSError, match=f"No space left on device; free some space, or build .*{bundle_copy}") as told:
         _build([SPEC], bundle_copy)
     assert told.value.errno == errno.ENOSPC and "\n" not in str(told.value)
-    assert _content(bundle_copy) == before
+    assert files_of(bundle_copy) == before
     assert [entry.name for entry in bundle_copy.iterdir()] == [ARCH]
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.steps import taken
 
-from cute_kernels.chains import Of, Step, chain_of, signature_of
+from cute_kernels.chains import chain_of, signature_of
 from cute_kernels.signatures import FLOAT32, STREAM, TENSOR
 from cute_kernels.sm90.configs import shipped_specs
 from cute_kernels.specs import GroupedMmSpec, MhcSpec, Spec
@@ -104,18 +105,6 @@ def given(spec: Spec) -> dict[str, Any]:
         else:
             made[argument.name] = 0.5 + number if argument.kind == FLOAT32 else 1000 + number
     return made
-
-
-def taken(step: Step, named: dict[str, Any]) -> dict[str, Any]:
-    """A step's arguments, by the chain's."""
-
-    def value(source: Any) -> Any:
-        if isinstance(source, Of):
-            tensor = named[source.tensor]
-            return tensor.data_ptr() if source.what == "address" else getattr(tensor, source.what)(source.dim)
-        return named[source] if isinstance(source, str) else source
-
-    return {name: value(source) for name, source in step.sources}
 
 
 @pytest.mark.parametrize("spec", CHAINS, ids=lambda spec: spec.name)

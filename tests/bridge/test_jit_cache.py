@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import CompileError, host, jit, loader, manifest, sources, toolchain
 from ffi_bridge import cache as cache_module
-from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite
+from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite, wait_until
 
 SPEC = GroupedMmSpec("float16")
 GET = (
@@ -59,14 +58,6 @@ def _entry(cache: Path) -> Path:
 
 def _inner(cache: Path) -> Path:
     return _entry(cache) / "sm_90a"
-
-
-def _wait_until(reached: Callable[[], bool]) -> None:
-    for _ in range(600):
-        if reached():
-            return
-        time.sleep(0.05)
-    pytest.fail("waited 30 s for nothing")
 
 
 def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +115,7 @@ def test_two_processes_at_once_compile_once(cache: Path) -> None:
 
 def test_a_killed_compile_leaves_nothing_that_matters(cache: Path) -> None:
     victim = _process(TOY_HANG="1")
-    _wait_until(lambda: _traced(cache) == 1)
+    wait_until(lambda: _traced(cache) == 1)
     victim.send_signal(signal.SIGKILL)
     victim.communicate(timeout=60)
     assert not _entry(cache).exists()

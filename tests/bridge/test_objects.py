@@ -24,7 +24,7 @@ from cute_kernels.specs import GroupedMmSpec, Spec
 from ffi_bridge import BundleForeign, CompileError, build, cache, jit, loader, manifest, objects, sources
 from ffi_bridge.compiler import KernelArtifact
 from glulam import cli
-from toys import HERE, MANY_SPECS, REPOSITORY, TOY_SPECS, TOY_TRACER
+from toys import HERE, MANY_SPECS, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, wait_until
 
 ARCH = "sm_90a"
 SPEC = TOY_SPECS[0]
@@ -36,14 +36,10 @@ def _names(specs: list[Spec]) -> list[str]:
     return [spec.name for spec in specs]
 
 
-def _content(bundle: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (bundle / ARCH).iterdir()}
-
-
 def _build(specs: list[Spec], out: Path, tracer: str | None = TOY_TRACER) -> dict[str, bytes]:
     """Builds with one compile process; returns every file of the bundle, by name."""
     build.build(specs, out, jobs=1, progress=False, tracer=tracer, allowed={})
-    return _content(out)
+    return files_of(out)
 
 
 def _entry(root: Path, spec: Spec = SPEC) -> Path:
@@ -52,14 +48,6 @@ def _entry(root: Path, spec: Spec = SPEC) -> Path:
 
 def _object(root: Path, spec: Spec = SPEC) -> Path:
     return _entry(root, spec) / ARCH / "glulam_sm_90a.o"
-
-
-def _wait_until(reached: Callable[[], bool]) -> None:
-    for _ in range(1200):
-        if reached():
-            return
-        time.sleep(0.05)
-    pytest.fail("waited 60 s for nothing")
 
 
 @pytest.fixture
@@ -239,12 +227,12 @@ def test_a_compile_process_that_began_before_an_edit_serves_no_more(kinds: Path,
 def test_an_interrupted_build_goes_on_where_it_was(root: Path, log: Path, tmp_path: Path, toy_bundle: Path) -> None:
     last = TOY_SPECS[2]
     victim = _process("TOY_SPECS", tmp_path / "out", TOY_HANG=last.name)
-    _wait_until(lambda: log.exists() and last.name in log.read_text())
+    wait_until(lambda: log.exists() and last.name in log.read_text())
     victim.send_signal(signal.SIGKILL)
     victim.communicate(timeout=60)
     assert _traced(log) == _names(TOY_SPECS) and not (tmp_path / "out" / ARCH).exists()
     assert [_object(root, spec).exists() for spec in TOY_SPECS] == [True, True, False]
-    assert _build(TOY_SPECS, tmp_path / "out") == _content(toy_bundle)
+    assert _build(TOY_SPECS, tmp_path / "out") == files_of(toy_bundle)
     assert _traced(log) == [last.name]
 
 
@@ -262,15 +250,15 @@ def test_builds_at_once_compile_each_object_once(log: Path, tmp_path: Path) -> N
     for process in processes:
         _wait_for(process)
     assert sorted(_traced(log)) == sorted(_names(MANY_SPECS))
-    assert _content(out[0]) == _content(out[1])
+    assert files_of(out[0]) == files_of(out[1])
 
 
 def test_a_build_does_what_it_can_while_another_compiles(log: Path, tmp_path: Path) -> None:
     hanging = _process("TOY_SPECS[:1]", tmp_path / "first", TOY_HANG=SPEC.name)
     try:
-        _wait_until(log.exists)
+        wait_until(log.exists)
         second = _process("TOY_SPECS", tmp_path / "second")
-        _wait_until(lambda: len(list(objects.entries())) == 2 or second.poll() is not None)
+        wait_until(lambda: len(list(objects.entries())) == 2 or second.poll() is not None)
         assert second.poll() is None, "it waits for the last"
     finally:
         hanging.kill()
@@ -356,7 +344,7 @@ def test_what_is_not_sound_is_not_linked(
         if stays:
             told = f"objects are not kept in {stored}/objects .it holds other things than a kernel"
             stack.enter_context(pytest.warns(RuntimeWarning, match=told))
-        assert _build(TOY_SPECS, tmp_path / "out") == _content(toy_bundle)
+        assert _build(TOY_SPECS, tmp_path / "out") == files_of(toy_bundle)
     assert SPEC.name in copied
     assert (objects.Store(TOY_TRACER).take(SPEC, tmp_path) is None) == stays
     assert (tmp_path / "thesis").read_text() == "years of work"
@@ -371,7 +359,7 @@ def test_another_users_object_is_not_linked(
     with contextlib.ExitStack() as stack:
         if not part:
             stack.enter_context(pytest.warns(RuntimeWarning, match="not kept .*it belongs to another user"))
-        assert _build(TOY_SPECS, tmp_path / "out") == _content(toy_bundle)
+        assert _build(TOY_SPECS, tmp_path / "out") == files_of(toy_bundle)
     assert copied == [SPEC.name]
     assert _entry(stored).stat().st_uid == (0 if part else STRANGER), "what is another's stays"
 
@@ -394,7 +382,7 @@ def test_a_cache_that_cannot_be_used_costs_one_warning(
     else:
         monkeypatch.setattr(cache, "exclusive", _fail(NotImplementedError("no locks here")))
     with pytest.warns(RuntimeWarning, match=f"objects are not kept in {root}/objects.* set {cache.ENV_CACHE}") as told:
-        assert _build(TOY_SPECS, tmp_path / "out") == _content(toy_bundle)
+        assert _build(TOY_SPECS, tmp_path / "out") == files_of(toy_bundle)
     assert len(told) == 1 and copied == _names(TOY_SPECS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,19 @@ def library_in(folder: Path) -> Path:
     """The library of a bundle's <root>/<arch> folder."""
     (library,) = folder.glob("libglulam_*.so")
     return library
+
+
+def files_of(bundle: Path) -> dict[str, bytes]:
+    """Every file of a bundle, by name."""
+    return {file.name: file.read_bytes() for file in (bundle / "sm_90a").iterdir()}
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if reached():
+            return
+        time.sleep(0.05)
+    raise AssertionError("waited 60 s for nothing")
 
 
 def rewrite(file: Path, content: bytes) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.chains import Of, Step, chain_of, signature_of
+from cute_kernels.chains import chain_of, signature_of
 from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signature
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
@@ -45,6 +45,7 @@ from glulam.kernels import Kernel
 from glulam.plans import forget_plans
 
 from . import fake_layer, fake_mhc, mxfp8, oracle
+from .steps import taken
 
 SM_COUNT = 132
 GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
@@ -132,18 +133,6 @@ def _check_arguments(signature: Signature, named: dict[str, Any]) -> None:
     assert named.get("num_sms", SM_COUNT) == SM_COUNT
 
 
-def _taken(step: Step, given: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments of a chain's step."""
-
-    def value(source: Any) -> Any:
-        if isinstance(source, Of):
-            tensor = given[source.tensor]
-            return tensor.data_ptr() if source.what == "address" else getattr(tensor, source.what)(source.dim)
-        return given[source] if isinstance(source, str) else source
-
-    return signature_of(step.stage).pack(**{name: value(source) for name, source in step.sources})
-
-
 def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
     """The exported function of a spec; `check_only`: as far as its checks."""
     signature, chain = signature_of(spec), chain_of(spec)
@@ -159,7 +148,7 @@ def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
         named = bound(signature, values)
         for step in chain.steps if chain else ():
             if not step.when or named[step.when]:
-                exported(step.stage, check_only)(*_taken(step, named))
+                exported(step.stage, check_only)(*signature_of(step.stage).pack(**taken(step, named)))
 
     return run if chain else stage
 

@@ -1,0 +1,19 @@
+"""What the steps of a chain take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_kernels.chains import Of, Step
+
+
+def taken(step: Step, named: dict[str, Any]) -> dict[str, Any]:
+    """A step's arguments by name, from those of the chain."""
+
+    def value(source: Any) -> Any:
+        if isinstance(source, Of):
+            tensor = named[source.tensor]
+            return tensor.data_ptr() if source.what == "address" else getattr(tensor, source.what)(source.dim)
+        return named[source] if isinstance(source, str) else source
+
+    return {name: value(source) for name, source in step.sources}
