@@ -100,8 +100,8 @@ def test_a_tag_that_cannot_be_told_is_the_plain_one(made: tuple[Path, list[str]]
 
 def test_the_build_shows_its_progress_past_pip(made: tuple[Path, list[str]]) -> None:
     for seen in made[1]:
-        assert re.search(r"sm_90a kernels: 0 of 2, 0:0\d elapsed", seen)
-        assert re.search(r"sm_90a kernels: 2 of 2, 0:0\d elapsed", seen)
+        assert re.search(r"sm_90a kernels: 0 of 2, \d+:\d\d elapsed", seen)
+        assert re.search(r"sm_90a kernels: 2 of 2, \d+:\d\d elapsed", seen)
 
 
 def test_holds_the_bundle_and_the_packages_only(wheels: list[Path]) -> None:
