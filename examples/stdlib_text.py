@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -27,7 +28,10 @@ class Text(NamedTuple):
 
 def source_files(root: Path) -> list[Path]:
     """The library's .py files, in the order of their names."""
-    files = [path for path in root.rglob("*.py") if not EXCLUDED & set(path.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in EXCLUDED]  # they hold most files: 0.3 s a look
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
