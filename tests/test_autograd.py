@@ -61,7 +61,7 @@ class TestGradcheck:
     @pytest.mark.parametrize("wanted", [w for n in (1, 2) for w in itertools.combinations(INPUTS, n)], ids="-".join)
     def test_any_inputs(self, wanted: tuple[str, ...]) -> None:
         """Also without the optional arguments that need no gradient."""
-        c = small()
+        c = small(inter=3, hidden=2)
         given = leaves(c, wanted)
         for rest in (given, {k: v for k, v in given.items() if k in wanted or k in ("x", "w1", "w2")}):
             for recompute in (False, True):

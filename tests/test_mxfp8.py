@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,20 @@ class TestRules:
         for axis, matrix in (("row", x), ("col", x.mT.contiguous())):
             matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 32))
             assert_copy(quantize_mxfp8(matrix, axis=axis, block=block), oracle.quantized(matrix, axis, BLOCKS[block]))
+
+    def test_elements_are_the_nearest_numbers(self) -> None:
+        """Each number, each midpoint, and what lies next to them."""
+        numbers = oracle.MAGNITUDES
+        midpoints = (numbers[1:] + numbers[:-1]) / 2
+        places = torch.arange(len(numbers))
+        assert oracle.elements(numbers).tolist() == places.tolist()
+        for towards, wanted in ((0.0, places[:-1]), (math.inf, places[1:])):
+            beside = torch.nextafter(midpoints, torch.tensor(towards, dtype=torch.float64))
+            assert oracle.elements(beside).tolist() == wanted.tolist()
+        assert oracle.elements(midpoints).tolist() == [n + n % 2 for n in range(len(midpoints))]
+        assert oracle.elements(torch.tensor([448.1, 1e300, math.inf, math.nan]).double()).tolist() == [126] * 3 + [127]
+        signed = torch.cat((numbers, midpoints))
+        assert torch.equal(oracle.elements(-signed), oracle.elements(signed) + 128)
 
     def test_the_rules_in_numbers(self) -> None:
         """Maxima and the bytes that the format's rules give them, worked out by hand."""

@@ -326,7 +326,8 @@ def test_importing_the_bridge_imports_nothing_heavy() -> None:
 def test_loading_and_verifying_imports_no_compiler(toy_bundle: Path) -> None:
     path = [str(HERE)]
     modules = _modules_after(
-        f"sys.path += {path!r}\nimport ffi_bridge; from ffi_bridge.toolchain import sources_hash\n"
+        f"sys.path += {path!r}; sys.modules['torch'] = None\n"
+        "import ffi_bridge; from ffi_bridge.toolchain import sources_hash\n"
         f"sources = {{'toy_kernels': sources_hash('toy_kernels')}}\n"
         f"b = ffi_bridge.load('sm_90a', {str(toy_bundle)!r}, sources)\n"
         "[b.function(name) for name in b.names()]"

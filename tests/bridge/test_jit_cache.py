@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ from ffi_bridge import cache as cache_module
 from toys import HERE, REPOSITORY, TOY_TRACER, library_in, rewrite, wait_until
 
 SPEC = GroupedMmSpec("float16")
+# TVM-FFI imports torch where it can: 1.3 s a process, for nothing that is asked here.
 GET = (
-    "from toys import TOY_TRACER; from test_jit_cache import SPEC; from ffi_bridge import jit; import sys\n"
+    "import sys; sys.modules['torch'] = None\n"
+    "from toys import TOY_TRACER; from test_jit_cache import SPEC; from ffi_bridge import jit\n"
     "function = jit.get(SPEC, tracer=TOY_TRACER); assert 'cutlass' not in sys.modules; print(type(function).__name__)"
 )
 
@@ -34,6 +37,26 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a cache that holds SPEC, and what was traced for it. Not to be changed: `filled` is."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(jit.ENV_CACHE, str(folder / "cache"))
+        patch.setenv("TOY_LOG", str(folder / "traced.log"))
+        patch.setattr(jit, "_functions", {})
+        patch.setattr(loader, "_loaded", {})
+        jit.get(SPEC, tracer=TOY_TRACER)
+    return folder
+
+
+@pytest.fixture
+def filled(cache: Path, made: Path) -> Path:
+    """A cache on disk that holds SPEC, which was traced once."""
+    shutil.copytree(made, cache.parent, dirs_exist_ok=True)
+    return cache
 
 
 def _traced(cache: Path) -> int:
@@ -70,12 +93,11 @@ def test_a_kernel_is_compiled_once_and_found_again(cache: Path, monkeypatch: pyt
     assert "cutlass" not in sys.modules
 
 
-def test_an_entry_is_a_bundle_of_its_own(cache: Path) -> None:
-    jit.get(SPEC, tracer=TOY_TRACER)
-    described = manifest.verify(_inner(cache), "sm_90a", cache_module.sources_of(SPEC, TOY_TRACER), SPEC)
+def test_an_entry_is_a_bundle_of_its_own(filled: Path) -> None:
+    described = manifest.verify(_inner(filled), "sm_90a", cache_module.sources_of(SPEC, TOY_TRACER), SPEC)
     assert list(described.functions) == [SPEC.name]
-    leftovers = {path.name for path in cache.iterdir()} - {_entry(cache).name}
-    assert leftovers == {cache_module.lock_of(cache, _entry(cache).name).name, ".glulam-cache", "objects"}
+    leftovers = {path.name for path in filled.iterdir()} - {_entry(filled).name}
+    assert leftovers == {cache_module.lock_of(filled, _entry(filled).name).name, ".glulam-cache", "objects"}
 
 
 def test_the_key_covers_what_changes_the_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +154,8 @@ def test_a_killed_compile_leaves_nothing_that_matters(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "emptied", "manifest"])
-def test_a_damaged_entry_is_put_aside_and_rebuilt(cache: Path, damage: str) -> None:
-    jit.get(SPEC, tracer=TOY_TRACER)
-    library = library_in(_inner(cache))
+def test_a_damaged_entry_is_put_aside_and_rebuilt(filled: Path, damage: str) -> None:
+    library = library_in(_inner(filled))
     sound = library.read_bytes()
     target = library.with_name("manifest.json") if damage == "manifest" else library
     rewrite(target, bytes([sound[0] ^ 1]) + sound[1:] if damage == "flipped" else b"")
@@ -144,9 +165,9 @@ def test_a_damaged_entry_is_put_aside_and_rebuilt(cache: Path, damage: str) -> N
     assert process.returncode == 0, error
     assert "damaged bundle" in error
     assert "rebuilding it" in error
-    assert _traced(cache) == 1, "linked again, from the object that is kept beside"
+    assert _traced(filled) == 1, "linked again, from the object that is kept beside"
     assert library.read_bytes() == sound
-    assert _entry(cache).with_name(f"{_entry(cache).name}.damaged").is_dir()
+    assert _entry(filled).with_name(f"{_entry(filled).name}.damaged").is_dir()
 
 
 def test_half_an_entry_is_none(cache: Path) -> None:

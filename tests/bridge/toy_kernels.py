@@ -57,13 +57,13 @@ def add_kernel(x: cute.Tensor, y: cute.Tensor, z: cute.Tensor, n: Int32, variant
     staged = smem.allocate_tensor(Float32, cute.make_layout(THREADS), byte_alignment=16)
     if cutlass.const_expr(variant == "spilling"):
         crowd = cute.make_rmem_tensor(cute.make_layout(_CROWD), Float32)
-        for j in cutlass.range_constexpr(_CROWD):
-            crowd[j] = x[(i + j * 77) % n]
+        for j in cutlass.range_constexpr(_CROWD):  # out of bounds, but never run: % n takes 1 s to compile
+            crowd[j] = x[i + j]
         for step in cutlass.range(n, unroll=1):
             for j in cutlass.range_constexpr(_CROWD):
                 crowd[j] = crowd[j] * y[step] + crowd[(j + 1) % _CROWD]
         for j in cutlass.range_constexpr(_CROWD):
-            z[(i + j * 77) % n] = crowd[j]
+            z[i + j] = crowd[j]
     elif cutlass.const_expr(variant == "serialised"):
         z[i] = _serialised(x[i], n)
     elif i < n:

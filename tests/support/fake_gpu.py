@@ -282,9 +282,8 @@ def _fold(spec: FoldMxfp8Spec, c: Any) -> None:
     assert c.w.is_contiguous() and c.data.is_contiguous()
     experts, out = (c.w[None], c.data[None]) if spec.axis == "row" else (c.w.mT, c.data)
     scales = _memory(c.scale, out.shape[:2].numel(), torch.uint8).view(out.shape[:2])
-    for expert, its_data, its_scales in zip(experts, out, scales, strict=True):
-        values, its_scales[:] = mxfp8.folded_rows(expert.float())
-        its_data.view(torch.uint8)[:] = values
+    data, of_rows = mxfp8.folded_rows(experts.float().flatten(0, 1))
+    out.view(torch.uint8)[:], scales[:] = data.view(out.shape), of_rows.view(scales.shape)
 
 
 _STAGES: dict[type, Callable[[Any, Any], None]] = {

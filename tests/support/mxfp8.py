@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BLOCK, TILE = 32, 128
 NAN, INF_SCALE, NAN_SCALE = 0x7F, 0xFE, 0xFF
@@ -34,7 +35,6 @@ def _magnitudes() -> Tensor:
 
 
 MAGNITUDES = _magnitudes()
-MIDPOINTS = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
 
 
 def exponents(amax: Tensor) -> Tensor:
@@ -47,26 +47,26 @@ def exponents(amax: Tensor) -> Tensor:
 
 
 def elements(values: Tensor) -> Tensor:
-    """E4M3 bytes of float64 values."""
-    magnitude = values.abs().nan_to_num(0, posinf=1e300).contiguous()
-    below, above = torch.searchsorted(MIDPOINTS, magnitude), torch.searchsorted(MIDPOINTS, magnitude, right=True)
-    byte = torch.where(below % 2 == 0, below, above)  # they differ at a midpoint alone: one of them is even
-    signed = byte + 128 * values.signbit().long()
-    return torch.where(values.isnan(), NAN, signed).to(torch.uint8)
+    """E4M3 bytes of float64 values.
+
+    From 2^e on, numbers are 2^(e-3) apart, and below 2^-6 as from there on. `round` takes the even one of two. A table
+    of all midpoints tells the same (`tests/test_mxfp8.py`), in seven times as long.
+    """
+    magnitude = values.abs().nan_to_num(0).clamp(max=448)
+    _, power = torch.frexp(magnitude.clamp(min=2.0**-6))  # e + 1
+    byte = 8 * (power + 5) + torch.ldexp(magnitude, 4 - power).round()
+    return torch.where(values.isnan(), NAN, byte + 128 * values.signbit()).to(torch.uint8)
 
 
 def quantized_rows(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Blocks of `size` along rows: data [R, C] and scale bytes [R, ceil(C/32)]."""
-    columns = x.shape[1]
-    data = torch.zeros(x.shape, dtype=torch.uint8)
-    scales = torch.zeros(x.shape[0], -(-columns // BLOCK), dtype=torch.uint8)
-    for start in range(0, columns, size):
-        part = x[:, start : start + size]
-        byte = exponents(part.float().abs().amax(dim=1))
-        factor = torch.where(byte == NAN_SCALE, torch.nan, torch.exp2((127 - byte).double()))
-        data[:, start : start + size] = elements(part.double() * factor[:, None])
-        scales[:, start // BLOCK : -(-(start + part.shape[1]) // BLOCK)] = byte[:, None].to(torch.uint8)
-    return data, scales
+    rows, columns = x.shape
+    blocks = -(-columns // size)
+    byte = exponents(pad(x.float().abs(), (0, blocks * size - columns)).reshape(rows, blocks, size).amax(dim=2))
+    factor = torch.where(byte == NAN_SCALE, torch.nan, torch.exp2((127 - byte).double()))
+    data = elements(x.double() * factor.repeat_interleave(size, dim=1)[:, :columns])
+    scales = byte.repeat_interleave(size // BLOCK, dim=1)[:, : -(-columns // BLOCK)]
+    return data, scales.to(torch.uint8)
 
 
 def numbers(data: Tensor) -> Tensor:
