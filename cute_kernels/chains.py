@@ -104,12 +104,12 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     quantizes = in_mxfp8 and not spec.quantized
     x, mid = "x8" if quantizes else "x", "mid"
     first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
-    preact = " preact" if fc1.save_preact else ""
+    optional = (" preact" if fc1.save_preact else "") + (" rows" if fc1.operands == "16bit" else "")
     act_scale = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {}
     return (
         *first,
         _step(
-            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{preact}", x=x, w="w1", act=mid, bias="b1",
+            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
             bias_table="b1_table",
             **_scales(fc1.operands, x, "w1"), **act_scale, position=len(first),
         ),

@@ -147,15 +147,21 @@ def _mm(spec: GroupedMmSpec) -> Signature:
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
-    """`act_scale`: where the scales of an activation in MXFP8 go."""
+    """`act_scale`: where the scales of an activation in MXFP8 go. `rows`: int32 [T], which of x's R rows each is, of a
+    spec that gathers."""
     x, w = _dtypes(spec)
     both = "P" if spec.gated else "I"
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    tensors = _tensor("x", "T H", x), _tensor("w", f"E {both} H", w), _tensor("act", "T I", act)
+    tensors = (
+        _tensor("x", "R H" if spec.gathers else "T H", x),
+        _tensor("w", f"E {both} H", w),
+        _tensor("act", "T I", act),
+    )
+    rows = _each(ADDRESS, "rows", optional=True) if spec.operands == "16bit" else ()
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
     numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
-    return Signature((*tensors, *preact, *numbers), _blocks(spec.operands, "H I"))
+    return Signature((*tensors, *preact, *rows, *numbers), _blocks(spec.operands, "H I"))
 
 
 def _dglu(spec: DgluSpec) -> Signature:

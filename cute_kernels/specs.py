@@ -120,7 +120,10 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I]."""
+    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
+
+    `gathers`: row t of the left operand is x[rows[t]].
+    """
 
     op: ClassVar[str] = "grouped_glu"
     dtype: str = "bfloat16"
@@ -130,6 +133,7 @@ class GroupedGluSpec:
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
     operands: str = "16bit"
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -142,6 +146,8 @@ class GroupedGluSpec:
             raise SpecError(f"tile n={self.tile.n}: a scale of an activation in MXFP8 is of {block} weight rows")
         if self.save_preact and self.operands in DECODED:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
+        if self.gathers and self.operands != "16bit":
+            raise SpecError(f"gathers reads 16-bit rows, not operands={self.operands!r}")
 
     @property
     def gated(self) -> bool:
@@ -151,7 +157,8 @@ class GroupedGluSpec:
     def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
         preact = "_preact" if self.save_preact else ""
-        return f"{self.activation}{layout}{preact}_{self.tile.name}"
+        rows = "_rows" if self.gathers else ""
+        return f"{self.activation}{layout}{preact}{rows}_{self.tile.name}"
 
     @property
     def name(self) -> str:

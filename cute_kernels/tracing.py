@@ -54,7 +54,7 @@ class _StandIns:
 
     def _size(self, name: str) -> Any:
         if name not in self.sizes:
-            free = name in ("T", "E")  # rows of any number, and one expert or all
+            free = name in ("T", "R", "E")  # rows of any number, and one expert or all
             divisor = self.divisors.get(name, 1 if free else DIVISOR)
             self.sizes[name] = cute.sym_int32() if divisor == 1 else cute.sym_int32(divisibility=divisor)
         return self.sizes[name]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import glulam
 from glulam import Routing
+from glulam.ops.grouped_mlp import GroupedMlpCall
 
 pytest_plugins = ["support.fixtures"]
 
@@ -50,11 +51,13 @@ class TestRoute:
         assert weights.abs().max() > 1e-2
         check_rows(made, ids, made.weights, experts)
 
-    def test_more_choices_than_one_launch_sorts(self, fake_gpu: FakeGpu) -> None:
-        for tokens in (256, 257, 1000):
+    def test_more_than_one_launch_serves(self, fake_gpu: FakeGpu) -> None:
+        for tokens in (64, 65, 257, 1000):
             logits = some_logits(tokens, 128)
             made = glulam.route(logits, 8)
             check_rows(made, oracle.route(logits, 8)[0], made.weights, 128)
+            assert bool(fake_gpu.launches[-1]["workspace"]) is (tokens > 64)
+            check_rows(Routing.from_topk(made.ids, made.weights, 128), made.ids, made.weights, 128)
             assert bool(fake_gpu.launches[-1]["workspace"]) is (tokens > 256)
 
     def test_not_a_number_is_chosen_first(self, anywhere: Any) -> None:
@@ -305,6 +308,93 @@ class TestRows:
         with pytest.raises(error, match=message):
             call(made)
         assert not fake_gpu.launches
+
+
+class TestRowsByIndex:
+    """grouped_glu and grouped_mlp on x[rows], against the same on a copy of these rows."""
+
+    EXPERTS, HIDDEN, INTER = 5, 64, 32
+
+    def given(self, rows: int, tokens: int = 17) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(rows)
+        e, h, i = self.EXPERTS, self.HIDDEN, self.INTER
+        shapes = {"x": (tokens, h), "w1": (e, 2 * i, h), "w2": (e, h, i), "b1": (e, 2 * i)}
+        made: dict[str, Any] = {
+            name: (torch.randn(shape, generator=generator) / 4).to(BF16) for name, shape in shapes.items()
+        }
+        made["rows"] = torch.randint(-4, tokens + 4, (rows,), generator=generator, dtype=torch.int32)
+        made["offs"] = torch.tensor([rows // 4, rows // 4, rows // 2, rows - 2, rows - 2], dtype=torch.int32)
+        made["row_scale"] = torch.rand(rows, generator=generator) + 0.5
+        return made
+
+    def copied(self, given: dict[str, Any]) -> dict[str, Any]:
+        x, rows = given["x"], given["rows"]
+        return {**{n: v for n, v in given.items() if n != "rows"}, "x": x[rows.clamp(0, len(x) - 1).long()]}
+
+    @pytest.mark.parametrize("rows", [8, 40, 41, 300])
+    def test_glu(self, rows: int, anywhere: Any) -> None:
+        given = self.given(rows)
+        given["bias"] = given.pop("b1")
+        del given["w2"]
+        made, wanted = (glulam.grouped_glu(**which, return_preact=True) for which in (given, self.copied(given)))
+        for one, other in zip(made, wanted, strict=True):
+            assert one[: rows - 2].equal(other[: rows - 2]) and other[: rows - 2].abs().max() > 0.1
+        buffer = torch.full_like(made[0], torch.nan)
+        glulam.grouped_glu(**given, out=buffer)
+        assert buffer[: rows - 2].equal(made[0][: rows - 2]) and buffer[rows - 2 :].isnan().all()
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
+    def test_mlp(self, recipe: str, anywhere: Any) -> None:
+        for rows, tokens in ((40, 17), (24, 9), (41, 1), (40, 30)):  # others are found by what they differ in
+            given = self.given(rows, tokens)
+            made, wanted = (glulam.grouped_mlp(**which, recipe=recipe) for which in (given, self.copied(given)))
+            assert made.shape == (rows, self.HIDDEN) and made[: rows - 2].equal(wanted[: rows - 2])
+
+    def test_weights_in_lists(self, fake_gpu: FakeGpu) -> None:
+        given = self.given(40)
+        lists = {name: list(given[name].clone()) for name in ("w1", "w2", "b1")}
+        made, wanted = glulam.grouped_mlp(**{**given, **lists}), glulam.grouped_mlp(**given)
+        assert made[:38].equal(wanted[:38])
+
+    def test_a_new_number_of_rows_is_checked_no_more(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        checked: list[int] = []
+        check = GroupedMlpCall.check
+        monkeypatch.setattr(GroupedMlpCall, "check", lambda call: checked.append(call.num_rows) or check(call))
+        for rows, tokens in ((40, 5), (48, 6), (56, 7)):
+            glulam.grouped_mlp(**self.given(rows, tokens))
+        assert checked == [40]
+        with pytest.raises(ValueError, match="rows has 48 indices, but x has no row"):
+            glulam.grouped_mlp(**{**self.given(48), "x": torch.empty(0, self.HIDDEN, dtype=BF16)})
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"rows": torch.zeros(40, dtype=torch.int64)}, TypeError, "rows is torch.int64; it must be torch.int32"),
+            ({"rows": torch.zeros(40, 1, dtype=torch.int32)}, ValueError, r"rows has shape \[40, 1\]; give \[T\]"),
+            ({"rows": [0] * 40}, TypeError, "rows is a list"),
+            ({"rows": torch.zeros(80, dtype=torch.int32)[::2]}, ValueError, "rows is not contiguous"),
+            ({"row_scale": torch.ones(17)}, ValueError, r"row_scale has shape \[17\]; it must be \[40\]"),
+            ({"out": torch.empty(17, 64, dtype=BF16)}, ValueError, r"out has shape \[17, 64\]; it must be \[40, 64\]"),
+        ],
+    )
+    def test_bad_input(self, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu) -> None:
+        with pytest.raises(error, match=f"grouped_mlp: {message}"):
+            glulam.grouped_mlp(**{**self.given(40), **change})
+        assert not fake_gpu.launches
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    def test_gradients_are_refused(self, recipe: str) -> None:
+        given = self.given(40)
+        given["w1"].requires_grad_()
+        with pytest.raises(glulam.GradientNotSupported, match="rows="):
+            glulam.grouped_mlp(**given, recipe=recipe)
+
+    def test_moe_copies_no_row(self, fake_gpu: FakeGpu) -> None:
+        """Without gradients, in 16 bits."""
+        given, made = self.given(40), Routing.from_topk(torch.randint(0, 5, (17, 2)), torch.rand(17, 2), 5)
+        fake_gpu.specs.clear()
+        glulam.moe(given["x"], made, given["w1"], given["w2"])
+        assert [spec.name.split("_bf16")[0] for spec in fake_gpu.specs] == ["grouped_mlp", "layer_combine"]
 
 
 class TestMoe:

@@ -138,9 +138,9 @@ def _all_specs() -> list[Spec]:
     for tile, dtype in product(TILES, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, tile)
         specs += [fc2, GroupedMmSpec(dtype, True, tile)]
-        for save_preact in (False, True):
+        for save_preact, gathers in product((False, True), (False, True)):
             for form in glu_forms("16bit", tile, save_preact):
-                fc1 = GroupedGluSpec(dtype, *form, save_preact, tile)
+                fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, gathers=gathers)
                 specs += [fc1, GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]

@@ -5,7 +5,7 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,8 +20,9 @@ from ..tiles import TileConfig
 from .budget import ROWS
 from .ragged import clipped, ragged_rows
 from .row_boxes import acquire, num_boxes
-from .tile_scheduler import WorkTile
+from .tile_scheduler import WorkRing, WorkTile
 from .turns import THREADS, Turns
+from .warps import WARP
 from .weights import EVICT_FIRST, EVICT_LAST, ExpertAddress, expert_offset, leave_first, lo_hi
 
 WARPS_PER_GROUP = 4
@@ -86,6 +87,8 @@ class Mainloop(Invariant):
 
     # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
     may_be_empty = False
+    # Warps that fill stages beside the TMA warp. Each of their threads arrives, and the TMA thread.
+    gathering_warps = 0
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -135,12 +138,21 @@ class Mainloop(Invariant):
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + WARP * self.gathering_warps),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
             tx_count=self.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, self.tile.cluster_m, self.tile.cluster_n, 1)),
             defer_sync=True,
         )
+
+    def after_wait(self) -> None:
+        """What a stage that is full still needs before wgmma reads it."""
+
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, stages: pipeline.PipelineTmaAsync, ring: WorkRing, rank: Int32
+    ) -> None:  # fmt: skip
+        """The role of a gathering warp, the `rank`-th of them."""
+        raise NotImplementedError
 
     def producer_state(self) -> pipeline.PipelineState:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
@@ -215,6 +227,7 @@ class Mainloop(Invariant):
         tiled_mma = self.tiled_mma()
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
+            self.after_wait()
             warpgroup.fence()
             has_begun = begun + k_tile > 0
             for k_block in cutlass.range_constexpr(depth // MMA_K):
@@ -327,8 +340,17 @@ class GemmMainloop(WeightsFirst):
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
         if self.tile.adaptive:
-            extra += self._tma(x, self.a_major, self.tile.box_rows, 1), self._tma(w, self.b_major, self.part_n, 1)
+            extra += self._tma(w, self.b_major, self.part_n, 1), self._tma(x, self.a_major, self.tile.box_rows, 1)
         return Operands(atom_a, a, atom_b, b, extra, scales)
+
+    def _row_sources(self, operands: Operands) -> tuple[_Source | None, _Source | None]:
+        """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds; None: rows come
+        another way."""
+        shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
+        if not self.tile.adaptive:
+            return shared, None
+        atom, tensor = operands.extra[2]
+        return shared, _Source(atom, tensor, 1)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
         along = 1 if self.b_major == OperandMajorMode.K else 0
@@ -351,13 +373,14 @@ class GemmMainloop(WeightsFirst):
         with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         address, *alone = operands.extra
-        a_shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
+        a_shared, a_alone = self._row_sources(operands)
         b_shared = _Source(operands.atom_b, operands.b, self.tile.cluster_m)
         tiles = (address, sA, sB, stages)
         rest = (work, ahead, count, with_rows, policy)
         if const_expr(self.tile.adaptive):
             # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
-            a_alone, b_alone = (_Source(atom, tensor, 1) for atom, tensor in alone)
+            atom, tensor = alone[0]
+            b_alone = _Source(atom, tensor, 1)
             if work.pairs_columns > 0:
                 state = self._load_from(a_shared, b_alone, *tiles, state, *rest)
             else:
@@ -368,18 +391,21 @@ class GemmMainloop(WeightsFirst):
 
     @cute.jit
     def _load_from(
-        self, a: _Source, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
+        self, a: Any, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
         count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
+        """`a`: None where rows come another way."""
         tile = self.tile
         x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
-        gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
-        tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
         gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
         first = expert_offset(address, work.expert)
-        boxes = num_boxes(tile, work)
+        boxes = Int32(0)
+        if const_expr(a is not None):
+            boxes = num_boxes(tile, work)
+            gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
+            tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
         num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
         for k_tile in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
@@ -388,7 +414,7 @@ class GemmMainloop(WeightsFirst):
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
                     b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier, policy)
-            if const_expr(with_rows):
+            if const_expr(with_rows and a is not None):
                 for box in cutlass.range(boxes, unroll=1):
                     a.copy(tAgA[None, box, k_tile], tAsA[None, box, 0, state.index], barrier)
             state.advance()

@@ -7,6 +7,7 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     1                    scheduler   ring (empty)                       ring (full)
     2                    epilogue loads   ring (tile), loads (empty)    loads (full, by transaction bytes)
     3                    idle, as 2 is without epilogue loads; completes the warpgroup that gives its registers away
+    2, 3                 gather rows, where they come by index   ring (tile), stages (empty)   stages (full, 1 a thread)
     4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
                                              stages (full), loads (full)  loads (empty)
 
@@ -147,7 +148,8 @@ class PersistentGemm(Invariant):
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
         has_loads = self.epilogue.num_barriers > 0
         has_load_role = self.epilogue.has_load_role
-        consumer_warps = 1 + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
+        gathers = mainloop.gathering_warps > 0
+        consumer_warps = 1 + mainloop.gathering_warps + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
         ring_stages = sched.TICKET_STAGES if self.draws_tickets else sched.STAGES
         ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
@@ -175,6 +177,9 @@ class PersistentGemm(Invariant):
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid, tickets).run(ring)
+            elif const_expr(gathers):
+                cute.arch.griddepcontrol_wait()
+                mainloop.gather(operands, sA, stages, ring, warp - EPILOGUE_LOAD_WARP)
             elif warp == EPILOGUE_LOAD_WARP:
                 if const_expr(has_load_role):
                     self._epilogue_load_role(loads, inputs, ring)

@@ -89,6 +89,17 @@ class Call:
         return lead
 
     @property
+    def indices(self) -> Tensor | None:
+        """Which of the lead's rows each row is; None where they are its rows."""
+        found: Tensor | None = getattr(self, "rows", None)
+        return found
+
+    @property
+    def num_rows(self) -> int:
+        """T, which a trace may have as a symbol."""
+        return (self.lead if self.indices is None else self.indices).shape[0]
+
+    @property
     def groups(self) -> Any:
         """Group sizes, in whichever form they were given."""
         return self.offs if self.splits is None else self.splits
@@ -155,11 +166,11 @@ class Call:
 
         The layout of a single row is arbitrary, so that nothing is known of it.
         """
-        lead = self.lead.shape[:1]
-        if not 1 < lead[0] < MAX_ROWS or checking():
+        rows = self.num_rows
+        if not 1 < rows < MAX_ROWS or checking():
             return None
-        known = plans.settled(key, lead)
-        return None if known is None else (changed(known[0], rows=lead[0]), known[1])
+        known = plans.settled(key, (rows,))
+        return None if known is None else (changed(known[0], rows=rows), known[1])
 
     def resized(self, like: Any, rows: int, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
         """A plan like another one, for a problem with so many rows. `sizes`: of its own fields, as of `sizes`;
@@ -182,7 +193,8 @@ class Call:
         """Let `settled` know this call, which was checked, and its plan."""
         if problem.rows > 1:
             count = sum(getattr(self, name) is not None for name in self.rowwise)
-            plans.settle(key, self.lead.shape[:1], count, (problem, plan))
+            is_free = self.indices is not None
+            plans.settle(key, (problem.rows,), count - is_free, (problem, plan), is_free)
 
     @property
     def form(self) -> str:
@@ -263,7 +275,7 @@ class Call:
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
-        return groups.ends(self.op, self.offs, self.splits, self.lead.shape[0])
+        return groups.ends(self.op, self.offs, self.splits, self.num_rows)
 
     def prepared(self) -> Any:
         """This call with tables for its lists and with group sizes on the device; itself where nothing is to do."""
@@ -275,7 +287,7 @@ class Call:
                 if isinstance(value, (list, tuple)):
                     changes[name] = experts.enter(kind, value)
         if self.splits is not None and _on_host(self.splits):
-            changes["splits"] = groups.on_device(self.op, self.splits, self.lead.shape[0], self.lead.device)
+            changes["splits"] = groups.on_device(self.op, self.splits, self.num_rows, self.lead.device)
         return changed(self, **changes) if changes else self
 
     def launch(self, problem: Problem, reads: tuple[str, ...] | None = None) -> Launch:

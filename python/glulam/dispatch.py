@@ -52,7 +52,8 @@ class Problem:
     grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
     grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
     in_features] along `axis`, `rounded` to values or as elements and scales.
-    `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2.
+    `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`:
+    its rows are those of x by index.
     """
 
     op: str
@@ -72,6 +73,7 @@ class Problem:
     quantized: bool = False
     operands: str = "16bit"
     fc2_operands: str = "16bit"
+    gathers: bool = False
 
     @property
     def but_rows(self) -> tuple[Any, ...]:
@@ -144,7 +146,9 @@ def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
     activation, layout = CONFIGS[arch].glu_form(
         problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact
     )
-    return GroupedGluSpec(problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands)
+    return GroupedGluSpec(
+        problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands, problem.gathers
+    )
 
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:

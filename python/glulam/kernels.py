@@ -202,7 +202,7 @@ def _dummy_arguments(spec: Spec, device: torch.device) -> tuple[Any, ...]:
     def dummy(argument: Argument) -> Any:
         if argument.kind != TENSOR:
             return argument.absent
-        sizes = [0 if size == "T" else DUMMY_SIZE for size in argument.shape]
+        sizes = [0 if size in ("T", "R") else DUMMY_SIZE for size in argument.shape]
         return torch.empty(sizes, dtype=getattr(torch, argument.dtype), device=device)
 
     return tuple(map(dummy, signature_of(spec).arguments))

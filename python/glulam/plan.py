@@ -156,5 +156,5 @@ def launch_nothing(*_: Any) -> None:
 
 
 def aligned_row(matrix: Tensor) -> Tensor:
-    """A matrix of one row with a row stride that kernels accept. torch leaves the stride of a single row arbitrary."""
+    """A matrix of which a single row has a stride that kernels accept: torch leaves that arbitrary."""
     return matrix if matrix.stride(0) % ALIGNMENT_ELEMENTS == 0 else matrix.view(-1).view(1, -1)

@@ -89,7 +89,7 @@ class Plans(Generic[PlanType]):
     def __init__(self) -> None:
         self._plans: dict[Hashable, PlanType] = {}
         self._guarded: dict[Hashable, list[_Guarded]] = {}  # lists are never changed, but replaced
-        self._rowwise: dict[Hashable, tuple[bool, ...]] = {}
+        self._rowwise: dict[Hashable, tuple[bool | None, ...]] = {}
         self._settled: dict[Hashable, Any] = {}
         self._misses = 0
         self._lock = threading.Lock()
@@ -139,16 +139,21 @@ class Plans(Generic[PlanType]):
         """Remember a plan; the oldest quarter goes where there are too many."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
-    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any) -> None:
+    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any, is_free: bool = False) -> None:
         """Remember what was found of a call that is right, for all that differ in their rows alone (`settled`).
 
         Args:
             lead: the sizes of the rows' dimensions, with which shapes of tensors that have rows begin.
             count: of such tensors among what was given.
+            is_free: the first may have rows of any number, which others are indices of.
         """
-        rowwise = tuple([_shape(one)[: len(lead)] == lead for one in key[1:]])
-        if sum(rowwise) == count:  # else there are as many rows as experts, say: another call will tell them apart
-            self._keep(self._rowwise, MAX_PLANS, key[0], rowwise)
+        rowwise: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
+        if is_free:
+            rowwise[0] = None
+        if (
+            rowwise.count(True) == count
+        ):  # else there are as many rows as experts, say: another call will tell them apart
+            self._keep(self._rowwise, MAX_PLANS, key[0], tuple(rowwise))
             self._keep(self._settled, MAX_PLANS, self._signature(key, lead), found)
 
     def settled(self, key: Any, lead: tuple[int, ...]) -> Any:
@@ -160,9 +165,9 @@ class Plans(Generic[PlanType]):
         options, *given = key
         signature = [options]
         for one, has_rows in zip(given, self._rowwise.get(options, ()), strict=False):
-            if has_rows:
+            if has_rows is not False:
                 kind, shape, *rest = one
-                if shape[: len(lead)] != lead:
+                if shape[: len(lead)] != lead if has_rows else not shape[0]:
                     return None
                 one = kind, shape[len(lead) :], *rest
             signature.append(one)

@@ -260,6 +260,21 @@ def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
     _check_contiguous(op, name, scale)
 
 
+def check_indices(op: str, rows: Any, x: Tensor) -> None:
+    """int32 [T], which of x's rows each row of the left operand is. None passes; what they hold is not looked at."""
+    if rows is None:
+        return
+    rows = _tensor(op, "rows", rows, "an int32 tensor [T]")
+    if rows.dtype != torch.int32:
+        raise TypeError(f"{op}: rows is {rows.dtype}; it must be torch.int32, so cast it")
+    if rows.dim() != 1:
+        raise ValueError(f"{op}: rows has shape {shape_text(rows.shape)}; give [T]")
+    if rows.shape[0] and not x.shape[0]:
+        raise ValueError(f"{op}: rows has {rows.shape[0]} indices, but x has no row")
+    _same_device(op, "rows", rows, x)
+    _check_contiguous(op, "rows", rows)
+
+
 def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
     """E, where no argument but the groups tells it; these are checked."""
     groups = offs if splits is None else splits

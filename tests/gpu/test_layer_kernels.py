@@ -19,8 +19,8 @@ from glulam.layer.rows import PERMUTE
 pytestmark = pytest.mark.gpu
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-# Tokens and experts: one token, one launch's most choices of 8, one more, chunks of several, all capacities.
-SHAPES = [(1, 128), (64, 128), (256, 256), (257, 128), (3000, 64), (700, 512), (65, 1024)]
+# Tokens and experts: one token, the most of one launch, one more, chunks of one and of several, all capacities.
+SHAPES = [(1, 128), (64, 128), (256, 256), (65, 128), (3000, 64), (700, 512), (65, 1024)]
 
 
 def routed(logits: Tensor, options: dict[str, Any], **more: Any) -> Routing:
@@ -170,6 +170,44 @@ class TestRows:
             out = glulam.combine(y, made, given)
             assert same_bits(out, reference.combine(y, made.row_of, given)[0])
             assert same_bits(out, glulam.combine(y, made, given, out=torch.full_like(out, torch.nan)))
+
+
+class TestRowsByIndex:
+    """The same bits as on a copy of the rows: the same tiles, in the same order."""
+
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16])
+    @pytest.mark.parametrize("return_preact", [False, True])
+    @pytest.mark.parametrize("width", [64, 200, 736, 1504])
+    @pytest.mark.parametrize("rows", [20, 700, 4000])
+    def test_glu(self, rows: int, width: int, return_preact: bool, dtype: torch.dtype) -> None:
+        experts, inter, tokens = 6, 160, rows // 4
+        x = torch.randn(tokens, width, device="cuda").to(dtype)
+        w1 = (torch.randn(experts, 2 * inter, width, device="cuda") * width**-0.5).to(dtype)
+        indices = torch.randint(-3, tokens + 3, (rows,), device="cuda", dtype=torch.int32)
+        end = rows - 7
+        indices[end:] = 2**31 - 1
+        offs = torch.tensor([0, rows // 9, rows // 9 + 1, rows // 2, rows // 2, end], dtype=torch.int32, device="cuda")
+        scale = torch.rand(rows, device="cuda") + 0.5
+        copied = x[indices.clamp(0, tokens - 1).long()]
+        for form in ({}, {"activation": "srelu"}, {"activation": "geglu", "glu_layout": "interleaved"}):
+            weights = w1 if form.get("activation") != "srelu" else w1[:, :inter].contiguous()
+            options = {"offs": offs, "row_scale": scale, "return_preact": return_preact, **form}
+            made = glulam.grouped_glu(x, weights, rows=indices, **options)
+            wanted = glulam.grouped_glu(copied, weights, **options)
+            for one, other in zip(*(m if return_preact else (m,) for m in (made, wanted)), strict=True):
+                assert same_bits(one[:end], other[:end]) and other[:end].abs().max() > 0.5
+
+    def test_a_graph_follows_its_indices(self) -> None:
+        x, w1 = torch.randn(300, 256, device="cuda").to(BF16), torch.randn(4, 128, 256, device="cuda").to(BF16) / 16
+        indices = torch.zeros(900, dtype=torch.int32, device="cuda")
+        offs = torch.tensor([100, 400, 400, 880], dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = glulam.grouped_glu(x, w1, offs=offs, rows=indices)
+        for _ in range(2):
+            indices.copy_(torch.randint(0, 300, (900,)))
+            graph.replay()
+            assert same_bits(out[:880], glulam.grouped_glu(x[indices.long()], w1, offs=offs)[:880])
 
 
 class TestMoe:

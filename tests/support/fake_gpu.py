@@ -126,7 +126,7 @@ def _check_arguments(signature: Signature, named: dict[str, Any]) -> None:
             tensor = named[argument.name]
             _check_tensor(argument, tensor)
             for name, size in zip(argument.shape, tensor.shape, strict=True):
-                if size % divisors.get(name, 1 if name in "TE" else DIVISOR):
+                if size % divisors.get(name, 1 if name in "TRE" else DIVISOR):
                     raise ValueError(f"dimension {name} of {argument.name} is not divisible")
                 if name != "E" and sizes.setdefault(name, size) != size:
                     raise ValueError(f"mismatched dimension {name} of {argument.name}")
@@ -176,6 +176,10 @@ def _rows_of(spec: Spec, c: Any, used: int) -> Tensor:
         return fake_mxfp8.Rows(c.x, c.x_scale).read(used)
     if spec.operands == "mxfp8_exact":
         fake_mxfp8.check_rounded(c.x[:used])
+    if getattr(spec, "gathers", False):
+        rows = c.x[_read(c.rows, len(c.act), torch.int32).clamp(0, len(c.x) - 1).long()]
+        rows[used:] = torch.nan  # their indices are never read
+        return rows
     return c.x
 
 
@@ -193,7 +197,7 @@ def _mm(spec: GroupedMmSpec, c: Any) -> None:
 def _glu(spec: GroupedGluSpec, c: Any) -> None:
     from . import fake_mxfp8
 
-    rows = c.x.shape[0]
+    rows = c.act.shape[0]
     ends = _sizes(spec, c, rows)
     form = ACTIVATIONS[c.kind], GLU_LAYOUTS[c.glu_layout]
     assert form[0] in ACTIVATION_FORMS[spec.activation] and form[1] in LAYOUT_FORMS[spec.glu_layout]

@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation; of rows of x by index where the spec says so."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -15,34 +15,35 @@ from ..weights import gate_rows
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec))
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec), gathers=spec.gathers)
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32, glu_layout: Int32,
-        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, rows: Int64, groups: Int64, group_form: Int32,
+        num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32,
+        glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        if x.shape[0] > 0:
+        if act.shape[0] > 0:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (act,), sizes, w_table, inputs, num_sms, position, stream)
+            self.gemm.launch(x, w, (act,), sizes, w_table, inputs, num_sms, position, stream, beside_x=rows)
 
 
 class GluPreact(Glu):
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, groups: Int64, group_form: Int32,
-        num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32,
-        glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32,
-        stream: cuda.CUstream,
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, preact: cute.Tensor, rows: Int64, groups: Int64,
+        group_form: Int32, num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64,
+        scale: Int64, kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        if x.shape[0] > 0:
+        if act.shape[0] > 0:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (act, preact), sizes, w_table, inputs, num_sms, position, stream)
+            self.gemm.launch(x, w, (act, preact), sizes, w_table, inputs, num_sms, position, stream, beside_x=rows)
 
 
 def trace(spec: GroupedGluSpec) -> Traced:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..call import Call
+from ..errors import GradientNotSupported
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
@@ -46,6 +47,10 @@ def differentiate(
         GradientNotSupported: the operator has no gradient, or `out` is given.
         ValueError, TypeError: an argument does not fit.
     """
+    if call.indices is not None:
+        raise GradientNotSupported(
+            f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
+        )
     if type(call) not in APPLY or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)

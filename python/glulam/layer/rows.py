@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -69,6 +69,19 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
     return COMBINE((y, row_of, residual), (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
 
 
+def row_indices(op: str, x: Tensor, routing: Any) -> Tensor:
+    """`routing.token_of_row`, of a routing of x's tokens. Raises ValueError or TypeError where it is none."""
+    row_of = _row_of(op, routing)
+    if isinstance(x, Tensor) and x.dim() == 2 and len(x) != len(row_of):
+        _mismatch(op, len(x), len(row_of))
+    indices: Tensor = routing.token_of_row
+    return indices
+
+
+def _mismatch(op: str, tokens: int, routed: int) -> NoReturn:
+    raise ValueError(f"{op}: x has {tokens} tokens, but routing is of {routed}; route these tokens")
+
+
 def _row_of(op: str, routing: Any) -> Tensor:
     if not isinstance(routing, Routing):
         raise TypeError(
@@ -116,7 +129,7 @@ class PermuteForward(_Moving):
         row_of: Any = tensors[1]
         tokens, _ = check_matrix(self.op, "x", x, "N, H")
         if tokens != len(row_of):
-            raise ValueError(f"{self.op}: x has {tokens} tokens, but routing is of {len(row_of)}; route these tokens")
+            _mismatch(self.op, tokens, len(row_of))
         self._check_rows("x", x, row_of)
 
     def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:

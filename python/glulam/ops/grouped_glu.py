@@ -29,6 +29,7 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
+    check_indices,
     check_out,
     check_params,
     check_scale,
@@ -39,6 +40,7 @@ from ..signature import (
     refuse_gradients,
     runs_kernels,
 )
+from .rows import take_rows
 
 
 def grouped_glu(
@@ -47,6 +49,7 @@ def grouped_glu(
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
+    rows: Tensor | None = None,
     bias: Tensor | Sequence[Tensor] | None = None,
     row_scale: Tensor | None = None,
     activation: str = "swiglu",
@@ -67,6 +70,8 @@ def grouped_glu(
             H, I and 2I are multiples of 8 on a GPU.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H], and no copy of the rows is made. An index out
+            of range is clamped.
         bias: [E, 2I or I] or a list of E tensors, x's dtype, laid out as w1's rows.
         row_scale: float32 [T], a factor for the activation of each row.
         activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu"; without "srelu" (squared
@@ -97,20 +102,20 @@ def grouped_glu(
                 w1_ = find("weight", w1)
             if bias is not None and bias.__class__ is list:
                 bias_ = find("bias", bias)
-            given = [t for t in (x, w1_, groups, bias_, row_scale, out) if t is not None]
+            given = [t for t in (x, w1_, groups, bias_, row_scale, out, rows) if t is not None]
             options = (
-                is_grad_enabled(), offs is None, splits is None, bias is None, row_scale is None, out is None,
-                activation, glu_layout, limit, alpha, offset, return_preact,
+                is_grad_enabled(), offs is None, splits is None, rows is None, bias is None, row_scale is None,
+                out is None, activation, glu_layout, limit, alpha, offset, return_preact,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
-                return plan.run(x, w1_, groups, bias_, row_scale, out)
+                return plan.run(x, w1_, groups, bias_, row_scale, out, rows)
         except Exception as error:
             failure = error
     if is_grad_enabled():
         refuse_gradients("grouped_glu", x=x, w1=w1, bias=bias, row_scale=row_scale, out=out)
     call = GroupedGluCall(
-        x=x, w1=w1_, offs=offs, splits=splits, bias=bias_, row_scale=row_scale, activation=activation,
+        x=x, w1=w1_, offs=offs, splits=splits, rows=rows, bias=bias_, row_scale=row_scale, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, return_preact=return_preact, out=out,
     )  # fmt: skip
     try:
@@ -132,17 +137,20 @@ class GroupedGluPlan(Launch):
     params: KernelParams
 
     @by_name(function=signature_of(GroupedGluSpec()), saving=signature_of(GroupedGluSpec(save_preact=True)))
-    def run(self, x: Tensor, w1: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None) -> Any:
+    def run(
+        self, x: Tensor, w1: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None,
+        rows: Tensor | None,
+    ) -> Any:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, w1, groups, bias, scale, out)
+                return self.run(x, w1, groups, bias, scale, out, rows)
         bias_at, bias_table, bias_mark = addresses(bias)
-        groups_at, scale_at = groups.data_ptr(), address(scale)
-        at = (x.data_ptr(), w1.data_ptr(), groups_at, bias_mark, scale_at, address(out))
+        groups_at, scale_at, rows_at = groups.data_ptr(), address(scale), address(rows)
+        at = (x.data_ptr(), w1.data_ptr(), groups_at, bias_mark, scale_at, rows_at, address(out))
         if at not in self.apart:
-            self.check_apart(at, out, x=x, w1=w1, groups=groups, bias=bias, row_scale=scale)
+            self.check_apart(at, out, x=x, w1=w1, groups=groups, bias=bias, row_scale=scale, rows=rows)
         act = out = x.new_empty(self.rows, self.width) if out is None else out
-        if self.rows == 1:
+        if self.rows == 1 or rows is not None:
             x, act = aligned_row(x), aligned_row(act)
         w1_table = 0
         if self.w1_listed:
@@ -151,7 +159,7 @@ class GroupedGluPlan(Launch):
         tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
-                x=x, w=w1, act=act,
+                x=x, w=w1, act=act, rows=rows_at,
                 groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
                 w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
                 kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
@@ -159,7 +167,7 @@ class GroupedGluPlan(Launch):
             return out
         preact, saving = x.new_empty(self.rows, self.preact_width), self.function
         saving(
-            x=x, w=w1, act=act, preact=preact,
+            x=x, w=w1, act=act, preact=preact, rows=rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
             kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
@@ -179,12 +187,14 @@ class GroupedGluCall(Call):
     plans = PLANS
     weights = ("w1",)
     biases = ("bias",)
-    scales = ("row_scale",)
-    reads = ("x", "w1", "groups", "bias", "row_scale")
+    scales = ("row_scale", "rows")
+    reads = ("x", "w1", "groups", "bias", "row_scale", "rows")
+    rowwise = ("x", "rows", "out", "row_scale")
 
     x: Tensor
     out: Tensor | None
     w1: Experts
+    rows: Tensor | None
     bias: Experts | None
     row_scale: Tensor | None
     activation: str
@@ -199,7 +209,9 @@ class GroupedGluCall(Call):
         return ActivationParams(self.limit, self.alpha, self.offset)
 
     def check(self) -> Problem:
-        rows, columns = check_x(self.op, self.x)
+        _, columns = check_x(self.op, self.x)
+        check_indices(self.op, self.rows, self.x)
+        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         check_flag(self.op, "return_preact", self.return_preact)
@@ -211,18 +223,19 @@ class GroupedGluCall(Call):
         check_width(self.op, "w1 (I)", width, runs_kernels(self.x))
         check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "bias", self.bias, self.x, experts, w1_rows)
-        check_scale(self.op, "row_scale", self.row_scale, self.x)
-        check_out(self.op, "out", self.out, self.x, width)
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        check_out(self.op, "out", self.out, like, width)
         return Problem(
             op=self.op,
             dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=rows,
+            rows=self.num_rows,
             experts=experts,
             in_features=columns,
             intermediate=width,
             activation=self.activation,
             glu_layout=self.glu_layout,
             save_preact=self.return_preact,
+            gathers=self.rows is not None,
         )
 
     @property
@@ -243,7 +256,8 @@ class GroupedGluCall(Call):
         results = self.results(problem)
         out, preact = results if self.return_preact else (results, None)
         form = (self.activation, self.glu_layout, self.params)
-        reference.grouped_glu(self.x, self.w1, self.host_ends(), self.bias, self.row_scale, form, out, preact)
+        x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
+        reference.grouped_glu(x, self.w1, self.host_ends(), self.bias, self.row_scale, form, out, preact)
         return results
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedGluPlan:
@@ -256,4 +270,4 @@ class GroupedGluCall(Call):
         )
 
     def run(self, plan: GroupedGluPlan) -> Any:
-        return plan.run(self.x, self.w1, self.groups, self.bias, self.row_scale, self.out)
+        return plan.run(self.x, self.w1, self.groups, self.bias, self.row_scale, self.out, self.rows)

@@ -32,6 +32,7 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
+    check_indices,
     check_out,
     check_params,
     check_recipe,
@@ -40,9 +41,11 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
+    refuse_gradients,
     runs_kernels,
 )
 from .grouped_mlp_mxfp8 import grouped_mlp_mxfp8
+from .rows import take_rows
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
 
@@ -54,6 +57,7 @@ def grouped_mlp(
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
+    rows: Tensor | None = None,
     row_scale: Tensor | None = None,
     b1: Tensor | Sequence[Tensor] | None = None,
     b2: Tensor | Sequence[Tensor] | None = None,
@@ -86,6 +90,8 @@ def grouped_mlp(
             rows of w2 may be of another number than x's columns; so is then the result.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H], and no copy of the rows is made by recipe
+            "bf16" (others make one). An index out of range is clamped. There is no gradient with it.
         row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
         activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
@@ -112,6 +118,10 @@ def grouped_mlp(
     """
     if recipe != "bf16":
         if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
+            if rows is not None:
+                if is_grad_enabled():
+                    refuse_gradients("grouped_mlp with rows=", x=x, w1=w1, w2=w2, row_scale=row_scale, b1=b1, b2=b2)
+                x = take_rows("grouped_mlp", x, rows)
             return grouped_mlp_mxfp8(
                 found, x, w1, w2, offs, splits, row_scale, b1, b2, activation, glu_layout, limit, alpha, offset,
                 recompute, out,
@@ -135,23 +145,23 @@ def grouped_mlp(
                 b1_ = find("bias", b1)
             if b2 is not None and b2.__class__ is list:
                 b2_ = find("bias", b2)
-            given = [t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out) if t is not None]
+            given = [t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out, rows) if t is not None]
             options = (
-                is_grad_enabled(), offs is None, splits is None, row_scale is None, b1 is None, b2 is None, out is None,
-                activation, glu_layout, limit, alpha, offset, recipe, recompute,
+                is_grad_enabled(), offs is None, splits is None, rows is None, row_scale is None, b1 is None,
+                b2 is None, out is None, activation, glu_layout, limit, alpha, offset, recipe, recompute,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
-                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
+                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out, *(() if rows is None else (rows,)))  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     needs = is_planned and is_grad_enabled() and any_requires_grad(x, w1, w2, row_scale, b1, b2)
     if needs:
         w1_, w2_, b1_, b2_ = w1, w2, b1, b2  # autograd is given the experts themselves
     call = GroupedMlpCall(
-        x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, row_scale=row_scale, b1=b1_, b2=b2_, activation=activation,
-        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
-        out=out,
+        x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, rows=rows, row_scale=row_scale, b1=b1_, b2=b2_,
+        activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
+        recompute=recompute, out=out,
     )  # fmt: skip
     try:
         if needs:
@@ -176,11 +186,12 @@ class GroupedMlpPlan(Launch):
 
     @by_name(function=signature_of(GroupedMlpSpec()))
     def run(
-        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None
-    ) -> Tensor:
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, w1, w2, groups, b1, b2, scale, out)
+                return self.run(x, w1, w2, groups, b1, b2, scale, out, rows)
         b1_at = b1_table = b1_mark = b2_at = b2_table = b2_mark = 0
         if b1 is not None:
             b1_at, b1_table, b1_mark = addresses(b1)
@@ -188,11 +199,12 @@ class GroupedMlpPlan(Launch):
             b2_at, b2_table, b2_mark = addresses(b2)
         groups_at, scale_at = groups.data_ptr(), 0 if scale is None else scale.data_ptr()
         out_at = 0 if out is None else out.data_ptr()
-        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, out_at)
+        rows_at = 0 if rows is None else rows.data_ptr()
+        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, rows_at, out_at)
         if at not in self.apart:
-            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
+            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows)
         y = out = x.new_empty(self.rows, self.width) if out is None else out
-        if self.rows == 1:
+        if self.rows == 1 or rows is not None:
             x, y = aligned_row(x), aligned_row(y)
         w1_table = w2_table = 0
         if self.w1_listed:
@@ -202,7 +214,7 @@ class GroupedMlpPlan(Launch):
         kind, layout, limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
-            x=x, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
+            x=x, rows=rows_at, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w1_table=w1_table, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
             scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
@@ -224,13 +236,15 @@ class GroupedMlpCall(Call):
     plans = PLANS
     weights = ("w1", "w2")
     biases = ("b1", "b2")
-    scales = ("row_scale",)
-    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
+    scales = ("row_scale", "rows")
+    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "rows")
+    rowwise = ("x", "rows", "out", "row_scale")
 
     x: Tensor
     out: Tensor | None
     w1: Experts
     w2: Experts
+    rows: Tensor | None
     row_scale: Tensor | None
     b1: Experts | None
     b2: Experts | None
@@ -257,7 +271,9 @@ class GroupedMlpCall(Call):
                     f"{self.op}: {name} is in MXFP8, and recipe is 'bf16'; choose a recipe that takes it, as 'mxfp8', "
                     f"or give {name}.dequantize() in 16 bits"
                 )
-        rows, columns = check_x(self.op, self.x)
+        _, columns = check_x(self.op, self.x)
+        check_indices(self.op, self.rows, self.x)
+        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         check_recipe(self.op, self.recipe)
@@ -276,18 +292,19 @@ class GroupedMlpCall(Call):
         check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
         check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
-        check_scale(self.op, "row_scale", self.row_scale, self.x)
-        check_out(self.op, "out", self.out, self.x, out_features)
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        check_out(self.op, "out", self.out, like, out_features)
         return Problem(
             op=self.op,
             dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=rows,
+            rows=self.num_rows,
             experts=experts,
             in_features=columns,
             intermediate=width,
             out_features=out_features,
             activation=self.activation,
             glu_layout=self.glu_layout,
+            gathers=self.rows is not None,
         )
 
     def results(self, problem: Problem) -> Tensor:
@@ -297,7 +314,8 @@ class GroupedMlpCall(Call):
         out = self.results(problem) if self.out is None else self.out
         form = (self.activation, self.glu_layout, self.params)
         ends = self.host_ends()
-        reference.grouped_mlp(self.x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out)
+        x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
+        reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out)
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedMlpPlan:
@@ -315,4 +333,5 @@ class GroupedMlpCall(Call):
         return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index)}
 
     def run(self, plan: GroupedMlpPlan) -> Tensor:
-        return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
+        rows = () if self.rows is None else (self.rows,)
+        return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out, *rows)
