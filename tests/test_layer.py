@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -434,6 +436,40 @@ class TestMoe:
         for one, other in zip(made, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
             assert other.abs().max() > 1e-2
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    def test_no_copy_of_rows_is_kept(
+        self, recipe: str, recompute: bool, anywhere: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Backward makes them again, and sees that x is what it was."""
+        copies: list[weakref.ref[Tensor]] = []
+
+        def permuted(x: Tensor, routing: Routing) -> Tensor:
+            rows = glulam.permute(x, routing)
+            copies.append(weakref.ref(rows))
+            return rows
+
+        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "permute", permuted)
+        given = [t.requires_grad_() for t in self.layer(BF16)[:3]]
+        made = Routing.from_topk(torch.randint(0, 6, (20, 3)), torch.rand(20, 3), 6)
+        x = given[0].clone()
+        out = glulam.moe(x, made, *given[1:], recipe=recipe, recompute=recompute)
+        if anywhere is not None:
+            anywhere.launches.clear()  # which hold what was given
+        assert len(copies) == 1 and copies[0]() is None
+        gradients = torch.autograd.grad(out.float().square().sum(), given, retain_graph=True)
+        assert len(copies) == 2
+        rows = glulam.permute(given[0], made)
+        options = {"offs": made.offs, "row_scale": made.weight_of_row, "recipe": recipe, "recompute": recompute}
+        plain = glulam.combine(glulam.grouped_mlp(rows, *given[1:], **options), made)
+        for one, other in zip(gradients, torch.autograd.grad(plain.float().square().sum(), given), strict=True):
+            assert one.equal(other) and one.abs().max() > 1e-3
+        x.data.zero_()  # which autograd does not see either
+        with torch.no_grad():
+            x.mul_(2)
+        with pytest.raises(RuntimeError, match="moe: x was modified in place"):
+            torch.autograd.grad(out.float().sum(), given[1])
 
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
     def test_recipes_and_sentinels(self, recipe: str, anywhere: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import BF16, Recipe
@@ -20,7 +23,8 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
-    In 16 bits and without gradients the first GEMM reads tokens by index; else a copy of them, row by row, is made.
+    In 16 bits and without gradients the first GEMM reads tokens by index; else a copy of them, row by row, is made. Of
+    that backward keeps nothing: it saves x, the preactivation and the routing, and copies the rows again.
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:
@@ -37,15 +41,41 @@ def moe(
         As `grouped_mlp`, `permute` and `combine`.
     """
     weights = routing.weight_of_row if isinstance(routing, Routing) else None
-    in_16_bits = recipe in (BF16.name, BF16)
-    by_index = in_16_bits and not (is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, weights))
-    if by_index:
+    is_trained = is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, weights)
+    if not is_trained and recipe in (BF16.name, BF16):
         rows, indices = x, row_indices("moe", x, routing)
     else:
         rows, indices = permute(x, routing), None
-    y = grouped_mlp(
-        rows, w1, w2, offs=routing.offs, rows=indices, row_scale=routing.weight_of_row, b1=b1, b2=b2,
-        activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
-        recompute=recompute,
-    )  # fmt: skip
+    with _saving_tokens(x, rows, routing) if is_trained else nullcontext():
+        y = grouped_mlp(
+            rows, w1, w2, offs=routing.offs, rows=indices, row_scale=routing.weight_of_row, b1=b1, b2=b2,
+            activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
+            recompute=recompute,
+        )  # fmt: skip
     return combine(y, routing, residual, out=out)
+
+
+def _saving_tokens(x: Tensor, rows: Tensor, routing: Routing) -> AbstractContextManager[Any]:
+    """Where `rows` are saved for a backward, x is in their place: K times less memory, for one permutation more.
+
+    A trace sees no hook, and saves what it finds best.
+    """
+    if is_dynamo_compiling():
+        return nullcontext()
+    tokens, version, at = x.detach(), x._version, rows.data_ptr()
+    shape = rows.shape
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if saved.shape == shape and saved.data_ptr() == at else saved
+
+    def unpack(packed: Tensor | None) -> Tensor:
+        if packed is not None:
+            return packed
+        if tokens._version != version:
+            raise RuntimeError(
+                "moe: x was modified in place after the forward, and the backward needs it as it was; give x.clone()"
+            )
+        with torch.no_grad():
+            return permute(tokens, routing)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -22,8 +22,8 @@ MAX_K = 32
 MAX_EXPERTS = ROUTING_EXPERTS[-1]
 MAX_GROUPS = 32
 MOST_SORTED, MOST_CHOOSING = 2048, 64
-"""Choices that one CTA sorts, and tokens that it chooses for: up to here a second launch costs more than the SMs that it
-would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
+"""Choices that one CTA sorts, and tokens that it chooses for: up to here a second launch costs more than the SMs that
+it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
 """
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ID_DTYPES = (torch.int32, torch.int64)
