@@ -148,8 +148,8 @@ def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
     form = ("swiglu", "concat", 7.0, 1.702, 1.0)
     return {
         "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False),
-        "grouped_glu": (c.x, list(c.w1), None, c.splits(), indices(c), None, c.row_scale, *form),
-        "grouped_glu_preact": (c.x, [c.w1], c.offs, None, None, list(c.b1), None, *form),
+        "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form, indices(c)),
+        "grouped_glu_preact": (c.x, [c.w1], c.offs, None, list(c.b1), None, *form, None),
         "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form),
         "grouped_dglu_scale": (gradient(c), list(c.w2), preactivation(c), None, c.splits(), c.row_scale, *form),
         "grouped_wgrad": (gradient(c), c.x, c.offs, None, torch.float32),
@@ -159,14 +159,14 @@ def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
             list(c.w2),
             c.offs,
             None,
-            indices(c),
             c.row_scale,
             [c.b1],
             None,
             *form,
             "bf16",
             False,
-        ),
+            indices(c),
+        ),  # fmt: skip
     }[name]
 
 
