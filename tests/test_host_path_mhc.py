@@ -18,8 +18,8 @@ from cute_kernels.signatures import ADDRESS
 from cute_kernels.sm90.mhc import shapes
 from cute_kernels.specs import ROUTING, LayerSpec, MhcSpec
 from glulam import mhc, plans
+from glulam.addressed import Operator
 from glulam.mhc import reference
-from glulam.mhc.operator import Operator
 
 pytest_plugins = ["support.fixtures"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import glulam
 from glulam import call, dispatch, kernels, mhc, plans, tuned, workspace
+from glulam.addressed import Operator
+from glulam.addressed import Plan as MhcPlan
 from glulam.backward.planned import Launch
 from glulam.dispatch import Chooser, Problem, choose
-from glulam.mhc.operator import Operator
-from glulam.mhc.operator import Plan as MhcPlan
 from glulam.ops.grouped_mm import GroupedMmCall
 
 pytest_plugins = ["support.fixtures"]

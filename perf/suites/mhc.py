@@ -24,9 +24,9 @@ from torch._functorch import config as functorch_config
 
 import glulam
 from glulam import mhc
+from glulam.addressed import Operator
 from glulam.mhc import reference
 from glulam.mhc.aggregate import AGGREGATE
-from glulam.mhc.operator import Operator
 from glulam.mhc.post_mix import POST_MIX
 from glulam.mhc.sinkhorn import SINKHORN
 

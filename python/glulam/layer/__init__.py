@@ -1,6 +1,6 @@
 """The layer, from tokens to tokens: routing, rows of experts, and their sums."""
 
-from ..mhc.library import register
+from ..registration import register
 from .moe import moe
 from .routing import ROUTE, ROUTE_BACKWARD, ROW_WEIGHTS_BACKWARD, SORT, Routing, route
 from .rows import COMBINE, PERMUTE, combine, permute

@@ -1,4 +1,4 @@
-"""What the layer's operators have in common; see `glulam.mhc.operator`."""
+"""What the layer's operators have in common; see `glulam.addressed`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cute_kernels.specs import LayerSpec
 
-from ..mhc.operator import Layout, Operator
+from ..addressed import Layout, Operator
 from ..signature import mismatch, shape_text
 
 MAX_ROWS = 2**31 - 1

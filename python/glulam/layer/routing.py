@@ -10,8 +10,8 @@ from torch import Tensor, is_grad_enabled
 
 from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec
 
+from ..addressed import Layout, Tensors, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
-from ..mhc.operator import Layout, Tensors, forms, recorded
 from ..signature import mismatch, runs_kernels, shape_text
 from . import reference
 from .operator import MAX_ROWS, LayerOperator, check_matrix, check_shape

@@ -9,9 +9,9 @@ from torch import Tensor, is_grad_enabled
 
 from cute_kernels.specs import LayerSpec
 
+from ..addressed import Layout, Tensors, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
 from ..mhc.checks import WIDTH_MULTIPLE, check_dtype
-from ..mhc.operator import Layout, Tensors, recorded
 from ..signature import runs_kernels
 from . import reference
 from .operator import LayerOperator, check_matrix, check_shape

@@ -1,7 +1,7 @@
 """Manifold-constrained hyper-connections: n residual streams, mixed by matrices that Sinkhorn keeps balanced."""
 
+from ..registration import register
 from .aggregate import AGGREGATE, AGGREGATE_BACKWARD, aggregate
-from .library import register
 from .post_mix import POST_MIX, POST_MIX_BACKWARD, post_mix
 from .pre import PreResults, pre
 from .project import PROJECT, PROJECT_BACKWARD, Coefficients, project

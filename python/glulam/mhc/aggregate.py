@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from ..addressed import Layout, Tensors, empty_like_param, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
 from . import reference
 from .checks import check_param, check_streams
-from .operator import Layout, Operator, Tensors, empty_like_param, forms, recorded
+from .operator import MhcOperator
 
 
 def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -39,7 +40,7 @@ def _numbers(x: Tensor, h_pre: Tensor, tokens: int) -> dict[str, float]:
     return {"forms": forms(h_pre), "tokens": tokens, "width": x.shape[-1]}
 
 
-class AggregateForward(Operator):
+class AggregateForward(MhcOperator):
     op = kernel = "aggregate"
     inputs, outputs = ("x", "h_pre"), ("out",)
     schema = "(Tensor x, Tensor h_pre) -> Tensor[]"
@@ -65,7 +66,7 @@ class AggregateForward(Operator):
         return (Aggregate.apply(*tensors),)  # type: ignore[no-untyped-call]
 
 
-class AggregateBackward(Operator):
+class AggregateBackward(MhcOperator):
     op = "aggregate"
     kernel = "aggregate_backward"
     inputs, outputs = ("d_out", "x", "h_pre"), ("d_x", "d_h_pre")

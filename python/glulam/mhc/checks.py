@@ -9,13 +9,13 @@ from torch import Tensor
 
 from cute_kernels.specs import STREAM_COUNTS
 
+from ..addressed import MAX_TOKENS
 from ..signature import mismatch, runs_kernels, shape_text
 
 STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_MULTIPLE = 8
 """Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
 would take several times as long: better to pad C than to be slow in silence."""
-MAX_TOKENS = 2**27
 
 
 def check_tensor(op: str, name: str, value: Any, what: str, like: Tensor | None = None) -> Tensor:

@@ -9,11 +9,12 @@ from torch import Tensor, is_grad_enabled
 
 from cute_kernels.sm90.mhc.shapes import CTAS_PER_SM
 
+from ..addressed import Layout, Tensors, empty_like_param, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
 from ..signature import check_flag
 from . import reference
 from .checks import check_like, check_param, check_streams
-from .operator import Layout, Operator, Tensors, empty_like_param, forms, recorded
+from .operator import MhcOperator
 
 
 def post_mix(
@@ -56,7 +57,7 @@ def _numbers(residual: Tensor, params: tuple[Tensor | None, ...], transpose: boo
     return {"forms": forms(*params), "transpose": int(transpose), "tokens": tokens, "width": residual.shape[-1]}
 
 
-class PostMixForward(Operator):
+class PostMixForward(MhcOperator):
     op = kernel = "post_mix"
     inputs, outputs = ("residual", "h_res", "h_post", "x", "bias"), ("out",)
     streams = "residual"
@@ -89,7 +90,7 @@ class PostMixForward(Operator):
         return (PostMix.apply(*tensors, *options),)  # type: ignore[no-untyped-call]
 
 
-class PostMixBackward(Operator):
+class PostMixBackward(MhcOperator):
     """Options: transpose_res, and which gradients are wanted."""
 
     op = "post_mix"

@@ -11,11 +11,12 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.sm90.mhc import shapes
 
 from .. import device as gpus
+from ..addressed import Layout, Tensors, forms, recorded
 from ..backward.parts import once_differentiable, without_graph
 from . import reference
 from .aggregate import AGGREGATE_BACKWARD, aggregate
 from .checks import check_eps, check_iters, check_streams
-from .operator import Layout, Operator, Tensors, forms, recorded
+from .operator import MhcOperator
 from .project import (
     ALPHAS,
     PROJECT_BACKWARD,
@@ -77,7 +78,7 @@ def pre(
     return PreResults(out, x, h_post, h_res)
 
 
-class PreForward(Operator):
+class PreForward(MhcOperator):
     """Options: eps of the projection, iterations and eps of Sinkhorn."""
 
     op = kernel = "pre"

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from cute_kernels.sm90.mhc import shapes
 
+from ..addressed import Layout, Tensors, empty_like_param, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
 from ..signature import check_plain, is_transformed
 from . import reference
 from .checks import check_eps, check_param, check_streams
-from .operator import Layout, Operator, Tensors, empty_like_param, forms, recorded
+from .operator import MhcOperator
 
 ADDENDS = ("d_aggregate", "h_pre", "d_residual")
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
@@ -121,7 +122,7 @@ def project_cut(x: Tensor, weight: Tensor, tokens: int, sm_count: int) -> shapes
     return cut(x.shape[-2], x.element_size(), weight.shape[1], max(tokens, 1), sm_count)
 
 
-class ProjectForward(Operator):
+class ProjectForward(MhcOperator):
     """Options: eps, and whether to keep what backward needs (the fourth result)."""
 
     op = kernel = "project"
@@ -174,7 +175,7 @@ class ProjectForward(Operator):
         return tuple(Project.apply(*tensors, options[0]))  # type: ignore[no-untyped-call]
 
 
-class ProjectBackward(Operator):
+class ProjectBackward(MhcOperator):
     """Gradients of x and weight, and of bias and the alphas side by side, in the accumulators' dtype.
 
     The gradient of x also gets h_pre d_aggregate, that of `aggregate`, and d_residual, where these are given: a layer's

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from ..addressed import Layout, Tensors, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
 from . import reference
 from .checks import check_count, check_dtype, check_eps, check_iters, check_tensor
-from .operator import Layout, Operator, Tensors, forms, recorded
+from .operator import MhcOperator
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}
 """Backward keeps 2n factors a matrix and iteration, for 32 matrices, in 227 KB of shared memory."""
@@ -41,7 +42,7 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor 
     return SINKHORN((logits,), options, None if out is None else (out,))[0]  # type: ignore[no-any-return]
 
 
-class _Normalising(Operator):
+class _Normalising(MhcOperator):
     """What forward and backward have in common."""
 
     op = "sinkhorn"

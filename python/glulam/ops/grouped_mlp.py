@@ -151,8 +151,10 @@ def grouped_mlp(
                 b2 is None, out is None, activation, glu_layout, limit, alpha, offset, recipe, recompute,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
+            if plan is not None and rows is None:
+                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
             if plan is not None:
-                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out, *(() if rows is None else (rows,)))  # type: ignore[no-any-return]
+                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out, rows)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     needs = is_planned and is_grad_enabled() and any_requires_grad(x, w1, w2, row_scale, b1, b2)

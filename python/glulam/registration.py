@@ -1,4 +1,4 @@
-"""The hyper-connection operators as `torch.ops.glulam.mhc_*`, so that traces see each as one. See `glulam.library`.
+"""Addressed operators as `torch.ops.glulam.mhc_*` and `layer_*`, so that traces see each as one. See `glulam.library`.
 
 Each returns a list of the outputs that are wanted, all of them new.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import PLAIN_TENSORS
-from .operator import Operator
+from .addressed import Operator
+from .device import PLAIN_TENSORS
 
 _library = torch.library.Library("glulam", "FRAGMENT")
 
