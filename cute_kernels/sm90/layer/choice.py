@@ -1,8 +1,8 @@
 """Which experts a token goes to, and their weights: the k largest of its logits, a warp a token.
 
 A lane holds every 32nd logit. Each round finds the largest of all by integer keys, two warp reductions, and takes it
-out; lane r keeps what round r found. About 30 instructions a round for 128 experts, so that 32768 tokens of 8 take
-11 us of an H200's issue slots, and their logits in float32 4 us of its memory.
+out; lane r keeps what round r found. Instructions are the bound, not bytes: 8 of 128 experts for 32768 tokens take
+28 us on an H200, whose memory has read the logits in 4.
 """
 
 from __future__ import annotations

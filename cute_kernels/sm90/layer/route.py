@@ -4,8 +4,8 @@
     count    ids -> a chunk's counts
     place    ids, counts -> rows
 
-A CTA of 32 warps has a chunk of tokens. The rows of one chunk need no other CTA, so that up to some 2000 choices are
-one launch of one CTA, and more are two launches.
+A CTA of 32 warps has a chunk of tokens. The rows of one chunk need no other CTA, so that few tokens are one launch of
+one CTA, and more are two launches.
 """
 
 from __future__ import annotations
