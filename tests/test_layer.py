@@ -285,6 +285,9 @@ class TestRows:
                 ValueError,
                 r"combine: y has shape \[30, 8\]; it must be \[120",
             ),
+            (lambda r: glulam.combine(torch.zeros(120, 16)[:, :8], r), ValueError, "combine: y is not contiguous"),
+            (lambda r: glulam.combine(torch.zeros(8, 120).mT, r), ValueError, "combine: y is not contiguous"),
+            (lambda r: glulam.combine([1.0], r), TypeError, "combine: y is a list"),
             (
                 lambda r: glulam.combine(torch.zeros(120, 8), r, torch.zeros(30, 16)),
                 ValueError,

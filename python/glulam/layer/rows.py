@@ -59,14 +59,21 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     row_of = _row_of("combine", routing)
-    rows, columns = check_matrix("combine", "y", y, "T, H")
-    check_shape(
-        "combine", "y", y, (row_of.numel(), columns), f"{len(row_of)} tokens chose {row_of.shape[1]} experts each"
-    )
-    y = y.view(*row_of.shape, columns)
+    try:
+        y = y.view(*row_of.shape, y.shape[1])
+    except Exception:
+        _check_rows_of(y, row_of)
+        raise
     if is_grad_enabled() and recorded("combine", out, y, residual):
         return Combine.apply(y, row_of, residual)  # type: ignore[no-any-return, no-untyped-call]
     return COMBINE((y, row_of, residual), (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
+
+
+def _check_rows_of(y: Any, row_of: Tensor) -> None:
+    """Raises ValueError or TypeError where y is not [T, H] of the routing's rows."""
+    _, columns = check_matrix("combine", "y", y, "T, H")
+    why = f"{len(row_of)} tokens chose {row_of.shape[1]} experts each"
+    check_shape("combine", "y", y, (row_of.numel(), columns), why)
 
 
 def row_indices(op: str, x: Tensor, routing: Any) -> Tensor:
@@ -153,6 +160,8 @@ class CombineForward(_Moving):
         y: Any = tensors[0]
         row_of: Any = tensors[1]
         residual: Any = tensors[2]
+        if not y.is_contiguous():
+            raise ValueError(f"{self.op}: y is not contiguous; call .contiguous()")
         self._check_rows("y", y, row_of)
         if residual is not None:
             check_matrix(self.op, "residual", residual, "N, H", y)
