@@ -14,6 +14,7 @@ from support import routes as oracle
 from support.fake_gpu import FakeGpu
 from support.routes import RULES, check_rows, options_of, some_logits
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import glulam
 from glulam import Routing
@@ -473,6 +474,16 @@ class TestMoe:
             x.mul_(2)
         with pytest.raises(RuntimeError, match="moe: x was modified in place"):
             torch.autograd.grad(out.float().sum(), given[1])
+
+    def test_a_trace_is_asked_for_no_address(self, recwarn: pytest.WarningsRecorder) -> None:
+        """All tensors of one that have the same shape would seem the same."""
+        with FakeTensorMode():
+            given = [torch.empty(t.shape, requires_grad=True) for t in self.layer(torch.float32)]
+            x, w1, w2, logits = given
+            out = glulam.moe(x, glulam.route(logits, 2), w1, w2)
+            gradients = torch.autograd.grad(out.sum(), given)
+        assert [t.shape for t in gradients] == [t.shape for t in given]
+        assert not [one for one in recwarn if "data pointer" in str(one.message)]
 
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
     def test_recipes_and_sentinels(self, recipe: str, anywhere: Any) -> None:

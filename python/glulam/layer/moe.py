@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
+from .. import device as gpus
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
@@ -23,8 +24,8 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
-    In 16 bits and without gradients the first GEMM reads tokens by index; else a copy of them, row by row, is made. Of
-    that backward keeps nothing: it saves x, the preactivation and the routing, and copies the rows again.
+    With recipe "bf16" and no gradient, the first GEMM reads rows of x by index. Otherwise they are gathered first.
+    That copy is not saved for a backward: x, the preactivation and the routing are, and backward gathers again.
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:
@@ -58,9 +59,9 @@ def moe(
 def _saving_tokens(x: Tensor, rows: Tensor, routing: Routing) -> AbstractContextManager[Any]:
     """Where `rows` are saved for a backward, x is in their place: K times less memory, for one permutation more.
 
-    A trace sees no hook, and saves what it finds best.
+    A trace has no addresses to tell tensors by, so it sees no hook, and saves what it finds best.
     """
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or gpus.is_traced(rows):
         return nullcontext()
     tokens, version, at = x.detach(), x._version, rows.data_ptr()
     shape = rows.shape
