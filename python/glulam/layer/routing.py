@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec
+from cute_kernels.specs import ROUTING_EXPERTS
 
 from ..addressed import Layout, Tensors, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
+from ..mhc.checks import check_tensor
 from ..signature import mismatch, runs_kernels, shape_text
 from . import reference
 from .operator import MAX_ROWS, LayerOperator, check_matrix, check_shape
@@ -126,6 +127,15 @@ def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int
     return chunk, -(-tokens // chunk) * experts
 
 
+def _rule(logits: Tensor, k: int, score: str, normalize: bool, scale: float) -> dict[str, float]:
+    """What kernels of both directions take: softmax over the k largest is softmax with its weights normalised."""
+    tokens, experts = logits.shape
+    return {
+        "forms": forms(logits), "tokens": tokens, "experts": experts, "k": k, "score": int(score == "sigmoid"),
+        "normalize": int(normalize or score == "topk_softmax"), "scale": float(scale),
+    }  # fmt: skip
+
+
 def _number(op: str, name: str, value: Any, least: int, most: int, why: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} is {value!r}; give an integer")
@@ -176,20 +186,13 @@ class RouteForward(LayerOperator):
         self._check_vector("num_tokens", tensors[2], (1,), (torch.int32,), logits)
 
     def _check_vector(self, name: str, value: Any, shape: tuple[int, ...], dtypes: Any, like: Tensor) -> None:
+        """`dtypes`: the first is what kernels take."""
         if value is None:
             return
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{self.op}: {name} is a {type(value).__name__}; give a tensor {shape_text(shape)}")
-        if value.device != like.device:
-            raise ValueError(
-                f"{self.op}: {name} is on {value.device}, logits on {like.device}; move it to {like.device}"
-            )
-        wanted = dtypes[0] if runs_kernels(like) or len(dtypes) == 1 else dtypes
-        if value.dtype not in (wanted if isinstance(wanted, tuple) else (wanted,)):
-            raise TypeError(f"{self.op}: {name} is {value.dtype}; it must be {dtypes[0]}, so cast it")
-        check_shape(self.op, name, value, shape, "logits has E experts" if name == "bias" else "it is one number")
-        if not value.is_contiguous():
-            raise ValueError(f"{self.op}: {name} is not contiguous; call .contiguous()")
+        tensor = check_tensor(self.op, name, value, f"a tensor {shape_text(shape)}", like)
+        if tensor.dtype not in (dtypes[:1] if runs_kernels(like) else dtypes):
+            raise TypeError(f"{self.op}: {name} is {tensor.dtype}; it must be {dtypes[0]}, so cast it")
+        check_shape(self.op, name, tensor, shape, "logits has E experts" if name == "bias" else "it is one number")
 
     def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
         logits, k = tensors[0], options[0]
@@ -210,15 +213,9 @@ class RouteForward(LayerOperator):
         k, score, normalize, num_groups, top_groups, scale = options
         is_one = tokens <= MOST_CHOOSING and tokens * k <= MOST_SORTED
         chunk, counts = _chunks(is_one, tokens, experts, sm_count)
-        numbers = {
-            "forms": forms(logits), "tokens": tokens, "experts": experts, "k": k, "score": int(score == "sigmoid"),
-            "normalize": int(normalize or score == "topk_softmax"), "num_groups": num_groups, "top_groups": top_groups,
-            "chunk": chunk, "scale": float(scale),
-        }  # fmt: skip
+        rule = _rule(logits, k, score, normalize, scale)
+        numbers = {**rule, "num_groups": num_groups, "top_groups": top_groups, "chunk": chunk}
         return Layout(logits, self.kernel, _capacity(experts), numbers, tokens > 0, counts)
-
-    def spec(self, layout: Layout, arch: str) -> LayerSpec:
-        return LayerSpec(self.kernel, experts=layout.n, arch=arch)
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
         return Route.apply(*tensors, *options)  # type: ignore[no-untyped-call, no-any-return]
@@ -239,13 +236,7 @@ class RouteBackward(LayerOperator):
 
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         _, logits, ids = tensors
-        score, normalize, scale = options
-        numbers = {
-            "forms": forms(logits), "tokens": len(ids), "experts": logits.shape[1], "k": ids.shape[1],
-            "score": int(score == "sigmoid"), "normalize": int(normalize or score == "topk_softmax"),
-            "scale": float(scale),
-        }  # fmt: skip
-        return Layout(logits, self.kernel, 0, numbers, len(ids) > 0)
+        return Layout(logits, self.kernel, 0, _rule(logits, ids.shape[1], *options), len(ids) > 0)
 
 
 class SortForward(LayerOperator):
@@ -297,9 +288,6 @@ class SortForward(LayerOperator):
             "chunk": chunk,
         }  # fmt: skip
         return Layout(ids, self.kernel, _capacity(num_experts), numbers, tokens > 0, counts)
-
-    def spec(self, layout: Layout, arch: str) -> LayerSpec:
-        return LayerSpec(self.kernel, experts=layout.n, arch=arch)
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
         ids, weights, _ = tensors

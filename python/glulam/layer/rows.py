@@ -11,8 +11,7 @@ from cute_kernels.specs import LayerSpec
 
 from ..addressed import Layout, Tensors, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
-from ..mhc.checks import WIDTH_MULTIPLE, check_dtype
-from ..signature import runs_kernels
+from ..mhc.checks import check_dtype, check_like, check_vectors
 from . import reference
 from .operator import LayerOperator, check_matrix, check_shape
 from .routing import Routing
@@ -104,12 +103,7 @@ class _Moving(LayerOperator):
 
     def _check_rows(self, name: str, rows: Tensor, row_of: Tensor) -> None:
         check_dtype(self.op, name, rows)
-        width = rows.shape[-1]
-        if width == 0 or (runs_kernels(rows) and width % WIDTH_MULTIPLE):
-            raise ValueError(
-                f"{self.op}: {name} has H = {width}; it must be a positive multiple of {WIDTH_MULTIPLE} (16 bytes), so "
-                "pad it with zeros"
-            )
+        check_vectors(self.op, name, "H", rows)
         if row_of.device != rows.device:
             raise ValueError(
                 f"{self.op}: routing is on {row_of.device}, {name} on {rows.device}; route on {rows.device}"
@@ -164,10 +158,8 @@ class CombineForward(_Moving):
             raise ValueError(f"{self.op}: y is not contiguous; call .contiguous()")
         self._check_rows("y", y, row_of)
         if residual is not None:
-            check_matrix(self.op, "residual", residual, "N, H", y)
-            check_shape(self.op, "residual", residual, (len(row_of), y.shape[-1]), "it is added to the tokens' sums")
-            if residual.dtype != y.dtype:
-                raise TypeError(f"{self.op}: residual is {residual.dtype}; it must be {y.dtype}, so cast it")
+            shape = len(row_of), y.shape[-1]
+            check_like(self.op, "residual", residual, shape, y, "it is added to the tokens' sums")
 
     def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
         y, row_of, _ = tensors

@@ -54,6 +54,16 @@ def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
         )
 
 
+def check_vectors(op: str, name: str, letter: str, tensor: Tensor) -> None:
+    """Columns: on a GPU whole vectors of 16 bytes."""
+    width = tensor.shape[-1]
+    if width == 0 or (runs_kernels(tensor) and width % WIDTH_MULTIPLE):
+        raise ValueError(
+            f"{op}: {name} has {letter} = {width}; it must be a positive multiple of {WIDTH_MULTIPLE} (16 bytes), so "
+            "pad it with zeros"
+        )
+
+
 def check_streams(op: str, name: str, value: Any) -> tuple[tuple[int, ...], int, int]:
     """Streams [..., n, C]: the leading shape, n and C."""
     x = check_tensor(op, name, value, "streams [..., n, C]")
@@ -62,11 +72,7 @@ def check_streams(op: str, name: str, value: Any) -> tuple[tuple[int, ...], int,
         raise ValueError(f"{op}: {name} has shape {shape_text(x.shape)}; give [..., n, C]")
     *lead, n, width = x.shape
     check_count(op, name, x, n)
-    if width == 0 or (runs_kernels(x) and width % WIDTH_MULTIPLE):
-        raise ValueError(
-            f"{op}: {name} has C = {width}; it must be a positive multiple of {WIDTH_MULTIPLE} (16 bytes), so pad it "
-            "with zeros"
-        )
+    check_vectors(op, name, "C", x)
     if x.numel() // (n * width) >= MAX_TOKENS:
         raise ValueError(f"{op}: {name} has {x.numel() // (n * width)} tokens; at most {MAX_TOKENS - 1} are possible")
     return tuple(lead), n, width
