@@ -243,7 +243,7 @@ class DecodingMainloop(WeightsFirst):
         """A thread's, for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
-        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
+        grid = ScaleGrid(operands.beside_a, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
         return WeightScales(grid, self.rows, self.layout)
 
     @cute.jit

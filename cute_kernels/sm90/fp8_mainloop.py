@@ -107,7 +107,7 @@ class Fp8Mainloop(GemmMainloop):
         first_row = share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
-        return RowScales(operands.scales, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
+        return RowScales(operands.beside_a, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):

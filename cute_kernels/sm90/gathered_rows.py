@@ -7,9 +7,9 @@ A stage is full when the weights' bytes are there and every lane's copies are, w
 done. They are writes of the generic proxy, so whoever waited for a stage orders them before its wgmma by a fence, which
 costs nothing that could be measured.
 
-A lane has 16 rows of a tile of 128, each with an address of its own in registers: with one that is made anew for each
-copy, a copy waits until the one before has read its registers, and FC1 takes 1.27 times as long as with neighbouring
-rows. For the same reason addresses advance once in K_TILES_AT_ONCE k-tiles.
+A lane has 16 rows of a tile of 128, and keeps an address in registers for each. Computed anew for each copy, addresses
+share registers, which are free only once the copy before has been issued: FC1 then takes 1.27 times as long as with
+neighbouring rows. For the same reason addresses advance once in K_TILES_AT_ONCE k-tiles.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ class Lane(NamedTuple):
 
 
 class GatheredMainloop(GemmMainloop):
-    """As GemmMainloop, of rows anywhere. `operands.scales` is the address of their indices, int32 [T]."""
+    """As GemmMainloop, of rows anywhere. `operands.beside_a` is the address of their indices, int32 [T]."""
 
     gathering_warps = WARPS
 
-    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, scales: Int64) -> Operands:
+    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, beside_a: Int64) -> Operands:
+        # x has no descriptor: that of the weights, in its place, is prefetched twice.
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address, self._tma(w, self.b_major, self.part_n, 1)) if self.tile.adaptive else (address,)
-        return Operands(atom_b, x, atom_b, b, extra, scales)
+        return Operands(atom_b, x, atom_b, b, extra, beside_a)
 
     def _row_sources(self, operands: Operands) -> tuple[None, None]:
         return None, None
@@ -94,7 +95,7 @@ class GatheredMainloop(GemmMainloop):
     @cute.jit
     def _find(self, operands: Operands, work: WorkTile, lane: Lane, sources: cute.Tensor) -> Int32:
         """A tile's rows of its group, and where this lane's begin; behind the last row they begin where that does."""
-        x, indices = operands.a, vector_at(Int32, operands.scales)
+        x, indices = operands.a, vector_at(Int32, operands.beside_a)
         pitch = x.stride[0] * (self.dtype.width // 8)
         count = cutlass.max(cutlass.min(work.group_end - work.row, Int32(self.tile.m)), Int32(0))
         if count > 0:

@@ -44,7 +44,7 @@ class Loop(NamedTuple):
 class Operands(NamedTuple):
     """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs.
 
-    `scales`: the address of A's scales, for a mainloop that multiplies by them.
+    `beside_a`: the address of scales, for a mainloop that multiplies by them, or of the indices of A's rows.
     """
 
     atom_a: cute.CopyAtom
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     extra: tuple
-    scales: Int64
+    beside_a: Int64
 
 
 class _Source(Invariant):
@@ -334,14 +334,14 @@ class GemmMainloop(WeightsFirst):
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
 
-    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, scales: Int64) -> Operands:
+    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, beside_a: Int64) -> Operands:
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
         atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
         if self.tile.adaptive:
             extra += self._tma(w, self.b_major, self.part_n, 1), self._tma(x, self.a_major, self.tile.box_rows, 1)
-        return Operands(atom_a, a, atom_b, b, extra, scales)
+        return Operands(atom_a, a, atom_b, b, extra, beside_a)
 
     def _row_sources(self, operands: Operands) -> tuple[_Source | None, _Source | None]:
         """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds; None: rows come

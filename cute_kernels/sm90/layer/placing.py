@@ -53,13 +53,9 @@ def _expert(choices: Choices, index: Int32) -> Int32:
     return chosen(has_row, Int32(wide), Int32(-1))
 
 
+@cute.jit
 def token_limit(address: Int64, tokens: Int32) -> Int32:
     """The number of tokens that are no padding: at an address, 0 where all are."""
-    return _token_limit(address, tokens)
-
-
-@cute.jit
-def _token_limit(address: Int64, tokens: Int32) -> Int32:
     limit = tokens
     if address != 0:
         limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))
