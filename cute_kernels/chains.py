@@ -12,6 +12,7 @@ from typing import Any
 
 from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, stage_signature
 from .specs import (
+    DECODED,
     DgluSpec,
     GroupedDgluSpec,
     GroupedMlpSpec,
@@ -104,7 +105,7 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     quantizes = in_mxfp8 and not spec.quantized
     x, mid = "x8" if quantizes else "x", "mid"
     first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
-    optional = (" preact" if fc1.save_preact else "") + (" rows" if fc1.operands == "16bit" else "")
+    optional = (" preact" if fc1.save_preact else "") + ("" if fc1.operands in DECODED else " rows")
     act_scale = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {}
     return (
         *first,
@@ -128,7 +129,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     steps = [_quantized(spec.dtype, spec.arch, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
     steps.append(
         _step(
-            DgluSpec(**fields), f"{_GROUPS} {_PARAMS} preact dpreact act scale partials", x=dy, w="w2",
+            DgluSpec(**fields), f"{_GROUPS} {_PARAMS} rows preact dpreact act scale partials", x=dy, w="w2",
             **_scales(spec.operands, dy, "w2"), position=len(steps),
         )
     )  # fmt: skip

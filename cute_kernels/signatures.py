@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .specs import (
+    DECODED,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -44,8 +45,8 @@ class Argument:
         name, kind: a kind is one of the constants above.
         optional: a call may leave it out and then passes 0, which means no address, or a number's usual value.
         dtype, shape: of a tensor. `shape` names each dimension; those of one name must have one size, which every call
-            checks. T is the number of rows. Three dimensions are experts' weights, [E or 1, rows, columns], rows
-            unpadded.
+            checks. T is the number of rows, R that of an operand whose rows may come by index. Three dimensions are
+            experts' weights, [E or 1, rows, columns], rows unpadded.
         packed: a matrix's rows follow each other without padding; else their stride is any multiple of 16 bytes.
     """
 
@@ -103,6 +104,8 @@ def _each(kind: str, names: str, optional: bool = False) -> tuple[Argument, ...]
     return tuple(Argument(name, kind, optional) for name in names.split())
 
 
+ROWS = _each(ADDRESS, "rows", optional=True)
+"""int32 [T], which of x's R rows each is; 0: they are x's rows."""
 GROUPS = (
     *_each(ADDRESS, "groups"),
     *_each(INT32, "group_form num_groups"),
@@ -138,26 +141,29 @@ def _dtypes(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[str, str]:
     return rows, spec.dtype if spec.operands == "16bit" else E4M3
 
 
+def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
+    """The left operand, and the indices of its rows where the kernel takes them so."""
+    dtype, _ = _dtypes(spec)
+    gathers = spec.operands not in DECODED
+    return _tensor("x", f"{'R' if gathers else 'T'} {columns}", dtype), ROWS if gathers else ()
+
+
 def _mm(spec: GroupedMmSpec) -> Signature:
-    x, w = _dtypes(spec)
+    _, w = _dtypes(spec)
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
-    tensors = _tensor("x", f"T {k}", x), _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
-    numbers = (*GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
+    x, rows = _x(spec, k)
+    tensors = x, _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
+    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "K"))
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
-    """`act_scale`: where the scales of an activation in MXFP8 go. `rows`: int32 [T], which of x's R rows each is, of a
-    spec that gathers."""
-    x, w = _dtypes(spec)
+    """`act_scale`: where the scales of an activation in MXFP8 go."""
+    _, w = _dtypes(spec)
+    x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    tensors = (
-        _tensor("x", "R H" if spec.gathers else "T H", x),
-        _tensor("w", f"E {both} H", w),
-        _tensor("act", "T I", act),
-    )
-    rows = _each(ADDRESS, "rows", optional=True) if spec.operands == "16bit" else ()
+    tensors = x, _tensor("w", f"E {both} H", w), _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
     numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
@@ -169,15 +175,16 @@ def _dglu(spec: DgluSpec) -> Signature:
 
     Weights in MXFP8 are folded along their rows, and transposed.
     """
-    x, w = _dtypes(spec)
+    _, w = _dtypes(spec)
+    x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
     weight = "E H I" if spec.operands == "16bit" else "E I H"
     tensors = (
-        _tensor("x", "T H", x), _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
+        x, _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
         _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),
     )  # fmt: skip
     addends = _each(ADDRESS, "scale partials", optional=True)
-    numbers = (*GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
+    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "H I P"))
 
 
@@ -192,10 +199,13 @@ def _tail(spec: TailSpec) -> Signature:
 
 
 def _wgrad(spec: GroupedWgradSpec) -> Signature:
-    """`mask`: bool [E], which groups add to dw; 0: all or none, as `accumulate` says."""
-    tensors = _tensor("dy", "T N", spec.dtype), _tensor("x", "T K", spec.dtype), _tensor("dw", "E N K", spec.out_dtype)
+    """`dy_rows`, `x_rows`: as `rows` elsewhere, of at most one of them. `mask`: bool [E], which groups add to dw; 0:
+    all or none, as `accumulate` says."""
+    operands = _tensor("dy", "T N", spec.dtype), _tensor("x", "R K", spec.dtype)
+    tensors = *operands, _tensor("dw", "E N K", spec.out_dtype)
+    rows = _each(ADDRESS, "dy_rows x_rows", optional=True)
     places = (*_each(ADDRESS, "dw_table mask", optional=True), *_each(INT32, "accumulate", optional=True))
-    return Signature((*tensors, *GROUPS, *places, *_each(INT32, "num_sms")))
+    return Signature((*tensors, *rows, *GROUPS, *places, *_each(INT32, "num_sms")))
 
 
 def _quantize(spec: QuantizeMxfp8Spec) -> Signature:

@@ -120,10 +120,7 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
-
-    `gathers`: row t of the left operand is x[rows[t]].
-    """
+    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I]."""
 
     op: ClassVar[str] = "grouped_glu"
     dtype: str = "bfloat16"
@@ -133,7 +130,6 @@ class GroupedGluSpec:
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
     operands: str = "16bit"
-    gathers: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -146,8 +142,6 @@ class GroupedGluSpec:
             raise SpecError(f"tile n={self.tile.n}: a scale of an activation in MXFP8 is of {block} weight rows")
         if self.save_preact and self.operands in DECODED:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
-        if self.gathers and self.operands != "16bit":
-            raise SpecError(f"gathers reads 16-bit rows, not operands={self.operands!r}")
 
     @property
     def gated(self) -> bool:
@@ -157,8 +151,7 @@ class GroupedGluSpec:
     def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
         preact = "_preact" if self.save_preact else ""
-        rows = "_rows" if self.gathers else ""
-        return f"{self.activation}{layout}{preact}{rows}_{self.tile.name}"
+        return f"{self.activation}{layout}{preact}_{self.tile.name}"
 
     @property
     def name(self) -> str:

@@ -72,12 +72,6 @@ class Maker:
     def rows(self, width: int) -> Tensor:
         return self._random(self.case.rows, width)
 
-    def indices(self, spec: GroupedGluSpec) -> dict[str, Tensor]:
-        """By the name of the argument, x's rows in some order; none for a kernel that reads them as they lie."""
-        device = self.generator.device
-        order = torch.randperm(self.case.rows, generator=self.generator, device=device, dtype=torch.int32)
-        return {"rows": order} if spec.gathers else {}
-
     def weights(self, rows: int, columns: int, contracted: int) -> Tensor:
         return self._random(self.case.experts, rows, columns, scale=contracted**-0.5)
 
@@ -139,22 +133,13 @@ def bytes_moved(operation: Operation, active: int) -> int:
     return weights + sum(tensor.numel() * tensor.element_size() for tensor in operation.moved)
 
 
-def _addresses(indices: dict[str, Tensor]) -> dict[str, int]:
-    return {name: rows.data_ptr() for name, rows in indices.items()}
-
-
-def _read(x: Tensor, rows: Tensor | None = None) -> Tensor:
-    """The left operand's rows."""
-    return x if rows is None else x[rows.long()]
-
-
 class Fc1(Operation):
     """act[, preact] = grouped_glu(x, w1)."""
 
     def __init__(self, make: Maker, spec: GroupedGluSpec) -> None:
         hidden, width = make.case.hidden, make.width(spec)
         self.spec, self.groups = spec, make.groups
-        self.x, self.indices = make.rows(hidden), make.indices(spec)
+        self.x = make.rows(hidden)
         self.w1 = make.weights(width, hidden, hidden)
         self.act = make.out(make.case.rows, make.case.intermediate)
         self.preact = make.out(make.case.rows, width) if spec.save_preact else None
@@ -168,15 +153,14 @@ class Fc1(Operation):
     def arguments(self) -> dict[str, Any]:
         preact = {} if self.preact is None else {"preact": self.preact}
         return {
-            "x": self.x, "w": self.w1, "act": self.act, **preact, **_addresses(self.indices),
+            "x": self.x, "w": self.w1, "act": self.act, **preact,
             **self.groups.arguments, **kernel_params(*served(self.spec), PARAMS)._asdict(),
         }  # fmt: skip
 
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)
         form = (*served(self.spec), PARAMS)
-        x = _read(self.x, **self.indices)
-        reference.grouped_glu(x, self.w1, self.groups.ends, None, None, form, made[0], (*made, None)[1])
+        reference.grouped_glu(self.x, self.w1, self.groups.ends, None, None, form, made[0], (*made, None)[1])
         return made
 
     def dense(self) -> object:
@@ -240,7 +224,7 @@ class Mlp(Operation):
     def __init__(self, make: Maker, spec: GroupedMlpSpec) -> None:
         case, width = make.case, make.width(spec.fc1)
         self.spec, self.groups = spec, make.groups
-        self.x, self.indices = make.rows(case.hidden), make.indices(spec.fc1)
+        self.x = make.rows(case.hidden)
         self.w1 = make.weights(width, case.hidden, case.hidden)
         self.w2 = make.weights(case.hidden, case.intermediate, case.intermediate)
         self.mid, self.y = make.out(case.rows, case.intermediate), make.out(case.rows, case.hidden)
@@ -254,12 +238,11 @@ class Mlp(Operation):
     def arguments(self) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in ("x", "w1", "w2", "mid", "y")}
         numbers = kernel_params(*served(self.spec.fc1), PARAMS)._asdict()
-        return {**tensors, **_addresses(self.indices), **self.groups.arguments, **numbers}
+        return {**tensors, **self.groups.arguments, **numbers}
 
     def expected(self) -> tuple[Tensor, ...]:
         y, form = torch.empty_like(self.y), (*served(self.spec.fc1), PARAMS)
-        x = _read(self.x, **self.indices)
-        reference.grouped_mlp(x, self.w1, self.w2, self.groups.ends, None, None, None, form, y)
+        reference.grouped_mlp(self.x, self.w1, self.w2, self.groups.ends, None, None, None, form, y)
         return (y,)
 
     def dense(self) -> object:

@@ -549,7 +549,7 @@ class TestRefusals:
             lambda: glulam.grouped_mlp(**leaves(c), offs=c.offs, out=out),
             lambda: glulam.grouped_mm(leaves(c)["x"], c.w1, offs=c.offs, out=torch.zeros(c.rows, 8, dtype=F64)),
             lambda: torch.ops.glulam.grouped_mm_out(
-                leaves(c)["x"], [c.w1], c.offs, None, None, None, False, torch.zeros(c.rows, 8, dtype=F64)
+                leaves(c)["x"], [c.w1], c.offs, None, None, None, False, None, torch.zeros(c.rows, 8, dtype=F64)
             ),
         ):
             with pytest.raises(glulam.GradientNotSupported, match="out is given"):

@@ -61,6 +61,8 @@ CALLS_OF_GRADIENTS: dict[str, Callable[[Case], Any]] = {
         c.x, list(c.w2), preact(c), splits=c.splits(), row_scale=c.row_scale, activation="geglu"
     ),
     "wgrad": lambda c: glulam.grouped_wgrad(c.x, c.x, splits=SIZES),
+    "dglu, rows by index": lambda c: glulam.grouped_dglu(c.x, c.w2, preact(c), offs=c.offs, rows=indices(c)),
+    "wgrad, rows by index": lambda c: glulam.grouped_wgrad(c.x, c.x, offs=c.offs, x_rows=indices(c)),
     "wgrad, wide": lambda c: glulam.grouped_wgrad(c.x, c.x, offs=c.offs, out_dtype=torch.float32),
     "bias_grad": lambda c: glulam.grouped_bias_grad(c.x, offs=c.offs, row_scale=c.row_scale),
 }
@@ -140,19 +142,28 @@ def test_a_new_number_of_rows_compiles_once_more_at_most(c: Case) -> None:
 
 
 def indices(c: Case) -> torch.Tensor:
-    return torch.arange(c.x.shape[0], dtype=torch.int32).flip(0)
+    return torch.arange(c.x.shape[0], dtype=torch.int32, device=c.x.device).flip(0)
 
 
 def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
     """Positional arguments of torch.ops.glulam.`name`, without `out`."""
     form = ("swiglu", "concat", 7.0, 1.702, 1.0)
     return {
-        "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False),
+        "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False, indices(c)),
         "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form, indices(c)),
         "grouped_glu_preact": (c.x, [c.w1], c.offs, None, list(c.b1), None, *form, None),
-        "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form),
-        "grouped_dglu_scale": (gradient(c), list(c.w2), preactivation(c), None, c.splits(), c.row_scale, *form),
-        "grouped_wgrad": (gradient(c), c.x, c.offs, None, torch.float32),
+        "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form, None),
+        "grouped_dglu_scale": (
+            gradient(c),
+            list(c.w2),
+            preactivation(c),
+            None,
+            c.splits(),
+            c.row_scale,
+            *form,
+            indices(c),
+        ),
+        "grouped_wgrad": (gradient(c), c.x, c.offs, None, indices(c), None, torch.float32),
         "grouped_mlp": (
             c.x,
             [c.w1],
@@ -221,7 +232,7 @@ def test_gradients_are_refused_in_a_trace(c: Case) -> None:
     with pytest.raises(Exception, match="has no gradient"):
         compiled(x)
     with pytest.raises(glulam.GradientNotSupported):
-        torch.ops.glulam.grouped_wgrad(x, c.x, c.offs, None, None)
+        torch.ops.glulam.grouped_wgrad(x, c.x, c.offs, None, None, None, None)
 
 
 def test_other_tensor_classes_go_through_the_dispatcher(c: Case) -> None:

@@ -24,11 +24,19 @@ SLOTS = 2
 # power of two.
 PAIRS = 2
 
-# Registers a thread of the load warpgroup and of the others, by MMA warpgroups of a CTA; one needs no redistribution.
-# They share what a launch had: 168 a thread of three warpgroups, 24 + 2 x 240 <= 3 x 168, or 96 of five, 24 + 4 x 112
-# <= 5 x 96. Who asks for more waits for ever. A scheduler of two walks (light_groups.py) needs more than 40.
-REGISTERS = {2: (24, 240), 4: (24, 112)}
-TWO_WALKS_REGISTERS = {2: (56, 224)}
+# Registers a thread at launch, by MMA warpgroups of a CTA: warpgroups share them. One needs no redistribution.
+LAUNCH_REGISTERS = {2: 168, 4: 96}
+REGISTERS_UNIT = 8
+# Of the load warpgroup. TMA and a scheduler that walks the groups once make do with LOAD_REGISTERS; one of two walks
+# (light_groups.py) and 8 rows by index a lane take ACROSS_REGISTERS, 16 rows ALONG_REGISTERS, and LOADING_REGISTERS 22
+# rows, or 10 beside TMA loads.
+LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
+
+
+def registers(warpgroups: int, load: int) -> tuple[int, int]:
+    """Of a thread of the load warpgroup and of an MMA warpgroup. Who asks for more than a launch had waits for ever."""
+    rest = LAUNCH_REGISTERS[warpgroups] * (warpgroups + 1) - load
+    return load, rest // warpgroups // REGISTERS_UNIT * REGISTERS_UNIT
 
 
 def stage_k(tile: TileConfig) -> int:

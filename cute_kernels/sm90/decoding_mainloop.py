@@ -28,6 +28,7 @@ from ..tiles import TileConfig
 from . import decode
 from .budget import stage_k
 from .epilogue import TileShare, registers
+from .gathered_rows import NO_ROWS
 from .mainloop import MMA_K, Operands, WeightsFirst
 from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
 from .swapped_rows import ROW_HALVES, SwappedRows
@@ -147,6 +148,8 @@ class DecodingMainloop(WeightsFirst):
     `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
     """
 
+    gathers = False
+
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, layout: str, stages: int):
         self.dtype = dtype
         self.tile = tile
@@ -181,7 +184,7 @@ class DecodingMainloop(WeightsFirst):
         w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(E4M3, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
-        return Operands(atom_a, a, atom_b, b, (address, rows, gate), scales)
+        return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
         return cute.size(operands.b, mode=[1])
@@ -243,7 +246,7 @@ class DecodingMainloop(WeightsFirst):
         """A thread's, for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
-        grid = ScaleGrid(operands.beside_a, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
+        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
         return WeightScales(grid, self.rows, self.layout)
 
     @cute.jit

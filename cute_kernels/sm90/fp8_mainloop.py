@@ -21,6 +21,7 @@ from ..gmem import vector_at
 from ..invariant import Invariant
 from ..tiles import TileConfig
 from .epilogue import TileShare, registers
+from .gathered_rows import RowIndices
 from .mainloop import GemmMainloop, Operands
 from .scales import power_of_two
 from .store import ROWS
@@ -38,11 +39,15 @@ class RowScales(Invariant):
     """Where the scales of a thread's rows lie, two rows a slab, and those of the next k-tile, on their way.
 
     They are asked for while the k-tile before is in work: a tile's first ones before the epilogue of the tile before.
-    first_row: a thread's, in the tile. blocks: scales of a row. last: the last k-tile. begins: where a row's scales do.
+    rows: which of x's rows are whose. first_row: a thread's, in the tile. blocks: scales of a row. last: the last
+    k-tile. begins: where a row's scales do.
     """
 
-    def __init__(self, address: Int64, first_row: Int32, num_rows: int, blocks: Int32, last: Int32):
+    def __init__(
+        self, address: Int64, rows: RowIndices, first_row: Int32, num_rows: int, blocks: Int32, last: Int32
+    ):  # fmt: skip
         self.address = address
+        self.rows = rows
         self.first_row = first_row
         self.num_rows = num_rows
         self.blocks = Int64(blocks)
@@ -59,6 +64,8 @@ class RowScales(Invariant):
         first = work.row + self.first_row
         for i in cutlass.range_constexpr(self.num_rows):
             row = cutlass.max(cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1), Int32(0))
+            if self.rows.address != 0:
+                row = self.rows.clamped(self.rows.said(row))
             self.begins[i] = self.address + row * self.blocks
         self._fetch(Int32(0))
 
@@ -81,12 +88,13 @@ class RowScales(Invariant):
 class Fp8Mainloop(GemmMainloop):
     """A: E4M3 rows of x; B: ranges of an expert's E4M3 weight rows; both along the contraction.
 
-    `scales` of the operands is the address of x's scale bytes, [T, K / 32].
+    `scales` of the operands is the address of the scale bytes of x's rows, [rows, K / 32].
     """
 
-    def __init__(self, tile: TileConfig, parts: int, stages: int):
+    def __init__(self, tile: TileConfig, parts: int, stages: int, load_warp_gathers: bool):
         # A branch in the producer costs tiles of many rows 1 %, and those of few gain 2 to 3.
-        super().__init__(Float8E4M3FN, tile, parts, False, stages, evicts_weights=tile.m <= ROWS)
+        evicts_weights = tile.m <= ROWS
+        super().__init__(Float8E4M3FN, tile, parts, False, stages, evicts_weights, load_warp_gathers)
         self.pieces = tile.n // PIECE_N
 
     def tiled_mma(self) -> cute.TiledMma:
@@ -107,7 +115,7 @@ class Fp8Mainloop(GemmMainloop):
         first_row = share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
-        return RowScales(operands.beside_a, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
+        return RowScales(operands.scales, operands.rows, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
@@ -145,6 +153,7 @@ class Fp8Mainloop(GemmMainloop):
         wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
+            self.after_wait()
             row_scales = cute.make_rmem_tensor(2 * self.tile.slabs, Float32)
             for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
                 slab, columns = piece // self.pieces, piece % self.pieces

@@ -10,8 +10,8 @@ from ..tiles import TileConfig
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
+from .budget import ALONG_REGISTERS, LOADING_REGISTERS
 from .fp8_mainloop import Fp8Mainloop
-from .gathered_rows import GatheredMainloop
 from .mainloop import GemmMainloop, Operands
 from .persistent import PersistentGemm
 from .ticket_scheduler import TicketScheduler
@@ -26,10 +26,9 @@ MIN_DEPTH = 768
 
 
 class GroupedGemm(PersistentGemm):
-    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
+    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e])."""
 
-    `gathers`: row t of x is x[rows[t]].
-    """
+    load_registers = ALONG_REGISTERS
 
     def __init__(
         self,
@@ -38,19 +37,21 @@ class GroupedGemm(PersistentGemm):
         tile: TileConfig,
         epilogue: epi.Epilogue,
         transposed: bool = False,
-        gathers: bool = False,
     ):
         super().__init__(name, dtype, tile, epilogue)
-        self.gathers = gathers
         # An epilogue with loads of its own has no registers to give away, and gains nothing (grouped_dglu).
-        self.draws_tickets = self.walks_twice = tile.adaptive and epilogue.num_barriers == 0
+        self.draws_tickets = tile.adaptive and epilogue.num_barriers == 0
         self.transposed = transposed
+        if epilogue.has_load_role:
+            self.load_registers = LOADING_REGISTERS
 
     def make_mainloop(self) -> GemmMainloop:
         # Beside an epilogue's own loads it costs more than it brings (grouped_dglu: 1 % but where groups are small).
         evicts_weights = self.epilogue.num_barriers == 0
-        mainloop = GatheredMainloop if self.gathers else GemmMainloop
-        return mainloop(self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages, evicts_weights)
+        return GemmMainloop(
+            self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages, evicts_weights,
+            self.epilogue.has_load_role,
+        )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> store.RaggedStore:
         return store.make_store(view, cols=store.columns(view.element_type, self.epilogue.slot_row_bytes))
@@ -65,16 +66,17 @@ class GroupedGemm(PersistentGemm):
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
-        inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, beside_x: Int64 | int = 0,
+        rows: Int64, inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        x_scale: Int64 | int = 0,
     ):  # fmt: skip
-        """Launch on `stream`; `inputs` are the epilogue's own; `beside_x`: the address of the scales of x in MXFP8, or
-        of the rows' indices.
+        """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
+        `x_scale`: that of the scales of x in MXFP8.
 
         See PersistentGemm.start for `position`.
         """
         epilogue = self.epilogue
         view, address = weight_view(w, w_table, epilogue.parts, epilogue.layout, self.transposed, inputs.gate)
-        operands = self.make_mainloop().operands(x, view, address, Int64(beside_x))
+        operands = self.make_mainloop().operands(x, view, address, rows, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
         groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
@@ -92,7 +94,7 @@ class GroupedFp8Gemm(GroupedGemm):
         super().__init__(name, Float8E4M3FN, tile, epilogue)
 
     def make_mainloop(self) -> Fp8Mainloop:
-        return Fp8Mainloop(self.tile, self.epilogue.parts, self.stages)
+        return Fp8Mainloop(self.tile, self.epilogue.parts, self.stages, self.epilogue.has_load_role)
 
     @cute.jit
     def _mma_role(

@@ -15,11 +15,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from ..chosen import chosen
 from ..gmem import vector_at
 from ..invariant import Invariant
 from ..tiles import PINGPONG_WARPGROUPS, TileConfig
 from . import store
 from . import tile_scheduler as sched
+from .budget import ACROSS_REGISTERS
 from .epilogue import ColumnSmem, TileShare, chunk_of
 from .mainloop import WgradMainloop
 from .persistent import PersistentGemm
@@ -163,7 +165,7 @@ class WgradEpilogue(Invariant):
 class GroupedWgrad(PersistentGemm):
     """Kernel of dy [T,N] and x [T,K], 16-bit, into dw of `out_dtype`."""
 
-    walks_twice = True
+    load_registers = ACROSS_REGISTERS
 
     def __init__(
         self, name: str, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric], tile: TileConfig
@@ -171,7 +173,8 @@ class GroupedWgrad(PersistentGemm):
         super().__init__(name, dtype, tile, WgradEpilogue(out_dtype, tile))
 
     def make_mainloop(self) -> WgradMainloop:
-        return WgradMainloop(self.dtype, self.tile, self.stages, keeps_operands=self.epilogue.dtype.width == 32)
+        keeps_operands = self.epilogue.dtype.width == 32
+        return WgradMainloop(self.dtype, self.tile, self.stages, keeps_operands)
 
     def make_scheduler(
         self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
@@ -181,10 +184,12 @@ class GroupedWgrad(PersistentGemm):
     @cute.jit
     def launch(
         self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
-        dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, stream: cuda.CUstream,
+        rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`."""
-        operands = self.make_mainloop().operands(dy, x)
+        """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's; one is 0, or both."""
+        operands = self.make_mainloop().operands(dy, x, *rows)
+        num_rows = chosen(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (store.ROWS, self.epilogue.cols)
         layout = store.smem_layout(dw.element_type)
@@ -192,7 +197,7 @@ class GroupedWgrad(PersistentGemm):
         add, _ = cpasync.make_tiled_tma_atom(cpasync.CopyReduceBulkTensorTileS2GOp(), view, layout, tile)
         loads = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, layout, tile)
         adds = (accumulate != 0) | (mask != 0)
-        loads_dw = adds & (dy.shape[0] < LOADING_ROWS_PER_BYTE * self.epilogue.dtype.width // 8 * groups[2])
+        loads_dw = adds & (num_rows < LOADING_ROWS_PER_BYTE * self.epilogue.dtype.width // 8 * groups[2])
         grid = sched.TileGrid(
             cute.ceil_div(dy.shape[1], self.tile.m * self.tile.cluster_m),
             cute.ceil_div(x.shape[1], self.tile.n * self.tile.cluster_n),
@@ -200,5 +205,5 @@ class GroupedWgrad(PersistentGemm):
         self.start(
             operands, WgradStores(overwrite, add, tensor),
             WgradInputs(address, mask, accumulate, Boolean(loads_dw), TileLoads(*loads)),
-            sched.Groups(*groups, dy.shape[0]), grid, num_sms, stream, Int32(0),
+            sched.Groups(*groups, num_rows), grid, num_sms, stream, Int32(0),
         )  # fmt: skip

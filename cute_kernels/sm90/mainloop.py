@@ -5,7 +5,7 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,9 +18,10 @@ from ..chosen import chosen
 from ..invariant import Invariant
 from ..tiles import TileConfig
 from .budget import ROWS
+from .gathered_rows import LINES_AT_ONCE, WARPS, GatherAcrossRows, GatherAlongRows, RowIndices, Share, row_indices
 from .ragged import clipped, ragged_rows
 from .row_boxes import acquire, num_boxes
-from .tile_scheduler import WorkRing, WorkTile
+from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .warps import WARP
 from .weights import EVICT_FIRST, EVICT_LAST, ExpertAddress, expert_offset, leave_first, lo_hi
@@ -44,7 +45,7 @@ class Loop(NamedTuple):
 class Operands(NamedTuple):
     """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs.
 
-    `beside_a`: the address of scales, for a mainloop that multiplies by them, or of the indices of A's rows.
+    scales: their address, for a mainloop that multiplies by them.
     """
 
     atom_a: cute.CopyAtom
@@ -52,7 +53,8 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     extra: tuple
-    beside_a: Int64
+    rows: RowIndices
+    scales: Int64 = Int64(0)
 
 
 class _Source(Invariant):
@@ -78,6 +80,34 @@ class _Source(Invariant):
         cute.copy(self.atom, source, target, tma_bar_ptr=barrier, mcast_mask=self.mask, cache_policy=policy)
 
 
+class _Weights(Invariant):
+    """The weights of an output tile, k-tile by k-tile. ahead: those that are on their way. num_bytes: of a stage, as
+    far as TMA brings it.
+    """
+
+    def __init__(
+        self, source: _Source, tiles: tuple[cute.Tensor, cute.Tensor], ahead: Int32, num_bytes: Int32, n_tile: Int32,
+        places: list[tuple[Int32, Int32]], policy: Int64 | None,
+    ):  # fmt: skip
+        self.source = source
+        self.smem, self.gmem = tiles
+        self.ahead = ahead
+        self.num_bytes = num_bytes
+        self.n_tile = n_tile
+        self.places = places
+        self.policy = policy
+
+    @cute.jit
+    def load(self, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, k_tile: Int32):
+        if k_tile >= self.ahead:
+            acquire(stages, state, self.num_bytes)
+            barrier = stages.producer_get_barrier(state)
+            for part in cutlass.range_constexpr(len(self.places)):
+                lo, hi = self.places[part]
+                source, target = self.gmem[None, self.n_tile, k_tile, lo, hi], self.smem[None, part, 0, state.index]
+                self.source.copy(source, target, barrier, self.policy)
+
+
 class Mainloop(Invariant):
     """Compile-time shape of a mainloop, and its two halves: `load` for the TMA warp, `mma` for a warpgroup.
 
@@ -87,8 +117,8 @@ class Mainloop(Invariant):
 
     # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
     may_be_empty = False
-    # Warps that fill stages beside the TMA warp. Each of their threads arrives, and the TMA thread.
-    gathering_warps = 0
+    # Whether an operand's rows may come by index.
+    gathers = True
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -132,13 +162,15 @@ class Mainloop(Invariant):
         layout = self._smem_layout(major, rows)
         return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, self.tile.k), num_multicast=num_multicast)
 
-    def make_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaAsync:
+    def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
+        """`gathers`: whether warps fill stages beside the TMA thread. Each of their threads arrives."""
+        producers = chosen(gathers, Int32(1 + WARP * WARPS), Int32(1))
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
         consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stages,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1 + WARP * self.gathering_warps),
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
             tx_count=self.stage_bytes,
             cta_layout_vmnk=cute.make_layout((1, self.tile.cluster_m, self.tile.cluster_n, 1)),
@@ -146,13 +178,11 @@ class Mainloop(Invariant):
         )
 
     def after_wait(self) -> None:
-        """What a stage that is full still needs before wgmma reads it."""
-
-    def gather(
-        self, operands: Operands, sA: cute.Tensor, stages: pipeline.PipelineTmaAsync, ring: WorkRing, rank: Int32
-    ) -> None:  # fmt: skip
-        """The role of a gathering warp, the `rank`-th of them."""
-        raise NotImplementedError
+        """What a stage that is full still needs before wgmma reads it: rows that were copied, not loaded by TMA, are
+        writes of the generic proxy. Where none were, the fence costs nothing that could be measured.
+        """
+        if self.gathers:
+            cute.arch.fence_view_async_shared()
 
     def producer_state(self) -> pipeline.PipelineState:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
@@ -178,6 +208,13 @@ class Mainloop(Invariant):
 
         `ahead`: the k-tiles that `load_ahead` has begun.
         """
+        raise NotImplementedError
+
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        """As `load`, of rows that come by index; called by the first or second of the warps that gather."""
         raise NotImplementedError
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
@@ -314,9 +351,11 @@ class WeightsFirst(Mainloop):
 
 
 class GemmMainloop(WeightsFirst):
-    """A: `tile.m` rows of x at any row; groups need no alignment, rows past a group's end are computed, not stored, and
-    loaded only where their box (row_boxes.py) has others.
+    """A: `tile.m` rows of x at any row, or by index (gathered_rows.py); groups need no alignment, rows past a group's
+    end are computed, not stored, and loaded only where their box (row_boxes.py) has others.
     B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
+
+    `load_warp_gathers`: the TMA warp is the first of the warps that gather, since another one is taken.
 
     A warpgroup with a tile of its own leaves out the second slab where that has no rows. Not where w is transposed,
     though: contractions are longer there, and CTAs that leave step share less of their operands in L2 (0.92 of the
@@ -325,7 +364,7 @@ class GemmMainloop(WeightsFirst):
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int,
-        evicts_weights: bool,
+        evicts_weights: bool, load_warp_gathers: bool,
     ):  # fmt: skip
         self.evicts_weights = evicts_weights
         self.skips_slabs = tile.takes_turns and tile.slabs == 2 and not transposed
@@ -333,19 +372,33 @@ class GemmMainloop(WeightsFirst):
         self.part_n = tile.n // parts
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
         super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
+        self.load_warp_gathers = load_warp_gathers
+        # Fewer than the other warp: what TMA takes has registers, too.
+        self.tma_warp_rows = tile.m * 5 // 16
+        self.rows = GatherAlongRows(tile.m, dtype)
 
-    def operands(self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, beside_a: Int64) -> Operands:
+    def operands(
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
+    ) -> Operands:  # fmt: skip
         """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
         atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
         atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
         extra: tuple = (address,)
         if self.tile.adaptive:
             extra += self._tma(w, self.b_major, self.part_n, 1), self._tma(x, self.a_major, self.tile.box_rows, 1)
-        return Operands(atom_a, a, atom_b, b, extra, beside_a)
+        return Operands(atom_a, a, atom_b, b, extra, row_indices(rows, x), scales)
 
-    def _row_sources(self, operands: Operands) -> tuple[_Source | None, _Source | None]:
-        """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds; None: rows come
-        another way."""
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        num_k_tiles = self.num_k_tiles(operands, work)
+        share = Share(self.tma_warp_rows, (self.tile.m - self.tma_warp_rows) // LINES_AT_ONCE)
+        share = share if self.load_warp_gathers else self.rows.half(rank)
+        return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
+
+    def _row_sources(self, operands: Operands) -> tuple[_Source, _Source | None]:
+        """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds."""
         shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
         if not self.tile.adaptive:
             return shared, None
@@ -376,7 +429,7 @@ class GemmMainloop(WeightsFirst):
         a_shared, a_alone = self._row_sources(operands)
         b_shared = _Source(operands.atom_b, operands.b, self.tile.cluster_m)
         tiles = (address, sA, sB, stages)
-        rest = (work, ahead, count, with_rows, policy)
+        rest = (operands.rows, work, ahead, count, with_rows, policy)
         if const_expr(self.tile.adaptive):
             # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
             atom, tensor = alone[0]
@@ -391,38 +444,39 @@ class GemmMainloop(WeightsFirst):
 
     @cute.jit
     def _load_from(
-        self, a: Any, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
-        count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
+        self, a: _Source, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, rows: RowIndices, work: WorkTile,
+        ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
-        """`a`: None where rows come another way."""
         tile = self.tile
+        boxes = chosen(rows.address == 0, num_boxes(tile, work), Int32(0))
         x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
         gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
         first = expert_offset(address, work.expert)
-        boxes = Int32(0)
-        if const_expr(a is not None):
-            boxes = num_boxes(tile, work)
-            gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
-            tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
+        gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
+        tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
         num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
-        for k_tile in cutlass.range(count, unroll=1):
-            barrier = stages.producer_get_barrier(state)
-            if k_tile >= ahead:
-                acquire(stages, state, num_bytes)
-                for part in cutlass.range_constexpr(self.parts):
-                    lo, hi = lo_hi(first + part * address.part_units)
-                    b.copy(tBgB[None, work.n_tile, k_tile, lo, hi], tBsB[None, part, 0, state.index], barrier, policy)
-            if const_expr(with_rows and a is not None):
+        places = [lo_hi(first + part * address.part_units) for part in range(self.parts)]
+        weights = _Weights(b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, places, policy)
+        in_order = count
+        if const_expr(with_rows and self.load_warp_gathers):
+            if rows.address != 0:
+                share = Share(0, self.tma_warp_rows // LINES_AT_ONCE)
+                state = self.rows.fill(rows, sA, share, stages, state, work, count, weights)
+                in_order = Int32(0)
+        for k_tile in cutlass.range(in_order, unroll=1):
+            weights.load(stages, state, k_tile)
+            if const_expr(with_rows):
                 for box in cutlass.range(boxes, unroll=1):
+                    barrier = stages.producer_get_barrier(state)
                     a.copy(tAgA[None, box, k_tile], tAsA[None, box, 0, state.index], barrier)
             state.advance()
         return state
 
 
 class WgradMainloop(Mainloop):
-    """A: columns of dy, B: columns of x, contracted over a group's rows.
+    """A: columns of dy, B: columns of x, contracted over a group's rows. The rows of one may come by index.
 
     Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`);
     zeros in one alone would not do, since the other may hold NaN. The last k-tile is multiplied as deep as it has rows,
@@ -435,15 +489,22 @@ class WgradMainloop(Mainloop):
 
     may_be_empty = True
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, stages: int, keeps_operands: bool):
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, stages: int, keeps_operands: bool
+    ):  # fmt: skip
         super().__init__(dtype, tile, OperandMajorMode.MN, OperandMajorMode.MN, stages)
         self.keeps_operands = keeps_operands
+        self.rows_of_a = GatherAcrossRows(tile.m, tile.k, dtype)
+        self.rows_of_b = GatherAcrossRows(tile.n, tile.k, dtype)
 
-    def operands(self, dy: cute.Tensor, x: cute.Tensor) -> Operands:
-        """Host side: the TMA descriptors of dy and x as (column, row, ...)."""
+    def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
+        """Host side: the TMA descriptors of dy and x as (column, row, ...). At most one has rows by index."""
         atom_a, a = self._tma(_columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(_columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
-        return Operands(atom_a, a, atom_b, b, (), Int64(0))
+        rows = RowIndices(
+            *(chosen(dy_rows != 0, *of) for of in zip(row_indices(dy_rows, dy), row_indices(x_rows, x), strict=True))
+        )
+        return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(work.group_end - work.row, self.tile.k)
@@ -467,12 +528,30 @@ class WgradMainloop(Mainloop):
         tAsA, tAgA = a.partition(sA, cute.local_tile(a.tensor, (tile.m, tile.k), (None, None)))
         tBsB, tBgB = b.partition(sB, cute.local_tile(b.tensor, (tile.n, tile.k), (None, None)))
         policy = Int64(EVICT_LAST) if const_expr(self.keeps_operands) else None
+        loads_a, loads_b = operands.extra
+        columns = chosen(loads_a, Int32(tile.m), Int32(0)) + chosen(loads_b, Int32(tile.n), Int32(0))
+        num_bytes = columns * (tile.k * self.dtype.width // 8)
         for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
-            stages.producer_acquire(state)
+            acquire(stages, state, num_bytes)
             barrier = stages.producer_get_barrier(state)
-            a.copy(tAgA[None, work.m_tile, k_tile], tAsA[None, state.index], barrier, policy)
-            b.copy(tBgB[None, work.n_tile, k_tile], tBsB[None, state.index], barrier, policy)
+            if loads_a:
+                a.copy(tAgA[None, work.m_tile, k_tile], tAsA[None, state.index], barrier, policy)
+            if loads_b:
+                b.copy(tBgB[None, work.n_tile, k_tile], tBsB[None, state.index], barrier, policy)
             state.advance()
+        return state
+
+    @cute.jit
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ):  # fmt: skip
+        to = (rank, stages, state, work, self.num_k_tiles(operands, work))
+        loads_a, _ = operands.extra
+        if loads_a:
+            state = self.rows_of_b.fill(operands.rows, sB, *to, work.n_tile * self.tile.n)
+        else:
+            state = self.rows_of_a.fill(operands.rows, sA, *to, work.m_tile * self.tile.m)
         return state
 
 

@@ -6,8 +6,8 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
     0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
     1                    scheduler   ring (empty)                       ring (full)
     2                    epilogue loads   ring (tile), loads (empty)    loads (full, by transaction bytes)
-    3                    idle, as 2 is without epilogue loads; completes the warpgroup that gives its registers away
-    2, 3                 gather rows, where they come by index   ring (tile), stages (empty)   stages (full, 1 a thread)
+    2 or 0, 3            gather rows, where they come by index: 0 beside its TMA loads, where 2 is taken
+                                     ring (tile), stages (empty)        stages (full, 1 a thread)
     4 .. 4 + 4 n         MMA, n warpgroups   ring (tile), turns,        stages (empty), ring (empty), turns,
                                              stages (full), loads (full)  loads (empty)
 
@@ -34,6 +34,7 @@ from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
+from ..chosen import chosen
 from ..invariant import Invariant
 from ..tiles import TileConfig
 from . import budget, store
@@ -49,11 +50,11 @@ LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 class PersistentGemm(Invariant):
     """A tile configuration and an epilogue. A subclass says which mainloop feeds it and how its tiles are scheduled.
 
-    draws_tickets: the scheduler takes Tickets. walks_twice: it is one of light_groups.py.
+    draws_tickets: the scheduler takes Tickets. load_registers: of a thread of the load warpgroup.
     """
 
     draws_tickets = False
-    walks_twice = False
+    load_registers = budget.LOAD_REGISTERS
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue):
         self.name = name
@@ -73,9 +74,14 @@ class PersistentGemm(Invariant):
         raise NotImplementedError
 
     @property
+    def first_spare_warp(self) -> int:
+        """Of those of the load warpgroup that have no other role than to gather."""
+        return EPILOGUE_LOAD_WARP + self.epilogue.has_load_role
+
+    @property
     def _registers(self) -> tuple[int, int]:
         """Of a thread of the load warpgroup and of an MMA warpgroup."""
-        return (budget.TWO_WALKS_REGISTERS if self.walks_twice else budget.REGISTERS)[self.num_warpgroups]
+        return budget.registers(self.num_warpgroups, self.load_registers)
 
     @property
     def _slot_owners(self) -> int:
@@ -145,11 +151,12 @@ class PersistentGemm(Invariant):
             cpasync.prefetch_descriptor(operands.atom_b)
 
         storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
-        stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr())
+        gathers = operands.rows.address != 0
+        stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
         has_loads = self.epilogue.num_barriers > 0
         has_load_role = self.epilogue.has_load_role
-        gathers = mainloop.gathering_warps > 0
-        consumer_warps = 1 + mainloop.gathering_warps + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
+        consumer_warps = 1 + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
+        consumer_warps += chosen(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
         ring_stages = sched.TICKET_STAGES if self.draws_tickets else sched.STAGES
         ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
@@ -177,12 +184,13 @@ class PersistentGemm(Invariant):
                 self._load_role(mainloop, operands, sA, sB, stages, ring)
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid, tickets).run(ring)
-            elif const_expr(gathers):
-                cute.arch.griddepcontrol_wait()
-                mainloop.gather(operands, sA, stages, ring, warp - EPILOGUE_LOAD_WARP)
-            elif warp == EPILOGUE_LOAD_WARP:
+            elif warp < self.first_spare_warp:
                 if const_expr(has_load_role):
                     self._epilogue_load_role(loads, inputs, ring)
+            elif const_expr(mainloop.gathers):
+                if gathers:
+                    rank = warp - EPILOGUE_LOAD_WARP  # of two; the TMA warp is the first where the epilogue has warp 2
+                    self._gather_role(mainloop, operands, sA, sB, stages, ring, rank)
         else:
             if const_expr(self.num_warpgroups > 1):
                 cute.arch.setmaxregister_increase(self._registers[1])
@@ -220,6 +228,20 @@ class PersistentGemm(Invariant):
             work = ring.get(ring_state)
         # A CTA must outlive its peers' multicasts into it and arrivals on its barriers.
         stages.producer_tail(state)
+
+    @cute.jit
+    def _gather_role(
+        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing,
+        rank: Int32,
+    ):  # fmt: skip
+        cute.arch.griddepcontrol_wait()
+        ring_state = ring.consumer_state()
+        state = mainloop.producer_state()
+        work = ring.get(ring_state)
+        while work.expert >= 0:
+            state = mainloop.gather(operands, sA, sB, stages, state, work, rank)
+            ring_state.advance()
+            work = ring.get(ring_state)
 
     @cute.jit
     def _epilogue_load_role(self, loads, inputs: tuple, ring: sched.WorkRing):

@@ -95,6 +95,11 @@ class Call:
         return found
 
     @property
+    def free(self) -> int | None:
+        """Which of what is given has rows of any number, which others are indices of."""
+        return None if self.indices is None else 0
+
+    @property
     def num_rows(self) -> int:
         """T, which a trace may have as a symbol."""
         return (self.lead if self.indices is None else self.indices).shape[0]
@@ -193,8 +198,8 @@ class Call:
         """Let `settled` know this call, which was checked, and its plan."""
         if problem.rows > 1:
             count = sum(getattr(self, name) is not None for name in self.rowwise)
-            is_free = self.indices is not None
-            plans.settle(key, (problem.rows,), count - is_free, (problem, plan), is_free)
+            free = self.free
+            plans.settle(key, (problem.rows,), count - (free is not None), (problem, plan), free)
 
     @property
     def form(self) -> str:

@@ -28,7 +28,7 @@ from .ops.grouped_wgrad import GroupedWgradCall
 
 _GROUPS = "Tensor? offs, Tensor? splits"
 _ACTIVATION = "str activation, str glu_layout, float limit, float alpha, float offset"
-_MM = f"Tensor x, Tensor[] w, {_GROUPS}, Tensor[]? bias, Tensor? bias_scale, bool transpose_w"
+_MM = f"Tensor x, Tensor[] w, {_GROUPS}, Tensor[]? bias, Tensor? bias_scale, bool transpose_w, Tensor? rows"
 _GLU = f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}, Tensor? rows"
 _MLP = (
     f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
@@ -48,8 +48,8 @@ _MLP_BACKWARD = (
     "bool trained, bool input_grad, bool row_scale_grad"
 )
 _IN_16_BITS = {"x_scale": None, "w1_scale": None, "w2_scale": None, "dtype": None, "recompute": False}
-_DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}"
-_WGRAD = f"Tensor dy, Tensor x, {_GROUPS}"
+_DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, Tensor? rows"
+_WGRAD = f"Tensor dy, Tensor x, {_GROUPS}, Tensor? dy_rows, Tensor? x_rows"
 _QUANTIZE = "Tensor x, str axis, Tensor? offs, str block, str scale_layout"
 _OUT = "Tensor(a!) out"
 

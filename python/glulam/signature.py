@@ -260,19 +260,25 @@ def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
     _check_contiguous(op, name, scale)
 
 
-def check_indices(op: str, rows: Any, x: Tensor) -> None:
-    """int32 [T], which of x's rows each row of the left operand is. None passes; what they hold is not looked at."""
+def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "x", count: int | None = None) -> None:
+    """int32 [T], which of x's rows each row of an operand is. None passes; what they hold is not looked at.
+
+    Args:
+        name, of: what errors call the indices, and x. count: T, where something else tells it.
+    """
     if rows is None:
         return
-    rows = _tensor(op, "rows", rows, "an int32 tensor [T]")
+    rows = _tensor(op, name, rows, "an int32 tensor [T]")
     if rows.dtype != torch.int32:
-        raise TypeError(f"{op}: rows is {rows.dtype}; it must be torch.int32, so cast it")
+        raise TypeError(f"{op}: {name} is {rows.dtype}; it must be torch.int32, so cast it")
     if rows.dim() != 1:
-        raise ValueError(f"{op}: rows has shape {shape_text(rows.shape)}; give [T]")
+        raise ValueError(f"{op}: {name} has shape {shape_text(rows.shape)}; give [T]")
+    if count not in (None, rows.shape[0]):
+        mismatch(op, name, rows.shape, (count,), "the other operand has so many rows")
     if rows.shape[0] and not x.shape[0]:
-        raise ValueError(f"{op}: rows has {rows.shape[0]} indices, but x has no row")
-    _same_device(op, "rows", rows, x)
-    _check_contiguous(op, "rows", rows)
+        raise ValueError(f"{op}: {name} has {rows.shape[0]} indices, but {of} has no row")
+    _same_device(op, name, rows, x)
+    _check_contiguous(op, name, rows)
 
 
 def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_kernels.sm90.budget import REGISTERS, TWO_WALKS_REGISTERS
+from cute_kernels.sm90.budget import ACROSS_REGISTERS, ALONG_REGISTERS, LAUNCH_REGISTERS, LOAD_REGISTERS, registers
 from cute_kernels.sm90.configs import LARGE, TILES_W8, WGRAD
 from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec
 from cute_kernels.tiles import TileConfig
@@ -32,20 +32,24 @@ def test_compiles_without_complaints(tile: TileConfig, tmp_path: Path) -> None:
         kernels = [kernel for spec in (fc1, fc2) for kernel in worker.compile(spec).kernels]
     assert len(kernels) == 2
     assert [kernel.complaints for kernel in kernels] == [(), ()]
-    if tile.warpgroups in REGISTERS:
-        assert all(has_registers(kernel, tile, REGISTERS) for kernel in kernels)
+    if tile.warpgroups in LAUNCH_REGISTERS:
+        assert all(has_registers(kernel, tile, LOAD_REGISTERS) for kernel in kernels)
 
 
-def has_registers(kernel: KernelResources, tile: TileConfig, wanted: dict[int, tuple[int, int]]) -> bool:
+def has_registers(kernel: KernelResources, tile: TileConfig, of_load: int) -> bool:
     """Else warpgroups wait for ever for what the launch did not have."""
-    load, mma = wanted[tile.warpgroups]
+    load, mma = registers(tile.warpgroups, of_load)
     return kernel.registers * (1 + tile.warpgroups) >= load + tile.warpgroups * mma
 
 
-@pytest.mark.parametrize("spec", [GroupedMmSpec(tile=LARGE), GroupedWgradSpec(tile=WGRAD)], ids=lambda spec: spec.op)
-def test_a_scheduler_of_two_walks_has_the_registers_that_it_asks_for(
-    spec: GroupedMmSpec | GroupedWgradSpec, tmp_path: Path
+@pytest.mark.parametrize(
+    ("spec", "of_load"),
+    [(GroupedMmSpec(tile=LARGE), ALONG_REGISTERS), (GroupedWgradSpec(tile=WGRAD), ACROSS_REGISTERS)],
+    ids=["grouped_mm", "grouped_wgrad"],
+)
+def test_a_kernel_has_the_registers_that_its_load_warps_leave(
+    spec: GroupedMmSpec | GroupedWgradSpec, of_load: int, tmp_path: Path
 ) -> None:
     with Worker(tmp_path) as worker:
         (kernel,) = worker.compile(spec).kernels
-    assert has_registers(kernel, spec.tile, TWO_WALKS_REGISTERS)
+    assert has_registers(kernel, spec.tile, of_load)

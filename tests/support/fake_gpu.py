@@ -169,25 +169,29 @@ def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
     return read(c.w, c.w_scale)
 
 
-def _rows_of(spec: Spec, c: Any, used: int) -> Tensor:
+def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:
     from . import fake_mxfp8
 
+    rows, by_index = c.x, getattr(c, "rows", 0)
     if spec.operands == "mxfp8":
-        return fake_mxfp8.Rows(c.x, c.x_scale).read(used)
+        rows = fake_mxfp8.Rows(c.x, c.x_scale).read(len(c.x) if by_index else used)
     if spec.operands == "mxfp8_exact":
         fake_mxfp8.check_rounded(c.x[:used])
-    if getattr(spec, "gathers", False):
-        rows = c.x[_read(c.rows, len(c.act), torch.int32).clamp(0, len(c.x) - 1).long()]
-        rows[used:] = torch.nan  # their indices are never read
-        return rows
-    return c.x
+    return _taken(rows, by_index, count, used) if by_index else rows
+
+
+def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:
+    """x[rows], `count` indices at an address; those behind `used` are never read."""
+    rows = x[_read(at, count, torch.int32).clamp(0, len(x) - 1).long()]
+    rows[used:] = torch.nan
+    return rows
 
 
 def _mm(spec: GroupedMmSpec, c: Any) -> None:
-    rows = c.x.shape[0]
+    rows = c.y.shape[0]
     ends = _sizes(spec, c, rows)
     result = oracle.grouped_mm(
-        _rows_of(spec, c, ends[-1]), _weights_of(spec, c), ends,
+        _rows_of(spec, c, rows, ends[-1]), _weights_of(spec, c), ends,
         bias=_biases(c.bias, c.bias_table, c.num_groups, c.y.shape[1], c.y.dtype),
         bias_scale=_scale(c.scale, rows), transpose_w=spec.transpose_w,
     )  # fmt: skip
@@ -203,7 +207,7 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
     assert form[0] in ACTIVATION_FORMS[spec.activation] and form[1] in LAYOUT_FORMS[spec.glu_layout]
     assert spec.glu_layout != "blocked" or c.act.shape[1] % 32 == 0
     act, h = oracle.grouped_glu(
-        _rows_of(spec, c, ends[-1]), _weights_of(spec, c), ends,
+        _rows_of(spec, c, rows, ends[-1]), _weights_of(spec, c), ends,
         bias=_biases(c.bias, c.bias_table, c.num_groups, c.w.shape[1], getattr(torch, spec.dtype)),
         row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset),
     )  # fmt: skip
@@ -226,7 +230,7 @@ def _dglu(spec: DgluSpec, c: Any) -> None:
         weights = [one.mT for one in weights]
     with ThreadPoolExecutor(1) as thread:  # where autograd works although a dispatcher may be below it here
         dh, m, ds = thread.submit(
-            oracle.grouped_dglu, _rows_of(spec, c, ends[-1]), weights, c.preact, ends,
+            oracle.grouped_dglu, _rows_of(spec, c, rows, ends[-1]), weights, c.preact, ends,
             row_scale=_scale(c.scale, rows), form=(spec.activation, spec.glu_layout),
             params=(c.limit, c.alpha, c.offset),
         ).result()  # fmt: skip
@@ -255,12 +259,16 @@ def _tail(spec: TailSpec, c: Any) -> None:
 def _wgrad(spec: GroupedWgradSpec, c: Any) -> None:
     assert c.accumulate in (0, 1)
     n, k = c.dy.shape[1], c.x.shape[1]
-    ends = _ends(c.groups, c.group_form, c.num_groups, c.x.shape[0])
+    rows = c.x.shape[0] if c.dy_rows else c.dy.shape[0]
+    ends = _ends(c.groups, c.group_form, c.num_groups, rows)
+    dy = _taken(c.dy, c.dy_rows, rows, ends[-1]) if c.dy_rows else c.dy
+    x = _taken(c.x, c.x_rows, rows, ends[-1]) if c.x_rows else c.x
+    assert not (c.dy_rows and c.x_rows)
     units = _read(c.dw_table, c.num_groups, torch.int64).tolist() if c.dw_table else None
     one = n * k * c.dw.element_size()
     places = [c.dw.data_ptr() + (16 * units[e] if units else e * one) for e in range(c.num_groups)]
     adds = _read(c.mask, c.num_groups, torch.bool).tolist() if c.mask else [bool(c.accumulate)] * c.num_groups
-    for place, add, result in zip(places, adds, oracle.grouped_wgrad(c.dy, c.x, ends), strict=True):
+    for place, add, result in zip(places, adds, oracle.grouped_wgrad(dy, x, ends), strict=True):
         memory = _memory(place, n * k, c.dw.dtype).view(n, k)
         memory.copy_(memory + result.to(c.dw.dtype) if add else result.to(c.dw.dtype))
 

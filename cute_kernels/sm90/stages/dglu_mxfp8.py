@@ -20,16 +20,16 @@ class Dglu:
     @cute.jit
     def __call__(
         self, x: cute.Tensor, w: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
-        groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, x_scale: Int64, w_scale: Int64,
-        scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        rows: Int64, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, x_scale: Int64,
+        w_scale: Int64, scale: Int64, partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        if x.shape[0] > 0:
+        if act.shape[0] > 0:
             sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
             addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
             inputs = DgluInputs(addends, params, act.shape[1], preact, sums, w_scale)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (dpreact, act), sizes, Int64(0), inputs, num_sms, position, stream, x_scale)
+            self.gemm.launch(x, w, (dpreact, act), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
 
 
 def trace(spec: DgluSpec) -> Traced:

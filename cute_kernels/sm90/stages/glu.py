@@ -1,4 +1,4 @@
-"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation; of rows of x by index where the spec says so."""
+"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -15,7 +15,7 @@ from ..weights import gate_rows
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec), gathers=spec.gathers)
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec))
 
     @cute.jit
     def __call__(
@@ -28,7 +28,7 @@ class Glu:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (act,), sizes, w_table, inputs, num_sms, position, stream, beside_x=rows)
+            self.gemm.launch(x, w, (act,), sizes, w_table, rows, inputs, num_sms, position, stream)
 
 
 class GluPreact(Glu):
@@ -43,7 +43,7 @@ class GluPreact(Glu):
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (act, preact), sizes, w_table, inputs, num_sms, position, stream, beside_x=rows)
+            self.gemm.launch(x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream)
 
 
 def trace(spec: GroupedGluSpec) -> Traced:

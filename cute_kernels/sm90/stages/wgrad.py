@@ -15,12 +15,13 @@ class Wgrad:
 
     @cute.jit
     def __call__(
-        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        tickets: Int64, dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32, stream: cuda.CUstream,
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, dy_rows: Int64, x_rows: Int64, groups: Int64,
+        group_form: Int32, num_groups: Int32, tickets: Int64, dw_table: Int64, mask: Int64, accumulate: Int32,
+        num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            sizes = (groups, group_form, num_groups, tickets)
-            self.wgrad.launch(dy, x, dw, sizes, dw_table, mask, accumulate, num_sms, stream)
+            sizes, rows = (groups, group_form, num_groups, tickets), (dy_rows, x_rows)
+            self.wgrad.launch(dy, x, dw, sizes, rows, dw_table, mask, accumulate, num_sms, stream)
 
 
 def trace(spec: GroupedWgradSpec) -> Traced:

@@ -163,7 +163,7 @@ def _check(call: GroupedMmCall) -> Problem | None:
 
 
 def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
-    launch = call.launch(problem)
+    launch = call.launch(problem, NAMES)
     parts = _parts(problem, launch.index)
     x_columns, y_columns = problem.in_features, problem.out_features
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
@@ -181,7 +181,7 @@ def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
 
 
 def _resize(call: GroupedMmCall, problem: Problem, like: MmTrainingPlan) -> MmTrainingPlan:
-    plan: MmTrainingPlan = call.resized(like, problem.rows, **functions(like.parts, problem.rows))
+    plan: MmTrainingPlan = call.resized(like, problem.rows, NAMES, **functions(like.parts, problem.rows))
     return plan
 
 

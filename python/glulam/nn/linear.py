@@ -131,7 +131,7 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
             if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
                 return grouped_mm(x, w, out=out, **given)
             refuse_export("GroupedLinear")
-            call = GroupedMmCall(x=x, w=w, transpose_w=False, out=None, **given)
+            call = GroupedMmCall(x=x, w=w, rows=None, transpose_w=False, out=None, **given)
             return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
         except TypeError:
             check_placement("GroupedLinear", self.parameter_list("weight")[0])

@@ -28,6 +28,7 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
+    check_indices,
     check_params,
     check_rows_like,
     check_scale,
@@ -38,6 +39,7 @@ from ..signature import (
     refuse_gradients,
     runs_kernels,
 )
+from .rows import take_rows
 
 PARTIAL_COLUMNS = 64
 """Columns of the narrowest tile: a row's sum has a part in each tile."""
@@ -64,6 +66,7 @@ def grouped_dglu(
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
+    rows: Tensor | None = None,
     row_scale: Tensor | None = None,
     activation: str = "swiglu",
     glu_layout: str = "concat",
@@ -83,6 +86,8 @@ def grouped_dglu(
         preact: [T, 2I] for an activation with a gate, else [T, I], as `grouped_glu` returns it; dy's dtype.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on dy's device, or a CPU tensor or a list, which is checked and copied.
+        rows: int32 [T] on dy's device: row t is dy[rows[t]], dy is [N, H], and no copy of the rows is made. An index
+            out of range is clamped.
         row_scale: float32 [T], as in the forward.
         activation, glu_layout, limit, alpha, offset: as in the forward; see `grouped_glu`. The gradient is zero where
             clamped_swiglu clamps, and at the kink of a relu.
@@ -105,20 +110,20 @@ def grouped_dglu(
             groups: Any = offs if splits is None else splits
             if w2.__class__ is list:
                 w2_ = find("weight", w2)
-            given = [t for t in (dy, w2_, preact, groups, row_scale) if t is not None]
+            given = [t for t in (dy, w2_, preact, groups, row_scale, rows) if t is not None]
             options = (
-                is_grad_enabled(), offs is None, splits is None, row_scale is None, activation, glu_layout, limit,
-                alpha, offset, row_scale_grad,
+                is_grad_enabled(), offs is None, splits is None, rows is None, row_scale is None, activation,
+                glu_layout, limit, alpha, offset, row_scale_grad,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
-                return plan.run(dy, w2_, preact, groups, row_scale)
+                return plan.run(dy, w2_, preact, groups, row_scale, rows)
         except Exception as error:
             failure = error
     if is_grad_enabled():
         refuse_gradients("grouped_dglu", dy=dy, w2=w2, preact=preact, row_scale=row_scale)
     call = GroupedDgluCall(
-        dy=dy, w2=w2_, preact=preact, offs=offs, splits=splits, row_scale=row_scale, activation=activation,
+        dy=dy, w2=w2_, preact=preact, offs=offs, splits=splits, rows=rows, row_scale=row_scale, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, row_scale_grad=row_scale_grad,
     )  # fmt: skip
     try:
@@ -152,19 +157,21 @@ class GroupedDgluPlan(Launch):
     partials: workspace.Layout | None
 
     @by_name(function=signature_of(GroupedDgluSpec()))
-    def run(self, dy: Tensor, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None) -> GluGradients:
+    def run(
+        self, dy: Tensor, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None, rows: Tensor | None
+    ) -> GluGradients:
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(dy, w2, preact, groups, scale)
-        groups_at, scale_at = groups.data_ptr(), address(scale)
-        at = (dy.data_ptr(), w2.data_ptr(), preact.data_ptr(), groups_at, scale_at)
+                return self.run(dy, w2, preact, groups, scale, rows)
+        groups_at, scale_at, rows_at = groups.data_ptr(), address(scale), address(rows)
+        at = (dy.data_ptr(), w2.data_ptr(), preact.data_ptr(), groups_at, scale_at, rows_at)
         if at not in self.apart:
-            self.check_apart(at, dy=dy, w2=w2, preact=preact, groups=groups, row_scale=scale)
+            self.check_apart(at, dy=dy, w2=w2, preact=preact, groups=groups, row_scale=scale, rows=rows)
         dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
         w2_table = 0
         if self.w2_listed:
             w2_table, w2 = w2.address, w2.lowest
-        if self.rows == 1:
+        if self.rows == 1 or rows is not None:
             dy, preact = aligned_row(dy), aligned_row(preact)
         d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
         d_scale_at = partials_at = 0
@@ -173,7 +180,7 @@ class GroupedDgluPlan(Launch):
             d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
         limit, alpha, offset = self.params
         self.function(
-            dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act,
+            dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act, rows=rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts,
             w2_table=w2_table, scale=scale_at, d_scale=d_scale_at, partials=partials_at,
             limit=limit, alpha=alpha, offset=offset,
@@ -196,13 +203,14 @@ class GroupedDgluCall(Call):
     outputs = ()
     weights = ("w2",)
     biases = ()
-    scales = ("row_scale",)
-    reads = ("dy", "w2", "preact", "groups", "row_scale")
-    rowwise = ("dy", "preact", "row_scale")
+    scales = ("row_scale", "rows")
+    reads = ("dy", "w2", "preact", "groups", "row_scale", "rows")
+    rowwise = ("dy", "rows", "preact", "row_scale")
 
     dy: Tensor
     w2: Experts
     preact: Tensor
+    rows: Tensor | None
     row_scale: Tensor | None
     activation: str
     glu_layout: str
@@ -220,7 +228,9 @@ class GroupedDgluCall(Call):
         return self.row_scale is not None and self.row_scale_grad
 
     def check(self) -> Problem:
-        rows, columns = check_x(self.op, self.dy)
+        _, columns = check_x(self.op, self.dy)
+        check_indices(self.op, self.rows, self.dy, of="dy")
+        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         check_flag(self.op, "row_scale_grad", self.row_scale_grad)
@@ -229,7 +239,7 @@ class GroupedDgluCall(Call):
         if hidden != columns:
             mismatch(self.op, "w2", shape, (experts, columns, width), f"dy has {columns} columns")
         check_width(self.op, "w2", width, runs_kernels(self.dy))
-        preact_width = check_rows_like(self.op, "preact", self.preact, self.dy, None, "it has the rows of dy")
+        preact_width = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
         if intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout) != width:
             wanted = (
                 width
@@ -238,7 +248,7 @@ class GroupedDgluCall(Call):
             )
             mismatch(self.op, "preact", self.preact.shape, (rows, wanted), f"w2 gives I = {width}")
         check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
-        check_scale(self.op, "row_scale", self.row_scale, self.dy)
+        check_scale(self.op, "row_scale", self.row_scale, like)
         return Problem(
             op=self.op,
             dtype=str(self.dy.dtype).removeprefix("torch."),
@@ -267,7 +277,8 @@ class GroupedDgluCall(Call):
     def reference(self, problem: Problem) -> GluGradients:
         results = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
-        reference.grouped_dglu(self.dy, self.w2, self.preact, self.host_ends(), self.row_scale, form, *results)
+        dy = self.dy if self.rows is None else take_rows(self.op, self.dy, self.rows)
+        reference.grouped_dglu(dy, self.w2, self.preact, self.host_ends(), self.row_scale, form, *results)
         return results
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedDgluPlan:
@@ -286,4 +297,4 @@ class GroupedDgluCall(Call):
         return {"partials": partials_layout(problem, launch) if wanted else None}
 
     def run(self, plan: GroupedDgluPlan) -> GluGradients:
-        return plan.run(self.dy, self.w2, self.preact, self.groups, self.row_scale)
+        return plan.run(self.dy, self.w2, self.preact, self.groups, self.row_scale, self.rows)

@@ -235,7 +235,6 @@ class GroupedGluCall(Call):
             activation=self.activation,
             glu_layout=self.glu_layout,
             save_preact=self.return_preact,
-            gathers=self.rows is not None,
         )
 
     @property

@@ -306,7 +306,6 @@ class GroupedMlpCall(Call):
             out_features=out_features,
             activation=self.activation,
             glu_layout=self.glu_layout,
-            gathers=self.rows is not None,
         )
 
     def results(self, problem: Problem) -> Tensor:

@@ -28,6 +28,7 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
+    check_indices,
     check_out,
     check_scale,
     check_width,
@@ -35,6 +36,7 @@ from ..signature import (
     mismatch,
     runs_kernels,
 )
+from .rows import take_rows
 
 
 def grouped_mm(
@@ -44,6 +46,7 @@ def grouped_mm(
     offs: Tensor | None = None,
     splits: Splits | None = None,
     bias: Tensor | Sequence[Tensor] | None = None,
+    rows: Tensor | None = None,
     bias_scale: Tensor | None = None,
     transpose_w: bool = False,
     out: Tensor | None = None,
@@ -58,6 +61,8 @@ def grouped_mm(
         w: [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype. K and N are multiples of 8 on a GPU.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, K], and no copy of the rows is made. An index
+            out of range is clamped. There is no gradient with it.
         bias: [E, N] or a list of E tensors [N], x's dtype; with transpose_w [E, K].
         bias_scale: float32 [T], a factor for the bias of each row.
         transpose_w: y = x w_e instead: x is [T, N] and the result [T, K].
@@ -83,22 +88,25 @@ def grouped_mm(
                 w_ = find("weight", w)
             if bias is not None and bias.__class__ is list:
                 bias_ = find("bias", bias)
-            given = [t for t in (x, w_, groups, bias_, bias_scale, out) if t is not None]
+            given = [t for t in (x, w_, groups, bias_, bias_scale, out, rows) if t is not None]
             options = (
-                is_grad_enabled(), transpose_w, offs is None, splits is None, bias is None, bias_scale is None,
-                out is None,
+                is_grad_enabled(), transpose_w, offs is None, splits is None, rows is None, bias is None,
+                bias_scale is None, out is None,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
-                return plan.run(x, w_, groups, bias_, bias_scale, out)  # type: ignore[no-any-return]
+                if rows is None:
+                    return plan.run(x, w_, groups, bias_, bias_scale, out)  # type: ignore[no-any-return]
+                return plan.run(x, w_, groups, bias_, bias_scale, out, rows)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
     needs = is_planned and is_grad_enabled() and any_requires_grad(x, w, bias, bias_scale)
     if needs:
         w_, bias_ = w, bias  # autograd is given the experts themselves
     call = GroupedMmCall(
-        x=x, w=w_, offs=offs, splits=splits, bias=bias_, bias_scale=bias_scale, transpose_w=transpose_w, out=out
-    )
+        x=x, w=w_, offs=offs, splits=splits, rows=rows, bias=bias_, bias_scale=bias_scale, transpose_w=transpose_w,
+        out=out,
+    )  # fmt: skip
     try:
         if needs:
             return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
@@ -115,24 +123,27 @@ class GroupedMmPlan(Launch):
     w_listed: bool
 
     @by_name(function=signature_of(GroupedMmSpec()))
-    def run(self, x: Tensor, w: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None) -> Tensor:
+    def run(
+        self, x: Tensor, w: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, w, groups, bias, scale, out)
+                return self.run(x, w, groups, bias, scale, out, rows)
         bias_at, bias_table, bias_mark = addresses(bias)
-        groups_at, scale_at = groups.data_ptr(), address(scale)
-        at = (x.data_ptr(), w.data_ptr(), groups_at, bias_mark, scale_at, address(out))
+        groups_at, scale_at, rows_at = groups.data_ptr(), address(scale), address(rows)
+        at = (x.data_ptr(), w.data_ptr(), groups_at, bias_mark, scale_at, rows_at, address(out))
         if at not in self.apart:
-            self.check_apart(at, out, x=x, w=w, groups=groups, bias=bias, bias_scale=scale)
+            self.check_apart(at, out, x=x, w=w, groups=groups, bias=bias, bias_scale=scale, rows=rows)
         y = out = x.new_empty(self.rows, self.width) if out is None else out
-        if self.rows == 1:
+        if self.rows == 1 or rows is not None:
             x, y = aligned_row(x), aligned_row(y)
         w_table = 0
         if self.w_listed:
             w_table, w = w.address, w.lowest
         tickets = self.tickets() if self.draws_tickets else 0
         self.function(
-            x=x, w=w, y=y,
+            x=x, w=w, y=y, rows=rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w_table=w_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
             num_sms=self.sm_count,
@@ -153,19 +164,22 @@ class GroupedMmCall(Call):
     plans = PLANS
     weights = ("w",)
     biases = ("bias",)
-    scales = ("bias_scale",)
-    reads = ("x", "w", "groups", "bias", "bias_scale")
-    rowwise = ("x", "bias_scale", "out")
+    scales = ("bias_scale", "rows")
+    reads = ("x", "w", "groups", "bias", "bias_scale", "rows")
+    rowwise = ("x", "rows", "bias_scale", "out")
 
     x: Tensor
     out: Tensor | None
     w: Experts
+    rows: Tensor | None
     bias: Experts | None
     bias_scale: Tensor | None
     transpose_w: bool
 
     def check(self) -> Problem:
-        rows, columns = check_x(self.op, self.x)
+        _, columns = check_x(self.op, self.x)
+        check_indices(self.op, self.rows, self.x)
+        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
         check_flag(self.op, "transpose_w", self.transpose_w)
         shape = check_experts(self.op, "w", self.w, self.x, "E N K")
         experts, n, k = shape
@@ -177,12 +191,12 @@ class GroupedMmCall(Call):
         check_width(self.op, "w", width, runs_kernels(self.x))
         check_groups(self.op, self.offs, self.splits, self.x, experts, "w")
         check_bias(self.op, "bias", self.bias, self.x, experts, width)
-        check_scale(self.op, "bias_scale", self.bias_scale, self.x)
-        check_out(self.op, "out", self.out, self.x, width)
+        check_scale(self.op, "bias_scale", self.bias_scale, like)
+        check_out(self.op, "out", self.out, like, width)
         return Problem(
             op=self.op,
             dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=rows,
+            rows=self.num_rows,
             experts=experts,
             in_features=columns,
             out_features=width,
@@ -194,7 +208,8 @@ class GroupedMmCall(Call):
 
     def reference(self, problem: Problem) -> Tensor:
         out = self.results(problem) if self.out is None else self.out
-        reference.grouped_mm(self.x, self.w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
+        x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
+        reference.grouped_mm(x, self.w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedMmPlan:
@@ -205,4 +220,4 @@ class GroupedMmCall(Call):
         )
 
     def run(self, plan: GroupedMmPlan) -> Tensor:
-        return plan.run(self.x, self.w, self.groups, self.bias, self.bias_scale, self.out)
+        return plan.run(self.x, self.w, self.groups, self.bias, self.bias_scale, self.out, self.rows)

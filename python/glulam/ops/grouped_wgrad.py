@@ -25,6 +25,7 @@ from ..signature import (
     Experts,
     check_flag,
     check_gradient_buffers,
+    check_indices,
     check_mask,
     check_out_dtype,
     check_rows_like,
@@ -32,6 +33,7 @@ from ..signature import (
     count_groups,
     refuse_gradients,
 )
+from .rows import take_rows
 
 
 def grouped_wgrad(
@@ -40,6 +42,8 @@ def grouped_wgrad(
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
     out: Tensor | Sequence[Tensor] | None = None,
     accumulate: bool = False,
     mask: Tensor | None = None,
@@ -56,6 +60,8 @@ def grouped_wgrad(
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Its length is E;
             out and mask, where given, must agree with it, and without them nothing else tells E.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        dy_rows, x_rows: int32 [T] on x's device, of one of the two: its row t is dy[dy_rows[t]], or x[x_rows[t]], and
+            no copy of the rows is made. An index out of range is clamped.
         out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
             inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
         accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype, and where experts have
@@ -77,11 +83,13 @@ def grouped_wgrad(
         try:
             groups: Any = offs if splits is None else splits
             out_: Any = find("gradient", out) if out.__class__ is list else out
-            given = [t for t in (dy, x, groups, mask, out_) if t is not None]
+            given = [t for t in (dy, x, groups, mask, out_, dy_rows, x_rows) if t is not None]
             options = (
                 is_grad_enabled(),
                 offs is None,
                 splits is None,
+                dy_rows is None,
+                x_rows is None,
                 mask is None,
                 out is None,
                 accumulate,
@@ -89,15 +97,16 @@ def grouped_wgrad(
             )
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
-                dw = plan.run(dy, x, groups, out_, mask)
+                dw = plan.run(dy, x, groups, out_, mask, dy_rows, x_rows)
                 return dw if out is None else out
         except Exception as error:
             failure = error
     if is_grad_enabled():
         refuse_gradients("grouped_wgrad", dy=dy, x=x, out=out)
     call = GroupedWgradCall(
-        dy=dy, x=x, offs=offs, splits=splits, out=out, accumulate=accumulate, mask=mask, out_dtype=out_dtype
-    )
+        dy=dy, x=x, offs=offs, splits=splits, dy_rows=dy_rows, x_rows=x_rows, out=out, accumulate=accumulate, mask=mask,
+        out_dtype=out_dtype,
+    )  # fmt: skip
     try:
         dw = call.settle(key, plan, failure, {"out": out_} if key else {})
         return dw if out is None else out
@@ -115,21 +124,24 @@ class GroupedWgradPlan(Launch):
     accumulate: int
 
     @by_name(function=signature_of(GroupedWgradSpec()))
-    def run(self, dy: Tensor, x: Tensor, groups: Tensor, out: Any, mask: Tensor | None) -> Any:
+    def run(
+        self, dy: Tensor, x: Tensor, groups: Tensor, out: Any, mask: Tensor | None, dy_rows: Tensor | None,
+        x_rows: Tensor | None,
+    ) -> Any:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(dy, x, groups, out, mask)
-        groups_at, mask_at = groups.data_ptr(), address(mask)
-        at = (dy.data_ptr(), x.data_ptr(), groups_at, mask_at, address(out))
+                return self.run(dy, x, groups, out, mask, dy_rows, x_rows)
+        groups_at, mask_at, dy_rows_at, x_rows_at = groups.data_ptr(), address(mask), address(dy_rows), address(x_rows)
+        at = (dy.data_ptr(), x.data_ptr(), groups_at, mask_at, dy_rows_at, x_rows_at, address(out))
         if at not in self.apart:
-            self.check_apart(at, out, dy=dy, x=x, groups=groups, mask=mask)
+            self.check_apart(at, out, dy=dy, x=x, groups=groups, mask=mask, dy_rows=dy_rows, x_rows=x_rows)
         if out is None:
             out = x.new_empty(self.shape, dtype=self.out_dtype)
-        if self.rows == 1:
+        if self.rows == 1 or dy_rows is not None or x_rows is not None:
             dy, x = aligned_row(dy), aligned_row(x)
         dw, table = (out.lowest, out.address) if self.listed else (out, 0)
         self.function(
-            dy=dy, x=x, dw=dw,
+            dy=dy, x=x, dw=dw, dy_rows=dy_rows_at, x_rows=x_rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts,
             dw_table=table, mask=mask_at, accumulate=self.accumulate,
             num_sms=self.sm_count,
@@ -151,12 +163,14 @@ class GroupedWgradCall(Call):
     gradients = ("out",)
     weights = ()
     biases = ()
-    scales = ("mask",)
-    reads = ("dy", "x", "groups", "mask")
-    rowwise = ("dy", "x")
+    scales = ("mask", "dy_rows", "x_rows")
+    reads = ("dy", "x", "groups", "mask", "dy_rows", "x_rows")
+    rowwise = ("dy", "x", "dy_rows", "x_rows")
 
     dy: Tensor
     x: Tensor
+    dy_rows: Tensor | None
+    x_rows: Tensor | None
     out: Experts | None
     accumulate: bool
     mask: Tensor | None
@@ -171,8 +185,11 @@ class GroupedWgradCall(Call):
         return dtype
 
     def check(self) -> Problem:
-        rows, k = check_x(self.op, self.x)
-        n = check_rows_like(self.op, "dy", self.dy, self.x, None, f"x has {rows} rows")
+        _, k = check_x(self.op, self.x)
+        if self.dy_rows is not None and self.x_rows is not None:
+            raise ValueError(f"{self.op}: got both dy_rows and x_rows; give one of them, and the other's rows in order")
+        check_indices(self.op, self.x_rows, self.x, "x_rows")
+        n = self._check_dy()
         experts = count_groups(self.op, self.offs, self.splits, self.x)
         check_flag(self.op, "accumulate", self.accumulate)
         check_mask(self.op, self.mask, self.x, experts)
@@ -183,12 +200,32 @@ class GroupedWgradCall(Call):
         return Problem(
             op=self.op,
             dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=rows,
+            rows=self.num_rows,
             experts=experts,
             in_features=k,
             out_features=n,
             out_dtype=str(self.result_dtype).removeprefix("torch."),
+            gathers=self.dy_rows is not None or self.x_rows is not None,
         )
+
+    def _check_dy(self) -> int:
+        """dy's columns."""
+        by_index = self.dy_rows is not None and isinstance(self.dy, Tensor) and self.dy.dim()
+        rows = self.dy.shape[0] if by_index else self.num_rows
+        like = self.x if rows == self.x.shape[0] else self.x.new_empty(rows, 0)
+        columns = check_rows_like(self.op, "dy", self.dy, like, None, f"x has {rows} rows")
+        check_indices(self.op, self.dy_rows, self.dy, "dy_rows", "dy", self.num_rows)
+        return columns
+
+    @property
+    def indices(self) -> Tensor | None:
+        return self.x_rows
+
+    @property
+    def free(self) -> int | None:
+        if self.dy_rows is not None:
+            return 0
+        return None if self.x_rows is None else 1
 
     def _check_options(self) -> None:
         """Options that contradict each other."""
@@ -222,7 +259,9 @@ class GroupedWgradCall(Call):
     def reference(self, problem: Problem) -> Any:
         out = self.results(problem) if self.out is None else self.out
         adds = [self.accumulate] * problem.experts if self.mask is None else self.mask.tolist()
-        reference.grouped_wgrad(self.dy, self.x, self.host_ends(), adds, out)
+        dy = self.dy if self.dy_rows is None else take_rows(self.op, self.dy, self.dy_rows)
+        x = self.x if self.x_rows is None else take_rows(self.op, self.x, self.x_rows)
+        reference.grouped_wgrad(dy, x, self.host_ends(), adds, out)
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedWgradPlan:
@@ -235,4 +274,4 @@ class GroupedWgradCall(Call):
         )
 
     def run(self, plan: GroupedWgradPlan) -> Any:
-        return plan.run(self.dy, self.x, self.groups, self.out, self.mask)
+        return plan.run(self.dy, self.x, self.groups, self.out, self.mask, self.dy_rows, self.x_rows)
