@@ -162,14 +162,19 @@ def _converted(state: Mapping[str, Any], module: torch.nn.Module, values: Values
     return result
 
 
-def _stacked(parts: list[Any], rank: int | None = None) -> Tensor | None:
+def alike(parts: list[Any], rank: int | None = None) -> bool:
+    """Whether all are tensors of one shape, dtype and device, and of `rank` where it says something."""
     first = parts[0]
-    for part in parts:
-        if not isinstance(part, Tensor) or rank not in (None, part.dim() + 1):
-            return None
-        if (part.shape, part.dtype, part.device) != (first.shape, first.dtype, first.device):
-            return None
-    return torch.stack(parts)
+    return all(
+        isinstance(part, Tensor)
+        and rank in (None, part.dim())
+        and (part.shape, part.dtype, part.device) == (first.shape, first.dtype, first.device)
+        for part in parts
+    )
+
+
+def _stacked(parts: list[Any], rank: int | None = None) -> Tensor | None:
+    return torch.stack(parts) if alike(parts, None if rank is None else rank - 1) else None
 
 
 def _split(whole: Any, count: int, rank: int | None = None) -> list[Tensor] | None:

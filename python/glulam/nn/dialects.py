@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
-from .conversion import PACKED_RANKS, Move, replaced
+from .conversion import PACKED_RANKS, Move, alike, replaced
 
 if TYPE_CHECKING:
     from .mlp import GroupedMLP
@@ -126,12 +126,8 @@ def _converted(state: dict[str, Any], prefix: str, part: str, form: Form, mlp: G
 
 def _value(parts: list[Any], source: Source, rank: int, glu_layout: str) -> Tensor | None:
     """[rows, columns] or [rows] of an expert, or of all of them; a gated layer's rows in `glu_layout`."""
-    first = parts[0]
-    for part in parts:
-        if not isinstance(part, Tensor) or part.dim() != rank:
-            return None
-        if (part.shape, part.dtype, part.device) != (first.shape, first.dtype, first.device):
-            return None
+    if not alike(parts, rank):
+        return None
     parts = [part.mT.contiguous() if source.transposed else part for part in parts]
     if len(parts) == 1 and source.glu_layout in (None, glu_layout):
         whole: Tensor = parts[0]

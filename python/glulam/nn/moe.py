@@ -14,7 +14,7 @@ from ..layer import Routing, combine, moe, permute, route
 from ..layer.routing import LOGITS_DTYPES, check_rule
 from ..signature import check_flag, shape_text
 from .dialects import convert_block
-from .linear import check_sizes
+from .linear import check_placement, check_sizes
 from .mlp import GroupedMLP
 
 NAME = "MoE"
@@ -105,7 +105,9 @@ class MoE(nn.Module):
         }  # fmt: skip
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router_dtype = router_dtype
-        _check_router_dtype(router_dtype, torch.empty(0, device=device))
+        probe = torch.empty(0, **where)
+        check_placement(NAME, probe, hidden_size, intermediate_size)
+        _check_router_dtype(router_dtype, probe)
         self.router = nn.Linear(hidden_size, num_experts, router_bias, device=device, dtype=router_dtype or dtype)
         self.experts = GroupedMLP(num_experts, hidden_size, intermediate_size, **how, **where)
         width = shared_intermediate_size
@@ -138,7 +140,7 @@ class MoE(nn.Module):
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
-        return self._mixed(tokens, routing, self._shared(tokens)).view(x.shape)
+        return self._sum_of_experts(tokens, routing, self._shared(tokens)).view(x.shape)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
@@ -146,7 +148,7 @@ class MoE(nn.Module):
         bias = None if self.choice_bias is None else self.choice_bias.float()
         return route(logits, self.top_k, bias=bias, num_tokens=num_tokens, **self.rule)
 
-    def _mixed(self, tokens: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+    def _sum_of_experts(self, tokens: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """The sum of what experts and the shared one make of tokens. Gradients go where the experts' options say."""
         experts = self.experts
         fc1, fc2 = experts.fc1, experts.fc2
