@@ -87,6 +87,7 @@ class TestRoute:
     def test_no_token(self, anywhere: Any) -> None:
         made = glulam.route(torch.empty(0, 16), 4)
         assert made.ids.shape == (0, 4) and made.offs.tolist() == [0] * 16 and made.token_of_row.shape == (0,)
+        assert glulam.route(torch.empty(0, 16), 4, num_groups=4, top_groups=2).ids.shape == (0, 4)
 
     @pytest.mark.parametrize("rule", RULES)
     def test_gradient(self, rule: str) -> None:

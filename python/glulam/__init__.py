@@ -12,7 +12,7 @@ from . import recipes as recipes
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .kernels import compile, preload
-from .layer import Routing, combine, moe, permute, route
+from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
 from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
 from .ops import (
     GluGradients,
@@ -48,6 +48,7 @@ __all__ = [
     "grouped_mlp",
     "grouped_mm",
     "grouped_wgrad",
+    "load_balancing_loss",
     "mhc",
     "moe",
     "nn",
@@ -57,6 +58,7 @@ __all__ = [
     "quantize_mxfp8",
     "recipes",
     "route",
+    "router_z_loss",
     "tune",
 ]
 

@@ -63,22 +63,23 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def split_halves(h: Tensor, glu_layout: str) -> tuple[Tensor, Tensor]:
-    """h [T, 2I] as its activated and its linear half, each [T, I]."""
+def split_halves(h: Tensor, glu_layout: str, dim: int = 1) -> tuple[Tensor, Tensor]:
+    """h [T, 2I] as its activated and its linear half, each [T, I]; or of any tensor with 2I along `dim`."""
     if glu_layout == "concat":
-        a, u = h.chunk(2, dim=1)
+        a, u = h.chunk(2, dim=dim)
         return a, u
     block = 1 if glu_layout == "interleaved" else INTERLEAVED32_BLOCK
-    blocks = h.unflatten(1, (-1, 2, block))
-    return blocks[:, :, 0].flatten(1), blocks[:, :, 1].flatten(1)
+    a, u = h.unflatten(dim, (-1, 2, block)).unbind(dim + 1)
+    return a.flatten(dim, dim + 1), u.flatten(dim, dim + 1)
 
 
-def join_halves(a: Tensor, u: Tensor, glu_layout: str) -> Tensor:
+def join_halves(a: Tensor, u: Tensor, glu_layout: str, dim: int = 1) -> Tensor:
     """What `split_halves` splits."""
     if glu_layout == "concat":
-        return torch.cat((a, u), dim=1)
+        return torch.cat((a, u), dim=dim)
     block = 1 if glu_layout == "interleaved" else INTERLEAVED32_BLOCK
-    return torch.stack((a.unflatten(1, (-1, block)), u.unflatten(1, (-1, block))), dim=2).flatten(1)
+    halves = [half.unflatten(dim, (-1, block)) for half in (a, u)]
+    return torch.stack(halves, dim=dim + 1).flatten(dim, dim + 2)
 
 
 def activate(h: Tensor, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:

@@ -22,7 +22,7 @@ def _descending(values: Tensor) -> Tensor:
 def _chosen(by: Tensor, k: int, num_groups: int, top_groups: int) -> Tensor:
     order = _descending(by)
     if num_groups > 1:
-        grouped = by.view(len(by), num_groups, -1)
+        grouped = by.view(len(by), num_groups, by.shape[1] // num_groups)
         best = grouped.gather(-1, _descending(grouped)[..., :2]).sum(-1)
         takes_part = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _descending(best)[:, :top_groups], True)
         open_to = takes_part.repeat_interleave(by.shape[1] // num_groups, dim=-1).gather(-1, order)

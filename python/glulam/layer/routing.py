@@ -44,6 +44,7 @@ class Routing:
         weight_of_row: float32 [T], the weight of each row; differentiable as `weights` is.
         ids: [N, K], the experts chosen, int32, or what `from_topk` was given.
         weights: float32 [N, K]; differentiable.
+        logits, score: what `route` was given, for losses; None of a routing `from_topk`.
     """
 
     offs: Tensor
@@ -54,6 +55,13 @@ class Routing:
     weights: Tensor
     num_experts: int
     first: int = 0
+    logits: Tensor | None = None
+    score: str | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 [num_experts], the rows of each expert; computed at every access."""
+        return self.offs.diff(prepend=self.offs.new_zeros(1))
 
     @classmethod
     def from_topk(cls, ids: Tensor, weights: Tensor, num_experts: int, first: int = 0) -> Routing:
@@ -112,7 +120,8 @@ def route(
     else:
         made = ROUTE(tensors, options)
     ids, weights, offs, token_of_row, row_of, weight_of_row = made
-    return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, logits.shape[1])
+    experts = logits.shape[1]
+    return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, experts, logits=logits, score=score)
 
 
 def _capacity(experts: int) -> int:
@@ -143,6 +152,29 @@ def _number(op: str, name: str, value: Any, least: int, most: int, why: str) -> 
         raise ValueError(f"{op}: {name} is {value}; it must be {least} to {most}, since {why}")
 
 
+def check_rule(
+    op: str, experts: int, k: int, score: str, normalize: bool, num_groups: int, top_groups: int, scale: float,
+    name_of_k: str = "k",
+) -> None:  # fmt: skip
+    """Raises ValueError or TypeError where `experts` cannot be chosen from like that."""
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"{op}: E = {experts} experts; 1 to {MAX_EXPERTS} are possible")
+    if score not in SCORES:
+        raise ValueError(f"{op}: score={score!r}; choose {', '.join(map(repr, SCORES))}")
+    if not isinstance(normalize, bool):
+        raise TypeError(f"{op}: normalize is {normalize!r}; give True or False")
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"{op}: scale is {scale!r}; give a Python float")
+    _number(op, "num_groups", num_groups, 1, MAX_GROUPS, "a warp has a lane for each group")
+    if experts % num_groups or (num_groups > 1 and experts == num_groups):
+        raise ValueError(
+            f"{op}: num_groups is {num_groups}; it must cut {experts} experts into equal groups of 2 or more"
+        )
+    _number(op, "top_groups", top_groups, 1, num_groups, f"there are {num_groups} groups")
+    available = experts // num_groups * top_groups
+    _number(op, name_of_k, k, 1, min(MAX_K, available), f"{available} experts take part, and a warp chooses {MAX_K}")
+
+
 class RouteForward(LayerOperator):
     op = kernel = "route"
     inputs = ("logits", "bias", "num_tokens")
@@ -162,22 +194,7 @@ class RouteForward(LayerOperator):
         valid = LOGITS_DTYPES if runs_kernels(logits) else (*LOGITS_DTYPES, torch.float64)
         if logits.dtype not in valid:
             raise TypeError(f"{self.op}: logits is {logits.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
-        if not 1 <= experts <= MAX_EXPERTS:
-            raise ValueError(f"{self.op}: logits has E = {experts} experts; 1 to {MAX_EXPERTS} are possible")
-        if score not in SCORES:
-            raise ValueError(f"{self.op}: score={score!r}; choose {', '.join(map(repr, SCORES))}")
-        if not isinstance(normalize, bool):
-            raise TypeError(f"{self.op}: normalize is {normalize!r}; give True or False")
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise TypeError(f"{self.op}: scale is {scale!r}; give a Python float")
-        _number(self.op, "num_groups", num_groups, 1, MAX_GROUPS, "a warp has a lane for each group")
-        if experts % num_groups or (num_groups > 1 and experts == num_groups):
-            raise ValueError(
-                f"{self.op}: num_groups is {num_groups}; it must cut {experts} experts into equal groups of 2 or more"
-            )
-        _number(self.op, "top_groups", top_groups, 1, num_groups, f"there are {num_groups} groups")
-        available = experts // num_groups * top_groups
-        _number(self.op, "k", k, 1, min(MAX_K, available), f"{available} experts take part, and a warp chooses {MAX_K}")
+        check_rule(self.op, experts, k, score, normalize, num_groups, top_groups, scale)
         if tokens * k > MAX_ROWS:
             raise ValueError(
                 f"{self.op}: {tokens} tokens of {k} experts are more than {MAX_ROWS} rows; split the batch"

@@ -1,8 +1,11 @@
-"""Modules: grouped linear layers, their weights packed in one parameter or one an expert; hyper-connections."""
+"""Modules: grouped linear layers, their weights packed in one parameter or one an expert; a whole mixture-of-experts
+layer; hyper-connections.
+"""
 
 from .conversion import convert_optimizer_state, convert_state_dict
 from .hyper_connection import HyperConnection
 from .linear import GroupedLinear
 from .mlp import GroupedMLP
+from .moe import MoE
 
-__all__ = ["GroupedLinear", "GroupedMLP", "HyperConnection", "convert_optimizer_state", "convert_state_dict"]
+__all__ = ["GroupedLinear", "GroupedMLP", "HyperConnection", "MoE", "convert_optimizer_state", "convert_state_dict"]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from .linear import GroupedLinear
+
+Kind = TypeVar("Kind", bound=torch.nn.Module)
 
 PACKED_RANKS = {"weight": 3, "bias": 2}
 
@@ -37,13 +39,20 @@ class Move(NamedTuple):
 
 
 def convert_state_dict(state: Mapping[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """A state dict with the keys that `module` has, from one in either layout.
+    """A state dict with the keys that `module` has, from one in either layout, or of another library's MoE blocks.
 
     Args:
-        state: of a module like `module` that differs in `packed` at most. Loading it into `module` does the same.
-        module: holds GroupedLinear modules anywhere.
+        state: of a module like `module` that differs in `packed` at most, or in the names of an MoE's parts, which are
+            one of `nn.dialects`. Loading it into `module` does the same.
+        module: holds GroupedLinear and MoE modules anywhere.
     """
-    result = _converted(state, module, TENSORS)
+    from .dialects import convert_block
+    from .moe import MoE
+
+    result = dict(state)
+    for prefix, block in _named(module, MoE):
+        result = convert_block(result, prefix, block)
+    result = _converted(result, module, TENSORS)
     if (versions := getattr(state, "_metadata", None)) is not None:  # of modules, which load_state_dict looks at
         result = OrderedDict(result)
         result._metadata = versions  # type: ignore[attr-defined]
@@ -77,7 +86,7 @@ def convert_optimizer_state(state: Mapping[str, Any], module: torch.nn.Module) -
                 if moved is None:
                     continue
                 moments = moved
-            groups[home] = list(_replaced(dict.fromkeys(groups[home]), move, [None] * len(move.new)))
+            groups[home] = list(replaced(dict.fromkeys(groups[home]), move, [None] * len(move.new)))
     renamed = [{**group, "params": names} for group, names in zip(state["param_groups"], groups, strict=True)]
     return {**state, "state": moments, "param_groups": renamed}
 
@@ -105,9 +114,9 @@ def _moved(
     old = [state[key] for key in move.old]
     if linear.packed:
         packed = values.pack(old, rank)
-        return None if packed is None else _replaced(state, move, [packed])
+        return None if packed is None else replaced(state, move, [packed])
     parts = values.split(old[0], linear.num_experts, rank)
-    return None if parts is None else _replaced(state, move, parts)
+    return None if parts is None else replaced(state, move, parts)
 
 
 def _find_move(keys: Collection[str], whole: str, linear: GroupedLinear) -> Move | None:
@@ -121,7 +130,7 @@ def _find_move(keys: Collection[str], whole: str, linear: GroupedLinear) -> Move
     return move if len(found) == len(move.old) else None
 
 
-def _replaced(state: Mapping[str, Any], move: Move, values: list[Any]) -> dict[str, Any]:
+def replaced(state: Mapping[str, Any], move: Move, values: list[Any]) -> dict[str, Any]:
     """New entries stand where the first old one stood: optimizers number parameters by their order."""
     old = set(move.old)
     result: dict[str, Any] = {}
@@ -134,11 +143,15 @@ def _replaced(state: Mapping[str, Any], move: Move, values: list[Any]) -> dict[s
 
 
 def _linears(module: torch.nn.Module) -> Iterator[tuple[str, GroupedLinear]]:
-    """Each GroupedLinear under each of its names, as state dicts have it, with the prefix of its keys."""
     from .linear import GroupedLinear
 
+    return _named(module, GroupedLinear)
+
+
+def _named(module: torch.nn.Module, kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
+    """Each module of a kind under each of its names, as state dicts have it, with the prefix of its keys."""
     for path, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, GroupedLinear):
+        if isinstance(child, kind):
             yield f"{path}." if path else "", child
 
 
@@ -149,14 +162,19 @@ def _converted(state: Mapping[str, Any], module: torch.nn.Module, values: Values
     return result
 
 
-def _stacked(parts: list[Any], rank: int | None = None) -> Tensor | None:
+def alike(parts: list[Any], rank: int | None = None) -> bool:
+    """Whether all are tensors of one shape, dtype and device, and of `rank` where it says something."""
     first = parts[0]
-    for part in parts:
-        if not isinstance(part, Tensor) or rank not in (None, part.dim() + 1):
-            return None
-        if (part.shape, part.dtype, part.device) != (first.shape, first.dtype, first.device):
-            return None
-    return torch.stack(parts)
+    return all(
+        isinstance(part, Tensor)
+        and rank in (None, part.dim())
+        and (part.shape, part.dtype, part.device) == (first.shape, first.dtype, first.device)
+        for part in parts
+    )
+
+
+def _stacked(parts: list[Any], rank: int | None = None) -> Tensor | None:
+    return torch.stack(parts) if alike(parts, None if rank is None else rank - 1) else None
 
 
 def _split(whole: Any, count: int, rank: int | None = None) -> list[Tensor] | None:

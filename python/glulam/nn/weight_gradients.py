@@ -71,6 +71,10 @@ class DelaysWeightGradients:
     delay_wgrad: bool
     _delayed: Delayed
 
+    def has_delayed(self) -> bool:
+        """Whether a backward pass left weight gradients."""
+        return len(self._delayed) > 0
+
     def backward_dw(self) -> None:
         """Compute the weights' gradients that the oldest backward pass left, into main_grad or grad.
 

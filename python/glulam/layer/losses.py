@@ -1,0 +1,71 @@
+"""Auxiliary losses of a router: that experts get equal loads, and that logits stay small. Plain torch, no host sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..mhc.checks import check_tensor
+from ..mhc.reference import wide
+from .operator import check_shape
+from .reference import TINY
+from .routing import Routing
+
+
+def load_balancing_loss(routing: Routing) -> Tensor:
+    """E * sum over experts of f_e P_e. Differentiable in the logits, through P.
+
+    f_e is the fraction of all choices that are e's (they sum up to 1), and P_e the mean over tokens of e's probability:
+    softmax over all logits, or of sigmoids each divided by their token's sum. So the loss is 1 where f or P is even,
+    whatever k is. It is Switch Transformer's (arXiv:2101.03961, equations 4 to 6) without its alpha, and with a
+    sigmoid DeepSeek-V3's (arXiv:2412.19437, equations 17 to 20) over all tokens of the routing. Where f_e counts
+    choices a token instead, as in transformers, the loss is k times as large. Padding does not count.
+
+    Args:
+        routing: from `route`. Of several sequences it is their common loss; route each for a loss of its own.
+
+    Returns:
+        A scalar, float32 (float64 of such logits); 0 without a token.
+
+    Raises:
+        TypeError, ValueError: it is no Routing, or one `from_topk`, which has no logits.
+    """
+    if not isinstance(routing, Routing):
+        raise TypeError(f"load_balancing_loss: routing is a {type(routing).__name__}; give what glulam.route returned")
+    if routing.logits is None:
+        raise ValueError(
+            "load_balancing_loss: routing has no logits, which from_topk is not given; give what glulam.route returned"
+        )
+    is_padding = routing.ids[:, :1] < 0
+    values = wide(routing.logits).masked_fill(is_padding, 0)
+    if routing.score == "sigmoid":
+        scores = values.sigmoid()
+        probabilities = scores / (scores.sum(-1, keepdim=True) + TINY)
+    else:
+        probabilities = values.softmax(-1)
+    sums, rows = probabilities.masked_fill(is_padding, 0).sum(0), routing.offs[-1].clamp(min=1)
+    return (routing.counts * sums).sum() / rows / rows * (routing.num_experts * routing.ids.shape[1])
+
+
+def router_z_loss(logits: Tensor, num_tokens: Tensor | None = None) -> Tensor:
+    """The mean over tokens of logsumexp(logits)^2: ST-MoE's (arXiv:2202.08906, equation 5). Differentiable.
+
+    Args:
+        logits: [..., E].
+        num_tokens: as of `route`; tokens from there on do not count.
+
+    Returns:
+        A scalar, float32 (float64 of such logits); 0 without a token.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+    """
+    check_tensor("router_z_loss", "logits", logits, "a tensor [..., E]")
+    values = wide(logits).flatten(0, -2)
+    if num_tokens is None:
+        return values.logsumexp(-1).square().sum() / max(len(values), 1)
+    check_tensor("router_z_loss", "num_tokens", num_tokens, "a tensor [1]", logits)
+    check_shape("router_z_loss", "num_tokens", num_tokens, (1,), "it is one number")
+    is_padding = torch.arange(len(values), device=values.device) >= num_tokens
+    squares = values.masked_fill(is_padding.unsqueeze(1), 0).logsumexp(-1).square()
+    return (squares.masked_fill(is_padding, 0).sum() / num_tokens.clamp(1, max(len(values), 1))).squeeze(0)

@@ -1,0 +1,243 @@
+"""MoE: a router, its experts, and one that every token goes to."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import device as gpus
+from ..layer import Routing, combine, moe, permute, route
+from ..layer.routing import LOGITS_DTYPES, check_rule
+from ..signature import check_flag, shape_text
+from .dialects import convert_block
+from .linear import check_placement, check_sizes
+from .mlp import GroupedMLP
+
+NAME = "MoE"
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer: y = shared(x) + sum over a token's experts of weight * expert(x); see `glulam.moe`.
+
+        routing = route(router(x), top_k);  y = moe(x, routing, w1, w2, residual=sigmoid(shared_gate(x)) shared(x))
+
+    Args:
+        hidden_size, intermediate_size, num_experts, top_k: H, I, E and the experts of a token.
+        score, normalize, scale, num_groups, top_groups: as of `glulam.route`.
+        router_bias: whether logits have one, [E], that is trained (gpt-oss).
+        choice_bias: whether there is a buffer, float32 [E], that is added to scores for the choice alone (DeepSeek-V3);
+            see `update_choice_bias`. It stays float32 when the module is cast.
+        router_dtype: of the router's parameters and logits, `dtype` by default.
+        shared_intermediate_size: width of an expert that every token goes to; None: there is none.
+        shared_gate: whether that one's output is multiplied by sigmoid(x g) (Qwen2-MoE).
+        bias: whether both layers of all experts have one.
+        activation, glu_layout, limit, alpha, offset, packed, recompute, delay_wgrad, recipe: of all experts, as of
+            `GroupedMLP`.
+        device, dtype: of the parameters.
+
+    `router` is a torch Linear, `experts` a GroupedMLP, `shared` one of a single expert or None, `shared_gate` a Linear
+    or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`; it
+    holds on to that forward's graph until the next one, and copies of the module have none.
+
+    State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`.
+
+    Raises:
+        ValueError, TypeError: at construction, for options that cannot work, alone or together.
+    """
+
+    choice_bias: Tensor | None
+    routing: Routing | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        router_bias: bool = False,
+        choice_bias: bool = False,
+        router_dtype: torch.dtype | None = None,
+        shared_intermediate_size: int | None = None,
+        shared_gate: bool = False,
+        activation: str = "swiglu",
+        glu_layout: str = "concat",
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        offset: float = 1.0,
+        bias: bool = False,
+        packed: bool = True,
+        recompute: bool = False,
+        delay_wgrad: bool = False,
+        recipe: Any = "bf16",
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(NAME, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        check_rule(NAME, num_experts, top_k, score, normalize, num_groups, top_groups, scale, name_of_k="top_k")
+        for name, flag in {
+            "router_bias": router_bias, "choice_bias": choice_bias, "shared_gate": shared_gate
+        }.items():  # fmt: skip
+            check_flag(NAME, name, flag)
+        if shared_intermediate_size is not None:
+            check_sizes(NAME, shared_intermediate_size=shared_intermediate_size)
+        elif shared_gate:
+            raise ValueError(
+                f"{NAME}: shared_gate is True but there is no shared expert; give shared_intermediate_size"
+            )
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.rule: dict[str, Any] = {
+            "score": score, "normalize": normalize, "scale": scale, "num_groups": num_groups, "top_groups": top_groups
+        }  # fmt: skip
+        how: dict[str, Any] = {
+            "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
+            "bias": bias, "packed": packed, "recompute": recompute, "delay_wgrad": delay_wgrad, "recipe": recipe,
+        }  # fmt: skip
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router_dtype = router_dtype
+        probe = torch.empty(0, **where)
+        check_placement(NAME, probe, hidden_size, intermediate_size)
+        _check_router_dtype(router_dtype, probe)
+        self.router = nn.Linear(hidden_size, num_experts, router_bias, device=device, dtype=router_dtype or dtype)
+        self.experts = GroupedMLP(num_experts, hidden_size, intermediate_size, **how, **where)
+        width = shared_intermediate_size
+        self.shared = None if width is None else GroupedMLP(1, hidden_size, width, **how, **where)
+        self.shared_gate = nn.Linear(hidden_size, 1, False, **where) if shared_gate else None
+        biases = torch.zeros(num_experts, device=device, dtype=torch.float32) if choice_bias else None
+        self.register_buffer("choice_bias", biases)
+        self.routing = None
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.Linear's, in all layers; the choice bias is zero."""
+        for child in self.children():
+            child.reset_parameters()  # type: ignore[operator]
+        if self.choice_bias is not None:
+            self.choice_bias.zero_()
+
+    def forward(self, x: Tensor, *, num_tokens: Tensor | None = None) -> Tensor:
+        """[..., H] -> [..., H].
+
+        Args:
+            x: tokens, in the parameters' dtype.
+            num_tokens: as of `glulam.route`, of x's tokens in their order. Padding goes to no expert but the shared
+                one, as it does in dense layers, so let it be finite where gradients are taken.
+
+        Raises:
+            ValueError, TypeError: x has another width or dtype; as of `glulam.route` and `glulam.moe`.
+        """
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
+        tokens = x.reshape(-1, self.hidden_size).contiguous()
+        self.routing = routing = self.route(tokens, num_tokens)
+        return self._sum_of_experts(tokens, routing, self._shared(tokens)).view(x.shape)
+
+    def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
+        """Which experts tokens [N, H] go to."""
+        logits = _linear(tokens, self.router, self.router_dtype or tokens.dtype)
+        bias = None if self.choice_bias is None else self.choice_bias.float()
+        return route(logits, self.top_k, bias=bias, num_tokens=num_tokens, **self.rule)
+
+    def _sum_of_experts(self, tokens: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """The sum of what experts and the shared one make of tokens. Gradients go where the experts' options say."""
+        experts = self.experts
+        fc1, fc2 = experts.fc1, experts.fc2
+        weights = *fc1.parameter_list("weight"), *fc2.parameter_list("weight")
+        if experts.delay_wgrad or any(getattr(weight, "main_grad", None) is not None for weight in weights):
+            rows = experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
+            return combine(rows, routing, shared)
+        return moe(
+            tokens, routing, fc1.experts("weight"), fc2.experts("weight"), b1=fc1.experts("bias"),
+            b2=fc2.experts("bias"), residual=shared, **experts.form,
+        )  # fmt: skip
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
+        if self.shared is None:
+            return None
+        scale = None
+        if self.shared_gate is not None:
+            gate = _linear(tokens, self.shared_gate, tokens.dtype).squeeze(-1)
+            scale = gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
+        ends = torch.full((1,), len(tokens), dtype=torch.int32, device=tokens.device)
+        y: Tensor = self.shared(tokens, offs=ends, row_scale=scale)
+        return y
+
+    def backward_dw(self) -> None:
+        """Compute the experts' weight gradients that the oldest backward pass left; see `GroupedMLP`.
+
+        Raises:
+            RuntimeError: nothing is pending, or the module was made without delay_wgrad.
+        """
+        parts = [part for part in (self.experts, self.shared) if part is not None and part.has_delayed()]
+        for part in parts or [self.experts]:
+            part.backward_dw()
+
+    @torch.no_grad()
+    def update_choice_bias(self, rate: float, counts: Tensor | None = None) -> None:
+        """Add `rate` to the choice bias of experts with fewer rows than their mean, and take it from those with more.
+
+        That is how DeepSeek-V3 balances loads without a loss (arXiv:2412.19437, section 2.1.2). The host reads nothing.
+
+        Args:
+            counts: [E], rows of each expert in a step, summed over micro-batches and ranks; those of the last forward
+                by default.
+
+        Raises:
+            RuntimeError: the module was made without choice_bias, or there are no counts.
+        """
+        if self.choice_bias is None:
+            raise RuntimeError("update_choice_bias: made without choice_bias=True, so there is none to update")
+        if counts is None and self.routing is None:
+            raise RuntimeError("update_choice_bias: there was no forward whose rows count; give counts")
+        loads = (self.routing.counts if counts is None else counts).float()  # type: ignore[union-attr]
+        self.choice_bias.add_((loads.mean() - loads).sign(), alpha=rate)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        before = self.choice_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if before is not None and self.choice_bias is not None and self.choice_bias.dtype != before.dtype:
+            self.choice_bias = before.to(self.choice_bias.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """In place, since the dictionary goes on to the children; torch gives each module its own."""
+        converted = convert_block(state_dict, prefix, self)
+        state_dict.clear()
+        state_dict.update(converted)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have no routing: it belongs to a graph."""
+        return {**self.__dict__, "routing": None}
+
+    def extra_repr(self) -> str:
+        text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"
+        defaults = {"score": "softmax", "normalize": True, "scale": 1.0, "num_groups": 1, "top_groups": 1}
+        shown = {name: value for name, value in self.rule.items() if value != defaults[name]}
+        shown.update({"choice_bias": True} if self.choice_bias is not None else {})
+        shown.update({"router_dtype": self.router_dtype} if self.router_dtype is not None else {})
+        return text + "".join(f", {name}={value!r}" for name, value in shown.items())
+
+
+def _check_router_dtype(dtype: Any, probe: Tensor) -> None:
+    valid = LOGITS_DTYPES if probe.device.type == gpus.KERNEL_DEVICE else (*LOGITS_DTYPES, torch.float64)
+    if dtype is not None and dtype not in valid:
+        raise TypeError(f"{NAME}: router_dtype is {dtype}; it must be {', '.join(map(str, valid))}, or None")
+
+
+def _linear(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """In this dtype, whatever the parameters' is; and not autocast, which would undo a float32 router."""
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(dtype), linear.weight.to(dtype), bias)
