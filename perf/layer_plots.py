@@ -14,10 +14,23 @@ if TYPE_CHECKING:
 
 ROUTING = "uniform"
 BAR = 0.85  # of the distance between two cases, all bars of a case together
-STAGE_COLOURS = (
-    "#0b3954", "#1b6ca8", "#6fb1e0", "#bcd9ee", "#2a9d8f", "#8ab17d", "#cfe3b4", "#f4d58d", "#e9a03b", "#b5651d",
-    "#7d4e57", "#c9ada7", "#9a8c98", "#4a4e69",
-)  # fmt: skip
+STEP_COLOURS = {
+    "router GEMM": "#0b3954",
+    "route": "#1b6ca8",
+    "permute": "#6fb1e0",
+    "FC1": "#2a9d8f",
+    "FC2": "#6a994e",
+    "combine": "#f4a261",
+    "backward of combine": "#f9d0ab",
+    "backward of FC2: dglu": "#4f6d3a",
+    "backward of FC2: dw2": "#b5cfa3",
+    "permute again": "#bcd9ee",
+    "backward of FC1: dw1": "#93d3cb",
+    "backward of FC1: dgrad": "#1d6b62",
+    "backward of permute": "#d7a97e",
+    "backward of route": "#7fa7c9",
+    "backward of router GEMM": "#5a7486",
+}
 PEER_COLOURS = {"MLP alone": "#7a7a7a", "sorted by torch": "#8e6c8a", "torch": "#d1495b", "SonicMoE": "#e6a700"}
 
 
@@ -38,9 +51,13 @@ def groups_of(result: Result, op: str) -> list[Group]:
         if record["op"] != STAGES or record["of"] != op or not (whole := whole_us(record, timed)):
             continue
         steps = {name: us / whole for name, us in record["stages"].items()}
-        name, tokens = record["case"]["name"], record["case"]["tokens"]
-        found.append(Group(f"{name}\n{tokens} tokens", steps, _peers(record["case"], timed, whole)))
+        found.append(Group(_label(record["case"]), steps, _peers(record["case"], timed, whole)))
     return found
+
+
+def _label(case: dict[str, Any]) -> str:
+    name, tokens = case["name"], case["tokens"]
+    return str(name) if str(tokens) in name else f"{name}\n{tokens} tokens"
 
 
 def _peers(case: dict[str, Any], timed: list[dict[str, Any]], whole_us: float) -> dict[str, float]:
@@ -54,12 +71,11 @@ def draw_groups(axes: Axes, groups: list[Group]) -> None:
     steps = list(dict.fromkeys(name for group in groups for name in group.stages))
     peers = list(dict.fromkeys(name for group in groups for name in group.peers))
     height = BAR / (1 + len(peers))
-    colours = dict(zip(steps, STAGE_COLOURS, strict=False))
     places = [place - BAR / 2 + height / 2 for place in range(len(groups))]
     done = [0.0] * len(groups)
     for name in steps:
         widths = [group.stages.get(name, 0.0) for group in groups]
-        axes.barh(places, widths, height, left=done, label=name, color=colours.get(name))
+        axes.barh(places, widths, height, left=done, label=name, color=STEP_COLOURS.get(name))
         done = [start + width for start, width in zip(done, widths, strict=True)]
     for number, name in enumerate(peers, 1):
         widths = [group.peers.get(name, 0.0) for group in groups]
@@ -72,4 +88,4 @@ def draw_groups(axes: Axes, groups: list[Group]) -> None:
     axes.set_xlim(right=1.25 * max((w for g in groups for w in (*g.peers.values(), 1.0)), default=1.0))
     axes.invert_yaxis()
     axes.set_xlabel("time / ours as a whole")
-    axes.legend(fontsize=6, loc="lower right")
+    axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.25 / len(groups) - 0.02), ncols=5)

@@ -13,6 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -43,9 +44,15 @@ Record = dict[str, Any]
 
 
 def memory(contestant: Contestant, d: LayerData, op: str) -> dict[str, int]:
-    """In bytes: the peak of a call, above what was there before the contestant's first; and of TRAIN what stays from
-    forward to backward, the result included. What a first call compiles or tunes with does not count.
+    """In bytes: the peak of a call, above what was there before; and of TRAIN what stays from forward to backward, the
+    result included. In a thread of its own, so that buffers which ours keep for a thread's next call count as well.
     """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_memory, contestant, d, op).result()
+
+
+def _memory(contestant: Contestant, d: LayerData, op: str) -> dict[str, int]:
+    """Of a second call: what a first one compiles or tunes with does not count."""
     b, call = d.batches[0], contestant.call(op)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
