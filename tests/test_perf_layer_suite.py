@@ -109,6 +109,7 @@ def untimed(monkeypatch):
     monkeypatch.setattr(suite, "device_sampler", lambda call: sampler(lambda: call(0)))
     monkeypatch.setattr(suite, "capture", capture)
     monkeypatch.setattr(suite, "make_layer", data)
+    monkeypatch.setattr(glulam, "preload", lambda: 0)
     monkeypatch.setattr(suite, "routing_parts", lambda: layer_parts.routing_parts("cpu"))
     monkeypatch.setattr(layer_parts, "ROUTED_TOKENS", (1, 64))
     monkeypatch.setattr(suite, "layer_cases", lambda *_: [CASE, STEP, dataclasses.replace(STEP, routing="zipf")])

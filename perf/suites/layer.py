@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from rich.progress import track
 
+import glulam
+
 from ..layer import FLOOR, Admitted, Contestant, admitted, contestants
 from ..layer_cases import FORWARD, GRAPH_TOKENS, PUBLISHED, TRAIN, LayerCase, layer_cases
 from ..layer_data import LayerData, make_layer
@@ -243,6 +245,7 @@ def run_layer(options: Options) -> list[Record]:
     ops = select_ops(OPS, options.ops)
     cases = layer_cases(options.case, options.routings, options.published)
     share = options.budget_s / (len(cases) + 1)
+    glulam.preload()  # other packages may bring another version of the DSL's run-time library: the first one serves all
     records = []
     for case in track(cases, "layer"):
         records += _measure(case, ops, share)
