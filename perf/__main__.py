@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from .cases import EVEN_AND_SKEWED
+from .cells import Table
+from .layer_cases import ROUTINGS
 from .options import QUACK_MODES, Options, command_line
 from .results import Result, default_path, make_result, write
-from .tables import Table, tables_of
+from .tables import tables_of
 
 COMPARE, TILES = "compare", "tiles"
 SUITE_HELP = {
@@ -26,6 +29,7 @@ SUITE_HELP = {
     "skew": "the same from even to one-sided routing",
     "backward": "the backward's kernels",
     "train": "a layer's forward and backward: time, memory, host",
+    "layer": "the whole layer from tokens to tokens: time, memory, where it goes, and its parts",
     "power": "FC1 and the backward's kernels, each contestant alone: time, clock and power",
     "quantize": "quantising to MXFP8",
     "fp8": "the MLP in MXFP8, by every recipe",
@@ -34,7 +38,7 @@ SUITE_HELP = {
     "graph": "CUDA graphs",
 }
 SUITE_NAMES = (*SUITE_HELP, COMPARE, TILES)
-WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "power", "fp8", COMPARE, TILES)
+WITH_OPS = ("forward", "decode", "rows", "skew", "backward", "power", "fp8", "layer", COMPARE, TILES)
 WITH_QUACK = ("forward", "decode", "rows", "skew", "backward", "power", "host")
 PIPE_WIDTH = 160  # columns where the output is not a terminal
 
@@ -58,7 +62,14 @@ def _add_suite(commands: Any, name: str, help: str) -> argparse.ArgumentParser:
         suite.add_argument("--op", dest="ops", type=_words, help="only these operations, separated by commas")
     if name in WITH_QUACK:
         suite.add_argument("--quack", choices=QUACK_MODES, help=f"where it is installed ({Options.quack})")
+    if name == "layer":
+        _add_routing(suite, ROUTINGS)
+        suite.add_argument("--published", action="store_true", help="only layers that others publish times of")
     return suite
+
+
+def _add_routing(suite: argparse.ArgumentParser, default: tuple[str, ...]) -> None:
+    suite.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(default)})")
 
 
 def _add_named(commands: Any, name: str, help: str, *, specs_required: bool) -> None:
@@ -66,7 +77,7 @@ def _add_named(commands: Any, name: str, help: str, *, specs_required: bool) -> 
     suite = _add_suite(commands, name, help)
     suite.add_argument("--specs", type=_words, required=specs_required, help="functions: names or shell patterns")
     suite.add_argument("--bundle", dest="bundles", type=_words, help="folders to take them from ($GLULAM_BUNDLE)")
-    suite.add_argument("--routing", dest="routings", type=_words, help=f"({','.join(Options.routings)})")
+    _add_routing(suite, EVEN_AND_SKEWED)
     suite.add_argument("--rows-per-expert", type=_numbers, help="of every case, instead of its own rows")
 
 
@@ -126,7 +137,8 @@ def measure(arguments: argparse.Namespace) -> Result:
 def _is_part(arguments: argparse.Namespace) -> bool:
     """Whether a run measures less than its suite, whose results it must not replace."""
     options = chosen(arguments)
-    return arguments.command == COMPARE or options.case is not None or bool(options.ops)
+    in_part = options.case is not None or options.ops or options.published
+    return arguments.command == COMPARE or bool(in_part) or (arguments.command == "layer" and bool(options.routings))
 
 
 def _run_suite(arguments: argparse.Namespace, console: Console) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 OPS = ("fc1", "fc2", "mlp")
 BYTES_PER_ELEMENT = 2
+EVEN_AND_SKEWED = ("uniform", "dirichlet")
 DECODE_ROWS = 64  # with fewer rows an expert than the smallest tile has, a step is one of decode
 
 
@@ -84,14 +87,32 @@ SONIC = Case("SonicMoE 32768 x top-8", 128, 4096, 1024, 262144)
 TINY = Case("tiny", 8, 512, 256, 64)
 
 
-def with_routings(cases: tuple[Case, ...], routings: tuple[str, ...]) -> list[Case]:
+class Named(Protocol):
+    """What a case of any suite is known by; a dataclass, with a routing that can be replaced."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def routing(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+
+AnyCase = TypeVar("AnyCase", bound=Named)
+
+
+def with_routings(cases: Sequence[AnyCase], routings: tuple[str, ...]) -> list[AnyCase]:
     """Every case under every routing, a case's routings side by side."""
     return [dataclasses.replace(case, routing=routing) for case in cases for routing in routings]
 
 
 def forward_cases(wanted: str | None = None) -> list[Case]:
     """Prefill: hundreds of rows an expert, even and skewed."""
-    return select(with_routings(PREFILL, ("uniform", "dirichlet")), wanted)
+    return select(with_routings(PREFILL, EVEN_AND_SKEWED), wanted)
 
 
 def decode_cases(wanted: str | None = None) -> list[Case]:
@@ -133,7 +154,7 @@ def graph_cases() -> list[Case]:
 
 def train_cases() -> list[Case]:
     """The default cases of the train suite: layers as they are trained, thousands of rows an expert or skewed."""
-    return [*with_routings((QWEN3, DEEPSEEK), ("uniform", "dirichlet")), SONIC]
+    return [*with_routings((QWEN3, DEEPSEEK), EVEN_AND_SKEWED), SONIC]
 
 
 def compare_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: tuple[int, ...]) -> list[Case]:
@@ -152,7 +173,7 @@ def tile_cases(wanted: str | None, routings: tuple[str, ...], rows_per_expert: t
     return with_routings(tuple(sweep), routings)
 
 
-def select(cases: list[Case], wanted: str | None) -> list[Case]:
+def select(cases: list[AnyCase], wanted: str | None) -> list[AnyCase]:
     """The cases named `wanted`, else those whose label or routing contains it (upper or lower case); all for None.
 
     Raises ValueError, with the names there are, where none does.

@@ -21,7 +21,8 @@ class Options:
     budget_s: seconds of sampling for the whole suite (set-up comes on top). case: keep the cases whose name, sizes or
     routing contain this text, or the case of exactly this name. ops: keep these operations; all where empty. quack: how
     to run it where it is installed. specs: shell patterns of exported functions; bundles: folders to take them from;
-    routings and rows_per_expert: of every case; the case's own rows where empty.
+    routings and rows_per_expert: of every case; where empty the suite's routings, and the case's own rows. published:
+    only layers that others publish times of.
     """
 
     budget_s: float = _choice("--budget", 40.0)
@@ -30,8 +31,9 @@ class Options:
     quack: str = _choice("--quack", "tuned")
     specs: tuple[str, ...] = _choice("--specs", ())
     bundles: tuple[str, ...] = _choice("--bundle", ())
-    routings: tuple[str, ...] = _choice("--routing", ("uniform", "dirichlet"))
+    routings: tuple[str, ...] = _choice("--routing", ())
     rows_per_expert: tuple[int, ...] = _choice("--rows-per-expert", ())
+    published: bool = _choice("--published", False)
 
 
 def command_line(suite: str, options: Options) -> str:
@@ -39,7 +41,9 @@ def command_line(suite: str, options: Options) -> str:
     words = ["python", "-m", "perf", suite]
     for field in dataclasses.fields(Options):
         value = getattr(options, field.name)
-        if value != field.default:
+        if value is True:
+            words.append(field.metadata["flag"])
+        elif value != field.default:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [field.metadata["flag"], text]
     return shlex.join(words)

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from .cases import Case
+from .cells import OURS, Table, bound, microseconds, rate, work
 from .results import Result
-from .tables import OURS, Table, bound, microseconds, rate, work
 from .targets import BF16, FP8_RECIPES, HOST_OURS, TORCH_FP8
 
 MODEL = "Qwen3-30B-A3B"

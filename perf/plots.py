@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cases import OPS
+from .cells import DENSE, OURS, ratio, work
+from .layer_cases import FORWARD, TRAIN
+from .layer_plots import draw_groups, groups_of
 from .overview import Line, overview, shown_gpu
 from .results import Result, gpu_slug
-from .tables import DENSE, OURS, ratio, work
 from .targets import target
 from .training import KERNELS
 
@@ -161,6 +163,18 @@ def draw_roofline(results: list[Result]) -> Figure:
     return figure
 
 
+def draw_layer(result: Result) -> Figure:
+    """Even routing: our steps, each a call of its own, and everybody's whole, over our whole; replayed where that was
+    measured. Between the steps' end and the dotted line is what separate calls cannot show.
+    """
+    sides = {op: groups for op in (FORWARD, TRAIN) if (groups := groups_of(result, op))}
+    figure = _figure(6.5 * len(sides), 1.0 + 0.9 * max(map(len, sides.values())))
+    for axes, (op, groups) in zip(figure.subplots(1, len(sides), squeeze=False)[0], sides.items(), strict=True):
+        draw_groups(axes, groups)
+        axes.set_title("forward" if op == FORWARD else "forward and backward")
+    return figure
+
+
 def draw_overview(lines: list[Line]) -> Figure:
     """Each peer's time over ours, a layer of one model; right of the dotted line we are faster."""
     figure = _figure(7.0, 0.8 + 0.5 * len(lines))
@@ -195,6 +209,8 @@ def _plots_of(gpu: str, results: list[Result]) -> dict[str, Callable[[], Figure]
     plots: dict[str, Callable[[], Figure]] = {
         f"{suite}-{gpu}": partial(draw, by_suite[suite]) for suite, draw in draws.items() if suite in by_suite
     }
+    if "layer" in by_suite and any(groups_of(by_suite["layer"], op) for op in (FORWARD, TRAIN)):
+        plots[f"layer-{gpu}"] = partial(draw_layer, by_suite["layer"])
     roofed = [by_suite[suite] for suite in ROOFLINE_SUITES if suite in by_suite]
     if roofed:
         plots[f"roofline-{gpu}"] = partial(draw_roofline, roofed)

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from .cells import Table
 from .overview import overview, overview_table, shown_gpu
-from .plots import draw_overview, draw_ratios, draw_roofline, draw_rows, draw_skew, overview_stem, write_plots
+from .plots import (
+    draw_layer,
+    draw_overview,
+    draw_ratios,
+    draw_roofline,
+    draw_rows,
+    draw_skew,
+    overview_stem,
+    write_plots,
+)
 from .results import RESULTS, Result, default_path, gpu_slug, read_all
-from .tables import Table, tables_of
+from .tables import tables_of
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-CURVES: dict[str, Callable[..., object]] = {"skew": draw_skew, "rows": draw_rows}
+CURVES: dict[str, Callable[..., object]] = {"skew": draw_skew, "rows": draw_rows, "layer": draw_layer}
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 HEAD = """# Measured
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import subprocess
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,17 @@ def versions() -> dict[str, str]:
         **found,
         "kernel sources": toolchain.sources_hash("cute_kernels")[:16],
         "quack": quack_version() or "absent",
+        **_layers(),
     }
+
+
+def _layers() -> dict[str, str]:
+    """Of other layers what is installed."""
+    found = {}
+    for name in ("sonic-moe", "flashinfer-python"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def smi_query(fields: Iterable[str]) -> list[str]:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 from .cases import Case
+from .cells import (
+    DENSE,
+    OURS,
+    Table,
+    bound,
+    microseconds,
+    our_cell,
+    peer_cell,
+    peers_of,
+    rate,
+    ratio,
+    skew_cell,
+    summary_of,
+    work,
+)
 from .fp8_tables import fp8_parts
+from .layer_tables import layer_tables
 from .mhc_tables import mhc_tables
 from .power_tables import power_parts
 from .results import Result
 from .targets import copy_target, target
-from .timing import Summary
 
-OURS, DENSE = "glulam", "dense"
 OP_TITLES = {
     "fc1": "FC1 with SwiGLU in one kernel (`grouped_glu`)",
     "fc2": "FC2 (`grouped_mm`)",
@@ -32,69 +45,10 @@ TITLES = {**OP_TITLES, "layer": LAYER_TITLE, **KERNEL_TITLES}
 MEMORY_TITLE = "Memory of forward and backward, GB"
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-def _summary(data: dict[str, Any]) -> Summary:
-    return Summary(**data)
-
-
-def microseconds(value: float) -> str:
-    """Three significant digits at least: 2825, 365, 24.3, 4.71."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def work(record: dict[str, Any]) -> tuple[float, float]:
-    """Useful FLOP and the fewest bytes of one call; no bytes where they are not known."""
-    if "flop" in record:
-        return record["flop"], record.get("bytes", 0.0)
-    case, op = Case(**record["case"]), record["op"]
-    return case.flop(op), case.bytes(op, record["active_experts"])
-
-
-def rate(record: dict[str, Any], median_us: float, limits: dict[str, float]) -> str:
-    """Useful TF/s or TB/s, whichever the machine's limits bind first, and how much of that limit it is."""
-    flop, moved = work(record)
-    return bound(flop / median_us, moved / median_us, limits)
-
-
-def bound(flop_per_us: float, bytes_per_us: float, limits: dict[str, float]) -> str:
-    """The rate in what binds first, and how much of that limit it is."""
-    tflops, tbps = flop_per_us * 1e-6, bytes_per_us * 1e-6
-    of_flop, of_bytes = tflops / limits["cublas_8192_tflops"], tbps / limits["copy_tbps"]
-    if of_bytes > of_flop:
-        return f"{tbps:.2f} TB/s ({100 * of_bytes:.0f} %)"
-    return f"{tflops:.0f} TF/s ({100 * of_flop:.0f} %)"
-
-
-def ratio(record: dict[str, Any], name: str) -> float:
-    """The peer's median over ours: above 1 we are faster."""
-    times = record["times"]
-    return float(times[name]["median_us"] / times[OURS]["median_us"])
-
-
-def _peers(records: list[dict[str, Any]]) -> list[str]:
-    """Every contestant but us, in order of first appearance."""
-    return [name for name in dict.fromkeys(name for r in records for name in r["times"]) if name != OURS]
-
-
-def _peer_cell(record: dict[str, Any], name: str) -> str:
-    if name not in record["times"]:
-        return "-"
-    return f"{microseconds(record['times'][name]['median_us'])} ({ratio(record, name):.2f}x)"
-
-
 def _op_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
-    ours = _summary(record["times"][OURS])
-    case = Case(**record["case"])
-    own = f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
-    skew = f"{case.routing} ({record['skew']['max_over_mean']:.1f})"
-    reached = rate(record, ours.median_us, limits)
-    return (case.label, skew, own, reached, *(_peer_cell(record, name) for name in peers))
+    reached = rate(record, record["times"][OURS]["median_us"], limits)
+    cells = (peer_cell(record, name) for name in peers)
+    return (Case(**record["case"]).label, skew_cell(record), our_cell(record), reached, *cells)
 
 
 def op_tables(result: Result) -> list[Table]:
@@ -103,7 +57,7 @@ def op_tables(result: Result) -> list[Table]:
     for op, title in TITLES.items():
         records = [record for record in result["records"] if record.get("op") == op]
         if records:
-            peers = _peers(records)
+            peers = peers_of(records)
             header = ("case", "routing (max/mean)", "glulam us", "rate (of limit)", *(f"{name} us" for name in peers))
             tables.append(Table(title, header, [_op_row(r, peers, result["limits"]) for r in records]))
     return tables
@@ -263,12 +217,11 @@ def compare_tables(result: Result) -> list[Table]:
 
 
 def _quantize_row(record: dict[str, Any], limits: dict[str, float]) -> tuple[str, ...]:
-    ours = _summary(record["times"][OURS])
+    ours = summary_of(record["times"][OURS])
     tbps = record["bytes"] / ours.median_us * 1e-6
     form = (record["dtype"], record["axis"], record["block"], record["scale_layout"])
-    own = f"{microseconds(ours.median_us)} ± {100 * ours.spread:.1f} %"
     reached = f"{tbps:.2f} TB/s ({100 * tbps / limits['copy_tbps']:.0f} %)"
-    return (record["label"], *form, own, reached, _peer_cell(record, "copy"))
+    return (record["label"], *form, our_cell(record), reached, peer_cell(record, "copy"))
 
 
 def quantize_tables(result: Result) -> list[Table]:
@@ -314,6 +267,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"])],
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
+    "layer": layer_tables,
     "compare": compare_tables,
     "tiles": tiles_tables,
 }

@@ -15,11 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import fake_gpu
+from support import fake_gpu, layer_results
 
 from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
 from perf import (
+    cells,
     contestants,
     fp8,
     operations,
@@ -691,6 +692,7 @@ ALL_RESULTS = {
     "quantize": quantize_result,
     "fp8": fp8_result,
     "mhc": mhc_result,
+    "layer": lambda: layer_results.result(STAMP, LIMITS),
     "compare": compare_result,
     "tiles": tiles_result,
 }
@@ -796,12 +798,12 @@ def test_a_wrong_quantiser_is_not_measured(axis, monkeypatch):
 
 def test_a_ratio_above_one_means_that_we_are_faster():
     record = forward_record(MIXTRAL, "fc1", glulam=2000.0, torch=3000.0)
-    assert tables.ratio(record, "torch") == 1.5
+    assert cells.ratio(record, "torch") == 1.5
 
 
 def test_rates_are_read_in_what_bounds_the_case():
-    assert tables.rate(forward_record(MIXTRAL, "fc1"), 2825.0, LIMITS) == "681 TF/s (87 %)"
-    assert tables.rate(forward_record(DECODE[0], "fc1"), 214.0, LIMITS) == "3.78 TB/s (88 %)"
+    assert cells.rate(forward_record(MIXTRAL, "fc1"), 2825.0, LIMITS) == "681 TF/s (87 %)"
+    assert cells.rate(forward_record(DECODE[0], "fc1"), 214.0, LIMITS) == "3.78 TB/s (88 %)"
 
 
 def test_forward_table_shows_times_ratios_and_gaps():
@@ -859,7 +861,7 @@ def test_host_differences_are_what_the_front_adds():
 
 
 def test_microseconds_keep_three_digits():
-    assert [tables.microseconds(us) for us in (2825.4, 365.2, 24.31, 4.712)] == ["2825", "365", "24.3", "4.71"]
+    assert [cells.microseconds(us) for us in (2825.4, 365.2, 24.31, 4.712)] == ["2825", "365", "24.3", "4.71"]
 
 
 @pytest.mark.parametrize("suite", ALL_RESULTS)
@@ -927,7 +929,7 @@ def test_report_fills_both_pages(tmp_path, monkeypatch):
     assert readme.read_text() == main
 
 
-PLOTS = ["backward", "decode", "forward", "overview", "roofline", "rows", "skew"]
+PLOTS = ["backward", "decode", "forward", "layer", "overview", "roofline", "rows", "skew"]
 
 
 def test_plots_are_drawn_and_do_not_change(tmp_path):

@@ -12,6 +12,7 @@ from .forward import run_decode, run_forward, run_rows, run_skew
 from .fp8 import run_fp8
 from .graph import run_graph
 from .host import run_host
+from .layer import run_layer
 from .mhc import run_mhc
 from .power import run_power
 from .quantize import run_quantize
@@ -25,6 +26,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "skew": run_skew,
     "backward": run_backward,
     "train": run_train,
+    "layer": run_layer,
     "power": run_power,
     "host": run_host,
     "graph": run_graph,

@@ -23,7 +23,7 @@ from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
 from glulam.dispatch import form
 
-from ..cases import Case, compare_cases
+from ..cases import EVEN_AND_SKEWED, Case, compare_cases
 from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups
 from ..options import Options, select_ops
 from ..problem import MAX_COPIES, ROTATION_BYTES
@@ -185,7 +185,7 @@ def run_compare(options: Options) -> list[dict[str, Any]]:
     if not options.specs:
         raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
     competing = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
-    cases = compare_cases(options.case, options.routings, options.rows_per_expert)
+    cases = compare_cases(options.case, options.routings or EVEN_AND_SKEWED, options.rows_per_expert)
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     todo = [(case, *contest) for contest in competing for case in cases]
     records = []

@@ -35,15 +35,18 @@ def _stack(library: Library, sets: list[Buffers]) -> Callable[[], None]:
     return run
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """The run as a graph, captured after one warm-up on a side stream as torch asks."""
+def capture(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """The run as a graph, captured after one warm-up on a side stream as torch asks.
+
+    pool: memory shared by graphs that are replayed one after the other and whose results nobody keeps.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         run()
     return graph
 

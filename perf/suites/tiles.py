@@ -21,7 +21,7 @@ from rich.progress import track
 
 from cute_kernels.specs import Spec
 
-from ..cases import Case, tile_cases
+from ..cases import EVEN_AND_SKEWED, Case, tile_cases
 from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups
 from ..options import Options
 from ..timing import Call, Sampler, device_us, interleave
@@ -65,7 +65,7 @@ def case_bytes(case: Case, op: str) -> int:
 
 def todo(chosen: list[Candidate], options: Options) -> list[Contest]:
     """What to measure, coarse numbers of rows first."""
-    cases = tile_cases(options.case, options.routings, options.rows_per_expert)
+    cases = tile_cases(options.case, options.routings or EVEN_AND_SKEWED, options.rows_per_expert)
     found = [
         (case, *contest)
         for contest in contests(chosen, options.ops or FORWARD_AND_DGRAD)
