@@ -154,7 +154,7 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
     tensors = (
         _tensor("x", "R H" if spec.gathers else "T H", x),
-        _tensor("w", f"E {both} H", w),
+        _tensor("w", f"E H {both}" if spec.transpose_w else f"E {both} H", w),
         _tensor("act", "T I", act),
     )
     rows = _each(ADDRESS, "rows", optional=True) if spec.operands == "16bit" else ()

@@ -144,11 +144,13 @@ def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
     require("activation", problem.activation, ACTIVATIONS)
     require("glu_layout", problem.glu_layout, GLU_LAYOUTS)
     activation, layout = CONFIGS[arch].glu_form(
-        problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact
-    )
+        problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact,
+        problem.transpose_w,
+    )  # fmt: skip
     return GroupedGluSpec(
-        problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands, problem.gathers
-    )
+        problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands, problem.gathers,
+        problem.transpose_w,
+    )  # fmt: skip
 
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
@@ -216,7 +218,9 @@ def _forms_like(spec: Spec, problem: Problem) -> list[Spec]:
         return [form(replace(spec, fc1=fc1)) for fc1 in _forms_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
         return [form(spec)]
-    layouts = _serving(LAYOUT_FORMS, problem.glu_layout) if spec.gated else ["concat"]
+    layouts = [problem.glu_layout]
+    if spec.gated and not spec.transpose_w:  # else a kernel has one
+        layouts = _serving(LAYOUT_FORMS, problem.glu_layout)
     return [
         form(replace(spec, activation=activation, glu_layout=layout))
         for activation in _serving(ACTIVATION_FORMS, problem.activation)
