@@ -273,7 +273,7 @@ class GroupedMlpSpec:
         if (self.fc1.dtype, self.fc1.arch) != (self.fc2.dtype, self.fc2.arch):
             raise SpecError("fc1 and fc2 of a grouped_mlp must agree in dtype and arch")
         if self.fc1.transpose_w != self.fc2.transpose_w:
-            raise SpecError("fc1 and fc2 of a grouped_mlp are both transposed or neither; choose one transpose_w for both")
+            raise SpecError("fc1 and fc2 of a grouped_mlp are both transposed or neither; give both one transpose_w")
         if self.quantized and (self.fc1.operands != "mxfp8" or self.fc1.save_preact):
             raise SpecError("quantized is of a grouped_mlp with operands='mxfp8' and without save_preact")
         reads = "mxfp8_weight_only" if self.fc1.operands == "mxfp8_exact" else self.fc1.operands

@@ -46,7 +46,7 @@ class BlocksEpilogue(ActivationEpilogue):
 
 
 class NeighboursEpilogue(ActivationEpilogue):
-    """Of "interleaved": of each 4 outputs of a row a thread has one, in its 16 bits they change places with its quad."""
+    """Of "interleaved": a thread has one of each 4 outputs of a row, which its quad exchanges once they are 16-bit."""
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
@@ -69,9 +69,9 @@ class NeighboursEpilogue(ActivationEpilogue):
 def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
     """16-bit outputs of a thread, 2 j + row that of column 4 j + lane % 4 in either of its rows, as accumulators lie.
 
-    Of 8 columns a thread wants two neighbours, 2 (lane % 4) on, and has one of the first four and one of the last. A
-    word is a column's two rows; two rounds bring two words, whose senders are each other's in neither: in the first,
-    lanes 0, 1, 2, 3 hear lanes 0, 2, 1, 3, in the second lanes 1, 3, 0, 2.
+    Of 8 columns a thread wants the two from 2 (lane % 4) on, and has one of the first four and one of the last. A word
+    is both rows of a column. In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 hear lanes 0,
+    2, 1, 3, then 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
     """
     result = cute.make_rmem_tensor(cute.size(outputs), outputs.element_type)
     words, wanted = cute.recast_tensor(outputs, Int32), cute.recast_tensor(result, Int32)

@@ -52,8 +52,8 @@ class Problem:
     grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
     grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
     in_features] along `axis`, `rounded` to values or as elements and scales.
-    `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`:
-    its rows are those of x by index.
+    `transpose_w`: of the first three, weights are [E, K, N]. `operands`: what the first GEMM multiplies
+    (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: its rows are those of x by index.
     """
 
     op: str
