@@ -250,7 +250,7 @@ class TestArguments:
             ("in_features is 60", lambda: glulam.tune("grouped_mm", **{**shape, "in_features": 60})),
             ("training is of a grouped_mlp", lambda: glulam.tune("grouped_mm", training=True, **shape)),
             (
-                "transpose_w is of a grouped_mm or grouped_glu, not of a training step",
+                "training has no transpose_w; leave it out",
                 lambda: glulam.tune("grouped_mlp", intermediate=64, training=True, transpose_w=True, **shape),
             ),
         ):
