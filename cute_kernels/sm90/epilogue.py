@@ -296,8 +296,8 @@ class LinearEpilogue(Epilogue):
 class ActivationEpilogue(Epilogue):
     """act = activation(acc + bias) * scale[row]; with a second store, the preactivation acc + bias as well.
 
-    Gated, the accumulators are [a | u]: a thread holds both halves of each of its outputs. So it does `in_order` of the
-    weights' own columns (natural_order.py), whose biases and preactivations are then those of one part.
+    Gated, the accumulators are [a | u]: a thread holds both halves of each of its outputs. `in_order`: they are columns
+    of w1 as they lie (natural_order.py), and so their biases and preactivations are as without a gate.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec, in_order: bool = False):
@@ -342,11 +342,22 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """One chunk of `cols` outputs, from its accumulators and, gated, from their partners half a tile on."""
-        parts = tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
-        outputs = act.activate(self.spec.activation, parts, state.params)
+        """One chunk of `cols` outputs."""
+        outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
-            outputs[i] *= scales[i // 2 % 2]
+            outputs[i] *= scales[self.row_of_output(i)]
+        return self.ordered(outputs, state.lane)
+
+    def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
+        """What the activation takes: a chunk's accumulators, and, gated, their partners half a tile on."""
+        return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
+
+    def row_of_output(self, i: int) -> int:
+        """Which of the thread's two rows the i-th of its outputs is in."""
+        return i // 2 % 2
+
+    def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
+        """Outputs in the order of accumulators."""
         return outputs
 
     @cute.jit

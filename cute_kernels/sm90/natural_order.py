@@ -11,10 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .. import activation as act
 from ..chosen import chosen
 from ..specs import BLOCK_ROWS, GroupedGluSpec
-from .epilogue import ActivationEpilogue, WarpgroupState, chunk_of
+from .epilogue import ActivationEpilogue, chunk_of
 from .store import ROWS, narrowed
 from .turns import THREADS
 
@@ -31,18 +30,10 @@ class BlocksEpilogue(ActivationEpilogue):
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
 
-    @cute.jit
-    def _activated(
-        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
-        scales: cute.Tensor,
-    ) -> cute.Tensor:  # fmt: skip
+    def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
         both = chunk_of(acc, chunk, 2 * cols)
         blocks = cute.make_layout((BLOCK_REGS, cols // BLOCK_ROWS), stride=(1, 2 * BLOCK_REGS))
-        parts = tuple(cute.make_tensor(both.iterator + part * BLOCK_REGS, blocks) for part in range(2))
-        outputs = act.activate(self.spec.activation, parts, state.params)
-        for i in cutlass.range_constexpr(cute.size(outputs)):
-            outputs[i] *= scales[i // 2 % 2]
-        return outputs
+        return tuple(cute.make_tensor(both.iterator + part * BLOCK_REGS, blocks) for part in range(2))
 
 
 class NeighboursEpilogue(ActivationEpilogue):
@@ -51,18 +42,16 @@ class NeighboursEpilogue(ActivationEpilogue):
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec, in_order=True)
 
-    @cute.jit
-    def _activated(
-        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
-        scales: cute.Tensor,
-    ) -> cute.Tensor:  # fmt: skip
+    def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
         both = chunk_of(acc, chunk, 2 * cols)
         pairs = cute.make_layout(cute.size(both) // 2, stride=2)
-        parts = tuple(cute.make_tensor(both.iterator + part, pairs) for part in range(2))
-        outputs = act.activate(self.spec.activation, parts, state.params)
-        for i in cutlass.range_constexpr(cute.size(outputs)):
-            outputs[i] *= scales[i % 2]
-        return in_accumulators_order(narrowed(outputs, self.dtype), state.lane)
+        return tuple(cute.make_tensor(both.iterator + part, pairs) for part in range(2))
+
+    def row_of_output(self, i: int) -> int:
+        return i % 2
+
+    def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
+        return in_accumulators_order(narrowed(outputs, self.dtype), lane)
 
 
 @cute.jit
