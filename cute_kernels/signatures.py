@@ -163,7 +163,8 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    tensors = x, _tensor("w", f"E {both} H", w), _tensor("act", "T I", act)
+    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {both} H", w)
+    tensors = x, weight, _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
     numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)

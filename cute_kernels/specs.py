@@ -35,6 +35,8 @@ A branch costs a backward up to twice its time, and decoding up to 7 %: `sm90.co
 BLOCK_ROWS = 32
 """Rows of a gate's half that lie together in every layout, where I is a multiple of them; interleaved32 has so many of
 one half before as many of the other."""
+SWIZZLED = 64
+"""16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
 OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
 """What a GEMM multiplies, and what its name says of it.
 
@@ -74,6 +76,11 @@ def _check_decoded(operands: str, dtype: str) -> None:
         )
 
 
+def _check_transposed(transpose_w: bool, operands: str) -> None:
+    if transpose_w and operands != "16bit":
+        raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
+
+
 def is_gated(activation: str) -> bool:
     """Of an activation, or of a form of several."""
     return ACTIVATION_FORMS[activation][0] in GATED
@@ -105,8 +112,7 @@ class GroupedMmSpec:
         require("arch", self.arch, ARCHS)
         _check_operands(self.operands, self.tile)
         _check_decoded(self.operands, self.dtype)
-        if self.transpose_w and self.operands != "16bit":
-            raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
+        _check_transposed(self.transpose_w, self.operands)
 
     @property
     def stem(self) -> str:
@@ -120,7 +126,10 @@ class GroupedMmSpec:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedGluSpec:
-    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I]."""
+    """act[T,I] = activation(x w1_e^T + b1_e) * row_scale, optionally with the preactivation [T,2I or I].
+
+    `transpose_w`: w1 is [E,H,2I or I], x w1_e + b1_e.
+    """
 
     op: ClassVar[str] = "grouped_glu"
     dtype: str = "bfloat16"
@@ -130,6 +139,7 @@ class GroupedGluSpec:
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
     operands: str = "16bit"
+    transpose_w: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -142,6 +152,14 @@ class GroupedGluSpec:
             raise SpecError(f"tile n={self.tile.n}: a scale of an activation in MXFP8 is of {block} weight rows")
         if self.save_preact and self.operands in DECODED:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
+        _check_transposed(self.transpose_w, self.operands)
+        if self.transpose_w and self.gated:
+            require("glu_layout of transposed weights", self.glu_layout, GLU_LAYOUTS)
+            if self.glu_layout == "concat" and self.tile.n % (2 * SWIZZLED):
+                raise SpecError(
+                    f"tile n={self.tile.n}: either half of its columns of transposed weights in layout 'concat' must be"
+                    f" whole {SWIZZLED}; choose tile n=128 or 256"
+                )
 
     @property
     def gated(self) -> bool:
@@ -151,7 +169,8 @@ class GroupedGluSpec:
     def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
         preact = "_preact" if self.save_preact else ""
-        return f"{self.activation}{layout}{preact}_{self.tile.name}"
+        form = "_nn" if self.transpose_w else ""
+        return f"{self.activation}{layout}{preact}{form}_{self.tile.name}"
 
     @property
     def name(self) -> str:
@@ -249,8 +268,8 @@ class GroupedMlpSpec:
     def __post_init__(self) -> None:
         if (self.fc1.dtype, self.fc1.arch) != (self.fc2.dtype, self.fc2.arch):
             raise SpecError("fc1 and fc2 of a grouped_mlp must agree in dtype and arch")
-        if self.fc2.transpose_w:
-            raise SpecError("grouped_mlp takes fc2 without transpose_w")
+        if self.fc1.transpose_w != self.fc2.transpose_w:
+            raise SpecError("fc1 and fc2 of a grouped_mlp are both transposed or neither; give both one transpose_w")
         if self.quantized and (self.fc1.operands != "mxfp8" or self.fc1.save_preact):
             raise SpecError("quantized is of a grouped_mlp with operands='mxfp8' and without save_preact")
         reads = "mxfp8_weight_only" if self.fc1.operands == "mxfp8_exact" else self.fc1.operands

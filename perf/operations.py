@@ -75,6 +75,10 @@ class Maker:
     def weights(self, rows: int, columns: int, contracted: int) -> Tensor:
         return self._random(self.case.experts, rows, columns, scale=contracted**-0.5)
 
+    def forward_weights(self, n: int, k: int, transpose_w: bool) -> Tensor:
+        """Of x [T,K] -> [T,N]."""
+        return self.weights(*((k, n) if transpose_w else (n, k)), k)
+
     def row_scale(self) -> Tensor:
         made = torch.empty(self.case.rows, device=self.generator.device)
         return made.uniform_(0.1, 1.0, generator=self.generator)
@@ -133,6 +137,11 @@ def bytes_moved(operation: Operation, active: int) -> int:
     return weights + sum(tensor.numel() * tensor.element_size() for tensor in operation.moved)
 
 
+def _right(weights: Tensor, transpose_w: bool) -> Tensor:
+    """The right operand of x w: one expert's."""
+    return weights[0] if transpose_w else weights[0].mT
+
+
 class Fc1(Operation):
     """act[, preact] = grouped_glu(x, w1)."""
 
@@ -140,7 +149,7 @@ class Fc1(Operation):
         hidden, width = make.case.hidden, make.width(spec)
         self.spec, self.groups = spec, make.groups
         self.x = make.rows(hidden)
-        self.w1 = make.weights(width, hidden, hidden)
+        self.w1 = make.forward_weights(width, hidden, spec.transpose_w)
         self.act = make.out(make.case.rows, make.case.intermediate)
         self.preact = make.out(make.case.rows, width) if spec.save_preact else None
         self.results = (self.act,) if self.preact is None else (self.act, self.preact)
@@ -160,11 +169,12 @@ class Fc1(Operation):
     def expected(self) -> tuple[Tensor, ...]:
         made = tuple(torch.empty_like(result) for result in self.results)
         form = (*served(self.spec), PARAMS)
-        reference.grouped_glu(self.x, self.w1, self.groups.ends, None, None, form, made[0], (*made, None)[1])
+        results = made[0], (*made, None)[1]
+        reference.grouped_glu(self.x, self.w1, self.groups.ends, None, None, form, *results, self.spec.transpose_w)
         return made
 
     def dense(self) -> object:
-        return torch.mm(self.x, self.w1[0].mT)
+        return torch.mm(self.x, _right(self.w1, self.spec.transpose_w))
 
 
 class _Mm(Operation):
@@ -191,7 +201,7 @@ class _Mm(Operation):
         return (y,)
 
     def dense(self) -> object:
-        return torch.mm(self.x, self.w[0] if self.spec.transpose_w else self.w[0].mT)
+        return torch.mm(self.x, _right(self.w, self.spec.transpose_w))
 
 
 class Fc2(_Mm):
@@ -225,8 +235,8 @@ class Mlp(Operation):
         case, width = make.case, make.width(spec.fc1)
         self.spec, self.groups = spec, make.groups
         self.x = make.rows(case.hidden)
-        self.w1 = make.weights(width, case.hidden, case.hidden)
-        self.w2 = make.weights(case.hidden, case.intermediate, case.intermediate)
+        self.w1 = make.forward_weights(width, case.hidden, spec.fc1.transpose_w)
+        self.w2 = make.forward_weights(case.hidden, case.intermediate, spec.fc2.transpose_w)
         self.mid, self.y = make.out(case.rows, case.intermediate), make.out(case.rows, case.hidden)
         self.weight, self.results = (self.w1, self.w2), (self.y,)
         self.moved = (self.x, self.mid, self.mid, self.y)  # mid is written and read
@@ -242,12 +252,13 @@ class Mlp(Operation):
 
     def expected(self) -> tuple[Tensor, ...]:
         y, form = torch.empty_like(self.y), (*served(self.spec.fc1), PARAMS)
-        reference.grouped_mlp(self.x, self.w1, self.w2, self.groups.ends, None, None, None, form, y)
+        transpose_w = self.spec.fc1.transpose_w
+        reference.grouped_mlp(self.x, self.w1, self.w2, self.groups.ends, None, None, None, form, y, transpose_w)
         return (y,)
 
     def dense(self) -> object:
-        torch.mm(self.x, self.w1[0].mT)
-        return torch.mm(self.mid, self.w2[0].mT)
+        torch.mm(self.x, _right(self.w1, self.spec.fc1.transpose_w))
+        return torch.mm(self.mid, _right(self.w2, self.spec.fc2.transpose_w))
 
 
 class Dglu(Operation):

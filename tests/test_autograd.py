@@ -637,7 +637,7 @@ def test_the_registered_operator_is_differentiable(name: str) -> None:
     given, want = leaves(c, (name,)), leaves(c, (name,))
     form = ("swiglu", "concat", 7.0, 1.702, 1.0)
     torch.ops.glulam.grouped_mlp(
-        given["x"], [given["w1"]], [given["w2"]], c.offs, None, None, None, None, *form, "bf16", False, None
+        given["x"], [given["w1"]], [given["w2"]], c.offs, None, None, None, None, *form, "bf16", False, None, False
     ).sum().backward()
     glulam.grouped_mlp(want["x"], want["w1"], want["w2"], offs=c.offs).sum().backward()
     assert_same(grads(given), grads(want))

@@ -33,12 +33,6 @@ def routed(logits: Tensor, options: dict[str, Any], **more: Any) -> Routing:
     return glulam.route(logits, options["k"], **dicts(options), **more)
 
 
-@pytest.fixture(params=["cpu", "gpu"])
-def anywhere(request: pytest.FixtureRequest) -> Any:
-    """On the CPU, and on the stand-in of a GPU."""
-    return request.getfixturevalue("fake_gpu") if request.param == "gpu" else None
-
-
 class TestRoute:
     @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
     @pytest.mark.parametrize("rule", RULES)

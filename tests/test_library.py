@@ -45,6 +45,12 @@ CALLS: dict[str, Callable[[Case], Any]] = {
         c.x, list(c.w1), splits=c.splits(), bias=list(c.b1), return_preact=True, glu_layout="interleaved32"
     ),
     "mlp": lambda c: glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs),
+    "glu, transposed": lambda c: glulam.grouped_glu(
+        c.x, c.w1.mT.contiguous(), offs=c.offs, bias=c.b1, transpose_w=True, return_preact=True
+    ),
+    "mlp, transposed": lambda c: glulam.grouped_mlp(
+        c.x, c.w1.mT.contiguous(), list(c.w2.mT.contiguous()), offs=c.offs, b2=c.b2, transpose_w=True
+    ),
     "mlp, everything": lambda c: glulam.grouped_mlp(
         c.x, c.w1, list(c.w2), splits=SIZES, glu_layout="interleaved", **biases(c)
     ),
@@ -150,8 +156,8 @@ def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
     form = ("swiglu", "concat", 7.0, 1.702, 1.0)
     return {
         "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False, indices(c)),
-        "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form, indices(c)),
-        "grouped_glu_preact": (c.x, [c.w1], c.offs, None, list(c.b1), None, *form, None),
+        "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form, indices(c), False),
+        "grouped_glu_preact": (c.x, [c.w1.mT.contiguous()], c.offs, None, list(c.b1), None, *form, None, True),
         "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form, None),
         "grouped_dglu_scale": (
             gradient(c),
@@ -177,6 +183,7 @@ def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
             "bf16",
             False,
             indices(c),
+            False,
         ),  # fmt: skip
     }[name]
 

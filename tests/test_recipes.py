@@ -560,7 +560,7 @@ class TestTraces:
         form = ("swiglu", "concat", 7.0, 1.702, 1.0)
         with pytest.raises(ValueError, match="recipe is 'mxfp8'; choose one of bf16"):
             torch.ops.glulam.grouped_mlp(
-                c.x, [c.w1], [c.w2], c.offs, None, None, None, None, *form, "mxfp8", False, None
+                c.x, [c.w1], [c.w2], c.offs, None, None, None, None, *form, "mxfp8", False, None, False
             )
 
 

@@ -70,6 +70,10 @@ def test_bundle_ships_every_form_of_every_operator_on_every_tile() -> None:
                 assert activation in ACTIVATION_FORMS[form[0]] and layout in LAYOUT_FORMS[form[1]]
                 glu = GroupedGluSpec(dtype, form[0], form[1], saves, tile)
                 assert {glu, GroupedMlpSpec(glu, mm)} <= specs
+                form = glu_form(activation, layout, width, "16bit", tile, saves, transpose_w=True)
+                assert activation in ACTIVATION_FORMS[form[0]] and layout == form[1]
+                glu = GroupedGluSpec(dtype, form[0], form[1], saves, tile, transpose_w=True)
+                assert {glu, GroupedMlpSpec(glu, dataclasses.replace(mm, transpose_w=True))} <= specs
 
 
 def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
@@ -153,6 +157,7 @@ def test_a_name_tells_every_field_apart() -> None:
         GroupedGluSpec(activation="geglu"),
         GroupedGluSpec(glu_layout="interleaved"),
         GroupedGluSpec(save_preact=True),
+        GroupedGluSpec(transpose_w=True),
         GroupedGluSpec(tile=TileConfig(cluster_m=2)),
         GroupedGluSpec(tile=TileConfig(m=64)),
         GroupedMmSpec(),
@@ -183,7 +188,20 @@ def test_a_name_tells_every_field_apart() -> None:
             "tile n=128: a scale of an activation in MXFP8 is of 256 weight rows",
         ),
         (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
-        (lambda: GroupedMlpSpec(fc2=GroupedMmSpec(transpose_w=True)), "without transpose_w"),
+        (lambda: GroupedMlpSpec(fc2=GroupedMmSpec(transpose_w=True)), "both transposed or neither"),
+        (lambda: GroupedMlpSpec(fc1=GroupedGluSpec(transpose_w=True)), "both transposed or neither"),
+        (
+            lambda: GroupedGluSpec(tile=LARGE8, operands="mxfp8", transpose_w=True),
+            "transpose_w reads 16-bit weights alone",
+        ),
+        (
+            lambda: GroupedGluSpec("bfloat16", "gated", "blocked", transpose_w=True),
+            "glu_layout of transposed weights='blocked'.*concat, interleaved, interleaved32",
+        ),
+        (
+            lambda: GroupedGluSpec(tile=TileConfig(n=192, schedule="pingpong"), transpose_w=True),
+            "tile n=192: either half.*choose tile n=128 or 256",
+        ),
         (lambda: GroupedMlpSpec(quantized=True), "operands='mxfp8'"),
         (lambda: DgluSpec(dgrad=TileConfig()), "without dgrad"),
         (lambda: TailSpec("float32"), "dtype='float32'"),

@@ -39,8 +39,10 @@ PROBLEMS = {
     "mm": MM,
     "mm transposed": dataclasses.replace(MM, transpose_w=True),
     "glu": Problem("grouped_glu", "bfloat16", 0, 16, 1024, 512, 0, "swiglu"),
+    "glu transposed": Problem("grouped_glu", "bfloat16", 0, 16, 1024, 512, 0, "geglu", "interleaved", transpose_w=True),
     "glu preact": Problem("grouped_glu", "bfloat16", 0, 16, 1024, 512, 0, "geglu", save_preact=True),
     "mlp preact": Problem("grouped_mlp", "float16", 0, 16, 1024, 512, 1024, "swiglu", save_preact=True),
+    "mlp transposed": Problem("grouped_mlp", "float16", 0, 16, 1024, 512, 1024, "swiglu", transpose_w=True),
     "mlp": Problem("grouped_mlp", "bfloat16", 0, 16, 1024, 512, 1024, "silu"),
     "dglu": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 0, "swiglu"),
     "dglu and dgrad": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu"),
@@ -247,6 +249,10 @@ class TestArguments:
             ("grouped_glu needs intermediate, got 0", lambda: glulam.tune("grouped_glu", **shape)),
             ("in_features is 60", lambda: glulam.tune("grouped_mm", **{**shape, "in_features": 60})),
             ("training is of a grouped_mlp", lambda: glulam.tune("grouped_mm", training=True, **shape)),
+            (
+                "training has no transpose_w; leave it out",
+                lambda: glulam.tune("grouped_mlp", intermediate=64, training=True, transpose_w=True, **shape),
+            ),
         ):
             with pytest.raises(ValueError, match=words):
                 call()

@@ -97,23 +97,37 @@ one token on the small 16-bit tile 1.015 to 1.04, MXFP8 with ungated activations
 """
 
 
+ALONE_TRANSPOSED = ("clamped_swiglu", "interleaved")
+"""What gpt-oss has, whose weights lie transposed: not one of several where a branch costs decoding time."""
+
+
 def glu_form(
-    activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool
-) -> tuple[str, str]:
-    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it. `width`: I."""
+    activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
+    transpose_w: bool = False,
+) -> tuple[str, str]:  # fmt: skip
+    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it. `width`: I.
+
+    Of transposed weights each layout is loaded another way (natural_order.py), and activations are merged on all tiles.
+    """
     merged = MERGED.get((operands, tile, save_preact), ())
     kind = "gated" if is_gated(activation) else "ungated"
     layout = glu_layout
+    if transpose_w:
+        is_alone = not merged and (activation, layout) == ALONE_TRANSPOSED
+        return activation if is_alone else kind, layout
     if kind == "gated" and "layouts" in merged:
         layout = "strided" if width % BLOCK_ROWS else "blocked"
     return kind if kind in merged else activation, layout
 
 
-def glu_forms(operands: str, tile: TileConfig, save_preact: bool = False) -> list[tuple[str, str]]:
+def glu_forms(
+    operands: str, tile: TileConfig, save_preact: bool = False, transpose_w: bool = False
+) -> list[tuple[str, str]]:
     """Every form that `glu_form` gives, in a fixed order."""
     widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
     asked = product(activation_forms(), widths)
-    return list(dict.fromkeys(glu_form(*form, width, operands, tile, save_preact) for form, width in asked))
+    forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in asked)
+    return list(dict.fromkeys(forms))
 
 
 def fc2_tile(fc1: TileConfig) -> TileConfig:
@@ -144,12 +158,13 @@ def shipped_specs(profile: str = "full") -> list[Spec]:
 def _all_specs() -> list[Spec]:
     specs: list[Spec] = []
     for tile, dtype in product(TILES, DTYPES):
-        fc2 = GroupedMmSpec(dtype, False, tile)
-        specs += [fc2, GroupedMmSpec(dtype, True, tile)]
-        for save_preact in (False, True):
-            for form in glu_forms("16bit", tile, save_preact):
-                fc1 = GroupedGluSpec(dtype, *form, save_preact, tile)
-                specs += [fc1, GroupedMlpSpec(fc1, fc2)]
+        for transpose_w in (False, True):
+            fc2 = GroupedMmSpec(dtype, transpose_w, tile)
+            specs.append(fc2)
+            for save_preact in (False, True):
+                for form in glu_forms("16bit", tile, save_preact, transpose_w):
+                    fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, transpose_w=transpose_w)
+                    specs += [fc1, GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]
         for (activation, layout), dgrad in product(activation_forms(), (None, LARGE)):

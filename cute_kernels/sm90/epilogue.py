@@ -127,7 +127,7 @@ class Epilogue(Invariant):
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
-        extra_chunks: int = 0, scales_columns: bool = False,
+        scales_columns: bool = False,
     ):  # fmt: skip
         self.tile = tile
         self.scales_columns = scales_columns
@@ -143,7 +143,7 @@ class Epilogue(Invariant):
         self.num_slots = SLOTS
         self.num_barriers = 0
         self.has_load_role = False
-        self.chunks_per_slab = self.part_n // self.cols + extra_chunks
+        self.chunks_per_slab = self.part_n // self.cols
 
     def kernel_inputs(self, inputs: Any) -> Any:
         """Host side: the epilogue's inputs as the kernel takes them."""
@@ -296,16 +296,20 @@ class LinearEpilogue(Epilogue):
 class ActivationEpilogue(Epilogue):
     """act = activation(acc + bias) * scale[row]; with a second store, the preactivation acc + bias as well.
 
-    Gated, the accumulators are [a | u]: a thread holds both halves of each of its outputs.
+    Gated, the accumulators are [a | u]: a thread holds both halves of each of its outputs. `in_order`: they are columns
+    of w1 as they lie (natural_order.py), and so their biases and preactivations are as without a gate.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec, in_order: bool = False):
         self.spec = spec
         self.preact_chunks = spec.tile.n // spec.tile.chunk_columns if spec.save_preact else 0
-        super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout, self.preact_chunks)
+        self.act_n = spec.tile.n // (1 + spec.gated)
+        parts = 2 if spec.gated and not in_order else 1
+        super().__init__(dtype, spec.tile, parts, spec.glu_layout)
+        self.chunks_per_slab = self.preact_chunks + self.act_n // self.cols
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
-        if self.spec.save_preact and self.spec.gated:
+        if self.spec.save_preact and self.parts == 2:
             if self.layout == "concat":
                 return outputs[0], halves(outputs[1])
             if self.layout not in LAYOUTS:
@@ -313,7 +317,7 @@ class ActivationEpilogue(Epilogue):
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
-        if not self.spec.gated:
+        if self.parts == 1:
             return column
         half = state.bias_size // 2
         element = row_of(self.layout, state.inputs.gate, column, part, half)
@@ -328,9 +332,9 @@ class ActivationEpilogue(Epilogue):
         self._add_bias(state, acc, Float32(1.0), Float32(1.0))
         if const_expr(self.spec.save_preact):
             self._store_preact(state, acc, stores[1], work, row, first_slot)
-        for chunk in cutlass.range_constexpr(self.part_n // self.cols):
+        for chunk in cutlass.range_constexpr(self.act_n // self.cols):
             values = self._activated(state, acc, chunk, self.cols, scales)
-            tile = stores[0].tile(work, row, work.n_tile * self.part_n + chunk * self.cols, cols=self.cols)
+            tile = stores[0].tile(work, row, work.n_tile * self.act_n + chunk * self.cols, cols=self.cols)
             state.slots.put(values, stores[0], tile, (first_slot + self.preact_chunks + chunk) % SLOTS)
 
     @cute.jit
@@ -338,11 +342,22 @@ class ActivationEpilogue(Epilogue):
         self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
         scales: cute.Tensor,
     ) -> cute.Tensor:  # fmt: skip
-        """One chunk of `cols` outputs, from its accumulators and, gated, from their partners half a tile on."""
-        parts = tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
-        outputs = act.activate(self.spec.activation, parts, state.params)
+        """One chunk of `cols` outputs."""
+        outputs = act.activate(self.spec.activation, self.arguments_of(acc, chunk, cols), state.params)
         for i in cutlass.range_constexpr(cute.size(outputs)):
-            outputs[i] *= scales[i // 2 % 2]
+            outputs[i] *= scales[self.row_of_output(i)]
+        return self.ordered(outputs, state.lane)
+
+    def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
+        """What the activation takes: a chunk's accumulators, and, gated, their partners half a tile on."""
+        return tuple(chunk_of(acc, part * (self.part_n // cols) + chunk, cols) for part in range(self.parts))
+
+    def row_of_output(self, i: int) -> int:
+        """Which of the thread's two rows the i-th of its outputs is in."""
+        return i // 2 % 2
+
+    def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
+        """Outputs in the order of accumulators."""
         return outputs
 
     @cute.jit
@@ -353,7 +368,7 @@ class ActivationEpilogue(Epilogue):
         """The accumulators in the order that `glu_layout` gives the columns of w1."""
         for chunk in cutlass.range_constexpr(self.part_n // self.cols):
             a = chunk_of(acc, chunk, self.cols)
-            if const_expr(self.spec.gated):
+            if const_expr(self.parts == 2):
                 u = chunk_of(acc, self.part_n // self.cols + chunk, self.cols)
                 column = work.n_tile * self.part_n + chunk * self.cols
                 layout = state.inputs.gate.layout

@@ -86,7 +86,8 @@ def weight_view(
     """w [E,N,K] as (tensor (n, k, lo, hi), ExpertAddress), n and k named as the MMA sees them.
 
     `layout`: one of specs.LAYOUT_FORMS; `gate` says which of its several.
-    `transposed` contracts over w's rows: n is w's last dimension, k its rows.
+    `transposed` contracts over w's rows: n is w's last dimension, k its rows. Two parts of it are the halves of
+    "concat"; columns of the other layouts come as they lie (natural_order.py).
     """
     _, rows, cols = w.shape
     row_stride = Int64(cols)
@@ -107,7 +108,8 @@ def weight_view(
     unit = UNIT_BYTES * 8 // w.element_type.width
     address_shape, address_stride = (LO_BOUND, HI_BOUND), (unit, unit << LOG2_UNITS_PER_HI)
     if const_expr(transposed):
-        view = cute.make_layout((cols, rows, *address_shape), stride=(1, row_stride, *address_stride))
+        part_stride = cols if const_expr(parts == 1) else cols // parts
+        view = cute.make_layout((part_stride, rows, *address_shape), stride=(1, row_stride, *address_stride))
     else:
         view = cute.make_layout((n_shape, cols, *address_shape), stride=(n_stride, 1, *address_stride))
     address = ExpertAddress(

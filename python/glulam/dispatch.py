@@ -52,8 +52,9 @@ class Problem:
     grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
     grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
     in_features] along `axis`, `rounded` to values or as elements and scales.
-    `operands`: what the first GEMM multiplies (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`:
-    the rows of an operand of grouped_wgrad come by index.
+    `transpose_w`: of the first three, weights are [E, K, N]. `operands`: what the first GEMM multiplies
+    (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
+    come by index.
     """
 
     op: str
@@ -144,9 +145,12 @@ def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
     require("activation", problem.activation, ACTIVATIONS)
     require("glu_layout", problem.glu_layout, GLU_LAYOUTS)
     activation, layout = CONFIGS[arch].glu_form(
-        problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact
+        problem.activation, problem.glu_layout, problem.intermediate, problem.operands, tile, problem.save_preact,
+        problem.transpose_w,
+    )  # fmt: skip
+    return GroupedGluSpec(
+        problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands, problem.transpose_w
     )
-    return GroupedGluSpec(problem.dtype, activation, layout, problem.save_preact, tile, arch, problem.operands)
 
 
 def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
@@ -216,7 +220,9 @@ def _forms_like(spec: Spec, problem: Problem) -> list[Spec]:
         return [form(replace(spec, fc1=fc1)) for fc1 in _forms_like(spec.fc1, problem)]  # type: ignore[arg-type]
     if not isinstance(spec, GroupedGluSpec):
         return [form(spec)]
-    layouts = _serving(LAYOUT_FORMS, problem.glu_layout) if spec.gated else ["concat"]
+    layouts = [problem.glu_layout]
+    if spec.gated and not spec.transpose_w:  # else a kernel has one
+        layouts = _serving(LAYOUT_FORMS, problem.glu_layout)
     return [
         form(replace(spec, activation=activation, glu_layout=layout))
         for activation in _serving(ACTIVATION_FORMS, problem.activation)

@@ -98,7 +98,7 @@ def _spec_on(fields: dict[str, Any], tile: TileConfig) -> Spec:
     fields = {**fields, "tile": tile}
     if fields.get("op") != "grouped_mlp":
         return from_dict(fields)
-    fc2 = {name: value for name, value in fields.items() if name in ("dtype", "arch", "tile")}
+    fc2 = {name: value for name, value in fields.items() if name in ("dtype", "arch", "tile", "transpose_w")}
     return from_dict(
         {
             "op": "grouped_mlp",

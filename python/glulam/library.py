@@ -29,10 +29,13 @@ from .ops.grouped_wgrad import GroupedWgradCall
 _GROUPS = "Tensor? offs, Tensor? splits"
 _ACTIVATION = "str activation, str glu_layout, float limit, float alpha, float offset"
 _MM = f"Tensor x, Tensor[] w, {_GROUPS}, Tensor[]? bias, Tensor? bias_scale, bool transpose_w, Tensor? rows"
-_GLU = f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}, Tensor? rows"
+_GLU = (
+    f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}, Tensor? rows, "
+    "bool transpose_w"
+)
 _MLP = (
     f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
-    "str recipe, bool recompute, Tensor? rows"
+    "str recipe, bool recompute, Tensor? rows, bool transpose_w"
 )
 _MLP_MXFP8 = (
     "Tensor x, Tensor? x_scale, Tensor[] w1, Tensor? w1_scale, Tensor[] w2, Tensor? w2_scale, "

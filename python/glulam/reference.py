@@ -28,9 +28,10 @@ def groups_of(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
-def _linear(x: Tensor, w: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> Tensor:
-    """x w^T + bias * scale, of one expert, in x's dtype."""
-    y = x @ w.to(x.dtype).mT
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None, bias_scale: Tensor | None, transpose_w: bool = False) -> Tensor:
+    """x w^T + bias * scale, or with `transpose_w` x w + ..., of one expert, in x's dtype."""
+    weight = w.to(x.dtype)
+    y = x @ (weight if transpose_w else weight.mT)
     if bias is None:
         return y
     addend = bias.to(x.dtype)
@@ -50,10 +51,8 @@ def grouped_mm(
 ) -> None:
     """Writes out [T, N]; `ends` are the groups' ends."""
     for expert, rows in groups_of(ends):
-        weight = w[expert].mT if transpose_w else w[expert]
-        out[rows] = _linear(x[rows].to(_compute_dtype(x)), weight, _one(bias, expert), _rows(bias_scale, rows)).to(
-            out.dtype
-        )
+        addend = _one(bias, expert), _rows(bias_scale, rows)
+        out[rows] = _linear(x[rows].to(_compute_dtype(x)), w[expert], *addend, transpose_w).to(out.dtype)
 
 
 def _glu(h: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
@@ -70,10 +69,11 @@ def grouped_glu(
     form: tuple[str, str, ActivationParams],
     out: Tensor,
     preact: Tensor | None,
+    transpose_w: bool = False,
 ) -> None:
     """Writes out [T, I], and preact [T, 2I or I] unless None. `form`: activation, glu_layout and their numbers."""
     for expert, rows in groups_of(ends):
-        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(bias, expert), None)
+        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(bias, expert), None, transpose_w)
         out[rows] = _glu(h, _rows(row_scale, rows), *form).to(out.dtype)
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
@@ -89,12 +89,13 @@ def grouped_mlp(
     row_scale: Tensor | None,
     form: tuple[str, str, ActivationParams],
     out: Tensor,
+    transpose_w: bool = False,
 ) -> None:
     """Writes out [T, H]. The row scale multiplies the activation, and so the second bias as well."""
     for expert, rows in groups_of(ends):
         scale = _rows(row_scale, rows)
-        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(b1, expert), None)
-        out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale).to(out.dtype)
+        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(b1, expert), None, transpose_w)
+        out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale, transpose_w).to(out.dtype)
 
 
 def grouped_dglu(

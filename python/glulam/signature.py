@@ -417,18 +417,34 @@ def check_params(op: str, params: ActivationParams) -> None:
         raise ValueError(f"{op}: limit is {params.limit}; values are clamped to [-limit, limit], so give 0 or more")
 
 
-def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str) -> int:
-    """I, from the rows of w1: half of them where the activation has a gate."""
+def check_w1(
+    op: str, w1: Any, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
+) -> tuple[int, int, int]:  # fmt: skip
+    """w1 [E, 2I or I, H], or with `transpose_w` [E, H, 2I or I], where x has H columns: E, 2I or I, and I."""
+    columns = x.shape[1]
+    shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
+    experts, rows, hidden = (shape[0], shape[2], shape[1]) if transpose_w else shape
+    if hidden != columns:
+        wanted = (experts, columns, rows) if transpose_w else (experts, rows, columns)
+        other = f", or give transpose_w={not transpose_w}" if rows == columns else ""
+        mismatch(op, "w1", shape, wanted, f"x has {columns} columns{other}")
+    width = intermediate_width(op, "w1", rows, activation, glu_layout, "columns" if transpose_w else "rows")
+    check_width(op, "w1 (I)", width, runs_kernels(x))
+    return experts, rows, width
+
+
+def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
+    """I, from the rows of w1: half of them where the activation has a gate. `of`: what errors call them."""
     if activation not in GATED:
         return rows
     if rows % 2:
         raise ValueError(
-            f"{op}: {name} has {rows} rows an expert; {activation} has a gate, so it needs 2I, an even number"
+            f"{op}: {name} has {rows} {of} an expert; {activation} has a gate, so it needs 2I, an even number"
         )
     width = rows // 2
     if glu_layout == "interleaved32" and width % INTERLEAVED32_BLOCK:
         raise ValueError(
-            f"{op}: {name} has 2I = {rows} rows an expert, so I = {width}; glu_layout 'interleaved32' needs I to be a "
+            f"{op}: {name} has 2I = {rows} {of} an expert, so I = {width}; glu_layout 'interleaved32' needs I to be a "
             f"multiple of {INTERLEAVED32_BLOCK}; use another layout or pad I with zeros"
         )
     return width

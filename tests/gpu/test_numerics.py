@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.checks import SWIGLU, Form, check_glu, check_mlp, check_mm
 from support.criterion import same_bits
-from support.inputs import Case, make_case, poisoned
+from support.inputs import Case, make_case, poisoned, scattered
 from support.launches import groups_of, launch
 from support.routing import catalogue, one_takes_all, spread, zipf
 
@@ -202,17 +202,6 @@ def test_params_of_clamped_swiglu(params: tuple[float, float, float]) -> None:
     c = case(zipf(FEW_ROWS, EXPERTS), form)
     options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
     check_glu(c, glulam.grouped_glu(c.x, c.w1, offs=c.offs, **named(form), **options), None, form, params=params)
-
-
-def scattered(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Each expert in an allocation of its own, their addresses in no order, with odd gaps between them."""
-    count = packed.shape[0]
-    blocks = [torch.empty(packed[0].numel() + 8 * (3 + e % 5), dtype=packed.dtype, device="cuda") for e in range(count)]
-    order = sorted(range(count), key=lambda e: (e * 5 + 3) % count)
-    views = [blocks[e][8 * (e % 3) :][: packed[0].numel()].view(packed[0].shape) for e in order]
-    for view, source in zip(views, packed, strict=True):
-        view.copy_(source)
-    return views
 
 
 @pytest.mark.parametrize("listed", list(itertools.product([False, True], repeat=4)))

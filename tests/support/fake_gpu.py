@@ -208,8 +208,8 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
     assert spec.glu_layout != "blocked" or c.act.shape[1] % 32 == 0
     act, h = oracle.grouped_glu(
         _rows_of(spec, c, rows, ends[-1]), _weights_of(spec, c), ends,
-        bias=_biases(c.bias, c.bias_table, c.num_groups, c.w.shape[1], getattr(torch, spec.dtype)),
-        row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset),
+        bias=_biases(c.bias, c.bias_table, c.num_groups, c.w.shape[1 + spec.transpose_w], getattr(torch, spec.dtype)),
+        row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset), transpose_w=spec.transpose_w,
     )  # fmt: skip
     if spec.save_preact:
         _store(c.preact, h, ends)

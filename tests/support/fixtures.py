@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """For the length of a test, CPU tensors are on a GPU."""
     yield install(monkeypatch)
     forget_plans()
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def anywhere(request: pytest.FixtureRequest) -> Any:
+    """On the CPU, and on the stand-in of a GPU."""
+    return request.getfixturevalue("fake_gpu") if request.param == "gpu" else None

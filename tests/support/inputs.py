@@ -103,6 +103,22 @@ def preactivation(c: Case) -> Tensor:
     return h.to(c.x.dtype)
 
 
+def transposed(c: Case) -> tuple[Tensor, Tensor]:
+    """w1 [E, H, 2I or I] and w2 [E, I, H], as a model that multiplies x w keeps them."""
+    return c.w1.mT.contiguous(), c.w2.mT.contiguous()
+
+
+def scattered(packed: Tensor) -> list[Tensor]:
+    """Each expert in an allocation of its own, their addresses in no order, with odd gaps between them."""
+    count, size = packed.shape[0], packed[0].numel()
+    blocks = [torch.empty(size + 8 * (3 + e % 5), dtype=packed.dtype, device=packed.device) for e in range(count)]
+    order = sorted(range(count), key=lambda e: (e * 5 + 3) % count)
+    views = [blocks[e][8 * (e % 3) :][:size].view(packed[0].shape) for e in order]
+    for view, source in zip(views, packed, strict=True):
+        view.copy_(source)
+    return views
+
+
 def poisoned(rows: int, columns: int, like: Tensor, padding: int = 0) -> Tensor:
     """An output buffer full of NaN, with `padding` columns between its rows."""
     return torch.full((rows, columns + padding), math.nan, dtype=like.dtype, device=like.device)[:, :columns]

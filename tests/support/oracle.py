@@ -113,10 +113,10 @@ def grouped_mm(
 def grouped_glu(
     x: Tensor, w1: Any, ends: Sequence[int], *, bias: Any = None, row_scale: Tensor | None = None,
     form: tuple[str, str] = ("swiglu", "concat"), params: tuple[float, float, float] = (7.0, 1.702, 1.0),
-    dtype: torch.dtype = torch.float64,
+    transpose_w: bool = False, dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(act, preact)."""
-    h = grouped_mm(x, w1, ends, bias=bias, dtype=dtype)
+    h = grouped_mm(x, w1, ends, bias=bias, transpose_w=transpose_w, dtype=dtype)
     act = (activation if dtype == torch.float64 else torch_activation)(h, *form, *params)
     return (act if row_scale is None else act * row_scale[:, None].to(dtype)), h
 

@@ -9,13 +9,16 @@ from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue import ActivationEpilogue, Addends, Inputs
 from ..grouped_gemm import GroupedGemm
+from ..natural_order import NATURAL_EPILOGUES
 from ..weights import gate_rows
 
 
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
-        dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, ActivationEpilogue(dtype, spec))
+        dtype, self.n_mode = DTYPES[spec.dtype], 2 if spec.transpose_w else 1
+        is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
+        epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, spec.transpose_w)
 
     @cute.jit
     def __call__(
@@ -25,8 +28,8 @@ class Glu:
         stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
-            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
+            params, n = ActivationParams(kind, limit, alpha, offset), w.shape[self.n_mode]
+            inputs = Inputs(Addends(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act,), sizes, w_table, rows, inputs, num_sms, position, stream)
 
@@ -40,8 +43,8 @@ class GluPreact(Glu):
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
-            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
-            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], gate=gate)
+            params, n = ActivationParams(kind, limit, alpha, offset), w.shape[self.n_mode]
+            inputs = Inputs(Addends(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream)
 

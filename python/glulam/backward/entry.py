@@ -51,6 +51,11 @@ def differentiate(
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
+    if type(call) is GroupedMlpCall and call.transpose_w:
+        raise GradientNotSupported(
+            f"{call.op}: an argument requires a gradient, and transpose_w=True has none; give w1.mT.contiguous() and "
+            "w2.mT.contiguous(), and leave out transpose_w"
+        )
     if type(call) not in APPLY or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)

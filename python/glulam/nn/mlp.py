@@ -137,7 +137,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
             refuse_export(NAME)
             call: Any
             if self.recipe.name == BF16.name:
-                call = GroupedMlpCall(x=x, w1=w1, w2=w2, rows=None, out=None, **given)
+                call = GroupedMlpCall(x=x, w1=w1, w2=w2, rows=None, transpose_w=False, out=None, **given)
             else:
                 call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
             return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]

@@ -26,19 +26,15 @@ from ..signature import (
     Experts,
     check_activation,
     check_bias,
-    check_experts,
     check_flag,
     check_groups,
     check_indices,
     check_out,
     check_params,
     check_scale,
-    check_width,
+    check_w1,
     check_x,
-    intermediate_width,
-    mismatch,
     refuse_gradients,
-    runs_kernels,
 )
 from .rows import take_rows
 
@@ -58,6 +54,7 @@ def grouped_glu(
     alpha: float = 1.702,
     offset: float = 1.0,
     return_preact: bool = False,
+    transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Any:
     """act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert whose group the row lies in.
@@ -81,6 +78,8 @@ def grouped_glu(
         limit, alpha, offset: of clamped_swiglu: with a' = min(a, limit) it is
             a' sigmoid(alpha a') (clamp(u, -limit, limit) + offset).
         return_preact: return h as well.
+        transpose_w: h = x w1_e (+ bias_e) instead: w1 is [E, H, 2I or I], and its columns lie as else its rows. No copy
+            of it is made.
         out: the activation's buffer, [T, I] (rows may be padded); by default a new one, its tail uninitialised.
 
     Returns:
@@ -105,7 +104,7 @@ def grouped_glu(
             given = [t for t in (x, w1_, groups, bias_, row_scale, out, rows) if t is not None]
             options = (
                 is_grad_enabled(), offs is None, splits is None, rows is None, bias is None, row_scale is None,
-                out is None, activation, glu_layout, limit, alpha, offset, return_preact,
+                out is None, activation, glu_layout, limit, alpha, offset, return_preact, transpose_w,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
@@ -116,7 +115,8 @@ def grouped_glu(
         refuse_gradients("grouped_glu", x=x, w1=w1, bias=bias, row_scale=row_scale, out=out)
     call = GroupedGluCall(
         x=x, w1=w1_, offs=offs, splits=splits, rows=rows, bias=bias_, row_scale=row_scale, activation=activation,
-        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, return_preact=return_preact, out=out,
+        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, return_preact=return_preact,
+        transpose_w=transpose_w, out=out,
     )  # fmt: skip
     try:
         return call.settle(key, plan, failure)
@@ -203,6 +203,7 @@ class GroupedGluCall(Call):
     alpha: float
     offset: float
     return_preact: bool
+    transpose_w: bool
 
     @property
     def params(self) -> ActivationParams:
@@ -215,12 +216,9 @@ class GroupedGluCall(Call):
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         check_flag(self.op, "return_preact", self.return_preact)
-        shape = check_experts(self.op, "w1", self.w1, self.x, "E 2I H")
-        experts, w1_rows, hidden = shape
-        if hidden != columns:
-            mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
-        width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
-        check_width(self.op, "w1 (I)", width, runs_kernels(self.x))
+        check_flag(self.op, "transpose_w", self.transpose_w)
+        form = (self.activation, self.glu_layout, self.transpose_w)
+        experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
         check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "bias", self.bias, self.x, experts, w1_rows)
         check_scale(self.op, "row_scale", self.row_scale, like)
@@ -235,6 +233,7 @@ class GroupedGluCall(Call):
             activation=self.activation,
             glu_layout=self.glu_layout,
             save_preact=self.return_preact,
+            transpose_w=self.transpose_w,
         )
 
     @property
@@ -256,7 +255,8 @@ class GroupedGluCall(Call):
         out, preact = results if self.return_preact else (results, None)
         form = (self.activation, self.glu_layout, self.params)
         x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
-        reference.grouped_glu(x, self.w1, self.host_ends(), self.bias, self.row_scale, form, out, preact)
+        ends = self.host_ends()
+        reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, form, out, preact, self.transpose_w)
         return results
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedGluPlan:

@@ -37,14 +37,14 @@ from ..signature import (
     check_params,
     check_recipe,
     check_scale,
+    check_w1,
     check_width,
     check_x,
-    intermediate_width,
     mismatch,
     refuse_gradients,
     runs_kernels,
 )
-from .grouped_mlp_mxfp8 import grouped_mlp_mxfp8
+from .grouped_mlp_mxfp8 import grouped_mlp_mxfp8, refuse_transposed
 from .rows import take_rows
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
@@ -68,6 +68,7 @@ def grouped_mlp(
     offset: float = 1.0,
     recipe: str | Recipe = "bf16",
     recompute: bool = False,
+    transpose_w: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """y = m w2_e^T + s b2_e, m = activation(h) s, h = x w1_e^T + b1_e, s = row_scale[row], e the row's expert.
@@ -103,6 +104,8 @@ def grouped_mlp(
             All but "bf16" want H, I and the result's columns to be multiples of 32.
         recompute: with gradients: save x and row_scale only, and make h again in the backward ("mxfp8": by all of
             forward).
+        transpose_w: h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H], and
+            w1's columns lie as else its rows. No copy of them is made. Of recipe "bf16", and without a gradient.
         out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
 
     Returns:
@@ -110,7 +113,8 @@ def grouped_mlp(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; nothing was launched.
-        GradientNotSupported: `out` is given although an argument requires a gradient, or a second derivative is taken.
+        GradientNotSupported: `out`, `rows` or `transpose_w` is given although an argument requires a gradient, or a
+            second derivative is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         FoldError (a ValueError): recipe "mxfp8" would change a weight too much.
         CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there; but those
@@ -118,6 +122,7 @@ def grouped_mlp(
     """
     if recipe != "bf16":
         if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
+            refuse_transposed(found, transpose_w)
             if rows is not None:
                 if is_grad_enabled():
                     refuse_gradients("grouped_mlp with rows=", x=x, w1=w1, w2=w2, row_scale=row_scale, b1=b1, b2=b2)
@@ -148,7 +153,7 @@ def grouped_mlp(
             given = [t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out, rows) if t is not None]
             options = (
                 is_grad_enabled(), offs is None, splits is None, rows is None, row_scale is None, b1 is None,
-                b2 is None, out is None, activation, glu_layout, limit, alpha, offset, recipe, recompute,
+                b2 is None, out is None, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None and rows is None:
@@ -163,7 +168,7 @@ def grouped_mlp(
     call = GroupedMlpCall(
         x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, rows=rows, row_scale=row_scale, b1=b1_, b2=b2_,
         activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
-        recompute=recompute, out=out,
+        recompute=recompute, transpose_w=transpose_w, out=out,
     )  # fmt: skip
     try:
         if needs:
@@ -257,6 +262,7 @@ class GroupedMlpCall(Call):
     offset: float
     recipe: str
     recompute: bool
+    transpose_w: bool
 
     @property
     def params(self) -> ActivationParams:
@@ -280,16 +286,14 @@ class GroupedMlpCall(Call):
         check_params(self.op, self.params)
         check_recipe(self.op, self.recipe)
         check_flag(self.op, "recompute", self.recompute)
-        shape = check_experts(self.op, "w1", self.w1, self.x, "E 2I H")
-        experts, w1_rows, hidden = shape
-        if hidden != columns:
-            mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
-        width = intermediate_width(self.op, "w1", w1_rows, self.activation, self.glu_layout)
-        check_width(self.op, "w1 (I)", width, runs_kernels(self.x))
-        shape = check_experts(self.op, "w2", self.w2, self.x, "E H I")
-        out_features = shape[1]
-        if shape != (experts, out_features, width):
-            mismatch(self.op, "w2", shape, (experts, out_features, width), f"w1 gives E = {experts}, I = {width}")
+        check_flag(self.op, "transpose_w", self.transpose_w)
+        form = (self.activation, self.glu_layout, self.transpose_w)
+        experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
+        shape = check_experts(self.op, "w2", self.w2, self.x, "E I H" if self.transpose_w else "E H I")
+        out_features = shape[2 if self.transpose_w else 1]
+        wanted = (experts, width, out_features) if self.transpose_w else (experts, out_features, width)
+        if shape != wanted:
+            mismatch(self.op, "w2", shape, wanted, f"w1 gives E = {experts}, I = {width}")
         check_width(self.op, "w2", out_features, runs_kernels(self.x))
         check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
         check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
@@ -306,6 +310,7 @@ class GroupedMlpCall(Call):
             out_features=out_features,
             activation=self.activation,
             glu_layout=self.glu_layout,
+            transpose_w=self.transpose_w,
         )
 
     def results(self, problem: Problem) -> Tensor:
@@ -316,7 +321,7 @@ class GroupedMlpCall(Call):
         form = (self.activation, self.glu_layout, self.params)
         ends = self.host_ends()
         x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
-        reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out)
+        reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out, self.transpose_w)
         return out
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedMlpPlan:

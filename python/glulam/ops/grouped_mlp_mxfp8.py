@@ -72,12 +72,22 @@ def grouped_mlp_mxfp8(
     )  # fmt: skip
 
 
+def refuse_transposed(recipe: Recipe, transpose_w: Any) -> None:
+    """Raises ValueError where weights are transposed, which scales along their rows do not allow."""
+    if transpose_w:
+        raise ValueError(
+            f"{OP}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
+            "w1.mT.contiguous() does, and leave out transpose_w, or choose recipe 'bf16'"
+        )
+
+
 def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, **rest: Any) -> dict[str, Any]:
     """The arguments as plain tensors, as the fields of `Mxfp8MlpCall` are.
 
     Raises:
-        ValueError, TypeError: an argument in MXFP8 is not what the recipe takes.
+        ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
+    refuse_transposed(recipe, rest.get("transpose_w"))
     x, x_scale, dtype = _rows(x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
     w1, w1_scale = _weight("w1", w1, recipe)
     w2, w2_scale = _weight("w2", w2, recipe)

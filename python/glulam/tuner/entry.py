@@ -168,13 +168,15 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
     Raises:
         ValueError: they are none that kernels serve.
     """
-    for name, given, op in (
-        ("training", training, "grouped_mlp"),
-        ("save_preact", shape.save_preact, "grouped_glu"),
-        ("transpose_w", shape.transpose_w, "grouped_mm"),
+    for name, given, ops in (
+        ("training", training, ("grouped_mlp",)),
+        ("save_preact", shape.save_preact, ("grouped_glu",)),
+        ("transpose_w", shape.transpose_w, ("grouped_mm", "grouped_glu", "grouped_mlp")),
     ):
-        if given and shape.op != op:
-            raise ValueError(f"{caller}: {name} is of a {op}, not of {shape.op}; leave it out")
+        if given and shape.op not in ops:
+            raise ValueError(f"{caller}: {name} is of a {' or '.join(ops)}, not of {shape.op}; leave it out")
+    if training and shape.transpose_w:
+        raise ValueError(f"{caller}: training has no transpose_w; leave it out")
     try:
         tuned.check(shape)
         problems = list(dispatch.training_parts(shape)) if training else [shape]

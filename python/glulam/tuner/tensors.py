@@ -46,19 +46,22 @@ class Tensors:
     def _weights(self, rows: int, columns: int, contracted: int) -> Tensor:
         return self._random(self.problem.experts, rows, columns, scale=contracted**-0.5)
 
+    def _forward_weights(self, n: int, k: int) -> Tensor:
+        """Of x [T,K] -> [T,N]."""
+        return self._weights(*((k, n) if self.problem.transpose_w else (n, k)), k)
+
     def _out(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
 
     def _make_mm(self) -> None:
         p = self.problem
-        shape = (p.in_features, p.out_features) if p.transpose_w else (p.out_features, p.in_features)
-        self.x, self.w = self._rows(p.in_features), self._weights(*shape, p.in_features)
+        self.x, self.w = self._rows(p.in_features), self._forward_weights(p.out_features, p.in_features)
         self.y = self._out(p.rows, p.out_features)
         self.results: tuple[Tensor, ...] = (self.y,)
 
     def _make_fc1(self) -> None:
         p = self.problem
-        self.x, self.w1 = self._rows(p.in_features), self._weights(p.w1_rows, p.in_features, p.in_features)
+        self.x, self.w1 = self._rows(p.in_features), self._forward_weights(p.w1_rows, p.in_features)
         self.act = self._out(p.rows, p.intermediate)
 
     def _make_glu(self) -> None:
@@ -75,7 +78,7 @@ class Tensors:
         p = self.problem
         self._make_fc1()
         preact = self._make_preact()
-        self.w2 = self._weights(p.out_features, p.intermediate, p.intermediate)
+        self.w2 = self._forward_weights(p.out_features, p.intermediate)
         self.y = self._out(p.rows, p.out_features)
         self.results = (*preact, self.y)
 

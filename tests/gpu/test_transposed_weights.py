@@ -1,0 +1,245 @@
+"""FC1 and both GEMMs of an MLP with weights [E, K, N] as they lie, against float64, through the public API.
+
+Sizes divide no tile; rows per expert are on both sides of what decides the tile here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.checks import Form, check_glu, check_mlp
+from support.criterion import same_bits
+from support.inputs import Case, make_case, poisoned, scattered, transposed
+from support.launches import groups_of, launch
+from support.routing import catalogue, one_takes_all, spread, zipf
+
+import glulam
+from cute_kernels.sm90.configs import TILES, activation_forms, glu_form
+from cute_kernels.specs import GATED, KINDS, LAYOUTS, GroupedGluSpec, GroupedMlpSpec
+from cute_kernels.tiles import TileConfig
+from glulam import tickets
+
+pytestmark = pytest.mark.gpu
+
+BF16, F16 = torch.bfloat16, torch.float16
+HIDDEN, INTER = 200, 352
+EXPERTS, FEW_ROWS, MANY_ROWS, TAIL = 8, 200, 1500, 13
+BATCHES = {"few rows": zipf(FEW_ROWS, EXPERTS), "many rows": zipf(MANY_ROWS, EXPERTS)}
+GPT_OSS: Form = ("clamped_swiglu", "interleaved")
+GATES = ("concat", "interleaved", "interleaved32")
+
+
+def case(sizes: list[int], form: Form = GPT_OSS, hidden: int = HIDDEN, inter: int = INTER, **options: Any) -> Case:
+    options = {"tail": TAIL, "dtype": BF16, **options}
+    return make_case(sizes, hidden, inter, gated=form[0] in GATED, device="cuda", **options)
+
+
+def of(form: Form) -> dict[str, Any]:
+    return {"activation": form[0], "glu_layout": form[1], "transpose_w": True}
+
+
+def addends(c: Case) -> dict[str, Any]:
+    return {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale}
+
+
+def test_batches_use_different_kernels() -> None:
+    few, many = (
+        glulam.explain(
+            "grouped_mlp", (n, HIDDEN), (EXPERTS, HIDDEN, 2 * INTER), (EXPERTS, INTER, HIDDEN), **of(GPT_OSS)
+        )
+        for n in (FEW_ROWS + TAIL, MANY_ROWS + TAIL)
+    )
+    assert few.spec != many.spec and few.source == many.source == "shipped"
+    for told in (few, many):
+        assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.transpose_w and told.spec.fc2.transpose_w
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+def test_every_form(form: Form, batch: str, dtype: torch.dtype) -> None:
+    """Each activation and layout in both fused operators, plain and with all addends."""
+    c = case(BATCHES[batch], form, dtype=dtype)
+    w1, w2 = transposed(c)
+    for extras in (False, True):
+        options = addends(c) if extras else {}
+        check_mlp(c, glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **options), form, **options)
+        options = {"bias": c.b1, "row_scale": c.row_scale} if extras else {}
+        both = glulam.grouped_glu(c.x, w1, offs=c.offs, return_preact=True, **of(form), **options)
+        check_glu(c, *both, form, **options)
+        alone = glulam.grouped_glu(c.x, w1, offs=c.offs, **of(form), **options)
+        check_glu(c, alone, None, form, **options)
+
+
+SIZES = {
+    "H = 1504, I = 736": (spread(300, 4), 1504, 736),
+    "H = 736, I = 1504": (zipf(900, 4), 736, 1504),
+    "smallest": ([3, 0, 5], 8, 32),
+    "one load of columns": ([40, 30], 72, 64),
+    "narrow and deep": ([70, 3], 4096, 32),
+    "wide and shallow": ([70, 200], 8, 2080),
+    "one expert": ([777], HIDDEN, INTER),
+    "one row": ([1], HIDDEN, INTER),
+    "bands of row tiles, odd and short ones": ([2049, 65, 64, 4160, 128, 2400], 72, 352),
+    "512 experts": (zipf(1000, 512), 72, 96),
+    "512 experts, many rows": (spread(512 * 66 + 5, 512), 72, 96),
+    "512 experts, one takes all": (one_takes_all(555, 512, 511), 72, 96),
+    "512 experts, all empty": ([0] * 512, 72, 96),
+    "no rows at all": ([0, 0, 0], HIDDEN, INTER),
+}
+
+
+@pytest.mark.parametrize("layout", GATES)
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name: str, layout: str) -> None:
+    sizes, hidden, inter = SIZES[name]
+    form = ("swiglu", layout)
+    c = case(sizes, form, hidden, inter, tail=TAIL if any(sizes) else 0)
+    w1, w2 = transposed(c)
+    check_mlp(c, glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **addends(c)), form, **addends(c))
+    both = glulam.grouped_glu(c.x, w1, splits=c.splits(), bias=c.b1, return_preact=True, **of(form))
+    check_glu(c, *both, form, bias=c.b1)
+
+
+@pytest.mark.parametrize("width", [8, 24, 40, 72, 136, 1000])
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_halves_that_no_load_and_no_block_divides(batch: str, layout: str, width: int) -> None:
+    form = ("swiglu", layout)
+    c = case(BATCHES[batch], form, inter=width)
+    both = glulam.grouped_glu(c.x, transposed(c)[0], offs=c.offs, bias=c.b1, return_preact=True, **of(form))
+    check_glu(c, *both, form, bias=c.b1)
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("name", catalogue(FEW_ROWS, EXPERTS))
+def test_routings(name: str, rows: int) -> None:
+    """Every routing, into poisoned padded outputs whose tail must stay."""
+    c = case(catalogue(rows, EXPERTS)[name], tail=rows - sum(catalogue(rows, EXPERTS)[name]) + TAIL)
+    w1, w2 = transposed(c)
+    total = c.x.shape[0]
+    for columns, call in (
+        (HIDDEN, lambda out: glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, out=out, **of(GPT_OSS), **addends(c))),
+        (INTER, lambda out: glulam.grouped_glu(c.x, w1, offs=c.offs, bias=c.b1, out=out, **of(GPT_OSS))),
+    ):
+        buffer = torch.full((total, columns + 8), math.nan, dtype=BF16, device="cuda")
+        out = buffer[:, :columns]
+        assert call(out) is out
+        assert bool(buffer[c.rows :].isnan().all()), "the tail was written"
+        assert bool(buffer[:, columns:].isnan().all()), "padding was written"
+        if columns == HIDDEN:
+            check_mlp(c, out, GPT_OSS, **addends(c))
+        else:
+            check_glu(c, out, None, GPT_OSS, bias=c.b1)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("layout", GATES)
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: tile.name)
+def test_rows_of_other_groups_reach_no_result(tile: TileConfig, layout: str, saves: bool) -> None:
+    """Every other group holds NaN; shared memory behind a tile's own rows keeps what other tiles had there."""
+    sizes = [64, 1, 128, 15, 257, 16, 300, 17, 64, 48, 130, 49, 200, 63, 128, 65, 1, 127, 190, 129, 31, 193]
+    c = case(sizes, ("geglu", layout), inter=160)  # an odd number of weight tiles
+    w1 = transposed(c)[0]
+    forms = glu_form("geglu", layout, 160, "16bit", tile, saves, transpose_w=True)
+    spec = GroupedGluSpec("bfloat16", *forms, saves, tile, transpose_w=True)
+    counters = tickets.new_counters(c.offs.device)
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        made = {"act": poisoned(c.x.shape[0], 160, c.x, 8)}
+        if saves:
+            made["preact"] = poisoned(c.x.shape[0], 320, c.x, 16)
+        launch(
+            spec, x=x, w=w1, **made, bias=c.b1, kind=KINDS["geglu"], glu_layout=LAYOUTS[layout], **groups_of(c.offs),
+            tickets=counters,
+        )  # fmt: skip
+        return list(made.values())
+
+    clean = results(c.x)
+    check_glu(c, clean[0], clean[1] if saves else None, ("geglu", layout), bias=c.b1)
+    assert all(bool(one[c.rows :].isnan().all()) for one in clean)
+    x = c.x.clone()
+    for group in x[: c.rows].split(c.sizes)[::2]:
+        group.fill_(math.nan)
+    for made, wanted in zip(results(x), clean, strict=True):
+        got, want = (one[: c.rows].split(c.sizes) for one in (made, wanted))
+        assert all(bool(y.isnan().all()) for y in got[::2])
+        assert all(same_bits(*map(torch.Tensor.contiguous, pair)) for pair in zip(got[1::2], want[1::2], strict=True))
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+def test_layouts_agree(rows: int) -> None:
+    """The same layer with its columns in three orders, one loaded as halves and two as they lie."""
+    c = case(zipf(rows, EXPERTS), ("swiglu", "concat"))
+    index = torch.arange(2 * INTER, device="cuda")
+    half, i = index // INTER, index % INTER
+    places = {"interleaved": 2 * i + half, "interleaved32": 64 * (i // 32) + 32 * half + i % 32}
+    w1 = transposed(c)[0]
+    act, preact = glulam.grouped_glu(c.x, w1, offs=c.offs, bias=c.b1, return_preact=True, transpose_w=True)
+    check_glu(c, act, preact, bias=c.b1)
+    for layout, place in places.items():
+        moved, b1 = torch.empty_like(w1), torch.empty_like(c.b1)
+        moved[:, :, place], b1[:, place] = w1, c.b1
+        options = {"glu_layout": layout, "transpose_w": True, "return_preact": True}
+        one, other = glulam.grouped_glu(c.x, moved, offs=c.offs, bias=b1, **options)
+        assert same_bits(one[: c.rows], act[: c.rows]), layout
+        assert same_bits(other[: c.rows, place].contiguous(), preact[: c.rows]), layout
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+@pytest.mark.parametrize("layout", GATES)
+def test_lists_of_experts(layout: str, rows: int) -> None:
+    form = ("swiglu", layout)
+    c = case(zipf(rows, EXPERTS), form)
+    w1, w2 = transposed(c)
+    want = glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **of(form), **addends(c))
+    check_mlp(c, want, form, **addends(c))
+    lists = {"b1": scattered(c.b1), "b2": scattered(c.b2), "row_scale": c.row_scale}
+    for weights in ((scattered(w1), scattered(w2)), (w1, scattered(w2)), (scattered(w1), w2)):
+        got = glulam.grouped_mlp(c.x, *weights, offs=c.offs, **of(form), **lists)
+        assert same_bits(got[: c.rows], want[: c.rows])
+
+
+@pytest.mark.parametrize("return_preact", [False, True])
+@pytest.mark.parametrize("form", [("swiglu", layout) for layout in GATES] + [("srelu", "concat")], ids="-".join)
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+def test_rows_by_index(rows: int, form: Form, return_preact: bool) -> None:
+    """The same bits as on a copy of the rows."""
+    c = case(zipf(rows, EXPERTS), form)
+    w1 = transposed(c)[0]
+    x = torch.randn(rows // 4, HIDDEN, device="cuda").to(BF16)
+    indices = torch.randint(-3, rows // 4 + 3, (c.x.shape[0],), device="cuda", dtype=torch.int32)
+    indices[c.rows :] = 2**31 - 1
+    copied = x[indices.clamp(0, rows // 4 - 1).long()]
+    options = {"offs": c.offs, "bias": c.b1, "return_preact": return_preact, **of(form)}
+    made, wanted = glulam.grouped_glu(x, w1, rows=indices, **options), glulam.grouped_glu(copied, w1, **options)
+    for one, other in zip(*(m if return_preact else (m,) for m in (made, wanted)), strict=True):
+        assert same_bits(one[: c.rows], other[: c.rows]) and other[: c.rows].abs().max() > 0.2
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+def test_a_graph_follows_its_groups(rows: int) -> None:
+    c = case(zipf(rows, EXPERTS))
+    w1, w2 = transposed(c)
+    offs, graph = c.offs.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = glulam.grouped_mlp(c.x, w1, w2, offs=offs, **of(GPT_OSS), **addends(c))
+    for sizes in (c.sizes, one_takes_all(c.rows, EXPERTS, 3)):
+        offs.copy_(torch.tensor(sizes).cumsum(0))
+        graph.replay()
+        assert same_bits(y[: c.rows], glulam.grouped_mlp(c.x, w1, w2, offs=offs, **of(GPT_OSS), **addends(c))[: c.rows])
+    offs.copy_(c.offs)
+    graph.replay()
+    check_mlp(c, y, GPT_OSS, **addends(c))
+
+
+@pytest.mark.parametrize("params", [(7.0, 1.702, 1.0), (1, 1, 0), (0.25, 2.5, -0.5), (math.inf, 1.0, 0.0)])
+@pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+def test_params_of_clamped_swiglu(rows: int, params: tuple[float, float, float]) -> None:
+    c = case(zipf(rows, EXPERTS))
+    options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
+    act = glulam.grouped_glu(c.x, transposed(c)[0], offs=c.offs, **of(GPT_OSS), **options)
+    check_glu(c, act, None, GPT_OSS, params=params)

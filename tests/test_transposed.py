@@ -1,0 +1,153 @@
+"""w1 [E, H, 2I] and w2 [E, I, H] as they lie: by the CPU reference, and what a kernel is given."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support.checks import Form, check_glu, check_mlp
+from support.criterion import same_bits
+from support.fake_gpu import FakeGpu
+from support.inputs import Case, make_case, poisoned, scattered, transposed
+
+import glulam
+from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.specs import ACTIVATION_FORMS, GATED, GroupedMlpSpec
+from glulam.ops.grouped_glu import GroupedGluCall
+
+pytest_plugins = ["support.fixtures"]
+
+SIZES = [5, 0, 17, 1, 0, 40, 8]
+HIDDEN, INTER = 40, 64
+BF16 = torch.bfloat16
+
+
+def case(form: Form = ("swiglu", "interleaved"), dtype: torch.dtype = BF16) -> Case:
+    return make_case(SIZES, HIDDEN, INTER, gated=form[0] in GATED, tail=6, dtype=dtype)
+
+
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+def test_every_form(form: Form, extras: bool, anywhere: Any) -> None:
+    c, named = case(form), {"activation": form[0], "glu_layout": form[1], "transpose_w": True}
+    w1, w2 = transposed(c)
+    options = {"b1": c.b1, "b2": c.b2, "row_scale": c.row_scale} if extras else {}
+    check_mlp(c, glulam.grouped_mlp(c.x, w1, w2, offs=c.offs, **named, **options), form, **options)
+    options = {"bias": c.b1, "row_scale": c.row_scale} if extras else {}
+    check_glu(c, *glulam.grouped_glu(c.x, w1, offs=c.offs, return_preact=True, **named, **options), form, **options)
+    check_glu(c, glulam.grouped_glu(c.x, w1, offs=c.offs, **named, **options), None, form, **options)
+
+
+@pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+def test_both_gemms_read_weights_so(form: Form, fake_gpu: FakeGpu) -> None:
+    c = case(form)
+    glulam.grouped_mlp(c.x, *transposed(c), offs=c.offs, activation=form[0], glu_layout=form[1], transpose_w=True)
+    (spec,) = fake_gpu.specs
+    assert isinstance(spec, GroupedMlpSpec) and spec.fc1.transpose_w and spec.fc2.transpose_w
+    assert form[0] in ACTIVATION_FORMS[spec.fc1.activation] and form[1] == spec.fc1.glu_layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_other_dtypes_of_the_reference(dtype: torch.dtype) -> None:
+    c = case(dtype=dtype)
+    y = glulam.grouped_mlp(c.x, *transposed(c), offs=c.offs, b1=c.b1, glu_layout="interleaved", transpose_w=True)
+    check_mlp(c, y, ("swiglu", "interleaved"), b1=c.b1)
+
+
+def test_lists_outputs_and_rows_by_index(anywhere: Any) -> None:
+    c = case()
+    packed, options = transposed(c), {"offs": c.offs, "glu_layout": "interleaved", "transpose_w": True}
+    wanted = glulam.grouped_mlp(c.x, *packed, **options)
+    for weights in (map(scattered, packed), (packed[0], scattered(packed[1]))):
+        out = poisoned(c.x.shape[0], HIDDEN, c.x, 8)
+        assert glulam.grouped_mlp(c.x, *weights, out=out, **options) is out
+        assert same_bits(out[: c.rows].contiguous(), wanted[: c.rows]) and out[c.rows :].isnan().all()
+    order = torch.arange(c.x.shape[0], dtype=torch.int32).flip(0)
+    by_index = glulam.grouped_mlp(c.x.flip(0).contiguous(), *packed, rows=order, **options)
+    assert same_bits(by_index[: c.rows], wanted[: c.rows])
+
+
+def test_only_the_flag_tells_what_a_square_weight_is(anywhere: Any) -> None:
+    c = make_case(SIZES, 64, 32)
+    one, other = (glulam.grouped_glu(c.x, c.w1, offs=c.offs, transpose_w=flag) for flag in (False, True))
+    check_glu(c, one, None)
+    check_glu(dataclasses.replace(c, w1=c.w1.mT), other, None)
+    assert not same_bits(one, other)
+
+
+def test_a_new_number_of_rows_is_checked_no_more(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    check = GroupedGluCall.check
+    monkeypatch.setattr(GroupedGluCall, "check", lambda call: checked.append(call.num_rows) or check(call))
+    w1 = torch.randn(3, HIDDEN, 2 * INTER, dtype=BF16)
+    for rows in (40, 48, 56):
+        x, offs = torch.randn(rows, HIDDEN, dtype=BF16), torch.tensor([8, 8, rows], dtype=torch.int32)
+        assert glulam.grouped_glu(x, w1, offs=offs, transpose_w=True).shape == (rows, INTER)
+    assert checked == [40]
+
+
+def test_explain_tells_of_it() -> None:
+    shapes = (96, HIDDEN), (7, HIDDEN, 2 * INTER), (7, INTER, HIDDEN)
+    told = glulam.explain("grouped_mlp", *shapes, glu_layout="interleaved", transpose_w=True)
+    assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.transpose_w and "_interleaved_nn_" in told.spec.name
+    with pytest.raises(ValueError, match="transpose_w reads weights in 16 bits, and recipe is 'mxfp8'"):
+        glulam.explain("grouped_mlp", *shapes, transpose_w=True, recipe="mxfp8")
+
+
+SHAPES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "not transposed": (
+        {"w1": (7, 128, 40)}, ValueError, r"w1 has shape \[7, 128, 40\]; it must be \[7, 40, 40\].*transpose_w=False"
+    ),
+    "x of other columns": ({"x": (77, 48)}, ValueError, r"w1 has .*must be \[7, 48, 128\], since x has 48 columns$"),
+    "w2 not transposed": (
+        {"w2": (7, 40, 64)}, ValueError, r"w2 has shape \[7, 40, 64\]; it must be \[7, 64, 64\], since w1 gives"
+    ),
+    "blocks": (
+        {"w1": (7, 40, 80), "glu_layout": "interleaved32"}, ValueError, "w1 has 2I = 80 columns an expert, so I = 40"
+    ),
+    "two dimensions": ({"w1": (40, 128)}, ValueError, r"w1 has shape \[40, 128\]; give \[E, H, 2I\]"),
+    "bias": ({"b1": (7, 64)}, ValueError, r"b1 has shape \[7, 64\]; it must be \[7, 128\]"),
+    "no flag": ({"transpose_w": "yes"}, TypeError, "transpose_w is 'yes'; give True or False"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bad_input(name: str, fake_gpu: FakeGpu) -> None:
+    changes, error, message = SHAPES[name]
+    c = case()
+    w1, w2 = transposed(c)
+    given = {"x": c.x, "w1": w1, "w2": w2, "offs": c.offs, "transpose_w": True}
+    given |= {k: torch.zeros(v, dtype=BF16) if isinstance(v, tuple) else v for k, v in changes.items()}
+    with pytest.raises(error, match=f"grouped_mlp: {message}"):
+        glulam.grouped_mlp(**given)
+    assert not fake_gpu.launches
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact", "mxfp8_weight_only"])
+def test_recipes_that_scale_along_rows_refuse_it(recipe: str, anywhere: Any) -> None:
+    c = case()
+    with pytest.raises(ValueError, match=rf"recipe is '{recipe}'; transpose them once, as w1.mT.contiguous\(\)"):
+        glulam.grouped_mlp(c.x, *transposed(c), offs=c.offs, transpose_w=True, recipe=recipe)
+
+
+@pytest.mark.parametrize("name", ["x", "w1", "w2", "b1", "row_scale"])
+def test_gradients_are_refused(name: str, anywhere: Any) -> None:
+    c = case()
+    w1, w2 = transposed(c)
+    given = {"x": c.x, "w1": w1, "w2": w2, "b1": c.b1, "row_scale": c.row_scale}
+    given[name].requires_grad_()
+    with pytest.raises(glulam.GradientNotSupported, match=r"transpose_w=True has none; give w1.mT.contiguous\(\)"):
+        glulam.grouped_mlp(**given, offs=c.offs, glu_layout="interleaved", transpose_w=True)
+    with torch.no_grad():
+        y = glulam.grouped_mlp(**given, offs=c.offs, glu_layout="interleaved", transpose_w=True)
+        check_mlp(c, y, ("swiglu", "interleaved"), b1=c.b1, row_scale=c.row_scale)
+
+
+def test_the_remedy_trains() -> None:
+    c = case(dtype=torch.float64)
+    w1, w2 = (w.requires_grad_() for w in transposed(c))
+    y = glulam.grouped_mlp(c.x, w1.mT.contiguous(), w2.mT.contiguous(), offs=c.offs, glu_layout="interleaved")
+    y[: c.rows].sum().backward()
+    assert w1.grad is not None and w2.grad is not None and bool(w1.grad.any()) and bool(w2.grad.any())
