@@ -27,7 +27,9 @@ from .specs import (
 
 @dataclasses.dataclass(frozen=True)
 class Of:
-    """What a stage takes of a chain's tensor: its "address", or the "size" or "stride" of a dimension, in elements."""
+    """What a stage takes of a chain's tensor: its "address", the "size" or "stride" of a dimension, in elements, or the
+    current "stream" of its device.
+    """
 
     tensor: str
     what: str
@@ -98,8 +100,16 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
     return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if operands == "mxfp8" else {})}
 
 
+def _combined(spec: Spec, rows: str, out: str, position: int) -> Step:
+    """out[token] = residual[token] + the sum of its rows, where out is given."""
+    return _step(
+        LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of residual tokens k", when=out, y=Of(rows, "address"),
+        width=Of(rows, "size", 1), out=out, position=position, stream=Of(rows, "stream"),
+    )  # fmt: skip
+
+
 def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
-    """[x to x8,] FC1 to mid, FC2 to y."""
+    """[x to x8,] FC1 to mid, FC2 to y[, and these rows to tokens]."""
     fc1, fc2 = spec.fc1, spec.fc2
     in_mxfp8 = fc1.operands == "mxfp8"
     quantizes = in_mxfp8 and not spec.quantized
@@ -118,6 +128,7 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
             fc2, f"{_GROUPS} scale y", x=mid, w="w2", bias="b2", bias_table="b2_table",
             **_scales(fc2.operands, mid, "w2"), position=len(first) + 1,
         ),
+        _combined(spec, "y", "out", len(first) + 2),
     )  # fmt: skip
 
 

@@ -230,9 +230,9 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
     return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", BLOCK), ("K", BLOCK)))
 
 
-def _numbers(addresses: str, integers: str, floats: str = "") -> Signature:
-    """Of a kernel that takes no tensor; so the stream is an argument."""
-    kinds = (*_each(ADDRESS, addresses, optional=True), *_each(INT32, integers), *_each(FLOAT32, floats))
+def _numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
+    """Of a kernel that takes no tensor; so the stream is an argument. `optional`: so are its integers."""
+    kinds = (*_each(ADDRESS, addresses, optional=True), *_each(INT32, integers, optional), *_each(FLOAT32, floats))
     return Signature((*kinds, *_each(STREAM, "stream")))
 
 
@@ -274,7 +274,7 @@ LAYER: dict[str, Signature] = {
     "place": _numbers(f"ids weights num_tokens {_ROWS_OF} workspace", "wide first tokens experts k chunk"),
     "route_backward": _numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
     "permute": _numbers("x row_of out", "tokens k width"),
-    "combine": _numbers("y row_of residual out", "tokens k width"),
+    "combine": _numbers("y row_of residual out", "tokens k width position", optional=True),
     "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k"),
 }
 """What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`); `wide`: whether ids have 64

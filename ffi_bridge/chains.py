@@ -27,11 +27,12 @@ _RUN = r"""
 #include <stdint.h>
 #include <stdio.h>
 #include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
 typedef int (*Stage)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
-enum { ARGUMENT, INTEGER, FLOAT, ADDRESS, SIZE, STRIDE };
+enum { ARGUMENT, INTEGER, FLOAT, ADDRESS, SIZE, STRIDE, STREAM };
 /* index: of the chain's argument. value: a constant, or a dimension. */
 typedef struct { uint8_t kind; uint8_t index; int32_t value; } Source;
 /* when: the argument that must not be 0; -1: none. */
@@ -75,10 +76,12 @@ static int take(const Chain* chain, const TVMFFIAny* arguments, const Source* so
     return 0;
   }
   const DLTensor* tensor = tensor_in(&arguments[source->index]);
-  if (tensor == NULL || (source->kind != ADDRESS && source->value >= tensor->ndim))
+  if (tensor == NULL || ((source->kind == SIZE || source->kind == STRIDE) && source->value >= tensor->ndim))
     return refuse(chain, "a tensor is wanted as argument", source->index);
   if (source->kind == ADDRESS)
     value->v_int64 = (int64_t)((const char*)tensor->data + tensor->byte_offset);
+  else if (source->kind == STREAM)
+    value->v_int64 = (int64_t)TVMFFIEnvGetStream(tensor->device.device_type, tensor->device.device_id);
   else
     value->v_int64 = source->kind == SIZE ? tensor->shape[source->value] : stride_of(tensor, source->value);
   return 0;

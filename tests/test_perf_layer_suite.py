@@ -137,7 +137,8 @@ def test_the_suite_measures_every_operation(untimed):
         ("uniform", TRAIN),
     ]
     parts = [r["part"] for r in records if r["op"] == "parts"]
-    assert parts == ["FC1", "FC1, preactivation kept"] + 2 * ["route", "Routing.from_topk"]
+    by_index = ["FC1", "FC1, preactivation kept", "dglu", "dw1", "dw2"]
+    assert parts == by_index + 2 * ["route", "Routing.from_topk"]
     for table in tables.tables_of({"suite": "layer", "limits": LIMITS, "records": records}):
         assert table.rows and all(len(row) == len(table.header) for row in table.rows)
 

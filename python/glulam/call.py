@@ -53,6 +53,8 @@ class Call:
     tabled: ClassVar[tuple[str, ...] | None] = None  # weights that kernels take as lists; by default all
     scales: ClassVar[tuple[str, ...]]
     rowwise: ClassVar[tuple[str, ...]] = ("x", "out", "row_scale")  # arguments with a row for each of the lead's
+    of_tokens: ClassVar[tuple[str, ...]] = ()  # arguments of a layer that its rows' MLP has not
+    data_path: ClassVar[Any] = None  # of its gradient (`backward.data_path`), where no recipe tells it
 
     offs: Tensor | None
     splits: Any
@@ -95,9 +97,9 @@ class Call:
         return found
 
     @property
-    def free(self) -> int | None:
-        """Which of what is given has rows of any number, which others are indices of."""
-        return None if self.indices is None else 0
+    def free(self) -> tuple[int, ...]:
+        """Which of what is given have rows of any number: those that others are indices of."""
+        return () if self.indices is None else (0,)
 
     @property
     def num_rows(self) -> int:
@@ -199,7 +201,7 @@ class Call:
         if problem.rows > 1:
             count = sum(getattr(self, name) is not None for name in self.rowwise)
             free = self.free
-            plans.settle(key, (problem.rows,), count - (free is not None), (problem, plan), free)
+            plans.settle(key, (problem.rows,), count - len(free), (problem, plan), free)
 
     @property
     def form(self) -> str:

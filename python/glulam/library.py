@@ -17,6 +17,7 @@ from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
 from .groups import OF_A_TRACE, part_of
+from .layer.moe import MoeCall
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -37,6 +38,7 @@ _MLP = (
     f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
     "str recipe, bool recompute, Tensor? rows, bool transpose_w"
 )
+_MOE = f"{_MLP}, Tensor row_of, Tensor? residual"
 _MLP_MXFP8 = (
     "Tensor x, Tensor? x_scale, Tensor[] w1, Tensor? w1_scale, Tensor[] w2, Tensor? w2_scale, "
     f"{_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, str recipe, bool recompute, "
@@ -88,6 +90,8 @@ FORMS: dict[str, Form] = {
     "grouped_glu_preact_out": Form(GroupedGluCall, f"{_GLU}, {_OUT}", "Tensor", {"return_preact": True}),
     "grouped_mlp": Form(GroupedMlpCall, _MLP, "Tensor", {"out": None}),
     "grouped_mlp_out": Form(GroupedMlpCall, f"{_MLP}, {_OUT}", "()", {}),
+    "moe": Form(MoeCall, _MOE, "Tensor", {"out": None}),
+    "moe_out": Form(MoeCall, f"{_MOE}, {_OUT}", "()", {}),
     "grouped_mlp_mxfp8": Form(Mxfp8MlpCall, _MLP_MXFP8, "Tensor", {"out": None}),
     "grouped_mlp_mxfp8_out": Form(Mxfp8MlpCall, f"{_MLP_MXFP8}, {_OUT}", "()", {}),
     "grouped_mlp_mxfp8_preact": Form(ForwardCall, _MLP_FORWARD, "(Tensor, Tensor)", {"out": None, **_IN_16_BITS}),

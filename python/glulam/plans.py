@@ -139,17 +139,17 @@ class Plans(Generic[PlanType]):
         """Remember a plan; the oldest quarter goes where there are too many."""
         self._keep(self._plans, MAX_PLANS, key, plan)
 
-    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any, free: int | None = None) -> None:
+    def settle(self, key: Any, lead: tuple[int, ...], count: int, found: Any, free: tuple[int, ...] = ()) -> None:
         """Remember what was found of a call that is right, for all that differ in their rows alone (`settled`).
 
         Args:
             lead: the sizes of the rows' dimensions, with which shapes of tensors that have rows begin.
             count: of such tensors among what was given.
-            free: which of what was given may have rows of any number, which others are indices of.
+            free: which of what was given may have rows of any number, told by others.
         """
         rowwise: list[bool | None] = [_shape(one)[: len(lead)] == lead for one in key[1:]]
-        if free is not None:
-            rowwise[free] = None
+        for place in free:
+            rowwise[place] = None
         if (
             rowwise.count(True) == count
         ):  # else there are as many rows as experts, say: another call will tell them apart

@@ -13,6 +13,8 @@ def taken(step: Step, named: dict[str, Any]) -> dict[str, Any]:
     def value(source: Any) -> Any:
         if isinstance(source, Of):
             tensor = named[source.tensor]
+            if source.what == "stream":
+                return 0  # the only one of a CPU
             return tensor.data_ptr() if source.what == "address" else getattr(tensor, source.what)(source.dim)
         return named[source] if isinstance(source, str) else source
 

@@ -34,12 +34,18 @@ class _Rows(Invariant):
 
     kernel: Any
 
-    def _launch(self, addresses: tuple, tokens: Int32, k: Int32, width: Int32, stream: cuda.CUstream) -> None:
+    def _launch(
+        self, addresses: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
+    ) -> None:  # fmt: skip
+        """Early, by programmatic launch, where `position` kernels of the same call come before."""
         vectors = width // elements(self.dtype)
         total = Int64(tokens) * vectors
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*addresses, k, vectors, total).launch(
-            grid=(cute.ceil_div(total, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(cute.ceil_div(total, THREADS), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=Int32(position > 0),
         )
 
     @staticmethod
@@ -56,14 +62,15 @@ class Combine(_Rows):
     @cute.jit
     def __call__(
         self, y: Int64, row_of: Int64, residual: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32,
-        stream: cuda.CUstream,
+        position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self._launch((y, row_of, residual, out), tokens, k, width, stream)
+            self._launch((y, row_of, residual, out), tokens, k, width, position, stream)
 
     @cute.kernel
     def kernel(self, y: Int64, row_of: Int64, residual: Int64, out: Int64, k: Int32, vectors: Int32, total: Int64):
         index, token, column = self._place(vectors)
+        cute.arch.griddepcontrol_wait()
         if index < total:
             count = elements(self.dtype)
             sums = cute.make_rmem_tensor(count, Float32)
@@ -94,7 +101,7 @@ class Permute(_Rows):
         self, x: Int64, row_of: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32, stream: cuda.CUstream
     ):
         if tokens > 0:
-            self._launch((x, row_of, out), tokens, k, width, stream)
+            self._launch((x, row_of, out), tokens, k, width, Int32(0), stream)
 
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32, total: Int64):

@@ -47,7 +47,7 @@ class DataPath:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result; and what is kept: "preact", or else "act"."""
         groups, scale = groups_of(given), given["row_scale"]
-        hidden = {"bias": given["b1"], "row_scale": scale, **groups, **form}
+        hidden = {"bias": given["b1"], "row_scale": scale, "rows": given.get("rows"), **groups, **form}
         act = grouped_glu(given["x"], given["w1"], return_preact=keep_preact, **hidden)
         kept = {}
         if keep_preact:
@@ -57,24 +57,28 @@ class DataPath:
         scale_of_b2 = None if given["b2"] is None else scale
         return grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, out=out, **groups), kept
 
+    def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
+        """A buffer for x's gradient by rows; None allocates one."""
+        return targets.new_grad_input(dy, columns)
+
     def take_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
         """h, which leaves `saved`, or is made again."""
         preact: Tensor | None = saved.pop("preact", None)
         return self.new_preact(saved, form) if preact is None else preact
 
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
-        return grouped_mm(saved["x"], saved["w1"], bias=saved["b1"], **groups_of(saved))
+        return grouped_mm(saved["x"], saved["w1"], bias=saved["b1"], rows=saved.get("rows"), **groups_of(saved))
 
     def gradients(
         self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
         groups, dx = groups_of(saved), None
         dpreact, act, d_scale = grouped_dglu(
-            dy, saved["w2"], self.take_preact(saved, form), row_scale=saved["row_scale"],
+            dy, saved["w2"], self.take_preact(saved, form), rows=saved.get("rows"), row_scale=saved["row_scale"],
             row_scale_grad="row_scale" in wanted, **groups, **form,
         )  # fmt: skip
         if "x" in wanted:
-            dx = targets.new_grad_input(dy, _columns(saved["w1"]))
+            dx = self.new_dx(targets, dy, _columns(saved["w1"]))
             dx = grouped_mm(dpreact, saved["w1"], transpose_w=True, out=dx, **groups)
         return dpreact, act, dx, d_scale
 
@@ -123,7 +127,8 @@ IN_16_BITS = DataPath()
 def path_of(call: Any) -> DataPath:
     """Of a GroupedMlpCall or Mxfp8MlpCall."""
     if not isinstance(call, Mxfp8MlpCall):
-        return IN_16_BITS
+        path: DataPath = call.data_path or IN_16_BITS
+        return path
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)

@@ -47,7 +47,7 @@ def differentiate(
         GradientNotSupported: the operator has no gradient, or `out` is given.
         ValueError, TypeError: an argument does not fit.
     """
-    if call.indices is not None:
+    if call.indices is not None and not call.of_tokens:
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
@@ -56,7 +56,8 @@ def differentiate(
             f"{call.op}: an argument requires a gradient, and transpose_w=True has none; give w1.mT.contiguous() and "
             "w2.mT.contiguous(), and leave out transpose_w"
         )
-    if type(call) not in APPLY or type(call) is Mxfp8MlpCall:  # of which some recipes have none
+    apply = next((APPLY[kind] for kind in type(call).__mro__ if kind in APPLY), None)
+    if apply is None or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     try:
@@ -65,9 +66,13 @@ def differentiate(
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        if (result := planned.run(call, key, targets, MAKERS[type(call)])) is not NotImplemented:
+        maker = MAKERS.get(type(call))
+        if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
-        return APPLY[type(call)](call, targets)
+        if maker is None:
+            call.check_plain()
+            call.check()
+        return apply(call, targets)  # type: ignore[misc]
     except Exception:
         call.check_plain()
         call.check()  # so that the error names this operator and its arguments, not those that it is made of

@@ -15,7 +15,7 @@ from ..groups import part_of
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
 from ..signature import check_flag, check_recipe
-from .data_path import IN_16_BITS, DataPath, groups_of, path_of
+from .data_path import DataPath, QuantisedPath, groups_of, path_of
 from .layout import Layout, flatten
 from .parts import (
     ORDINARY,
@@ -34,6 +34,7 @@ from .parts import (
 )
 
 OP = "grouped_mlp"
+INPUTS = ("x", "w1", "w2", "row_scale", "b1", "b2")
 
 
 class Options(NamedTuple):
@@ -57,11 +58,11 @@ def options(call: Any, targets: Targets) -> Options:
 def apply(call: Any, targets: Targets = ORDINARY) -> Tensor:
     """The result of a GroupedMlpCall or Mxfp8MlpCall, differentiable."""
     chosen = options(call, targets)
-    if chosen.path is IN_16_BITS:
+    if not isinstance(chosen.path, QuantisedPath):
         check_recipe(OP, call.recipe)
     check_flag(OP, "recompute", call.recompute)
     groups = tensor_groups(OP, call.offs, call.splits, call.x)
-    arguments = {name: getattr(call, name) for name in ("x", "w1", "w2", "row_scale", "b1", "b2")}
+    arguments = {name: getattr(call, name) for name in (*INPUTS, *call.of_tokens)}
     layout, flat = flatten({**arguments, **groups})
     return GroupedMlp.apply(layout, chosen, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -106,6 +107,9 @@ def _to_save(given: dict[str, Any], wanted: frozenset[str], options: Options) ->
         "b2": "row_scale" in wanted,
         "offs": True,
         "splits": True,
+        "rows": True,
+        "row_of": "x" in wanted,
+        "residual": False,
     }
     return {name: value for name, value in given.items() if used[name]}
 
@@ -117,25 +121,30 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     weight gradient is allocated, its gradient before the last.
     """
     check_saved(OP, saved)
-    groups, scale = groups_of(saved), saved["row_scale"]
+    groups, scale, rows = groups_of(saved), saved["row_scale"], saved.get("rows")
+    of_x, of_dy = ({**groups, name: rows} if rows is not None else groups for name in ("x_rows", "dy_rows"))
+    by_index = {} if rows is None else {"rows": rows}
     result: dict[str, Any] = {}
     act = None
     if wanted & options.path.need_preact:
         dpreact, act, dx, d_scale = options.path.gradients(saved, options.form, options.targets, dy, wanted)
         result["x"] = dx
         if "w1" in wanted:
-            result["w1"] = options.grad_of("w1")(dpreact, saved["x"], groups)
+            result["w1"] = options.grad_of("w1")(dpreact, saved["x"], of_x)
         if "b1" in wanted:
             result["b1"] = grouped_bias_grad(dpreact, **groups)
         del dpreact
         if d_scale is not None:
             from_bias = saved["b2"] is not None
-            result["row_scale"] = d_scale + scale_of_bias_grad(dy, saved["b2"], groups) if from_bias else d_scale
+            from_b2 = scale_of_bias_grad(dy, saved["b2"], {**groups, **by_index}) if from_bias else 0
+            result["row_scale"] = d_scale + from_b2
     if "w2" in wanted:
         act = _act(saved, options, groups) if act is None else act
-        result["w2"] = options.grad_of("w2")(dy, act, groups)
+        result["w2"] = options.grad_of("w2")(dy, act, of_dy)
     if "b2" in wanted:
-        result["b2"] = grouped_bias_grad(dy, row_scale=scale, **groups)
+        result["b2"] = grouped_bias_grad(dy, row_scale=scale, **by_index, **groups)
+    if "residual" in wanted:
+        result["residual"] = dy
     return result
 
 
@@ -144,4 +153,6 @@ def _act(saved: dict[str, Any], options: Options, groups: dict[str, Any]) -> Ten
         act: Tensor = saved["act"]
         return act
     scale = saved["row_scale"]
-    return grouped_glu(saved["x"], saved["w1"], bias=saved["b1"], row_scale=scale, **groups, **options.form)  # type: ignore[no-any-return]
+    return grouped_glu(  # type: ignore[no-any-return]
+        saved["x"], saved["w1"], bias=saved["b1"], row_scale=scale, rows=saved.get("rows"), **groups, **options.form
+    )

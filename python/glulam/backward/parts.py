@@ -208,7 +208,8 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
     packed = bias if isinstance(bias, Tensor) else torch.stack(bias)
     weight = packed.new_zeros(packed.shape[0], BIAS_COLUMNS, packed.shape[1])
     weight[:, 0] = packed
-    sums = grouped_mm(dy, weight, **groups, out=dy.new_zeros(dy.shape[0], BIAS_COLUMNS))[:, 0]
+    rows = groups.get("rows")
+    sums = grouped_mm(dy, weight, **groups, out=dy.new_zeros(len(dy if rows is None else rows), BIAS_COLUMNS))[:, 0]
     return sums.to(torch.promote_types(dy.dtype, torch.float32))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,29 +11,40 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
-from ..ops.grouped_mlp import grouped_mlp
+from .. import workspace
+from ..backward.data_path import DataGradients, DataPath
+from ..backward.parts import Targets
+from ..dispatch import Problem
+from ..mhc.checks import check_like
+from ..ops.grouped_mlp import GroupedMlpCall, call_mlp, grouped_mlp
+from ..plan import Launch
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing
-from .rows import combine, permute, row_indices
+from .rows import COMBINE, combine, permute, row_indices
+
+SMALL_BYTES = workspace.GRANULE
+"""Up to here the rows of a result lie in a workspace; larger ones are worth giving back after the call."""
 
 
 def moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
     glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0,
-    recipe: str | Recipe = "bf16", recompute: bool = False, residual: Tensor | None = None, out: Tensor | None = None,
+    recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False, residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
-    With recipe "bf16" and no gradient, the first GEMM reads rows of x by index. Otherwise they are gathered first.
-    That copy is not saved for a backward: x, the preactivation and the routing are, and backward gathers again.
+    With recipe "bf16" every GEMM, of either direction, reads tokens by index, and no copy of their rows is made;
+    forward is one call. Other recipes gather them first, and again in backward, for which x is saved and not its rows.
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:
-        x: tokens [N, H], contiguous; as of `grouped_mlp`.
+        x: tokens [N, H]; as of `grouped_mlp`.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
-        w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute: as of `grouped_mlp`.
-        residual: [N, H] in the dtype of the result.
+        w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w: as of
+            `grouped_mlp`.
+        residual: [N, H'] in the dtype of the result, contiguous.
         out: the result's buffer, contiguous; only where no gradient is recorded.
 
     Returns:
@@ -41,19 +53,117 @@ def moe(
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
     """
-    weights = routing.weight_of_row if isinstance(routing, Routing) else None
-    is_trained = is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, weights)
-    if not is_trained and recipe in (BF16.name, BF16):
-        rows, indices = x, row_indices("moe", x, routing)
-    else:
-        rows, indices = permute(x, routing), None
+    token_of_row = row_indices("moe", x, routing)
+    if recipe in (BF16.name, BF16):
+        return call_mlp(
+            MoeCall, x, w1, w2, routing.offs, None, token_of_row, routing.row_of, residual, routing.weight_of_row, b1,
+            b2, activation, glu_layout, limit, alpha, offset, BF16.name, recompute, transpose_w, out,
+        )  # fmt: skip
+    rows = permute(x, routing)
+    is_trained = is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, routing.weight_of_row)
     with _saving_tokens(x, rows, routing) if is_trained else nullcontext():
         y = grouped_mlp(
-            rows, w1, w2, offs=routing.offs, rows=indices, row_scale=routing.weight_of_row, b1=b1, b2=b2,
-            activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
-            recompute=recompute,
+            rows, w1, w2, offs=routing.offs, row_scale=routing.weight_of_row, b1=b1, b2=b2, activation=activation,
+            glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
+            transpose_w=transpose_w,
         )  # fmt: skip
     return combine(y, routing, residual, out=out)
+
+
+def moe_call(x: Tensor, routing: Routing, w1: Any, w2: Any, **options: Any) -> MoeCall:
+    """A call of moe in 16 bits, with all of its options, for whom its gradients go elsewhere than to autograd."""
+    rows = row_indices(MoeCall.op, x, routing)
+    fields = {"out": None, "splits": None, "transpose_w": False, "recompute": False, **options}
+    return MoeCall(
+        x=x,
+        w1=w1,
+        w2=w2,
+        offs=routing.offs,
+        rows=rows,
+        row_of=routing.row_of,
+        row_scale=routing.weight_of_row,
+        **fields,
+    )
+
+
+def _again(**arguments: Any) -> Tensor:
+    return call_mlp(MoeCall, **arguments)
+
+
+class PathOfTokens(DataPath):
+    """Of a layer's gradient: rows come by index, and the sums of a token's, of results and of gradients, go."""
+
+    def forward(
+        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y, kept = super().forward(given, form, keep_preact, keep_act, None)
+        return _sums(y, given["row_of"], given["residual"], out), kept
+
+    def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
+        return None
+
+    def gradients(
+        self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        dpreact, act, dx, d_scale = super().gradients(saved, form, targets, dy, wanted)
+        if dx is not None:
+            out = None if targets.grad_input is None else targets.given_grad_input(dy)
+            dx = _sums(dx, saved["row_of"], None, out)
+        return dpreact, act, dx, d_scale
+
+
+def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    """Those of each token's rows."""
+    tensors = (rows.view(*row_of.shape, rows.shape[1]), row_of, residual)
+    return COMBINE(tensors, (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass
+class MoeCall(GroupedMlpCall):
+    """The arguments of one call of moe in 16 bits: its rows' grouped_mlp, whose `rows` are the tokens of its rows, and
+    whose `row_scale` is the weights of these.
+    """
+
+    op = "moe"
+    operator = staticmethod(_again)
+    scales = ("row_scale", "rows", "row_of", "residual")
+    reads = (*GroupedMlpCall.reads, "row_of", "residual")
+    rowwise = ("x", "rows", "out", "row_scale", "row_of", "residual")
+    of_tokens = ("rows", "row_of", "residual")
+    data_path = PathOfTokens()
+
+    row_of: Tensor
+    residual: Tensor | None
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        given = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of", "residual")
+        present = [name for name in given if getattr(self, name) is not None]
+        return tuple(place for place, name in enumerate(present) if name in ("x", "out", "row_of", "residual"))
+
+    def check_result(self, width: int, like: Tensor) -> None:
+        shape, why = (len(self.row_of), width), "the result has a row for each token"
+        for name, tensor in (("residual", self.residual), ("out", self.out)):
+            if tensor is not None:
+                check_like(self.op, name, tensor, shape, like, why)
+
+    def results(self, problem: Problem) -> Tensor:
+        return self.x.new_empty(len(self.row_of), problem.out_features)
+
+    def reference(self, problem: Problem) -> Tensor:
+        out, self.out = self.out, self.x.new_zeros(problem.rows, problem.out_features)
+        result = _sums(super().reference(problem), self.row_of, self.residual, None)
+        return result if out is None else out.copy_(result)
+
+    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
+        shape = (problem.rows, problem.out_features)
+        y = workspace.Layout(shape, launch.dtype, launch.device, launch.index)
+        return {**super().sizes(problem, launch), "y": y if y.num_bytes <= SMALL_BYTES else None}
+
+    def run(self, plan: Any) -> Tensor:
+        tensors = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
+        result: Tensor = plan.run(*tensors, self.rows, self.row_of, self.residual)
+        return result
 
 
 def _saving_tokens(x: Tensor, rows: Tensor, routing: Routing) -> AbstractContextManager[Any]:

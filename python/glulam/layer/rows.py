@@ -112,7 +112,7 @@ class _Moving(LayerOperator):
     def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
         rows, row_of = tensors[:2]
         tokens, k = row_of.shape
-        numbers = {"tokens": tokens, "k": k, "width": rows.shape[-1]}
+        numbers = {"tokens": tokens, "k": k, "width": rows.shape[-1], "position": 0}
         return Layout(rows, self.kernel, 0, numbers, tokens > 0)
 
     def spec(self, layout: Layout, arch: str) -> LayerSpec:

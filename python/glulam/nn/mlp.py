@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,9 +129,7 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         given: dict[str, Any] = {
             "offs": offs, "splits": splits, "row_scale": row_scale, "b1": b1, "b2": b2, **self.form
         }  # fmt: skip
-        put = self._delayed.new_pass() if self.delay_wgrad else None
-        found = {"w1": fc1.grad_writer("fc1.weight", x, put), "w2": fc2.grad_writer("fc2.weight", x, put)}
-        writers = {name: writer for name, writer in found.items() if writer is not None}
+        writers = self.grad_writers(x)
         try:
             if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
                 return grouped_mlp(x, w1, w2, out=out, **given)
@@ -145,6 +144,13 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
             if self.recipe.name == BF16.name:  # others read float32 too
                 check_placement(NAME, fc1.parameter_list("weight")[0])
             raise
+
+    def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
+        """Other ways than autograd's for the gradients of weights, by the operators' names, in a forward of x."""
+        put = self._delayed.new_pass() if self.delay_wgrad else None
+        layers = {"w1": ("fc1.weight", self.fc1), "w2": ("fc2.weight", self.fc2)}
+        found = {name: layer.grad_writer(label, x, put) for name, (label, layer) in layers.items()}
+        return {name: writer for name, writer in found.items() if writer is not None}
 
     def extra_repr(self) -> str:
         defaults = {**ActivationParams()._asdict(), "glu_layout": "concat", "recipe": "bf16", "recompute": False}

@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from ..groups import Splits, part_of
 from ..signature import (
     check_alignment,
+    check_indices,
     check_out_dtype,
     check_plain,
     check_scale,
@@ -37,6 +38,7 @@ def grouped_bias_grad(
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
+    rows: Tensor | None = None,
     row_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -47,6 +49,7 @@ def grouped_bias_grad(
     Args:
         dy: [T, N], bfloat16 or float16; on the CPU also float32 or float64. N is a multiple of 8 on a GPU.
         offs, splits: as in the forward; see `grouped_mm`. Their length is E, which nothing else tells here.
+        rows: int32 [T]: row t is dy[rows[t]], as of `grouped_wgrad`.
         row_scale: float32 [T], a factor for each row.
         out_dtype: of the result: dy's dtype (default), or float32 where that is 16-bit.
 
@@ -62,37 +65,38 @@ def grouped_bias_grad(
         check_out_dtype(OP, out_dtype, dy)
         sum_dtype = torch.float32 if dy.dtype.itemsize == 2 else dy.dtype
         with nullcontext() if is_dynamo_compiling() else part_of(OP):
-            by_column = grouped_wgrad(_weights(dy, row_scale), dy, offs=offs, splits=splits, out_dtype=sum_dtype)
+            weights = _weights(dy, len(dy if rows is None else rows), row_scale)
+            by_column = grouped_wgrad(weights, dy, offs=offs, splits=splits, x_rows=rows, out_dtype=sum_dtype)
     except Exception:
-        _check(dy, offs, splits, row_scale, out_dtype)
+        _check(dy, offs, splits, rows, row_scale, out_dtype)
         raise
     sums = by_column[:, 0] if row_scale is None else by_column.sum(dim=1)
     return sums.to(out_dtype or dy.dtype)  # type: ignore[no-any-return]
 
 
-def _check(dy: Any, offs: Any, splits: Any, row_scale: Any, out_dtype: Any) -> None:
+def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype: Any) -> None:
     """Says in this operator's words which argument does not fit."""
     given = {"dy": dy, "offs": offs, "splits": splits, "row_scale": row_scale}
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
             check_plain(OP, name, tensor)
     check_x(OP, dy)
+    check_indices(OP, rows, dy, of="dy")
     count_groups(OP, offs, splits, dy)
-    check_scale(OP, "row_scale", row_scale, dy)
+    check_scale(OP, "row_scale", row_scale, dy if rows is None else dy.new_empty(len(rows), 0))
     check_out_dtype(OP, out_dtype, dy)
     if runs_kernels(dy):
         check_alignment(OP, "dy", dy)
 
 
-def _weights(dy: Tensor, row_scale: Tensor | None) -> Tensor:
+def _weights(dy: Tensor, rows: int, row_scale: Tensor | None) -> Tensor:
     """[T, 8] whose columns, summed, are the rows' factors.
 
     A float32 factor is the sum of three bfloat16 numbers, so that no bit of it is lost.
     """
-    rows = dy.shape[0]
     if row_scale is None:
         return dy.new_ones(rows, COLUMNS)
-    check_scale(OP, "row_scale", row_scale, dy)
+    check_scale(OP, "row_scale", row_scale, dy.new_empty(rows, 0))
     check_plain(OP, "row_scale", row_scale)  # torch's own operators read it first
     parts, rest = dy.new_zeros(rows, COLUMNS), row_scale
     for column in range(3 if dy.dtype.itemsize == 2 else 1):

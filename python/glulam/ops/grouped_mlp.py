@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -28,6 +28,7 @@ from ..signature import (
     Experts,
     any_requires_grad,
     check_activation,
+    check_alignment,
     check_bias,
     check_experts,
     check_flag,
@@ -132,6 +133,18 @@ def grouped_mlp(
                 recompute, out,
             )  # fmt: skip
         recipe = found.name
+    return call_mlp(
+        GroupedMlpCall, x, w1, w2, offs, splits, rows, None, None, row_scale, b1, b2, activation, glu_layout, limit,
+        alpha, offset, recipe, recompute, transpose_w, out,
+    )  # fmt: skip
+
+
+def call_mlp(
+    kind: type[GroupedMlpCall], x: Any, w1: Any, w2: Any, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any,
+    row_scale: Any, b1: Any, b2: Any, activation: Any, glu_layout: Any, limit: Any, alpha: Any, offset: Any,
+    recipe: Any, recompute: Any, transpose_w: Any, out: Any,
+) -> Tensor:  # fmt: skip
+    """A grouped_mlp in 16 bits, or a layer of tokens: `layer.moe` has a `kind` of its own, row_of and a residual."""
     key = plan = failure = None
     is_planned = not unplanned()
     x_: Any = x
@@ -150,25 +163,31 @@ def grouped_mlp(
                 b1_ = find("bias", b1)
             if b2 is not None and b2.__class__ is list:
                 b2_ = find("bias", b2)
-            given = [t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out, rows) if t is not None]
+            given = [
+                t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out, rows, row_of, residual) if t is not None
+            ]
             options = (
-                is_grad_enabled(), offs is None, splits is None, rows is None, row_scale is None, b1 is None,
-                b2 is None, out is None, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w,
+                is_grad_enabled(), offs is None, splits is None, rows is None, row_of is None, residual is None,
+                row_scale is None, b1 is None, b2 is None, out is None, activation, glu_layout, limit, alpha, offset,
+                recipe, recompute, transpose_w,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None and rows is None:
                 return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
             if plan is not None:
-                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out, rows)  # type: ignore[no-any-return]
+                return plan.run(  # type: ignore[no-any-return]
+                    x_, w1_, w2_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
+                )
         except Exception as error:
             failure = error
-    needs = is_planned and is_grad_enabled() and any_requires_grad(x, w1, w2, row_scale, b1, b2)
+    needs = is_planned and is_grad_enabled() and any_requires_grad(x, w1, w2, row_scale, b1, b2, residual)
     if needs:
         w1_, w2_, b1_, b2_ = w1, w2, b1, b2  # autograd is given the experts themselves
-    call = GroupedMlpCall(
+    of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
+    call = kind(
         x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, rows=rows, row_scale=row_scale, b1=b1_, b2=b2_,
         activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
-        recompute=recompute, transpose_w=transpose_w, out=out,
+        recompute=recompute, transpose_w=transpose_w, out=out, **of_tokens,
     )  # fmt: skip
     try:
         if needs:
@@ -180,13 +199,15 @@ def grouped_mlp(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMlpPlan(Launch):
-    """The constants of a grouped_mlp call. `width`: of the result; `mid`: of the activation between the two GEMMs.
+    """The constants of a grouped_mlp call. `width`: of the result; `mid`: of the activation between the two GEMMs; `y`:
+    of the rows of a layer's result, None where a call allocates them.
 
     `w1_listed`, `w2_listed`: an ExpertList, not a packed tensor.
     """
 
     width: int
     mid: workspace.Layout
+    y: workspace.Layout | None
     w1_listed: bool
     w2_listed: bool
     params: KernelParams
@@ -194,11 +215,11 @@ class GroupedMlpPlan(Launch):
     @by_name(function=signature_of(GroupedMlpSpec()))
     def run(
         self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
-        rows: Tensor | None = None,
+        rows: Tensor | None = None, row_of: Tensor | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, w1, w2, groups, b1, b2, scale, out, rows)
+                return self.run(x, w1, w2, groups, b1, b2, scale, out, rows, row_of, residual)
         b1_at = b1_table = b1_mark = b2_at = b2_table = b2_mark = 0
         if b1 is not None:
             b1_at, b1_table, b1_mark = addresses(b1)
@@ -207,10 +228,25 @@ class GroupedMlpPlan(Launch):
         groups_at, scale_at = groups.data_ptr(), 0 if scale is None else scale.data_ptr()
         out_at = 0 if out is None else out.data_ptr()
         rows_at = 0 if rows is None else rows.data_ptr()
-        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, rows_at, out_at)
+        tokens = k = row_of_at = residual_at = result_at = 0
+        of_tokens: dict[str, Tensor | None] = {}
+        at: Any = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, rows_at, out_at)
+        if row_of is not None:
+            tokens, k = row_of.shape
+            row_of_at, residual_at = row_of.data_ptr(), 0 if residual is None else residual.data_ptr()
+            at, of_tokens = (*at[:-1], row_of_at, residual_at, out_at), {"row_of": row_of, "residual": residual}
         if at not in self.apart:
-            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows)
-        y = out = x.new_empty(self.rows, self.width) if out is None else out
+            if row_of is not None:
+                check_tokens(self.op, tokens, x=x, residual=residual, out=out)
+            self.check_apart(
+                at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows, **of_tokens
+            )
+        if row_of is None:
+            y = out = x.new_empty(self.rows, self.width) if out is None else out
+        else:
+            y = x.new_empty(self.rows, self.width) if self.y is None else workspace.take(self.y)
+            out = x.new_empty(tokens, self.width) if out is None else out
+            result_at = out.data_ptr()
         if self.rows == 1 or rows is not None:
             x, y = aligned_row(x), aligned_row(y)
         w1_table = w2_table = 0
@@ -225,9 +261,18 @@ class GroupedMlpPlan(Launch):
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w1_table=w1_table, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
             scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
-            num_sms=self.sm_count,
+            row_of=row_of_at, residual=residual_at, out=result_at, tokens=tokens, k=k, num_sms=self.sm_count,
         )  # fmt: skip
         return out
+
+
+def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
+    """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
+    for name, tensor in given.items():
+        if tensor is not None:
+            if len(tensor) != tokens:
+                mismatch(op, name, tensor.shape, (tokens, tensor.shape[1]), f"routing is of {tokens} tokens")
+            check_alignment(op, name, tensor)
 
 
 PLANS: Plans[Any] = Plans()
@@ -239,13 +284,13 @@ class GroupedMlpCall(Call):
     """The arguments of one call of grouped_mlp."""
 
     op = "grouped_mlp"
-    operator = staticmethod(grouped_mlp)
+    operator: ClassVar[Callable[..., Any]] = staticmethod(grouped_mlp)
     plans = PLANS
     weights = ("w1", "w2")
     biases = ("b1", "b2")
-    scales = ("row_scale", "rows")
-    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "rows")
-    rowwise = ("x", "rows", "out", "row_scale")
+    scales: ClassVar[tuple[str, ...]] = ("row_scale", "rows")
+    reads: ClassVar[tuple[str, ...]] = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "rows")
+    rowwise: ClassVar[tuple[str, ...]] = ("x", "rows", "out", "row_scale")
 
     x: Tensor
     out: Tensor | None
@@ -299,9 +344,9 @@ class GroupedMlpCall(Call):
         check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
         check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
         check_scale(self.op, "row_scale", self.row_scale, like)
-        check_out(self.op, "out", self.out, like, out_features)
+        self.check_result(out_features, like)
         return Problem(
-            op=self.op,
+            op=GroupedMlpCall.op,
             dtype=str(self.x.dtype).removeprefix("torch."),
             rows=self.num_rows,
             experts=experts,
@@ -312,6 +357,10 @@ class GroupedMlpCall(Call):
             glu_layout=self.glu_layout,
             transpose_w=self.transpose_w,
         )
+
+    def check_result(self, width: int, like: Tensor) -> None:
+        """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
+        check_out(self.op, "out", self.out, like, width)
 
     def results(self, problem: Problem) -> Tensor:
         return self.x.new_empty(problem.rows, problem.out_features)
@@ -336,7 +385,7 @@ class GroupedMlpCall(Call):
 
     def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
         shape = (problem.rows, problem.intermediate)
-        return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index)}
+        return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index), "y": None}
 
     def run(self, plan: GroupedMlpPlan) -> Tensor:
         rows = () if self.rows is None else (self.rows,)

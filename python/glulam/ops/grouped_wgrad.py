@@ -222,10 +222,8 @@ class GroupedWgradCall(Call):
         return self.x_rows
 
     @property
-    def free(self) -> int | None:
-        if self.dy_rows is not None:
-            return 0
-        return None if self.x_rows is None else 1
+    def free(self) -> tuple[int, ...]:
+        return tuple(place for place, rows in enumerate((self.dy_rows, self.x_rows)) if rows is not None)
 
     def _check_options(self) -> None:
         """Options that contradict each other."""
