@@ -135,13 +135,13 @@ def fc2_tile(fc1: TileConfig) -> TileConfig:
     return SMALL8_FC2 if fc1 == SMALL8 else fc1
 
 
-_SPILLING = (
+_SPILLING: list[Spec] = [
     *(DgluSpec(dtype, *form, LARGE) for dtype, form in product(DTYPES, product(GATED, GLU_LAYOUTS))),
     *(GroupedGluSpec(dtype, "gated", "interleaved", True, LARGE8, operands="mxfp8") for dtype in DTYPES),
-)
+]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
-"""Warps that gather rows leave an MMA warpgroup 208 or 216 registers, 1 to 7 too few for these epilogues. Once a tile
-their values wait in memory, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240)."""
+"""Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values
+wait in memory once a tile, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240)."""
 
 PROFILES = ("demo", "bf16", "full")
 """What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""

@@ -13,8 +13,13 @@ from support.inputs import Case, gradient, make_case, poison_allocator, preactiv
 from support.routing import catalogue, spread, zipf
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
-from cute_kernels.specs import GATED
+from cute_kernels.chains import signature_of
+from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2, activation_forms
+from cute_kernels.specs import GATED, GroupedMmSpec
+from cute_kernels.tiles import TileConfig
+from glulam import kernels
+from glulam.groups import OFFS_INT32
+from glulam.mxfp8 import prepare_mxfp8_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -175,6 +180,27 @@ class TestWgrad:
             a, b = (operands[name][begin:end].double() for name in ("dy", "x"))
             wanted, begin = before[expert] + a.mT @ b, end
             assert (out[expert].double() - wanted).abs().amax() <= 1e-5 * wanted.abs().amax() + 1e-4
+
+
+@pytest.mark.parametrize("tile", [LARGE8, SMALL8_FC2], ids=lambda tile: tile.name)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_mxfp8_bytes_and_their_scales(batch: str, tile: TileConfig) -> None:
+    """The kernel alone, on rows of 608 = 4.75 k-tiles."""
+    c = case(BATCHES[batch], 608, 352)
+    at = Scattered(c.x, c.rows)
+    w = prepare_mxfp8_weight(c.w1)
+    spec = GroupedMmSpec(tile=tile, operands="mxfp8")
+    kernel = kernels.find(spec)
+    results = []
+    for x, rows in ((at.x.contiguous(), at.indices.data_ptr()), (at.copy, 0)):
+        x8 = glulam.quantize_mxfp8(x, block="1x128")
+        y = torch.full((len(c.x), c.w1.shape[1]), torch.nan, dtype=BF16, device="cuda")
+        tensors = {"x": x8.data, "w": w.data, "y": y}
+        addresses = {"x_scale": x8.scale.data_ptr(), "w_scale": w.scale.data_ptr(), "groups": c.offs.data_ptr()}
+        numbers = {"rows": rows, "group_form": OFFS_INT32, "num_groups": EXPERTS, "num_sms": 132}
+        kernel.function(*signature_of(spec).pack(**tensors, **addresses, **numbers))
+        results.append(y)
+    check_same(results[:1], results[1:], c.rows)
 
 
 @pytest.mark.parametrize("op", ["mm", "glu", "dglu", "wgrad"])
