@@ -442,18 +442,29 @@ class TestRowsByIndex:
         with pytest.raises(glulam.GradientNotSupported, match="rows="):
             glulam.grouped_mlp(**given, recipe=recipe)
 
-    def test_moe_copies_no_row(self, fake_gpu: FakeGpu) -> None:
-        """In 16 bits; without gradients it is one call."""
+    def test_moe_copies_no_row(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In 16 bits, but few where there is a gradient. Without one it is one call."""
         given, made = self.given(40), Routing.from_topk(torch.randint(0, 5, (17, 2)), torch.rand(17, 2), 5)
         fake_gpu.specs.clear()
         glulam.moe(given["x"], made, given["w1"], given["w2"])
         assert [spec.name.split("_bf16")[0] for spec in fake_gpu.specs] == ["grouped_mlp"]
         x = given["x"].clone().requires_grad_()
-        glulam.moe(x, made, given["w1"], given["w2"].requires_grad_()).sum().backward()
-        assert not [spec for spec in fake_gpu.specs if spec.name.startswith("layer_permute")]
+        for most, copies in ((17 * 2 * 64 * 2 - 1, 0), (17 * 2 * 64 * 2, 3)):
+            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_BYTES", most)
+            fake_gpu.work.clear()
+            launches = len(fake_gpu.launches)
+            glulam.moe(x, made, given["w1"].requires_grad_(), given["w2"]).sum().backward()
+            names = [set(launch) for launch in fake_gpu.launches[launches:]]
+            assert sum(name == {"x", "row_of", "out", "tokens", "k", "width", "stream"} for name in names) == copies
 
 
 class TestMoe:
+    @pytest.fixture(params=["by index", "copied"], autouse=True)
+    def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """How a forward and backward read tokens."""
+        if request.param == "by index":
+            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_BYTES", -1)
+
     def layer(self, dtype: torch.dtype, experts: int = 6, hidden: int = 64, inter: int = 32) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(1)
         shapes = (20, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter), (20, experts)

@@ -209,14 +209,14 @@ def test_a_graph_reads_other_indices(op: str) -> None:
     source = gradient(c) if op == "dglu" else c.x
     first, second = Scattered(source, c.rows), Scattered(source, c.rows, TOKENS)
     second.indices = torch.randint_like(first.indices, 0, TOKENS - 1)
-    h = preactivation(c)
+    h, offs = preactivation(c), c.offs
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         calls = {
-            "mm": lambda: glulam.grouped_mm(first.x, c.w1, offs=c.offs, rows=rows),
-            "glu": lambda: glulam.grouped_glu(first.x, c.w1, offs=c.offs, rows=rows),
-            "dglu": lambda: glulam.grouped_dglu(first.x, c.w2, h, offs=c.offs, rows=rows)[0],
-            "wgrad": lambda: glulam.grouped_wgrad(h, first.x, offs=c.offs, x_rows=rows),
+            "mm": lambda: glulam.grouped_mm(first.x, c.w1, offs=offs, rows=rows),
+            "glu": lambda: glulam.grouped_glu(first.x, c.w1, offs=offs, rows=rows),
+            "dglu": lambda: glulam.grouped_dglu(first.x, c.w2, h, offs=offs, rows=rows)[0],
+            "wgrad": lambda: glulam.grouped_wgrad(h, first.x, offs=offs, x_rows=rows),
         }
         return calls[op]()  # type: ignore[no-any-return]
 

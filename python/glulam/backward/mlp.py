@@ -108,7 +108,7 @@ def _to_save(given: dict[str, Any], wanted: frozenset[str], options: Options) ->
         "offs": True,
         "splits": True,
         "rows": True,
-        "row_of": "x" in wanted,
+        "row_of": True,
         "residual": False,
     }
     return {name: value for name, value in given.items() if used[name]}
@@ -121,6 +121,7 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     weight gradient is allocated, its gradient before the last.
     """
     check_saved(OP, saved)
+    d_result, dy = dy, options.path.gathered(saved, dy)
     groups, scale, rows = groups_of(saved), saved["row_scale"], saved.get("rows")
     of_x, of_dy = ({**groups, name: rows} if rows is not None else groups for name in ("x_rows", "dy_rows"))
     by_index = {} if rows is None else {"rows": rows}
@@ -136,15 +137,15 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
         del dpreact
         if d_scale is not None:
             from_bias = saved["b2"] is not None
-            from_b2 = scale_of_bias_grad(dy, saved["b2"], {**groups, **by_index}) if from_bias else 0
-            result["row_scale"] = d_scale + from_b2
+            of_rows = {**groups, **by_index}
+            result["row_scale"] = d_scale + scale_of_bias_grad(dy, saved["b2"], of_rows) if from_bias else d_scale
     if "w2" in wanted:
         act = _act(saved, options, groups) if act is None else act
         result["w2"] = options.grad_of("w2")(dy, act, of_dy)
     if "b2" in wanted:
         result["b2"] = grouped_bias_grad(dy, row_scale=scale, **by_index, **groups)
     if "residual" in wanted:
-        result["residual"] = dy
+        result["residual"] = d_result
     return result
 
 

@@ -241,14 +241,15 @@ class GroupedMlpPlan(Launch):
             self.check_apart(
                 at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows, **of_tokens
             )
+        if self.rows == 1 or rows is not None:
+            x = aligned_row(x)
         if row_of is None:
             y = out = x.new_empty(self.rows, self.width) if out is None else out
+            y = aligned_row(y) if self.rows == 1 else y
         else:
             y = x.new_empty(self.rows, self.width) if self.y is None else workspace.take(self.y)
             out = x.new_empty(tokens, self.width) if out is None else out
             result_at = out.data_ptr()
-        if self.rows == 1 or rows is not None:
-            x, y = aligned_row(x), aligned_row(y)
         w1_table = w2_table = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
