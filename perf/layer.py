@@ -51,7 +51,8 @@ class Contestant:
 
     def train(self, d: LayerData, b: Batch) -> Results:
         """The result, and the gradients of the leaves."""
-        y = self.forward(d, b)
+        with torch.enable_grad():
+            y = self.forward(d, b)
         return (y.detach(), *torch.autograd.grad(y, self.leaves(d, b), b.d_rows if self.on_rows else b.d_y))
 
     def call(self, op: str) -> Callable[[LayerData, Batch], Results]:
