@@ -28,6 +28,7 @@ def _expert(x: Tensor, w1: Tensor, w2: Tensor, weights: Tensor, glu_layout: str)
     return (F.silu(activated) * linear * weights[:, None]) @ w2.mT
 
 
+@torch.enable_grad()
 def expected(d: LayerData, op: str, glu_layout: str = "concat") -> Results:
     """In float64, one expert after the other: y, and of TRAIN the gradients of x, router, w1 and w2. The latter two are
     rounded to their dtype, for room.

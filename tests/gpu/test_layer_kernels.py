@@ -227,6 +227,18 @@ class TestMoe:
             for shape, scale in zip(shapes, scales, strict=True)
         ]
 
+    @pytest.mark.parametrize("tokens", [1, 64, 512])
+    def test_one_call_is_what_its_parts_are(self, tokens: int) -> None:
+        """Of as many experts as fill the GPU, so that some write their rows while others still read activations."""
+        x = torch.randn(tokens, 2048, device="cuda").bfloat16()
+        w1, w2 = (0.02 * torch.randn(64, *shape, device="cuda").bfloat16() for shape in ((1536, 2048), (2048, 768)))
+        made = glulam.route(torch.randn(tokens, 64, device="cuda"), 8)
+        rows = {"offs": made.offs, "rows": made.token_of_row, "row_scale": made.weight_of_row}
+        wanted = glulam.combine(glulam.grouped_mlp(x, w1, w2, **rows), made, x)
+        assert wanted.abs().max() > 0.1
+        for _ in range(5):
+            assert glulam.moe(x, made, w1, w2, residual=x).equal(wanted)
+
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
     @pytest.mark.parametrize("tokens", [1, 40, 1500])
     def test_against_the_reference(self, tokens: int, recipe: str) -> None:

@@ -119,9 +119,8 @@ def test_threads_do_not_share_counters() -> None:
 
 def captured(c: Case, offs: Tensor, y: Tensor) -> torch.cuda.CUDAGraph:
     """A graph of two calls on each of two streams, which may run at once."""
-    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph):
-        here = torch.cuda.current_stream()
+    graph, here, other = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=here):
         other.wait_stream(here)
         for stream, half in ((here, y[0]), (other, y[1])):
             with torch.cuda.stream(stream):

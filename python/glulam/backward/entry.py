@@ -69,9 +69,6 @@ def differentiate(
         maker = MAKERS.get(type(call))
         if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
-        if maker is None:
-            call.check_plain()
-            call.check()
         return apply(call, targets)  # type: ignore[misc]
     except Exception:
         call.check_plain()

@@ -11,13 +11,11 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
-from .. import workspace
 from ..backward.data_path import DataGradients, DataPath
 from ..backward.parts import Targets
 from ..dispatch import Problem
 from ..mhc.checks import check_like
 from ..ops.grouped_mlp import GroupedMlpCall, call_mlp, grouped_mlp
-from ..plan import Launch
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing
@@ -27,8 +25,6 @@ COPIED_BYTES = 2**28
 """Up to here a forward and backward are 4 to 5 % faster on a copy of rows (32768 of Qwen3-30B, 134 MB; 8192 of
 Mixtral-8x7B, 67 MB) than by index, which takes 3 to 9 % of each GEMM. On one of 2.1 GB (262144 rows of 4096) they are
 1 % slower, and two such copies at a time are worth doing without."""
-SMALL_BYTES = workspace.GRANULE
-"""Up to here the rows of a result lie in a workspace; larger ones are worth giving back after the call."""
 
 
 def moe(
@@ -178,11 +174,6 @@ class MoeCall(GroupedMlpCall):
         out, self.out = self.out, self.x.new_zeros(problem.rows, problem.out_features)
         result = _sums(super().reference(problem), self.row_of, self.residual, None)
         return result if out is None else out.copy_(result)
-
-    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        shape = (problem.rows, problem.out_features)
-        y = workspace.Layout(shape, launch.dtype, launch.device, launch.index)
-        return {**super().sizes(problem, launch), "y": y if y.num_bytes <= SMALL_BYTES else None}
 
     def run(self, plan: Any) -> Tensor:
         tensors = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)

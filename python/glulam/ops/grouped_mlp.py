@@ -199,15 +199,13 @@ def call_mlp(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMlpPlan(Launch):
-    """The constants of a grouped_mlp call. `width`: of the result; `mid`: of the activation between the two GEMMs; `y`:
-    of the rows of a layer's result, None where a call allocates them.
+    """The constants of a grouped_mlp call. `width`: of the result; `mid`: of the activation between the two GEMMs.
 
     `w1_listed`, `w2_listed`: an ExpertList, not a packed tensor.
     """
 
     width: int
     mid: workspace.Layout
-    y: workspace.Layout | None
     w1_listed: bool
     w2_listed: bool
     params: KernelParams
@@ -245,11 +243,12 @@ class GroupedMlpPlan(Launch):
             x = aligned_row(x)
         if row_of is None:
             y = out = x.new_empty(self.rows, self.width) if out is None else out
-            y = aligned_row(y) if self.rows == 1 else y
         else:
-            y = x.new_empty(self.rows, self.width) if self.y is None else workspace.take(self.y)
+            y = x.new_empty(self.rows, self.width)
             out = x.new_empty(tokens, self.width) if out is None else out
             result_at = out.data_ptr()
+        if self.rows == 1:
+            y = aligned_row(y)
         w1_table = w2_table = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
@@ -386,7 +385,7 @@ class GroupedMlpCall(Call):
 
     def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
         shape = (problem.rows, problem.intermediate)
-        return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index), "y": None}
+        return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index)}
 
     def run(self, plan: GroupedMlpPlan) -> Tensor:
         rows = () if self.rows is None else (self.rows,)
