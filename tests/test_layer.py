@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -501,6 +502,23 @@ class TestMoe:
         for one, other in zip(made, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
             assert other.abs().max() > 1e-2
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    def test_choices_without_a_row_are_no_reason_to_warn(self, recipe: str) -> None:
+        x, w1, w2 = (t.requires_grad_() for t in self.layer(BF16)[:3])
+        made = Routing.from_topk(torch.randint(-1, 4, (20, 3)), torch.rand(20, 3), 6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            glulam.moe(x, made, w1, w2, recipe=recipe).float().sum().backward()
+        assert x.grad is not None and x.grad.isfinite().all()
+
+    def test_transposed_weights(self) -> None:
+        x, w1, w2 = self.layer(BF16)[:3]
+        made = Routing.from_topk(torch.randint(-1, 6, (20, 3)), torch.rand(20, 3), 6)
+        transposed = {"w1": w1.mT.contiguous(), "w2": w2.mT.contiguous(), "transpose_w": True}
+        assert glulam.moe(x, made, **transposed).equal(glulam.moe(x, made, w1, w2))
+        with pytest.raises(glulam.GradientNotSupported, match="moe: an argument requires a gradient, and transpose_w"):
+            glulam.moe(x.clone().requires_grad_(), made, **transposed)
 
     @pytest.mark.parametrize("recompute", [False, True])
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])

@@ -51,7 +51,7 @@ def differentiate(
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
-    if type(call) is GroupedMlpCall and call.transpose_w:
+    if isinstance(call, GroupedMlpCall) and call.transpose_w:
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and transpose_w=True has none; give w1.mT.contiguous() and "
             "w2.mT.contiguous(), and leave out transpose_w"

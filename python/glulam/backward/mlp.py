@@ -33,13 +33,15 @@ from .parts import (
     wide_weight_grad,
 )
 
-OP = "grouped_mlp"
 INPUTS = ("x", "w1", "w2", "row_scale", "b1", "b2")
 
 
 class Options(NamedTuple):
-    """What is not differentiated. `form`: the activation and its numbers, as keywords of the operators."""
+    """What is not differentiated. `op`: the operator's name. `form`: the activation and its numbers, as keywords of the
+    operators.
+    """
 
+    op: str
     form: dict[str, Any]
     recompute: bool
     targets: Targets
@@ -52,16 +54,16 @@ class Options(NamedTuple):
 def options(call: Any, targets: Targets) -> Options:
     """Of a GroupedMlpCall or Mxfp8MlpCall."""
     form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
-    return Options(form, call.recompute, targets, path_of(call))
+    return Options(call.op, form, call.recompute, targets, path_of(call))
 
 
 def apply(call: Any, targets: Targets = ORDINARY) -> Tensor:
     """The result of a GroupedMlpCall or Mxfp8MlpCall, differentiable."""
     chosen = options(call, targets)
     if not isinstance(chosen.path, QuantisedPath):
-        check_recipe(OP, call.recipe)
-    check_flag(OP, "recompute", call.recompute)
-    groups = tensor_groups(OP, call.offs, call.splits, call.x)
+        check_recipe(call.op, call.recipe)
+    check_flag(call.op, "recompute", call.recompute)
+    groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     arguments = {name: getattr(call, name) for name in (*INPUTS, *call.of_tokens)}
     layout, flat = flatten({**arguments, **groups})
     return GroupedMlp.apply(layout, chosen, *flat)  # type: ignore[no-any-return, no-untyped-call]
@@ -77,7 +79,7 @@ class GroupedMlp(torch.autograd.Function):
         keep_preact = bool(wanted & options.path.need_preact) and not options.recompute
         keep_act = "w2" in wanted and not options.recompute
         out = options.targets.out
-        with part_of(OP):
+        with part_of(options.op):
             y, kept = options.path.forward(given, options.form, keep_preact, keep_act, out)
         ctx.saved_layout, saved = flatten({**_to_save(given, wanted, options), **kept})
         ctx.save_for_backward(*saved)
@@ -88,10 +90,10 @@ class GroupedMlp(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         wanted = ctx.layout.wanted(needed)
         saved = ctx.saved_layout.named(taken(ctx))
-        with backward_of(OP):
+        with backward_of(ctx.options.op):
             gradients = make_gradients(saved, ctx.options, usable(dy), wanted)
         flat = ctx.layout.flat_gradients(gradients, needed)
-        return None, None, *once_differentiable(OP, flat)
+        return None, None, *once_differentiable(ctx.options.op, flat)
 
 
 def _to_save(given: dict[str, Any], wanted: frozenset[str], options: Options) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
     weight gradient is allocated, its gradient before the last.
     """
-    check_saved(OP, saved)
+    check_saved(options.op, saved)
     d_result, dy = dy, options.path.gathered(saved, dy)
     groups, scale, rows = groups_of(saved), saved["row_scale"], saved.get("rows")
     of_x, of_dy = ({**groups, name: rows} if rows is not None else groups for name in ("x_rows", "dy_rows"))

@@ -291,9 +291,9 @@ def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any,
     named = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
     wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
     options = plan.options._replace(targets=targets)
-    with backward_of(mlp.OP):
+    with backward_of(options.op):
         gradients = mlp.make_gradients(named, options, usable(dy), wanted)
-    return None, None, *once_differentiable(mlp.OP, [gradients.get(name) for name in NAMES])
+    return None, None, *once_differentiable(options.op, [gradients.get(name) for name in NAMES])
 
 
 def _check(call: GroupedMlpCall | Mxfp8MlpCall) -> Problem | None:

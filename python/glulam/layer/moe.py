@@ -14,6 +14,7 @@ from .. import device as gpus
 from ..backward.data_path import DataGradients, DataPath
 from ..backward.parts import Targets
 from ..dispatch import Problem
+from ..groups import part_of
 from ..mhc.checks import check_like
 from ..ops.grouped_mlp import GroupedMlpCall, call_mlp, grouped_mlp
 from ..recipes import BF16, Recipe
@@ -60,14 +61,21 @@ def moe(
             MoeCall, x, w1, w2, routing.offs, None, token_of_row, routing.row_of, residual, routing.weight_of_row, b1,
             b2, activation, glu_layout, limit, alpha, offset, BF16.name, recompute, transpose_w, out,
         )  # fmt: skip
-    rows = permute(x, routing)
-    is_trained = is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, routing.weight_of_row)
-    with _saving_tokens(x, rows, routing) if is_trained else nullcontext():
-        y = grouped_mlp(
-            rows, w1, w2, offs=routing.offs, row_scale=routing.weight_of_row, b1=b1, b2=b2, activation=activation,
-            glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
-            transpose_w=transpose_w,
+    with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
+        return _of_copied_rows(
+            x, routing, w1, w2, residual, out, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit,
+            alpha=alpha, offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
         )  # fmt: skip
+
+
+def _of_copied_rows(
+    x: Tensor, routing: Routing, w1: Any, w2: Any, residual: Tensor | None, out: Tensor | None, **form: Any
+) -> Tensor:
+    """By the recipes whose kernels read rows in order. `form`: other arguments of `grouped_mlp`."""
+    rows = permute(x, routing)
+    is_trained = is_grad_enabled() and any_requires_grad(x, w1, w2, form["b1"], form["b2"], routing.weight_of_row)
+    with _saving_tokens(x, rows, routing) if is_trained else nullcontext():
+        y = grouped_mlp(rows, w1, w2, offs=routing.offs, row_scale=routing.weight_of_row, **form)
     return combine(y, routing, residual, out=out)
 
 
