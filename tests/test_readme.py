@@ -13,7 +13,7 @@ from ffi_bridge import __version__
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
 MOST_LINES = 130
-FIRST, GRAPH = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FIRST, LAYER, GRAPH = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_it_is_short() -> None:
@@ -30,6 +30,14 @@ def test_the_first_lines_run() -> None:
     x, y = names["x"], names["y"]
     assert isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
     assert y.shape == x.shape and 0 < float(y.float().norm()) < float("inf")
+
+
+def test_the_layer_runs() -> None:
+    names: dict[str, object] = {}
+    exec(FIRST + LAYER, names)
+    tokens, y = names["tokens"], names["y"]
+    assert isinstance(tokens, torch.Tensor) and isinstance(y, torch.Tensor)
+    assert y.shape == tokens.shape and 0 < float(y.float().norm()) < float("inf")
 
 
 @pytest.mark.gpu
