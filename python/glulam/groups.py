@@ -62,6 +62,11 @@ class part_of:
         _caller.op = self._outer
 
 
+def caller(op: str) -> str:
+    """The operator that `op` is called as a part of, or itself."""
+    return _caller.op or op
+
+
 def form(groups: Tensor, is_offs: bool) -> int:
     if is_offs:
         return OFFS_INT32
@@ -83,7 +88,7 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
         ValueError: a negative size, or groups that need more than `rows` rows.
         TypeError: a list with something else than integers.
     """
-    op = _caller.op or op
+    op = caller(op)
     values = _ends(op, offs, splits, rows)
     if values and values[-1] < rows and op in BEHIND_GROUPS and _caller.op != OF_A_TRACE:
         _warn_of_rows_behind(op, offs is not None, values, rows)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..groups import part_of
+from ..groups import caller, part_of
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
 from ..signature import check_flag, check_recipe
@@ -59,7 +59,7 @@ def options(call: Any, targets: Targets) -> Options:
 
 def apply(call: Any, targets: Targets = ORDINARY) -> Tensor:
     """The result of a GroupedMlpCall or Mxfp8MlpCall, differentiable."""
-    chosen = options(call, targets)
+    chosen = options(call, targets)._replace(op=caller(call.op))
     if not isinstance(chosen.path, QuantisedPath):
         check_recipe(call.op, call.recipe)
     check_flag(call.op, "recompute", call.recompute)
@@ -125,27 +125,30 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     check_saved(options.op, saved)
     d_result, dy = dy, options.path.gathered(saved, dy)
     groups, scale, rows = groups_of(saved), saved["row_scale"], saved.get("rows")
-    of_x, of_dy = ({**groups, name: rows} if rows is not None else groups for name in ("x_rows", "dy_rows"))
-    by_index = {} if rows is None else {"rows": rows}
+
+    def grouped(name: str) -> dict[str, Any]:
+        """The groups, and the indices of rows, where there are some, as the argument that an operator calls so."""
+        return groups if rows is None else {**groups, name: rows}
+
     result: dict[str, Any] = {}
     act = None
     if wanted & options.path.need_preact:
         dpreact, act, dx, d_scale = options.path.gradients(saved, options.form, options.targets, dy, wanted)
         result["x"] = dx
         if "w1" in wanted:
-            result["w1"] = options.grad_of("w1")(dpreact, saved["x"], of_x)
+            result["w1"] = options.grad_of("w1")(dpreact, saved["x"], grouped("x_rows"))
         if "b1" in wanted:
             result["b1"] = grouped_bias_grad(dpreact, **groups)
         del dpreact
         if d_scale is not None:
-            from_bias = saved["b2"] is not None
-            of_rows = {**groups, **by_index}
-            result["row_scale"] = d_scale + scale_of_bias_grad(dy, saved["b2"], of_rows) if from_bias else d_scale
+            if saved["b2"] is not None:
+                d_scale = d_scale + scale_of_bias_grad(dy, saved["b2"], grouped("rows"))
+            result["row_scale"] = d_scale
     if "w2" in wanted:
         act = _act(saved, options, groups) if act is None else act
-        result["w2"] = options.grad_of("w2")(dy, act, of_dy)
+        result["w2"] = options.grad_of("w2")(dy, act, grouped("dy_rows"))
     if "b2" in wanted:
-        result["b2"] = grouped_bias_grad(dy, row_scale=scale, **by_index, **groups)
+        result["b2"] = grouped_bias_grad(dy, row_scale=scale, **grouped("rows"))
     if "residual" in wanted:
         result["residual"] = d_result
     return result

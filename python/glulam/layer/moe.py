@@ -106,7 +106,7 @@ class PathOfTokens(DataPath):
 
     def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
         row_of = saved["row_of"]
-        if row_of.numel() * dy.shape[1] * dy.element_size() > COPIED_BYTES:
+        if not _is_small(dy, row_of):
             return dy
         if "x" in saved:
             saved["x"] = _rows(saved["x"], row_of)
@@ -117,7 +117,7 @@ class PathOfTokens(DataPath):
         self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         x, row_of = given["x"], given["row_of"]
-        if row_of.numel() * x.shape[1] * x.element_size() <= COPIED_BYTES:
+        if _is_small(x, row_of):
             given = {**given, "x": _rows(x, row_of), "rows": None}
         y, kept = super().forward(given, form, keep_preact, keep_act, None)
         return _sums(y, given["row_of"], given["residual"], out), kept
@@ -133,6 +133,11 @@ class PathOfTokens(DataPath):
             out = None if targets.grad_input is None else targets.given_grad_input(dy)
             dx = _sums(dx, saved["row_of"], None, out)
         return dpreact, act, dx, d_scale
+
+
+def _is_small(x: Tensor, row_of: Tensor) -> bool:
+    """Whether a copy of each row's token is."""
+    return row_of.numel() * x.shape[1] * x.element_size() <= COPIED_BYTES
 
 
 def _rows(x: Tensor, row_of: Tensor) -> Tensor:
@@ -165,6 +170,7 @@ class MoeCall(GroupedMlpCall):
 
     @property
     def free(self) -> tuple[int, ...]:
+        """What has tokens, among what `call_mlp` gives, in its order."""
         given = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of", "residual")
         present = [name for name in given if getattr(self, name) is not None]
         return tuple(place for place, name in enumerate(present) if name in ("x", "out", "row_of", "residual"))
@@ -179,9 +185,8 @@ class MoeCall(GroupedMlpCall):
         return self.x.new_empty(len(self.row_of), problem.out_features)
 
     def reference(self, problem: Problem) -> Tensor:
-        out, self.out = self.out, self.x.new_zeros(problem.rows, problem.out_features)
-        result = _sums(super().reference(problem), self.row_of, self.residual, None)
-        return result if out is None else out.copy_(result)
+        rows = self.reference_rows(self.x.new_zeros(problem.rows, problem.out_features))
+        return _sums(rows, self.row_of, self.residual, self.out)
 
     def run(self, plan: Any) -> Tensor:
         tensors = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)

@@ -164,8 +164,7 @@ class MoE(nn.Module):
         if writers:
             refuse_export(NAME)
             return outside_traces(moe_call(tokens, routing, **given), Targets(weights=writers))  # type: ignore[no-any-return]
-        weights = *fc1.parameter_list("weight"), *fc2.parameter_list("weight")
-        if is_16_bit or not has_own_gradients(experts, weights):
+        if is_16_bit or not _has_own_gradients(experts):
             return moe(tokens, routing, **given)
         rows = experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
         return combine(rows, routing, shared)
@@ -239,8 +238,9 @@ class MoE(nn.Module):
         return text + "".join(f", {name}={value!r}" for name, value in shown.items())
 
 
-def has_own_gradients(experts: GroupedMLP, weights: tuple[Tensor, ...]) -> bool:
+def _has_own_gradients(experts: GroupedMLP) -> bool:
     """Whether gradients of weights go to another place than autograd's, or later."""
+    weights = *experts.fc1.parameter_list("weight"), *experts.fc2.parameter_list("weight")
     return experts.delay_wgrad or any(getattr(weight, "main_grad", None) is not None for weight in weights)
 
 

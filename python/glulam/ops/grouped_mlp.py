@@ -227,13 +227,13 @@ class GroupedMlpPlan(Launch):
         out_at = 0 if out is None else out.data_ptr()
         rows_at = 0 if rows is None else rows.data_ptr()
         tokens = k = row_of_at = residual_at = result_at = 0
-        of_tokens: dict[str, Tensor | None] = {}
         at: Any = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, rows_at, out_at)
         if row_of is not None:
             tokens, k = row_of.shape
             row_of_at, residual_at = row_of.data_ptr(), 0 if residual is None else residual.data_ptr()
-            at, of_tokens = (*at[:-1], row_of_at, residual_at, out_at), {"row_of": row_of, "residual": residual}
+            at = (*at[:-1], row_of_at, residual_at, out_at)
         if at not in self.apart:
+            of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
             if row_of is not None:
                 check_tokens(self.op, tokens, x=x, residual=residual, out=out)
             self.check_apart(
@@ -366,7 +366,10 @@ class GroupedMlpCall(Call):
         return self.x.new_empty(problem.rows, problem.out_features)
 
     def reference(self, problem: Problem) -> Tensor:
-        out = self.results(problem) if self.out is None else self.out
+        return self.reference_rows(self.results(problem) if self.out is None else self.out)
+
+    def reference_rows(self, out: Tensor) -> Tensor:
+        """`out`, with the MLP's result of each row."""
         form = (self.activation, self.glu_layout, self.params)
         ends = self.host_ends()
         x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
