@@ -15,7 +15,7 @@ from support.checks import SWIGLU, Form, check_glu, check_mlp, check_mm
 from support.criterion import same_bits
 from support.inputs import Case, make_case, poisoned, scattered
 from support.launches import groups_of, launch
-from support.routing import catalogue, one_takes_all, spread, zipf
+from support.routing import ODD_SIZES, catalogue, spread, zipf
 
 import glulam
 from cute_kernels.sm90.configs import TILES, activation_forms
@@ -123,18 +123,8 @@ def test_outputs_of_the_other_operators_keep_their_tail(rows: int) -> None:
 SIZES = {
     "N = 1504, K = 736": (spread(300, 4), 736, 752),
     "I = 1504, H = 736": (zipf(900, 4), 736, 1504),
-    "smallest": ([3, 0, 5], 8, 32),
-    "narrow and deep": ([70, 3], 4096, 32),
-    "wide and shallow": ([70, 200], 8, 2080),
-    "one expert": ([777], HIDDEN, INTER),
-    "one row": ([1], HIDDEN, INTER),
-    "bands of row tiles, odd and short ones": ([2049, 65, 64, 4160, 128, 2400], 72, 352),
-    "512 experts": (zipf(1000, 512), 72, 96),
-    "512 experts, many rows": (spread(512 * 66 + 5, 512), 72, 96),
-    "512 experts, one takes all": (one_takes_all(555, 512, 511), 72, 96),
-    "512 experts, all empty": ([0] * 512, 72, 96),
     "33 experts": (spread(333, 33), 72, 96),
-    "no rows at all": ([0, 0, 0], HIDDEN, INTER),
+    **ODD_SIZES,
 }
 
 

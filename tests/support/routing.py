@@ -47,3 +47,19 @@ def catalogue(rows: int, experts: int) -> dict[str, list[int]]:
 
 def ends(sizes: list[int]) -> list[int]:
     return list(itertools.accumulate(sizes))
+
+
+ODD_SIZES: dict[str, tuple[list[int], int, int]] = {
+    "smallest": ([3, 0, 5], 8, 32),
+    "narrow and deep": ([70, 3], 4096, 32),
+    "wide and shallow": ([70, 200], 8, 2080),
+    "one expert": ([777], 200, 352),
+    "one row": ([1], 200, 352),
+    "bands of row tiles, odd and short ones": ([2049, 65, 64, 4160, 128, 2400], 72, 352),
+    "512 experts": (zipf(1000, 512), 72, 96),
+    "512 experts, many rows": (spread(512 * 66 + 5, 512), 72, 96),
+    "512 experts, one takes all": (one_takes_all(555, 512, 511), 72, 96),
+    "512 experts, all empty": ([0] * 512, 72, 96),
+    "no rows at all": ([0, 0, 0], 200, 352),
+}
+"""Group sizes, H and I that find a kernel's edges."""
