@@ -100,11 +100,11 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
     return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if operands == "mxfp8" else {})}
 
 
-def _combined(spec: Spec, rows: str, out: str, position: int) -> Step:
+def _combined(spec: Spec, rows: str, out: str, position: int, residual: Source = 0) -> Step:
     """out[token] = residual[token] + the sum of its rows, where out is given."""
     return _step(
-        LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of residual tokens k", when=out, y=Of(rows, "address"),
-        width=Of(rows, "size", 1), out=out, position=position, stream=Of(rows, "stream"),
+        LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),
+        residual=residual, width=Of(rows, "size", 1), out=out, position=position, stream=Of(rows, "stream"),
     )  # fmt: skip
 
 
@@ -128,12 +128,13 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
             fc2, f"{_GROUPS} scale y", x=mid, w="w2", bias="b2", bias_table="b2_table",
             **_scales(fc2.operands, mid, "w2"), position=len(first) + 1,
         ),
-        _combined(spec, "y", "out", len(first) + 2),
+        _combined(spec, "y", "out", len(first) + 2, "residual"),
     )  # fmt: skip
 
 
 def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
-    """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums."""
+    """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums[; these rows of dx
+    to tokens]."""
     in_mxfp8 = spec.operands == "mxfp8"
     fields = {name: getattr(spec, name) for name in ("dtype", "activation", "glu_layout", "tile", "arch", "operands")}
     dy = "dy8" if in_mxfp8 else "dy"
@@ -162,6 +163,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
             part_columns=spec.tile.n, when="" if spec.dgrad else "d_scale",
         )
     )  # fmt: skip
+    if spec.dgrad:
+        steps.append(_combined(spec, "dx", "dx_tokens", len(steps)))
     return tuple(steps)
 
 

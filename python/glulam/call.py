@@ -323,8 +323,8 @@ class Call:
         )
 
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """The bytes that arguments reach over, as of `Launch.extents`."""
-        return tuple(_extent(getattr(self, name)) for name in names)
+        """The bytes that arguments reach over, as of `Launch.extents`; 0 of one that the operator has not."""
+        return tuple(_extent(getattr(self, name, None)) for name in names)
 
     def _out_extents(self) -> tuple[int, ...]:
         values = [getattr(self, name) for name in self.outputs]

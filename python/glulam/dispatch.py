@@ -117,13 +117,13 @@ class TrainingParts(NamedTuple):
     weight_gradients: Problem
 
 
-def training_parts(mlp: Problem, input_grad: bool = True) -> TrainingParts:
-    """Of a grouped_mlp. `input_grad`: whether x's gradient is wanted."""
+def training_parts(mlp: Problem, input_grad: bool = True, gathers: bool = False) -> TrainingParts:
+    """Of a grouped_mlp. `input_grad`: whether x's gradient is wanted; `gathers`: whether its rows come by index."""
     hidden = mlp.in_features if input_grad else 0
     return TrainingParts(
         changed(mlp, save_preact=True),
         changed(mlp, op="grouped_dglu", in_features=mlp.out_features, out_features=hidden),
-        changed(mlp, op="grouped_wgrad", out_dtype=mlp.dtype, operands="16bit"),
+        changed(mlp, op="grouped_wgrad", out_dtype=mlp.dtype, operands="16bit", gathers=gathers),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -212,12 +211,6 @@ class TestRowsByIndex:
 
 
 class TestMoe:
-    @pytest.fixture(params=["by index", "copied"], autouse=True)
-    def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        """How a forward and backward read tokens."""
-        if request.param == "by index":
-            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_BYTES", -1)
-
     def layer(self, tokens: int, dtype: torch.dtype = BF16) -> list[Tensor]:
         shapes = (tokens, 256), (8, 2 * 160, 256), (8, 256, 160), (tokens, 8)
         generator = torch.Generator().manual_seed(1)

@@ -57,10 +57,6 @@ class DataPath:
         scale_of_b2 = None if given["b2"] is None else scale
         return grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, out=out, **groups), kept
 
-    def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        """dy as the GEMMs read it, and what was saved as well, in place."""
-        return dy
-
     def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
         """A buffer for x's gradient by rows; None allocates one."""
         return targets.new_grad_input(dy, columns)

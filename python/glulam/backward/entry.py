@@ -66,7 +66,7 @@ def differentiate(
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        maker = MAKERS.get(type(call))
+        maker = next((MAKERS[kind] for kind in type(call).__mro__ if kind in MAKERS), None)
         if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
         return apply(call, targets)  # type: ignore[misc]

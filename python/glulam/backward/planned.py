@@ -30,12 +30,12 @@ class TrainingLaunch(Launch):
     """What every plan of a differentiable call holds.
 
     Attributes:
-        needs: for each input of its autograd function, whether it requires a gradient.
+        needs: for each tensor that its autograd function may take, whether it requires a gradient.
         grouped_by: "offs" or "splits".
         parts: by field, what serves the parts of backward.
     """
 
-    needs: tuple[bool, ...]
+    needs: Any
     grouped_by: str
     parts: Mapping[str, kernels.Serving]
 
@@ -75,7 +75,8 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
             if problem is None:
                 return NotImplemented
             plan = maker.make(call, problem)
-            call.settle_rows(key, plans, problem, plan)
+            if plans is call.plans or not call.of_tokens:  # a layer's tells places by its own order of arguments
+                call.settle_rows(key, plans, problem, plan)
         plans.keep(key, plan)
     return plan.run_into(targets, *plan.inputs_of(call))
 
@@ -86,17 +87,17 @@ def _key_of(call: Call) -> Hashable:
 
 
 def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
-    """Tensors in GPU memory, no list; and more than one row, whose stride torch leaves arbitrary."""
+    """Tensors in GPU memory, no list; and more than one row or token, whose stride torch leaves arbitrary."""
     if checking():
         return False
     lead = call.lead
-    given = [value for name in names if (value := getattr(call, name)) is not None]
+    given = [value for name in names if (value := getattr(call, name, None)) is not None]
     in_memory = all(value.__class__ in gpus.PLAIN_TENSORS and value.device == lead.device for value in given)
-    return lead.device.type == gpus.KERNEL_DEVICE and in_memory and problem.rows > 1
+    return lead.device.type == gpus.KERNEL_DEVICE and in_memory and len(lead) > 1
 
 
 def requires(call: Call, name: str) -> bool:
-    return bool(getattr(getattr(call, name), "requires_grad", False))
+    return bool(getattr(getattr(call, name, None), "requires_grad", False))
 
 
 def serving(index: int, **parts: Problem) -> dict[str, kernels.Serving]:

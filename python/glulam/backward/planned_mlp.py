@@ -1,4 +1,5 @@
-"""The common differentiable grouped_mlp: packed weights and group sizes on a GPU, and gradients behind the activation.
+"""The common differentiable grouped_mlp or moe: packed weights and group sizes on a GPU, and gradients behind the
+activation.
 
 A plan settles once for a signature which kernels run, what is saved and what is computed. Forward is one call;
 backward is one call for its data path (the gradients of h, x and row_scale), and one for each weight. What is done here
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from ..dispatch import Problem, TrainingParts, training_parts
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import partials_layout
-from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mlp import GroupedMlpCall, check_tokens
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
 from ..plan import Launch, address, addresses
@@ -57,8 +58,38 @@ from .planned import (
     serving,
 )
 
-NAMES = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
-"""The inputs of the function below that may be tensors, in order."""
+
+class Inputs(NamedTuple):
+    """Those of the function below that may be tensors. The last three are a layer's, and None without one."""
+
+    x: Tensor
+    w1: Any
+    w2: Any
+    groups: Tensor
+    row_scale: Tensor | None
+    b1: Any
+    b2: Any
+    rows: Tensor | None = None
+    row_of: Tensor | None = None
+    residual: Tensor | None = None
+
+
+NAMES = Inputs._fields
+
+
+class Saved(NamedTuple):
+    """What forward saves. x, w1 and b2: where gradients need them."""
+
+    x: Any
+    w1: Any
+    w2: Any
+    preact: Tensor
+    groups: Tensor
+    row_scale: Any
+    b2: Any
+    rows: Tensor | None
+    row_of: Tensor | None
+
 
 SMALL_BYTES = workspace.GRANULE
 """Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
@@ -83,46 +114,51 @@ class MlpTrainingPlan(TrainingLaunch):
     width: int
     params: KernelParams
 
-    def forward(
-        self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
-        b2: Tensor | None, y: Tensor, preact: Tensor,
-    ) -> None:  # fmt: skip
-        """Launches what makes y and preact."""
+    def forward(self, given: Inputs, result: Tensor, preact: Tensor) -> None:
+        """Launches what makes the result, of rows or of tokens, and preact."""
         raise NotImplementedError
 
-    def data_gradients(
-        self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
-        results: DataGradients,
-    ) -> None:  # fmt: skip
-        """Launches what makes `results`. `w1`: where dx is wanted."""
+    def data_gradients(self, dy: Tensor, saved: Saved, results: DataGradients) -> None:
+        """Launches what makes `results`, dx of rows or of tokens."""
         raise NotImplementedError
 
-    def inputs_of(self, call: GroupedMlpCall) -> tuple[Any, ...]:
-        return call.x, call.w1, call.w2, call.groups, call.b1, call.b2, call.row_scale
+    def inputs_of(self, call: GroupedMlpCall) -> Inputs:
+        return Inputs._make([getattr(call, name, None) for name in NAMES])
 
     def run(
-        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: None
-    ) -> Tensor:
-        return self.run_into(ORDINARY, x, w1, w2, groups, b1, b2, scale)
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: None,
+        rows: Tensor | None = None, row_of: Tensor | None = None, residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.run_into(ORDINARY, x, w1, w2, groups, scale, b1, b2, rows, row_of, residual)
 
-    def run_into(
-        self, targets: Targets, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None
-    ) -> Tensor:
-        """As `run`, with the result and gradients where `targets` says."""
+    def run_into(self, targets: Targets, *inputs: Any) -> Tensor:
+        """As `run`, of `Inputs`, with the result and gradients where `targets` says."""
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run_into(targets, x, w1, w2, groups, b1, b2, scale)
-        scale_at = 0 if scale is None else scale.data_ptr()
-        b1_at, b2_at = 0 if b1 is None else b1.data_ptr(), 0 if b2 is None else b2.data_ptr()
-        at = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups.data_ptr(), scale_at, b1_at, b2_at)
+                return self.run_into(targets, *inputs)
+        at = tuple([0 if one is None else one.data_ptr() for one in inputs])
         if at not in self.apart:
-            self.check_apart(at, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
+            self.check_addresses(at, Inputs(*inputs))
         if not has_functorch_transforms():
-            return apply_untransformed(self, targets, x, w1, w2, groups, scale, b1, b2)  # type: ignore[no-any-return]
-        given = {"x": x, "w1": w1, "w2": w2, "row_scale": scale, "b1": b1, "b2": b2, self.grouped_by: groups}
-        layout, flat = flatten(given)
+            return apply_untransformed(self, targets, *inputs)  # type: ignore[no-any-return]
+        layout, flat = flatten(self.named(Inputs(*inputs)))
         options = self.options._replace(targets=targets)
         return mlp.GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
+
+    def check_addresses(self, at: tuple[int, ...], given: Inputs) -> None:
+        if given.row_of is not None:
+            check_tokens(self.op, len(given.row_of), x=given.x, residual=given.residual)
+        self.check_apart(at, **given._asdict())
+
+    def named(self, values: Inputs | Saved) -> dict[str, Any]:
+        """As the general path calls them."""
+        named = values._asdict()
+        return {**named, self.grouped_by: named.pop("groups")}
+
+    def grouped(self, groups: Tensor, **rows: Tensor | None) -> dict[str, Any]:
+        """The groups, and the indices of rows, where there are some, as keywords of an operator."""
+        given = {name: indices for name, indices in rows.items() if indices is not None}
+        return {self.grouped_by: groups, **given}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,25 +174,26 @@ class In16BitsPlan(MlpTrainingPlan):
     partials: workspace.Layout | None
 
     @by_name(function=signature_of(GroupedMlpSpec(GroupedGluSpec(save_preact=True))))
-    def forward(
-        self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
-        b2: Tensor | None, y: Tensor, preact: Tensor,
-    ) -> None:  # fmt: skip
+    def forward(self, given: Inputs, result: Tensor, preact: Tensor) -> None:
+        x, w1, w2, groups, scale, b1, b2, rows, row_of, residual = given
         act = x.new_empty(self.rows, self.inner) if self.act is None else workspace.take(self.act)
+        y, tokens, k, result_at = result, 0, 0, 0
+        if row_of is not None:
+            y, (tokens, k), result_at = x.new_empty(self.rows, self.width), row_of.shape, result.data_ptr()
         tickets = self.tickets() if self.draws_tickets else 0
         kind, layout, limit, alpha, offset = self.params
         self.function(
-            x=x, w1=w1, mid=act, preact=preact, w2=w2, y=y,
+            x=x, rows=address(rows), w1=w1, mid=act, preact=preact, w2=w2, y=y,
             groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=address(b1), b2=address(b2), scale=address(scale), kind=kind, glu_layout=layout,
-            limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            limit=limit, alpha=alpha, offset=offset,
+            row_of=address(row_of), residual=address(residual), out=result_at, tokens=tokens, k=k,
+            num_sms=self.sm_count,
         )  # fmt: skip
 
     @by_name(dglu=signature_of(GroupedDgluSpec()), with_dgrad=signature_of(GroupedDgluSpec(dgrad=TileConfig())))
-    def data_gradients(
-        self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
-        results: DataGradients,
-    ) -> None:  # fmt: skip
+    def data_gradients(self, dy: Tensor, saved: Saved, results: DataGradients) -> None:
+        _, w1, w2, preact, groups, scale, _, rows, row_of = saved
         dpreact, act, dx, d_scale = results
         d_scale_at = partials_at = 0
         if d_scale is not None and self.partials is not None:
@@ -166,18 +203,22 @@ class In16BitsPlan(MlpTrainingPlan):
         dglu = with_dgrad = self.dglu
         if dx is None:
             dglu(
-                dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act,
+                dy=dy, rows=address(rows), w2=w2, preact=preact, dpreact=dpreact, act=act,
                 groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts,
                 scale=address(scale), d_scale=d_scale_at, partials=partials_at,
                 limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
-        else:
-            with_dgrad(
-                dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act, w1=w1, dx=dx,
-                groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=self.tickets(),
-                scale=address(scale), d_scale=d_scale_at, partials=partials_at,
-                limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
-            )  # fmt: skip
+            return
+        dx_rows, tokens, k, dx_at = dx, 0, 0, 0
+        if row_of is not None:
+            dx_rows, (tokens, k), dx_at = dy.new_empty(self.rows, self.hidden), row_of.shape, dx.data_ptr()
+        with_dgrad(
+            dy=dy, rows=address(rows), w2=w2, preact=preact, dpreact=dpreact, act=act, w1=w1, dx=dx_rows,
+            groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=self.tickets(),
+            scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+            limit=limit, alpha=alpha, offset=offset,
+            row_of=address(row_of), dx_tokens=dx_at, tokens=tokens, k=k, num_sms=self.sm_count,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,20 +234,16 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
     backward_memory: workspace.Layouts
     trained: bool
 
-    def forward(
-        self, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor, scale: Tensor | None, b1: Tensor | None,
-        b2: Tensor | None, y: Tensor, preact: Tensor,
-    ) -> None:  # fmt: skip
+    def forward(self, given: Inputs, result: Tensor, preact: Tensor) -> None:
+        x, w1, w2, groups, scale, b1, b2, *_ = given
         weights = mxfp8.folded_rows(w1, w2, self.trained)
         biases = addresses(b1)[:2], addresses(b2)[:2]
         mxfp8.launch_forward(
-            self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), *biases, scale
+            self, self.forward_memory, self.params, x, weights, result, preact, groups.data_ptr(), *biases, scale
         )
 
-    def data_gradients(
-        self, dy: Tensor, w1: Tensor | None, w2: Tensor, preact: Tensor, groups: Tensor, scale: Tensor | None,
-        results: DataGradients,
-    ) -> None:  # fmt: skip
+    def data_gradients(self, dy: Tensor, saved: Saved, results: DataGradients) -> None:
+        _, w1, w2, preact, groups, scale, *_ = saved
         w1_, w2_ = mxfp8.folded_columns(w1, w2, self.trained)
         mxfp8.launch_backward(
             self, self.dglu, self.backward_memory, self.params, dy, w1_, w2_, preact, results, groups.data_ptr(), scale
@@ -214,19 +251,20 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
 
 
 class PlannedMlp(torch.autograd.Function):
-    """Inputs: the plan, the targets, and the tensors in the order of NAMES."""
+    """Inputs: the plan, the targets, and those of `Inputs`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: MlpTrainingPlan, targets: Targets, x: Tensor, w1: Tensor, w2: Tensor, groups: Tensor,
-        scale: Tensor | None, b1: Tensor | None, b2: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        rows, out = plan.rows, targets.out
-        y, preact = x.new_empty(rows, plan.width) if out is None else out, x.new_empty(rows, plan.preact_width)
-        plan.forward(x, w1, w2, groups, scale, b1, b2, y, preact)
-        _, _, for_x, for_w1, _, _, for_scale, _, _ = plan.needs
+    def forward(ctx: Any, plan: MlpTrainingPlan, targets: Targets, *inputs: Any) -> Tensor:
+        given, need, out = Inputs._make(inputs), plan.needs, targets.out
+        x = given.x
+        y = x.new_empty(len(x), plan.width) if out is None else out
+        preact = x.new_empty(plan.rows, plan.preact_width)
+        plan.forward(given, y, preact)
         ctx.plan, ctx.targets = plan, targets
-        save(ctx, x if for_w1 else None, w1 if for_x else None, w2, preact, groups, scale, b2 if for_scale else None)
+        save(
+            ctx, x if need.w1 else None, given.w1 if need.x else None, given.w2, preact, given.groups,
+            given.row_scale, given.b2 if need.row_scale else None, given.rows, given.row_of,
+        )  # fmt: skip
         return y if out is None else as_result(y)
 
     @staticmethod
@@ -234,65 +272,62 @@ class PlannedMlp(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         plan: MlpTrainingPlan = ctx.plan
         targets: Targets = ctx.targets
-        x, w1, w2, preact, groups, scale, b2 = saved = taken(ctx)
+        saved = Saved._make(taken(ctx))
         if not is_usual(dy) or not as_saved(ctx, saved) or not are_in_memory(dy, *saved):
             return _unusual_backward(plan, targets, saved, dy)
-        del saved
-        _, _, for_x, for_w1, for_w2, _, for_scale, for_b1, for_b2 = plan.needs
-        rows, groups_at = plan.rows, groups.data_ptr()
+        need, rows, scale = plan.needs, plan.rows, saved.row_scale
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
-        if for_x:
-            dx = dy.new_empty(rows, plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
-        if for_scale:
+        if need.x:
+            dx = dy.new_empty(len(dy), plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
+        if need.row_scale:
             d_scale = scale.new_empty(rows)
-        results = DataGradients(dpreact, act, dx, d_scale)
-        plan.data_gradients(dy, w1 if for_x else None, w2, preact, groups, scale, results)
-        del results
+        plan.data_gradients(dy, saved, DataGradients(dpreact, act, dx, d_scale))
         if targets.grad_input is not None:
             torch.autograd.graph.increment_version(targets.grad_input)
         # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
-        del preact
-        by_groups = {plan.grouped_by: groups}
-        if for_w1 and "w1" in targets.weights:
-            dw1 = targets.weights["w1"](dpreact, x, by_groups)
-        elif for_w1:
+        x, _, _, _, groups, _, b2, indices, _ = saved
+        del saved
+        groups_at, rows_at = groups.data_ptr(), address(indices)
+        if need.w1 and "w1" in targets.weights:
+            dw1 = targets.weights["w1"](dpreact, x, plan.grouped(groups, x_rows=indices))
+        elif need.w1:
             dw1 = dy.new_empty(plan.experts, plan.preact_width, plan.hidden)
             plan.wgrad(
-                dy=dpreact, x=x, dw=dw1, groups=groups_at, group_form=plan.group_form, num_groups=plan.experts,
-                num_sms=plan.sm_count,
+                dy=dpreact, x=x, dw=dw1, x_rows=rows_at, groups=groups_at, group_form=plan.group_form,
+                num_groups=plan.experts, num_sms=plan.sm_count,
             )  # fmt: skip
-        if for_b1:
-            db1 = grouped_bias_grad(dpreact, **by_groups)
+        if need.b1:
+            db1 = grouped_bias_grad(dpreact, **plan.grouped(groups))
         del dpreact
-        if for_w2 and "w2" in targets.weights:
-            dw2 = targets.weights["w2"](dy, act, by_groups)
-        elif for_w2:
+        if need.w2 and "w2" in targets.weights:
+            dw2 = targets.weights["w2"](dy, act, plan.grouped(groups, dy_rows=indices))
+        elif need.w2:
             dw2 = dy.new_empty(plan.experts, plan.width, plan.inner)
             plan.wgrad(
-                dy=dy, x=act, dw=dw2, groups=groups_at, group_form=plan.group_form, num_groups=plan.experts,
-                num_sms=plan.sm_count,
+                dy=dy, x=act, dw=dw2, dy_rows=rows_at, groups=groups_at, group_form=plan.group_form,
+                num_groups=plan.experts, num_sms=plan.sm_count,
             )  # fmt: skip
-        if for_b2:
+        by_groups = plan.grouped(groups, rows=indices)
+        if need.b2:
             db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         if b2 is not None and d_scale is not None:
             d_scale += scale_of_bias_grad(dy, b2, by_groups)
-        return None, None, dx, dw1, dw2, None, d_scale, db1, db2
+        d_residual = dy if need.residual else None
+        return None, None, dx, dw1, dw2, None, d_scale, db1, db2, None, None, d_residual
 
 
 apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, PlannedMlp).apply
 """PlannedMlp.apply without its look at every argument for what functorch left behind, which takes 2 us."""
 
 
-def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: tuple[Any, ...], dy: Tensor) -> Any:
+def _unusual_backward(plan: MlpTrainingPlan, targets: Targets, saved: Saved, dy: Tensor) -> Any:
     """By the public operators, which look at everything anew: with a graph of the backward, from a dy that is traced, a
     view or misaligned, or after hooks gave back tensors that lie otherwise."""
-    x, w1, w2, preact, groups, scale, b2 = saved
-    named = {"x": x, "w1": w1, "w2": w2, "preact": preact, "row_scale": scale, "b2": b2, plan.grouped_by: groups}
-    wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
+    wanted = frozenset(name for name, need in zip(NAMES, plan.needs, strict=True) if need)
     options = plan.options._replace(targets=targets)
     with backward_of(options.op):
-        gradients = mlp.make_gradients(named, options, usable(dy), wanted)
+        gradients = mlp.make_gradients(plan.named(saved), options, usable(dy), wanted)
     return None, None, *once_differentiable(options.op, [gradients.get(name) for name in NAMES])
 
 
@@ -341,7 +376,7 @@ MAKER, MXFP8_MAKER = Maker(_check, _make, _resize), Maker(_check_mxfp8, _make_mx
 
 
 def _parts(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> TrainingParts:
-    return training_parts(problem, requires(call, "x"))
+    return training_parts(problem, requires(call, "x"), gathers=call.indices is not None)
 
 
 def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
@@ -370,7 +405,7 @@ def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launc
         **functions(parts, problem.rows),
         "parts": parts,
         "op": call.op,
-        "needs": (False, False, *(requires(call, name) for name in NAMES)),
+        "needs": Inputs._make([requires(call, name) for name in NAMES]),
         "grouped_by": "offs" if call.splits is None else "splits",
         "options": mlp.options(call, ORDINARY),
         "hidden": problem.in_features,

@@ -102,7 +102,7 @@ class PlannedMm(torch.autograd.Function):
             groups=groups.data_ptr(), group_form=plan.group_form, num_groups=plan.experts, tickets=tickets,
             bias=address(bias), scale=address(scale), num_sms=plan.sm_count,
         )  # fmt: skip
-        _, _, for_x, for_w, _, for_bias, _ = plan.needs
+        for_x, for_w, _, for_bias, _ = plan.needs
         ctx.plan, ctx.targets = plan, targets
         save(ctx, x if for_w else None, w if for_x else None, groups, scale if for_bias else None)
         return y if out is None else as_result(y)
@@ -115,7 +115,7 @@ class PlannedMm(torch.autograd.Function):
         x, w, groups, scale = saved = taken(ctx)
         if not is_usual(dy) or not as_saved(ctx, saved) or not are_in_memory(dy, *saved):
             return _unusual_backward(plan, targets, saved, dy)
-        _, _, for_x, for_w, _, for_bias, _ = plan.needs
+        for_x, for_w, _, for_bias, _ = plan.needs
         by_groups, groups_at = {plan.grouped_by: groups}, groups.data_ptr()
         dx = dw = db = None
         if for_x:
@@ -147,7 +147,7 @@ def _unusual_backward(plan: MmTrainingPlan, targets: Targets, saved: tuple[Any, 
     """As in planned_mlp."""
     x, w, groups, scale = saved
     named = {"x": x, "w": w, "bias": None, "bias_scale": scale, plan.grouped_by: groups}
-    wanted = frozenset(name for name, need in zip(NAMES, plan.needs[2:], strict=True) if need)
+    wanted = frozenset(name for name, need in zip(NAMES, plan.needs, strict=True) if need)
     with backward_of(mm.OP):
         gradients = mm.make_gradients(named, plan.transpose_w, targets, usable(dy), wanted)
     return None, None, *once_differentiable(mm.OP, [gradients.get(name) for name in NAMES])
@@ -169,7 +169,7 @@ def _make(call: GroupedMmCall, problem: Problem) -> MmTrainingPlan:
     n, k = (x_columns, y_columns) if call.transpose_w else (y_columns, x_columns)
     return MmTrainingPlan(
         **vars(launch),
-        needs=(False, False, *(requires(call, name) for name in NAMES)),
+        needs=tuple([requires(call, name) for name in NAMES]),
         grouped_by="offs" if call.splits is None else "splits",
         transpose_w=call.transpose_w,
         contracted=x_columns,

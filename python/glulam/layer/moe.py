@@ -20,12 +20,7 @@ from ..ops.grouped_mlp import GroupedMlpCall, call_mlp, grouped_mlp
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing
-from .rows import COMBINE, PERMUTE, combine, permute, row_indices
-
-COPIED_BYTES = 2**28
-"""Up to here a forward and backward are 4 to 5 % faster on a copy of rows (32768 of Qwen3-30B, 134 MB; 8192 of
-Mixtral-8x7B, 67 MB) than by index, which takes 3 to 9 % of each GEMM. On one of 2.1 GB (262144 rows of 4096) they are
-1 % slower, and two such copies at a time are worth doing without."""
+from .rows import COMBINE, combine, permute, row_indices
 
 
 def moe(
@@ -36,9 +31,8 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
-    With recipe "bf16" every GEMM, of either direction, reads tokens by index, and forward is one call; with gradients
-    a copy of their rows is made, and made again in backward, where it takes at most COPIED_BYTES. Other recipes always
-    make it. For the backward x is saved, and never its rows.
+    With recipe "bf16" every GEMM, of either direction, reads tokens by index, and forward is one call, as are the data
+    gradients. Other recipes make a copy of the rows. For the backward x is saved, and never its rows.
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:
@@ -100,25 +94,11 @@ def _again(**arguments: Any) -> Tensor:
 
 
 class PathOfTokens(DataPath):
-    """Of a layer's gradient: rows come by index, or as a copy where that is small, and the sums of a token's, of
-    results and of gradients, go.
-    """
-
-    def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        row_of = saved["row_of"]
-        if not _is_small(dy, row_of):
-            return dy
-        if "x" in saved:
-            saved["x"] = _rows(saved["x"], row_of)
-        saved["rows"] = None
-        return _rows(dy, row_of)
+    """Of a layer's gradient: rows come by index, and the sums of a token's, of results and of gradients, go."""
 
     def forward(
         self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        x, row_of = given["x"], given["row_of"]
-        if _is_small(x, row_of):
-            given = {**given, "x": _rows(x, row_of), "rows": None}
         y, kept = super().forward(given, form, keep_preact, keep_act, None)
         return _sums(y, given["row_of"], given["residual"], out), kept
 
@@ -133,16 +113,6 @@ class PathOfTokens(DataPath):
             out = None if targets.grad_input is None else targets.given_grad_input(dy)
             dx = _sums(dx, saved["row_of"], None, out)
         return dpreact, act, dx, d_scale
-
-
-def _is_small(x: Tensor, row_of: Tensor) -> bool:
-    """Whether a copy of each row's token is."""
-    return row_of.numel() * x.shape[1] * x.element_size() <= COPIED_BYTES
-
-
-def _rows(x: Tensor, row_of: Tensor) -> Tensor:
-    """A copy of each row's token."""
-    return PERMUTE((x.contiguous(), row_of))[0].view(row_of.numel(), x.shape[1])  # type: ignore[no-any-return]
 
 
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
