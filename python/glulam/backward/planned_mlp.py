@@ -257,7 +257,7 @@ class PlannedMlp(torch.autograd.Function):
     def forward(ctx: Any, plan: MlpTrainingPlan, targets: Targets, *inputs: Any) -> Tensor:
         given, need, out = Inputs._make(inputs), plan.needs, targets.out
         x = given.x
-        y = x.new_empty(len(x), plan.width) if out is None else out
+        y = x.new_empty(x.shape[0], plan.width) if out is None else out
         preact = x.new_empty(plan.rows, plan.preact_width)
         plan.forward(given, y, preact)
         ctx.plan, ctx.targets = plan, targets
@@ -279,7 +279,7 @@ class PlannedMlp(torch.autograd.Function):
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
         if need.x:
-            dx = dy.new_empty(len(dy), plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
+            dx = dy.new_empty(dy.shape[0], plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
         if need.row_scale:
             d_scale = scale.new_empty(rows)
         plan.data_gradients(dy, saved, DataGradients(dpreact, act, dx, d_scale))

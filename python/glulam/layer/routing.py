@@ -30,7 +30,7 @@ LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ID_DTYPES = (torch.int32, torch.int64)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
 class Routing:
     """N tokens' choices of `num_experts` experts, K each, and the rows that these have in the experts' input.
 
