@@ -33,8 +33,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
 
 import glulam
-from examples import moe_model, training_curves
-from examples.moe_model import Experts, LanguageModel, Size
+from examples import training_curves
+from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, torch_layer
 from examples.stdlib_text import Text, read_text
 from glulam.demo import choose_device, few_threads
 from perf.stamp import make_stamp
@@ -67,28 +67,27 @@ SETUPS = {
 
 
 class Run(NamedTuple):
-    """How the experts' MLP is computed, whether a step is captured in a CUDA graph, and by which recipe."""
+    """How a mixture of experts is computed, whether a step is captured in a CUDA graph, and by which recipe."""
 
     name: str
-    experts: Experts
+    layer: Layer
     graph: bool = False
     recipe: str = "bf16"
 
 
 TORCH = (
-    Run("torch", moe_model.torch_experts),
-    Run("torch, scaled first", moe_model.torch_experts_scaled_first),
-    Run("torch, scaled last", moe_model.torch_experts_scaled_last),
+    Run("torch", torch_layer),
+    Run("torch, scaled first", functools.partial(torch_layer, scaled="up")),
+    Run("torch, scaled last", functools.partial(torch_layer, scaled="result")),
 )
-GLULAM = Run("glulam", moe_model.glulam_experts)
-GRAPH = Run("glulam, one CUDA graph", moe_model.glulam_experts, graph=True)
+GLULAM = Run("glulam", glulam_layer)
+GRAPH = Run("glulam, one CUDA graph", glulam_layer, graph=True)
 TRAINED = tuple(name for name, recipe in glulam.recipes.RECIPES.items() if recipe.trains and name != "bf16")
 
 
 def by_recipe(run: Run, recipe: str) -> Run:
     """The same in another recipe."""
-    experts = functools.partial(moe_model.glulam_experts, recipe=recipe)
-    return Run(run.name.replace("glulam", f"glulam {recipe}"), experts, run.graph, recipe)
+    return run._replace(name=run.name.replace("glulam", f"glulam {recipe}"), recipe=recipe)
 
 
 def learning_rate(setup: Setup, step: int) -> float:
@@ -103,10 +102,10 @@ def learning_rate(setup: Setup, step: int) -> float:
 class Trainer:
     """A model, its optimizer, and what a step reads and writes, all fixed in memory: a graph can hold the step."""
 
-    def __init__(self, experts: Experts, setup: Setup, seed: int, device: str) -> None:
+    def __init__(self, run: Run, setup: Setup, seed: int, device: str) -> None:
         torch.manual_seed(seed)
         with torch.device(device):
-            self.model = LanguageModel(setup.size, experts, setup.dtype)
+            self.model = LanguageModel(setup.size, run.layer, setup.dtype, run.recipe)
             self.tokens = torch.zeros(setup.batch, setup.size.context + 1, dtype=torch.int64)
             self.loss, self.rate = torch.zeros(()), torch.zeros(())
         self.positions = torch.arange(setup.size.context + 1, device=device)
@@ -148,7 +147,7 @@ class Trainer:
 def train(run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> dict[str, Any]:
     """The record of one run: its loss at each step, the held-out loss at the end, and the median time a step."""
     device = text.train.device.type
-    trainer = Trainer(run.experts, setup, seed, device)
+    trainer = Trainer(run, setup, seed, device)
     starts = torch.randint(
         len(text.train) - setup.size.context, (setup.steps, setup.batch), generator=torch.Generator().manual_seed(seed)
     ).to(device)

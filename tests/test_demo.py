@@ -6,61 +6,68 @@ import math
 
 import pytest
 import torch
+from support.fake_gpu import FakeGpu
 
+import glulam
+from cute_kernels.sm90.configs import shipped_specs
 from glulam import _demo_layer as demo_layer
 from glulam import demo
-from glulam._demo_layer import SHRUNK, Dispatched, Size
+from glulam._demo_layer import QWEN3_30B_A3B, SHRUNK, Size
 from glulam.demo import Error, within_rule
 
+pytest_plugins = ["support.fixtures"]
+
 TINY = Size(hidden=64, intermediate=32, experts=16, top_k=4, tokens=96)
+FULL = Size(hidden=256, intermediate=256, experts=4, top_k=2, tokens=4096)  # work enough for the large tile
 
 
-def tiny():
+def made(size=TINY):
     torch.manual_seed(1)
-    layer = demo_layer.make_layer(TINY, "cpu")
-    x = demo_layer.embed(demo_layer.read_words(TINY.tokens), TINY.hidden, "cpu")
-    return layer, x, demo_layer.dispatch(x, layer.router, TINY.top_k)
+    return demo_layer.make_layer(size, "cpu"), demo_layer.embed(demo_layer.read_words(size.tokens), size.hidden, "cpu")
 
 
 def moe_token_by_token(layer, x):
     """The layer without sorting: each token through its own experts, in float64."""
-    probabilities, experts = (x.float() @ layer.router.T).softmax(dim=-1).topk(TINY.top_k, dim=-1)
-    probabilities = (probabilities / probabilities.sum(dim=-1, keepdim=True)).double()
+    w1, w2 = demo_layer.weights_of(layer)
+    logits = torch.nn.functional.linear(x.float(), layer.router.weight)  # in float64 others might be chosen
+    probabilities, experts = logits.double().softmax(dim=-1).topk(TINY.top_k, dim=-1)
+    probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, chosen in enumerate(experts.tolist()):
         for weight, expert in zip(probabilities[token], chosen, strict=True):
-            gate, up = (layer.w1[expert].double() @ x[token].double()).chunk(2)
-            out[token] += layer.w2[expert].double() @ (torch.nn.functional.silu(gate) * up * weight)
+            gate, up = (w1[expert].double() @ x[token].double()).chunk(2)
+            out[token] += w2[expert].double() @ (torch.nn.functional.silu(gate) * up * weight)
     return out
 
 
-def test_sorting_and_combining_is_the_layer_itself():
-    layer, x, d = tiny()
-    expected = moe_token_by_token(layer, x)
-    exact = demo_layer.combine(demo_layer.loop_mlp(layer, d, torch.float64), d.order, TINY.top_k)
-    torch.testing.assert_close(exact, expected, rtol=1e-9, atol=1e-9)
+def test_the_reference_is_the_layer_itself():
+    layer, x = made()
+    exact = demo_layer.exact_moe(layer, x)
+    assert float(exact.abs().max()) > 0.1
+    torch.testing.assert_close(exact, moe_token_by_token(layer, x), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("path", [demo_layer.glulam_mlp, demo_layer.torch_mlp, demo_layer.loop_mlp])
-def test_every_path_computes_the_same_layer(path):
-    layer, _, d = tiny()
-    expected = demo_layer.loop_mlp(layer, d, torch.float64)
-    assert demo.error_of(path(layer, d), expected).norm < 0.02
+def test_both_ways_compute_the_layer():
+    layer, x = made()
+    for call in demo.contestants(layer, x).values():
+        assert demo.error_of(call(), demo_layer.exact_moe(layer, x)).norm < 0.02
 
 
-def test_dispatch_sorts_all_copies_by_expert():
-    layer, x, d = tiny()
-    assert sum(d.group_sizes()) == TINY.tokens * TINY.top_k == len(d.order.unique())
-    assert d.offs.dtype == torch.int32 and d.scale.dtype == torch.float32
-    per_token = torch.empty_like(d.scale)
-    per_token[d.order] = d.scale
-    torch.testing.assert_close(per_token.view(-1, TINY.top_k).sum(1), torch.ones(TINY.tokens))
-    assert torch.equal(d.x[0], x[d.order[0] // TINY.top_k])
+def test_both_choose_the_same_experts():
+    layer, x = made()
+    routing, (weights, experts) = layer.route(x), demo_layer.choose(layer, x)
+    assert torch.equal(routing.ids, experts) and sum(routing.counts.tolist()) == TINY.tokens * TINY.top_k
+    torch.testing.assert_close(routing.weights, weights)
 
 
-def test_group_sizes_of_empty_experts():
-    offs = torch.tensor([0, 3, 3, 5], dtype=torch.int32)
-    assert Dispatched(torch.empty(0), offs, torch.empty(0), torch.empty(0)).group_sizes() == [0, 3, 0, 2]
+def test_the_profile_holds_what_the_demo_calls_and_no_more(fake_gpu: FakeGpu):
+    layer, x = made(FULL)
+    assert demo.error_of(layer(x), demo_layer.exact_moe(layer, x)).norm < 0.02
+    assert set(fake_gpu.specs) == set(shipped_specs("demo"))
+    hidden, inner, experts, k, tokens = QWEN3_30B_A3B
+    shapes = (tokens * k, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner)
+    route, mlp = shipped_specs("demo")[::-1]
+    assert glulam.explain("grouped_mlp", *shapes).spec == mlp and route.experts == experts
 
 
 def test_words_are_real_text_and_repeat_like_it():
@@ -82,10 +89,8 @@ def test_equal_words_are_equal_tokens_and_other_words_are_not():
 
 
 def test_real_text_routes_unevenly():
-    torch.manual_seed(demo.SEED)
-    layer = demo_layer.make_layer(SHRUNK, "cpu")
-    x = demo_layer.embed(demo_layer.read_words(SHRUNK.tokens), SHRUNK.hidden, "cpu")
-    sizes = demo_layer.dispatch(x, layer.router, SHRUNK.top_k).group_sizes()
+    layer, x = made(SHRUNK)
+    sizes = layer.route(x).counts.tolist()
     assert max(sizes) > 2 * sum(sizes) / len(sizes)
 
 
@@ -121,8 +126,8 @@ def test_demo_runs_on_a_cpu_and_says_what_it_is(capsys):
 
 @pytest.mark.parametrize("wrong", [lambda y: torch.zeros_like(y), lambda y: y.roll(1, 0), lambda y: y * math.nan])
 def test_demo_fails_where_the_result_is_wrong(monkeypatch, capsys, wrong):
-    right = demo_layer.glulam_mlp
-    monkeypatch.setattr(demo, "glulam_mlp", lambda *arguments: wrong(right(*arguments)))
+    right = glulam.nn.MoE.forward
+    monkeypatch.setattr(glulam.nn.MoE, "forward", lambda *arguments: wrong(right(*arguments)))
     assert demo.main(["--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
 

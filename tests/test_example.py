@@ -13,12 +13,13 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+import glulam
 from examples import moe_model, stdlib_text, train_moe, training_curves
-from examples.moe_model import Collect, Dispatch, MixtureOfExperts, Size
+from examples.moe_model import Size
 from perf import results
 
 TINY = Size(layers=1, width=16, heads=2, experts=5, top_k=2, intermediate=8, context=16)
-EXPERTS = [moe_model.glulam_experts, *(run.experts for run in train_moe.TORCH)]
+RUNS = [train_moe.GLULAM, *train_moe.TORCH]
 STEPS = 24
 
 
@@ -68,56 +69,64 @@ def test_a_python_without_sources_is_told_so(tmp_path):
 # The model
 
 
-def test_a_routing_sorts_every_copy_by_expert():
+def made():
     torch.manual_seed(0)
-    x, router = torch.randn(50, 16), torch.randn(5, 16)
-    router[3] = -100 * x.mean(dim=0)  # far from every token: an empty expert
-    r = moe_model.route(x, router, top_k=2)
-    weights, chosen = (x @ router.T).softmax(dim=-1).topk(2, dim=-1)
-    counts = chosen.flatten().bincount(minlength=5)
-    assert r.offs.dtype == torch.int32 and r.offs.tolist() == counts.cumsum(0).tolist()
-    assert torch.equal(r.order[r.inverse], torch.arange(100))
-    assert chosen.flatten()[r.order].tolist() == sorted(chosen.flatten().tolist())
-    torch.testing.assert_close(r.scale[r.inverse].view(50, 2), weights / weights.sum(dim=-1, keepdim=True))
+    return moe_model.mixture(TINY, "bf16", torch.float32), torch.randn(32, TINY.width, requires_grad=True)
 
 
-def test_balance_is_one_where_shares_are_equal_and_more_where_one_expert_takes_all():
-    even = moe_model.route(torch.eye(4).repeat(8, 1) * 9, torch.eye(4), top_k=1)
-    assert float(even.balance) == pytest.approx(1.0)
-    taken = moe_model.route(torch.eye(4)[:1].repeat(32, 1) * 9, torch.eye(4), top_k=1)
-    assert float(taken.balance) > 3.9
+def token_by_token(layer, x):
+    """The mixture in float64, and its auxiliary loss."""
+    router, w1, w2 = (weight.double() for weight in layer.parameters())
+    probabilities = (x.double() @ router.T).softmax(dim=-1)
+    loads, results = torch.zeros(len(router), dtype=torch.float64), []
+    for token, chances in zip(x.double(), probabilities, strict=True):
+        weights, chosen = chances.topk(2)
+        loads[chosen] += 1
+        parts = [(w1[expert] @ token).chunk(2) for expert in chosen]
+        acts = [torch.nn.functional.silu(gate) * up for gate, up in parts]
+        rows = torch.stack([w2[expert] @ act for expert, act in zip(chosen, acts, strict=True)])
+        results.append((weights / weights.sum()) @ rows)
+    return torch.stack(results), len(router) * (loads / loads.sum() * probabilities.mean(dim=0)).sum()
 
 
-def test_dispatch_and_collect_have_each_others_gradients():
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_every_run_computes_the_layer_token_by_token_and_its_gradients(run):
+    layer, x = made()
+    (y, balance), (wanted, wanted_balance) = run.layer(layer, x), token_by_token(layer, x)
+    assert wanted.abs().max() > 0.05 and wanted_balance.item() > 1
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-4, atol=1e-6)
+    assert balance.item() == pytest.approx(wanted_balance.item(), rel=1e-5)
+    leaves = [x, *layer.parameters()]
+    gradients = torch.autograd.grad((y * y.detach()).sum() + balance, leaves)
+    expected = torch.autograd.grad((wanted * wanted.detach()).sum() + wanted_balance, leaves)
+    for gradient, right in zip(gradients, expected, strict=True):
+        assert right.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_balance_is_one_where_shares_are_equal_and_more_where_one_expert_takes_all(run):
+    layer = glulam.nn.MoE(4, 8, 4, 1)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4) * 9)
+    even, taken = torch.eye(4).repeat(8, 1), torch.eye(4)[:1].repeat(32, 1)
+    assert run.layer(layer, even)[1].item() == pytest.approx(1.0)
+    assert run.layer(layer, taken)[1].item() > 3.9
+
+
+def test_experts_compute_in_16_bits_and_parameters_stay_float32():
     torch.manual_seed(0)
-    order = torch.randperm(12)
-    inverse = order.argsort()
-    x = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: Dispatch.apply(x, order, inverse, 2), x)
-    assert torch.autograd.gradcheck(lambda y: Collect.apply(y, order, inverse, 2), y)
-    assert torch.equal(Dispatch.apply(x, order, inverse, 2), x.repeat_interleave(2, dim=0)[order])
-
-
-@pytest.mark.parametrize("experts", EXPERTS, ids=lambda function: function.__name__)
-def test_every_order_of_the_products_is_the_layer_token_by_token(experts):
-    torch.manual_seed(0)
-    layer = MixtureOfExperts(TINY, experts)
-    x = torch.randn(2, 16, 16)
-    got, _ = layer(x)
-    expected = torch.zeros(32, 16)
-    for token, row in enumerate(x.flatten(0, 1)):
-        weights, chosen = (layer.router @ row).softmax(dim=0).topk(2)
-        for weight, expert in zip(weights / weights.sum(), chosen, strict=True):
-            gate, up = (layer.w1[expert] @ row).chunk(2)
-            expected[token] += weight * (layer.w2[expert] @ (torch.nn.functional.silu(gate) * up))
-    assert expected.abs().max() > 0.05
-    torch.testing.assert_close(got.flatten(0, 1), expected, rtol=1e-4, atol=1e-6)
+    layer = moe_model.mixture(TINY, "bf16", torch.bfloat16)
+    for run in RUNS:
+        y, balance = run.layer(layer, torch.randn(32, TINY.width, dtype=torch.bfloat16))
+        (y.float().sum() + balance).backward()
+        assert y.dtype == torch.bfloat16 and balance.dtype == torch.float32
+    assert {(p.dtype, p.grad.dtype) for p in layer.parameters()} == {(torch.float32, torch.float32)}
 
 
 def test_no_byte_is_predicted_from_itself_or_from_later_ones():
     torch.manual_seed(0)
-    model = moe_model.LanguageModel(TINY, moe_model.glulam_experts, torch.float32)
+    model = moe_model.LanguageModel(TINY, moe_model.glulam_layer, torch.float32)
     tokens = torch.randint(256, (1, 9))
     model.bytes.requires_grad_()
     x = tokens.clone()
@@ -168,12 +177,13 @@ def test_it_runs_and_learns_and_the_curves_lie_over_each_other(tmp_path):
     assert out.with_suffix(".svg").read_text().count("<path") > 10
 
 
-def wrong_experts(x, w1, w2, offs, scale):
-    return moe_model.glulam_experts(x, w1, w2, offs, scale * 1.1)
+def wrong_layer(layer, x):
+    y, balance = moe_model.glulam_layer(layer, x)
+    return y * 1.1, balance
 
 
 def test_a_wrong_gradient_or_result_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_moe, "GLULAM", train_moe.Run("glulam", wrong_experts))
+    monkeypatch.setattr(train_moe, "GLULAM", train_moe.Run("glulam", wrong_layer))
     told = invoke(train_moe.main, "--steps", STEPS, "--device", "cpu", "--out", tmp_path / "curves.json")
     assert told.exit_code == 1 and "curves  FAILED" in told.stdout
 

@@ -61,6 +61,8 @@ def test_cases_are_chosen_by_name_routing_and_publication():
     assert len(layer_cases(None)) == 3 * (len(PUBLISHED) + len(MODELS))
     assert {case.routing for case in layer_cases("sonic")} == set(ROUTINGS)
     assert layer_cases(None, ("uniform",), published=True) == list(PUBLISHED)
+    each = [dataclasses.replace(case, routing=routing) for case in PUBLISHED for routing in ROUTINGS]
+    assert layer_cases(None, published=True) == each
     assert [case.name for case in layer_cases("kimi-k2 ep8", ("zipf",))] == ["Kimi-K2 EP8"]
 
 

@@ -150,9 +150,8 @@ PROFILES = ("demo", "bf16", "full")
 def shipped_specs(profile: str = "full") -> list[Spec]:
     """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
     if profile == "demo":
-        forms = {tile: glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", tile, False) for tile in TILES}
-        fc1 = [GroupedGluSpec("bfloat16", *form, False, tile) for tile, form in forms.items()]
-        return [GroupedMlpSpec(one, GroupedMmSpec(tile=one.tile)) for one in fc1]
+        fc1 = GroupedGluSpec("bfloat16", *glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", LARGE, False), False, LARGE)
+        return [GroupedMlpSpec(fc1, GroupedMmSpec(tile=LARGE)), LayerSpec("route", experts=ROUTING_EXPERTS[0])]
     return [spec for spec in _all_specs() if profile == "full" or spec.dtype != "float16"]
 
 

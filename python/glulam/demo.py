@@ -1,9 +1,9 @@
 """One MoE layer of Qwen3-30B-A3B through Glulam's public API: `python -m glulam.demo`, or `make demo`.
 
-The tokens are words of real text, so that some experts get several times the rows of others, as in life. The
-layer is a router (softmax, top 8 of 128, probabilities renormalised), a sort by expert, `glulam.grouped_mlp`
-and the combination. It is compared with torch's own operators: error against float64, and time. Without a GPU
-that Glulam has kernels for, a shrunk layer runs through the CPU reference.
+The tokens are words of real text, so that some experts get several times the rows of others, as in life. The layer is
+`glulam.nn.MoE`, router included (softmax, top 8 of 128, probabilities renormalised). It is compared with torch's own
+operators: error against float64, and time. Without a GPU that Glulam has kernels for, a shrunk layer runs through the
+CPU reference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -24,21 +24,9 @@ from torch import Tensor
 import glulam
 
 from . import device as devices
-from ._demo_layer import (
-    QWEN3_30B_A3B,
-    SHRUNK,
-    Dispatched,
-    Layer,
-    Size,
-    combine,
-    dispatch,
-    embed,
-    glulam_mlp,
-    loop_mlp,
-    make_layer,
-    read_words,
-    torch_path,
-)
+from ._demo_layer import QWEN3_30B_A3B, SHRUNK, Size, embed, exact_moe, make_layer, read_words, torch_moe, weights_of
+from .layer import Routing
+from .nn import MoE
 
 SEED = 0
 ROUNDS = {"cuda": 30, "cpu": 5}
@@ -60,22 +48,15 @@ class Error(NamedTuple):
     norm: float
 
 
-class Contestant(NamedTuple):
-    """A path through the experts' MLP: its result [T,H], and the call that is timed."""
-
-    name: str
-    result: Tensor
-    call: Callable[[], object]
+Call = Callable[[], Tensor]
 
 
-def contestants(layer: Layer, d: Dispatched) -> list[Contestant]:
-    """Glulam, with a caller-given output, and torch, which has none."""
-    out = torch.full_like(d.x, float("nan"))
-    name, path = torch_path()
-    return [
-        Contestant("glulam: grouped_mlp", glulam_mlp(layer, d, out), lambda: glulam_mlp(layer, d, out)),
-        Contestant(name, path(layer, d), lambda: path(layer, d)),
-    ]
+def contestants(layer: MoE, x: Tensor) -> dict[str, Call]:
+    """The layer by Glulam, and by torch."""
+    return {
+        "glulam: nn.MoE": lambda: layer(x),
+        "torch: sort, gather, 2 grouped_mm, sum": lambda: torch_moe(layer, x),
+    }
 
 
 def error_of(got: Tensor, reference: Tensor) -> Error:
@@ -90,7 +71,7 @@ def within_rule(ours: Error, torchs: Error) -> bool:
     return all(o <= t <= LARGEST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
 
 
-def sample_ms(call: Callable[[], object], device: str) -> float:
+def sample_ms(call: Call, device: str) -> float:
     """One call's time: between CUDA events on a GPU, on the clock on a CPU."""
     if device == "cpu":
         start = time.perf_counter()
@@ -104,13 +85,13 @@ def sample_ms(call: Callable[[], object], device: str) -> float:
     return float(first.elapsed_time(last))
 
 
-def median_ms(calls: list[Callable[[], object]], device: str) -> list[float]:
+def median_ms(calls: Collection[Call], device: str) -> list[float]:
     """Median time of each call; they take turns."""
     rounds = [[sample_ms(call, device) for call in calls] for _ in range(ROUNDS[device])]
     return [statistics.median(samples) for samples in zip(*rounds, strict=True)]
 
 
-def host_us(call: Callable[[], object]) -> float:
+def host_us(call: Call) -> float:
     """Median time until a call returns to the host, while the GPU works on."""
 
     def sample() -> float:
@@ -147,15 +128,15 @@ def show_problem(console: Console, size: Size, sizes: list[int]) -> None:
     )
 
 
-def show_kernels(console: Console, layer: Layer, d: Dispatched) -> None:
-    """Which kernel serves the layer; without a GPU, also which one would serve the real sizes on a Hopper."""
-    arguments = {"offs": d.offs, "row_scale": d.scale}
-    text = [str(glulam.explain("grouped_mlp", d.x, layer.w1, layer.w2, **arguments))]
-    if d.x.device.type == "cpu":
+def show_kernels(console: Console, layer: MoE, x: Tensor, routing: Routing) -> None:
+    """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
+    arguments = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
+    text = [str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments))]
+    if x.device.type == "cpu":
         size = QWEN3_30B_A3B
-        x, w1 = (size.tokens * size.top_k, size.hidden), (size.experts, 2 * size.intermediate, size.hidden)
-        w2 = (size.experts, size.hidden, size.intermediate)
-        text += ["at its real sizes on a Hopper GPU:", str(glulam.explain("grouped_mlp", x, w1, w2))]
+        rows, gates = (size.tokens * size.top_k, size.hidden), (size.experts, 2 * size.intermediate, size.hidden)
+        downs = (size.experts, size.hidden, size.intermediate)
+        text += ["at its real sizes on a Hopper GPU:", str(glulam.explain("grouped_mlp", rows, gates, downs))]
     console.print("\n".join(text), markup=False, soft_wrap=True)
 
 
@@ -173,19 +154,19 @@ def few_threads(device: str) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def measure(paths: list[Contestant], errors: list[Error], device: str) -> dict[str, list[str]]:
+def measure(calls: Collection[Call], errors: list[Error], device: str) -> dict[str, list[str]]:
     """The result table's columns, one cell a contestant."""
     columns = {
         "largest error": [f"{error.largest:.2e}" for error in errors],
         "error's norm": [f"{error.norm:.2e}" for error in errors],
-        "time ms": [f"{ms:.3f}" for ms in median_ms([path.call for path in paths], device)],
+        "time ms": [f"{ms:.3f}" for ms in median_ms(calls, device)],
     }
     if device == "cuda":
-        columns["host us a call"] = [f"{host_us(path.call):.1f}" for path in paths]
+        columns["host us a call"] = [f"{host_us(call):.1f}" for call in calls]
     return columns
 
 
-def show_results(console: Console, names: list[str], columns: dict[str, list[str]]) -> None:
+def show_results(console: Console, names: Iterable[str], columns: dict[str, list[str]]) -> None:
     table = Table(pad_edge=False, box=None)
     table.add_column()
     for heading in columns:
@@ -209,18 +190,17 @@ def run(console: Console, device: str, reason: str) -> bool:
     """The whole demonstration; whether the error is within the rule."""
     torch.manual_seed(SEED)
     size = QWEN3_30B_A3B if device == "cuda" else SHRUNK
-    layer = make_layer(size, device)
-    d = dispatch(embed(read_words(size.tokens), size.hidden, device), layer.router, size.top_k)
+    layer, x = make_layer(size, device), embed(read_words(size.tokens), size.hidden, device)
+    routing, paths = layer.route(x), contestants(layer, x)
     console.print(f"device   {device} ({reason})")
-    show_problem(console, size, d.group_sizes())
-    show_kernels(console, layer, d)
+    show_problem(console, size, routing.counts.tolist())
+    show_kernels(console, layer, x, routing)
 
-    paths = contestants(layer, d)
-    reference = combine(loop_mlp(layer, d, torch.float64), d.order, size.top_k)
-    errors = [error_of(combine(path.result, d.order, size.top_k), reference) for path in paths]
-    columns = measure(paths, errors, device)
+    reference = exact_moe(layer, x)
+    errors = [error_of(call(), reference) for call in paths.values()]
+    columns = measure(paths.values(), errors, device)
     correct = within_rule(*errors)
-    show_results(console, [path.name for path in paths], columns)
+    show_results(console, paths, columns)
     show_verdict(console, correct, columns, device)
     return correct
 

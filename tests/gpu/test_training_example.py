@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from examples import train_moe, training_curves
-from examples.moe_model import Size
+from examples.moe_model import Size, mixture
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,22 @@ def runs() -> dict[str, dict[str, Any]]:
     with torch.enable_grad():
         records = train_moe.train_all(SETUP, chosen, 0, "cuda", Console(file=io.StringIO()))
     return {record["run"]: record for record in records[:-1]}
+
+
+def test_a_step_is_torchs_but_for_rounding() -> None:
+    """The result of a layer, its auxiliary loss, and the gradients of tokens and of float32 parameters."""
+    torch.manual_seed(0)
+    with torch.device("cuda"), torch.enable_grad():
+        layer = mixture(SETUP.size, "bf16", SETUP.dtype)
+        x = torch.randn(512, SETUP.size.width, dtype=SETUP.dtype, requires_grad=True)
+        found = []
+        for run in (train_moe.GLULAM, train_moe.TORCH[0]):
+            y, balance = run.layer(layer, x)
+            gradients = torch.autograd.grad(y.float().square().sum() + balance, [x, *layer.parameters()])
+            found.append((y, balance, *gradients))
+    for ours, torchs in zip(*found, strict=True):
+        assert ours.dtype == torchs.dtype and torchs.abs().max() > 0.01
+        assert (ours - torchs).float().norm() < 0.02 * torchs.float().norm()
 
 
 def test_every_run_learns(runs: dict[str, dict[str, Any]]) -> None:
