@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import glulam
 from glulam import Routing
 from glulam.ops.grouped_mlp import GroupedMlpCall
+from glulam.plans import forget_plans
 
 pytest_plugins = ["support.fixtures"]
 
@@ -456,6 +457,13 @@ class TestRowsByIndex:
 
 
 class TestMoe:
+    @pytest.fixture(params=["by index", "copied"], autouse=True)
+    def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """How a forward and backward read tokens."""
+        if request.param == "copied":
+            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", 0)
+        forget_plans()
+
     def layer(self, dtype: torch.dtype, experts: int = 6, hidden: int = 64, inter: int = 32) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(1)
         shapes = (20, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter), (20, experts)
@@ -499,7 +507,7 @@ class TestMoe:
         x, w1, w2, _ = self.layer(BF16)
         b1, b2, residual = w1[:, :, 0] * 2, w2[:, :, 0] * 2, x.flip(0)
         scale = torch.rand(20, 3, generator=torch.Generator().manual_seed(5))
-        given = dict(zip("x w1 w2 b1 b2 residual scale".split(), (x, w1, w2, b1, b2, residual, scale), strict=True))
+        given = {"x": x, "w1": w1, "w2": w2, "b1": b1, "b2": b2, "residual": residual, "scale": scale}
         leaves = [given[name].contiguous().requires_grad_() for name in trained.split()]
         given.update(zip(trained.split(), leaves, strict=True))
         ids = torch.randint(-1, 6, (20, 3), generator=torch.Generator().manual_seed(4))

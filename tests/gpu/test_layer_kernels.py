@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import glulam
 from glulam import Routing
 from glulam.layer import reference
 from glulam.layer.rows import PERMUTE
+from glulam.plans import forget_plans
 
 pytestmark = pytest.mark.gpu
 
@@ -211,6 +213,13 @@ class TestRowsByIndex:
 
 
 class TestMoe:
+    @pytest.fixture(params=["by index", "copied"], autouse=True)
+    def rows(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """How a forward and backward read tokens."""
+        if request.param == "copied":
+            monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", 0)
+        forget_plans()
+
     def layer(self, tokens: int, dtype: torch.dtype = BF16) -> list[Tensor]:
         shapes = (tokens, 256), (8, 2 * 160, 256), (8, 256, 160), (tokens, 8)
         generator = torch.Generator().manual_seed(1)

@@ -57,6 +57,17 @@ class DataPath:
         scale_of_b2 = None if given["b2"] is None else scale
         return grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, out=out, **groups), kept
 
+    def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
+        """Whether GEMMs read a copy of each row's token, made by `rows`."""
+        return False
+
+    def rows(self, x: Tensor, row_of: Any) -> Tensor:
+        raise NotImplementedError
+
+    def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
+        """dy as the GEMMs read it, and what was saved as well, in place."""
+        return dy
+
     def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
         """A buffer for x's gradient by rows; None allocates one."""
         return targets.new_grad_input(dy, columns)
@@ -78,7 +89,7 @@ class DataPath:
             row_scale_grad="row_scale" in wanted, **groups, **form,
         )  # fmt: skip
         if "x" in wanted:
-            dx = self.new_dx(targets, dy, _columns(saved["w1"]))
+            dx = self.new_dx(targets, dy, columns_of(saved["w1"]))
             dx = grouped_mm(dpreact, saved["w1"], transpose_w=True, out=dx, **groups)
         return dpreact, act, dx, d_scale
 
@@ -135,7 +146,7 @@ def path_of(call: Any) -> DataPath:
     return QuantisedPath(call.recipe, any_requires_grad(*weights.values()), wide)
 
 
-def _columns(w: Any) -> int:
+def columns_of(w: Any) -> int:
     columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-1]
     return columns
 

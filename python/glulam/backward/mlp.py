@@ -123,6 +123,7 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     weight gradient is allocated, its gradient before the last.
     """
     check_saved(options.op, saved)
+    d_result, dy = dy, options.path.gathered(saved, dy)
     groups, scale, rows = groups_of(saved), saved["row_scale"], saved.get("rows")
 
     def grouped(name: str) -> dict[str, Any]:
@@ -149,7 +150,7 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     if "b2" in wanted:
         result["b2"] = grouped_bias_grad(dy, row_scale=scale, **grouped("rows"))
     if "residual" in wanted:
-        result["residual"] = dy
+        result["residual"] = d_result
     return result
 
 

@@ -102,12 +102,14 @@ class MlpTrainingPlan(TrainingLaunch):
     Attributes:
         dglu, wgrad: the functions of backward; the first makes x's gradient as well where x requires one.
         options: as the general path takes them.
+        copies: whether a layer's rows are copied, in each direction.
         hidden, preact_width, inner, width: columns of x, h, the activation and the result.
     """
 
     dglu: Callable[..., Any]
     wgrad: Callable[..., Any]
     options: mlp.Options
+    copies: bool
     hidden: int
     preact_width: int
     inner: int
@@ -149,6 +151,20 @@ class MlpTrainingPlan(TrainingLaunch):
         if given.row_of is not None:
             check_tokens(self.op, len(given.row_of), x=given.x, residual=given.residual)
         self.check_apart(at, **given._asdict())
+
+    def gathered(self, given: Inputs) -> Inputs:
+        """As GEMMs read them."""
+        if not self.copies:
+            return given
+        return given._replace(x=self.options.path.rows(given.x, given.row_of), rows=None)
+
+    def gathered_back(self, saved: Saved, dy: Tensor) -> tuple[Saved, Tensor]:
+        """Likewise, what forward saved and the result's gradient."""
+        if not self.copies:
+            return saved, dy
+        rows, row_of = self.options.path.rows, saved.row_of
+        x = None if saved.x is None else rows(saved.x, row_of)
+        return saved._replace(x=x, rows=None), rows(dy, row_of)
 
     def named(self, values: Inputs | Saved) -> dict[str, Any]:
         """As the general path calls them."""
@@ -259,7 +275,7 @@ class PlannedMlp(torch.autograd.Function):
         x = given.x
         y = x.new_empty(x.shape[0], plan.width) if out is None else out
         preact = x.new_empty(plan.rows, plan.preact_width)
-        plan.forward(given, y, preact)
+        plan.forward(plan.gathered(given), y, preact)
         ctx.plan, ctx.targets = plan, targets
         save(
             ctx, x if need.w1 else None, given.w1 if need.x else None, given.w2, preact, given.groups,
@@ -276,10 +292,12 @@ class PlannedMlp(torch.autograd.Function):
         if not is_usual(dy) or not as_saved(ctx, saved) or not are_in_memory(dy, *saved):
             return _unusual_backward(plan, targets, saved, dy)
         need, rows, scale = plan.needs, plan.rows, saved.row_scale
+        d_result, (saved, dy) = dy, plan.gathered_back(saved, dy)
         dpreact, act = dy.new_empty(rows, plan.preact_width), dy.new_empty(rows, plan.inner)
         dx = d_scale = dw1 = dw2 = db1 = db2 = None
         if need.x:
-            dx = dy.new_empty(dy.shape[0], plan.hidden) if targets.grad_input is None else targets.given_grad_input(dy)
+            out = targets.grad_input
+            dx = dy.new_empty(len(d_result), plan.hidden) if out is None else targets.given_grad_input(d_result)
         if need.row_scale:
             d_scale = scale.new_empty(rows)
         plan.data_gradients(dy, saved, DataGradients(dpreact, act, dx, d_scale))
@@ -313,7 +331,7 @@ class PlannedMlp(torch.autograd.Function):
             db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         if b2 is not None and d_scale is not None:
             d_scale += scale_of_bias_grad(dy, b2, by_groups)
-        d_residual = dy if need.residual else None
+        d_residual = d_result if need.residual else None
         return None, None, dx, dw1, dw2, None, d_scale, db1, db2, None, None, d_residual
 
 
@@ -336,6 +354,8 @@ def _check(call: GroupedMlpCall | Mxfp8MlpCall) -> Problem | None:
     problem = call.check()
     needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
     if not needs_preact or call.recompute or not is_common(call, problem, NAMES):
+        return None
+    if _copies(call) and not call.x.is_contiguous():
         return None
     call.check_addresses()
     return problem
@@ -376,7 +396,13 @@ MAKER, MXFP8_MAKER = Maker(_check, _make, _resize), Maker(_check_mxfp8, _make_mx
 
 
 def _parts(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> TrainingParts:
-    return training_parts(problem, requires(call, "x"), gathers=call.indices is not None)
+    return training_parts(problem, requires(call, "x"), call.indices is not None and not _copies(call))
+
+
+def _copies(call: GroupedMlpCall | Mxfp8MlpCall) -> bool:
+    """Whether a layer's rows are."""
+    row_of = getattr(call, "row_of", None)
+    return row_of is not None and path_of(call).copies(call.x, row_of, call.w2)
 
 
 def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
@@ -408,6 +434,7 @@ def _fields(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, launch: Launc
         "needs": Inputs._make([requires(call, name) for name in NAMES]),
         "grouped_by": "offs" if call.splits is None else "splits",
         "options": mlp.options(call, ORDINARY),
+        "copies": _copies(call),
         "hidden": problem.in_features,
         "preact_width": problem.w1_rows,
         "inner": problem.intermediate,

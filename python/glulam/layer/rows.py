@@ -78,7 +78,7 @@ def _check_rows_of(y: Any, row_of: Tensor) -> None:
 def row_indices(op: str, x: Tensor, routing: Any) -> Tensor:
     """`routing.token_of_row`, of a routing of x's tokens. Raises ValueError or TypeError where it is none."""
     row_of = _row_of(op, routing)
-    if isinstance(x, Tensor) and x.dim() == 2 and len(x) != len(row_of):
+    if isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] != row_of.shape[0]:
         _mismatch(op, len(x), len(row_of))
     indices: Tensor = routing.token_of_row
     return indices
