@@ -27,6 +27,11 @@ MAKERS: dict[type[Call], planned.Maker] = {
 """How common calls get a plan for forward and backward together."""
 
 
+def is_transposed_mlp(call: Call) -> bool:
+    """Whether no plan serves a call because its data gradients are two calls: weights of an MLP, transposed."""
+    return isinstance(call, GroupedMlpCall) and call.transpose_w
+
+
 def requires_grad(call: Call) -> bool:
     """Whether an argument of the call requires a gradient."""
     names = (*call.matrices, *call.weights, *call.biases, *call.scales)
@@ -51,11 +56,6 @@ def differentiate(
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
-    if isinstance(call, GroupedMlpCall) and call.transpose_w:
-        raise GradientNotSupported(
-            f"{call.op}: an argument requires a gradient, and transpose_w=True has none; give w1.mT.contiguous() and "
-            "w2.mT.contiguous(), and leave out transpose_w"
-        )
     apply = next((APPLY[kind] for kind in type(call).__mro__ if kind in APPLY), None)
     if apply is None or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
@@ -66,7 +66,7 @@ def differentiate(
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        maker = MAKERS.get(type(call))
+        maker = None if is_transposed_mlp(call) else MAKERS.get(type(call))
         if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
         return apply(call, targets)  # type: ignore[misc]
