@@ -136,7 +136,8 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums[; these rows of dx
     to tokens]."""
     in_mxfp8 = spec.operands == "mxfp8"
-    fields = {name: getattr(spec, name) for name in ("dtype", "activation", "glu_layout", "tile", "arch", "operands")}
+    names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w"
+    fields = {name: getattr(spec, name) for name in names}
     dy = "dy8" if in_mxfp8 else "dy"
     steps = [_quantized(spec.dtype, spec.arch, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
     steps.append(

@@ -179,7 +179,7 @@ def _dglu(spec: DgluSpec) -> Signature:
     _, w = _dtypes(spec)
     x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
-    weight = "E H I" if spec.operands == "16bit" else "E I H"
+    weight = "E I H" if spec.transpose_w or spec.operands != "16bit" else "E H I"
     tensors = (
         x, _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
         _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),

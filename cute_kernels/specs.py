@@ -182,6 +182,7 @@ class GroupedDgluSpec:
     """dpreact, act, d_row_scale of a grouped_glu, from dy, w2 and the preactivation: `DgluSpec` and what follows it.
 
     With a tile `dgrad` also dx = dpreact w1_e on that tile: the data path of a grouped_mlp's backward.
+    `transpose_w`: w2 is [E,I,H], dm = dy w2_e^T; no dgrad follows.
     """
 
     op: ClassVar[str] = "grouped_dglu"
@@ -192,6 +193,7 @@ class GroupedDgluSpec:
     dgrad: TileConfig | None = None
     arch: str = "sm_90a"
     operands: str = "16bit"
+    transpose_w: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -203,6 +205,9 @@ class GroupedDgluSpec:
         require("activation", self.activation, ACTIVATIONS)
         require("glu_layout", self.glu_layout, GLU_LAYOUTS)
         _check_activation(self.activation, self.glu_layout)
+        _check_transposed(self.transpose_w, self.operands)
+        if self.transpose_w and self.dgrad:
+            raise SpecError("dgrad reads w1 [E,2I or I,H]; with transpose_w leave it out and call grouped_mm")
 
     @property
     def gated(self) -> bool:
@@ -211,7 +216,8 @@ class GroupedDgluSpec:
     @property
     def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
-        return f"{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.activation}{layout}_{self.tile.name}"
+        form = "_nt" if self.transpose_w else ""
+        return f"{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.activation}{layout}{form}_{self.tile.name}"
 
     @property
     def name(self) -> str:

@@ -268,7 +268,7 @@ class Dglu(Operation):
         case, width = make.case, make.width(spec)
         self.spec, self.groups = spec, make.groups
         self.dy, self.preact, self.scale = make.rows(case.hidden), make.rows(width), make.row_scale()
-        self.w2 = make.weights(case.hidden, case.intermediate, case.hidden)
+        self.w2 = make.forward_weights(case.intermediate, case.hidden, not spec.transpose_w)
         self.dpreact, self.act = make.out(case.rows, width), make.out(case.rows, case.intermediate)
         self.d_scale = make.out(case.rows, dtype=torch.float32)
         self.partials = make.out(*partials_shape(case.rows, case.intermediate), dtype=torch.float32)
@@ -285,13 +285,16 @@ class Dglu(Operation):
         return {**tensors, **self.groups.arguments, **addresses, **PARAMS._asdict()}
 
     def expected(self) -> tuple[Tensor, ...]:
-        made = tuple(torch.empty_like(result) for result in self.results)
+        dpreact, act, d_scale = (torch.empty_like(result) for result in self.results)
         form = (self.spec.activation, self.spec.glu_layout, PARAMS)
-        reference.grouped_dglu(self.dy, self.w2, self.preact, self.groups.ends, self.scale, form, *made)
-        return made
+        reference.grouped_dglu(
+            self.dy, self.w2, self.preact, self.groups.ends, self.scale, form, dpreact, act, d_scale,
+            self.spec.transpose_w,
+        )  # fmt: skip
+        return dpreact, act, d_scale
 
     def dense(self) -> object:
-        return torch.mm(self.dy, self.w2[0])
+        return torch.mm(self.dy, _right(self.w2, not self.spec.transpose_w))
 
 
 class _Wgrad(Operation):

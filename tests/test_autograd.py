@@ -590,6 +590,9 @@ COMPILED: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
         g["x"] * 2, list(g["w1"].unbind()), list(g["w2"].unbind()), offs=offs, b2=list(g["b2"].unbind())
     ),
     "mlp, x and w2 only": lambda g, offs: glulam.grouped_mlp(g["x"], g["w1"].detach(), g["w2"], offs=offs),
+    "mlp, transposed": lambda g, offs: glulam.grouped_mlp(
+        g["x"], g["w1"].mT.contiguous(), g["w2"].mT.contiguous(), offs=offs, transpose_w=True
+    ),
     "mm": lambda g, offs: glulam.grouped_mm(g["x"], g["w1"], offs=offs, bias=g["b1"], bias_scale=g["row_scale"]),
     "mm, transposed": lambda g, offs: glulam.grouped_mm(g["x"], g["w2"], offs=offs, transpose_w=True),
 }

@@ -281,7 +281,7 @@ class TestCompile:
             (SpecError, "op=None", lambda: glulam.compile(tile=(128, 128, 64))),
             (SpecError, "op='conv'", lambda: glulam.compile(op="conv")),
             (SpecError, "no field 'stages'", lambda: glulam.compile(op="grouped_mm", stages=4)),
-            (SpecError, "no field 'transpose_w'", lambda: glulam.compile(op="grouped_dglu", transpose_w=True)),
+            (SpecError, "no field 'transpose_w'", lambda: glulam.compile(op="grouped_wgrad", transpose_w=True)),
             (SpecError, "activation='swish'", lambda: glulam.compile(op="grouped_mlp", activation="swish")),
             (SpecError, "dtype='float32'", lambda: glulam.compile(op="grouped_mm", dtype=torch.float32)),
             (TypeError, "spec is 'grouped_mm'; give a spec.*op='grouped_mm'", lambda: glulam.compile("grouped_mm")),

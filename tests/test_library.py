@@ -66,6 +66,9 @@ CALLS_OF_GRADIENTS: dict[str, Callable[[Case], Any]] = {
     "dglu, lists": lambda c: glulam.grouped_dglu(
         c.x, list(c.w2), preact(c), splits=c.splits(), row_scale=c.row_scale, activation="geglu"
     ),
+    "dglu, transposed": lambda c: glulam.grouped_dglu(
+        c.x, c.w2.mT.contiguous(), preact(c), offs=c.offs, row_scale=c.row_scale, transpose_w=True
+    ),
     "wgrad": lambda c: glulam.grouped_wgrad(c.x, c.x, splits=SIZES),
     "dglu, rows by index": lambda c: glulam.grouped_dglu(c.x, c.w2, preact(c), offs=c.offs, rows=indices(c)),
     "wgrad, rows by index": lambda c: glulam.grouped_wgrad(c.x, c.x, offs=c.offs, x_rows=indices(c)),
@@ -158,16 +161,17 @@ def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
         "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False, indices(c)),
         "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form, indices(c), False),
         "grouped_glu_preact": (c.x, [c.w1.mT.contiguous()], c.offs, None, list(c.b1), None, *form, None, True),
-        "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form, None),
+        "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form, None, False),
         "grouped_dglu_scale": (
             gradient(c),
-            list(c.w2),
+            list(c.w2.mT.contiguous()),
             preactivation(c),
             None,
             c.splits(),
             c.row_scale,
             *form,
             indices(c),
+            True,
         ),
         "grouped_wgrad": (gradient(c), c.x, c.offs, None, indices(c), None, torch.float32),
         "grouped_mlp": (

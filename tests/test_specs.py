@@ -12,6 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from cute_kernels.sm90.configs import (
+    DGLU8,
+    LARGE,
     LARGE8,
     LARGE_W8,
     MEDIUM_W8,
@@ -74,6 +76,13 @@ def test_bundle_ships_every_form_of_every_operator_on_every_tile() -> None:
                 assert activation in ACTIVATION_FORMS[form[0]] and layout == form[1]
                 glu = GroupedGluSpec(dtype, form[0], form[1], saves, tile, transpose_w=True)
                 assert {glu, GroupedMlpSpec(glu, dataclasses.replace(mm, transpose_w=True))} <= specs
+
+
+def test_bundle_ships_every_form_of_a_backward() -> None:
+    specs = set(shipped_specs())
+    for dtype, form in itertools.product(("bfloat16", "float16"), activation_forms()):
+        dglu = GroupedDgluSpec(dtype, *form, LARGE)
+        assert {dglu, dataclasses.replace(dglu, dgrad=LARGE), dataclasses.replace(dglu, transpose_w=True)} <= specs
 
 
 def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
@@ -166,6 +175,7 @@ def test_a_name_tells_every_field_apart() -> None:
         GroupedDgluSpec(),
         GroupedDgluSpec(tile=TileConfig(n=128)),
         GroupedDgluSpec(dgrad=TileConfig()),
+        GroupedDgluSpec(transpose_w=True),
     ]
     assert len({spec.name for spec in [base, *others]}) == len(others) + 1
 
@@ -204,6 +214,11 @@ def test_a_name_tells_every_field_apart() -> None:
         ),
         (lambda: GroupedMlpSpec(quantized=True), "operands='mxfp8'"),
         (lambda: DgluSpec(dgrad=TileConfig()), "without dgrad"),
+        (lambda: GroupedDgluSpec(dgrad=TileConfig(), transpose_w=True), "with transpose_w leave it out"),
+        (
+            lambda: GroupedDgluSpec(tile=DGLU8, operands="mxfp8", transpose_w=True),
+            "transpose_w reads 16-bit weights alone",
+        ),
         (lambda: TailSpec("float32"), "dtype='float32'"),
         (lambda: TileConfig(m=16), "tile m=16 is not supported; choose one of: 64, 128"),
         (lambda: TileConfig(m=96, n=256, k=128, schedule="swapped"), "tile m=96.*16, 32, 64, 128, 256"),

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import Form, check_glu, check_mlp
+from support.checks import Form, check_dglu, check_glu, check_mlp
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
-from support.inputs import Case, make_case, poisoned, scattered, transposed
+from support.gradients import INPUTS, check_gradients, transposed_back, transposed_leaves
+from support.inputs import Case, gradient, make_case, poisoned, preactivation, scattered, transposed
 
 import glulam
 from cute_kernels.sm90.configs import activation_forms
-from cute_kernels.specs import ACTIVATION_FORMS, GATED, GroupedMlpSpec
+from cute_kernels.specs import ACTIVATION_FORMS, GATED, GroupedDgluSpec, GroupedMlpSpec
 from glulam.ops.grouped_glu import GroupedGluCall
 
 pytest_plugins = ["support.fixtures"]
@@ -132,22 +133,124 @@ def test_recipes_that_scale_along_rows_refuse_it(recipe: str, anywhere: Any) -> 
         glulam.grouped_mlp(c.x, *transposed(c), offs=c.offs, transpose_w=True, recipe=recipe)
 
 
-@pytest.mark.parametrize("name", ["x", "w1", "w2", "b1", "row_scale"])
-def test_gradients_are_refused(name: str, anywhere: Any) -> None:
-    c = case()
-    w1, w2 = transposed(c)
-    given = {"x": c.x, "w1": w1, "w2": w2, "b1": c.b1, "row_scale": c.row_scale}
-    given[name].requires_grad_()
-    with pytest.raises(glulam.GradientNotSupported, match=r"transpose_w=True has none; give w1.mT.contiguous\(\)"):
-        glulam.grouped_mlp(**given, offs=c.offs, glu_layout="interleaved", transpose_w=True)
-    with torch.no_grad():
-        y = glulam.grouped_mlp(**given, offs=c.offs, glu_layout="interleaved", transpose_w=True)
-        check_mlp(c, y, ("swiglu", "interleaved"), b1=c.b1, row_scale=c.row_scale)
+class TestDglu:
+    """grouped_dglu of w2 [E, I, H]."""
+
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16])
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_every_form(self, form: Form, dtype: torch.dtype, anywhere: Any) -> None:
+        c = case(form, dtype)
+        dy, h, named = gradient(c), preactivation(c), {"activation": form[0], "glu_layout": form[1]}
+        for w2 in (transposed(c)[1], scattered(transposed(c)[1])):
+            got = glulam.grouped_dglu(dy, w2, h, offs=c.offs, row_scale=c.row_scale, transpose_w=True, **named)
+            check_dglu(c, dy, h, got, form, row_scale=c.row_scale)
+        if anywhere is not None:
+            spec = anywhere.specs[-1]
+            assert isinstance(spec, GroupedDgluSpec) and spec.transpose_w and "_nt_" in spec.name
+
+    def test_rows_by_index(self, anywhere: Any) -> None:
+        c = case(("swiglu", "concat"))
+        dy, h, w2 = gradient(c), preactivation(c), transposed(c)[1]
+        order = torch.arange(len(dy), dtype=torch.int32).flip(0)
+        made = glulam.grouped_dglu(dy.flip(0).contiguous(), w2, h, offs=c.offs, rows=order, transpose_w=True)
+        check_dglu(c, dy, h, made)
+
+    def test_only_the_flag_tells_what_a_square_weight_is(self, anywhere: Any) -> None:
+        c = make_case(SIZES, 64, 64)
+        dy, h = gradient(c), preactivation(c)
+        one, other = (glulam.grouped_dglu(dy, c.w2, h, offs=c.offs, transpose_w=flag) for flag in (False, True))
+        check_dglu(c, dy, h, one)
+        check_dglu(dataclasses.replace(c, w2=c.w2.mT), dy, h, other)
+        assert not same_bits(one.dpreact, other.dpreact)
+
+    def test_bad_input(self, anywhere: Any) -> None:
+        c = case(("swiglu", "concat"))
+        given: dict[str, Any] = {"dy": gradient(c), "w2": c.w2, "preact": preactivation(c), "offs": c.offs}
+        with pytest.raises(ValueError, match=r"w2 has shape \[7, 40, 64\]; it must be \[7, 40, 40\].*dy has 40"):
+            glulam.grouped_dglu(**given, transpose_w=True)
+        square = {**given, "dy": gradient(c, 64), "w2": c.w2}
+        with pytest.raises(ValueError, match=r"must be \[7, 64, 64\], .*or give transpose_w=True"):
+            glulam.grouped_dglu(**square)
+        with pytest.raises(TypeError, match="grouped_dglu: transpose_w is 1; give True or False"):
+            glulam.grouped_dglu(**given, transpose_w=1)
 
 
-def test_the_remedy_trains() -> None:
-    c = case(dtype=torch.float64)
-    w1, w2 = (w.requires_grad_() for w in transposed(c))
-    y = glulam.grouped_mlp(c.x, w1.mT.contiguous(), w2.mT.contiguous(), offs=c.offs, glu_layout="interleaved")
-    y[: c.rows].sum().backward()
-    assert w1.grad is not None and w2.grad is not None and bool(w1.grad.any()) and bool(w2.grad.any())
+WORK = {
+    "x": ["glu", "mm", "dglu", "mm"],
+    "w1": ["glu", "mm", "dglu", "wgrad"],
+    "w2": ["glu", "mm", "wgrad"],
+    "row_scale": ["glu", "mm", "dglu", "mm"],  # the last: the second bias' share
+    "b1": ["glu", "mm", "dglu", "wgrad"],
+    "b2": ["glu", "mm", "wgrad"],
+}
+
+
+class TestGradients:
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_gradcheck(self, form: Form, recompute: bool) -> None:
+        inter = 32 if form[1] == "interleaved32" else 4
+        c = make_case([3, 0, 5, 1], 3, inter, gated=form[0] in GATED, dtype=torch.float64)
+        numbers = {"limit": 0.5, "alpha": 1.3, "offset": 0.4}
+
+        def call(*values: torch.Tensor) -> torch.Tensor:
+            named = {"activation": form[0], "glu_layout": form[1], "recompute": recompute, **numbers}
+            given = dict(zip(INPUTS, values, strict=True))
+            return glulam.grouped_mlp(**given, offs=c.offs, transpose_w=True, **named)
+
+        fast = form[1] == "interleaved32"
+        assert torch.autograd.gradcheck(call, tuple(transposed_leaves(c).values()), fast_mode=fast)
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_every_form(self, form: Form, recompute: bool, anywhere: Any) -> None:
+        """Tails of x and dy are NaN and reach no gradient."""
+        c = case(form)
+        given, dy = transposed_leaves(c), gradient(c)
+        named = {"activation": form[0], "glu_layout": form[1], "recompute": recompute}
+        for _ in range(2):
+            for value in given.values():
+                value.grad = None
+            glulam.grouped_mlp(**given, offs=c.offs, transpose_w=True, **named).backward(dy)
+        got = {name: value.grad for name, value in given.items()}
+        assert all(got[name].shape == given[name].shape for name in given)
+        check_gradients(c, dy, transposed_back(got), form)
+
+    @pytest.mark.parametrize("dtype", [BF16, torch.float16])
+    def test_lists(self, dtype: torch.dtype, anywhere: Any) -> None:
+        c = case(("swiglu", "concat"), dtype)
+        given, dy = transposed_leaves(c), gradient(c)
+        lists: dict[str, Any] = dict(given)
+        for name in ("w1", "w2", "b1", "b2"):
+            lists[name] = [one.detach().requires_grad_() for one in given[name]]
+        glulam.grouped_mlp(**lists, offs=c.offs, transpose_w=True).backward(dy)
+        got = {n: torch.stack([one.grad for one in v]) if isinstance(v, list) else v.grad for n, v in lists.items()}
+        check_gradients(c, dy, transposed_back(got))
+
+    @pytest.mark.parametrize("name", INPUTS)
+    def test_only_what_is_asked_for(self, name: str, fake_gpu: FakeGpu) -> None:
+        """And the weights that a kernel is given are those of the call."""
+        c = case(("swiglu", "concat"))
+        given, every, dy = transposed_leaves(c, (name,)), transposed_leaves(c), gradient(c)
+        glulam.grouped_mlp(**given, offs=c.offs, transpose_w=True).backward(dy)
+        assert fake_gpu.work == WORK[name]
+        weights = {given[w].data_ptr() for w in ("w1", "w2")}
+        read = {launch["w2"].data_ptr() for launch in fake_gpu.launches if "w2" in launch}
+        assert read <= weights
+        glulam.grouped_mlp(**every, offs=c.offs, transpose_w=True).backward(dy)
+        found = {other: value.grad for other, value in given.items() if value.grad is not None}
+        assert found.keys() == {name}
+        if name != "w2":  # which alone gets the forward's activation
+            assert same_bits(found[name], every[name].grad)
+
+    def test_square_weights_are_not_mistaken(self, anywhere: Any) -> None:
+        c = make_case(SIZES, 64, 32, tail=6)
+        given, dy = transposed_leaves(c), gradient(c)
+        glulam.grouped_mlp(**given, offs=c.offs, transpose_w=True).backward(dy)
+        check_gradients(c, dy, transposed_back({name: value.grad for name, value in given.items()}))
+
+    def test_no_rows(self, anywhere: Any) -> None:
+        c = make_case([0, 0], 40, 64)
+        given = transposed_leaves(c)
+        glulam.grouped_mlp(**given, offs=c.offs, transpose_w=True).sum().backward()
+        assert all(value.grad is not None and not bool(value.grad.any()) for value in given.values())

@@ -45,6 +45,7 @@ PROBLEMS = {
     "mlp transposed": Problem("grouped_mlp", "float16", 0, 16, 1024, 512, 1024, "swiglu", transpose_w=True),
     "mlp": Problem("grouped_mlp", "bfloat16", 0, 16, 1024, 512, 1024, "silu"),
     "dglu": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 0, "swiglu"),
+    "dglu transposed": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 0, "geglu", transpose_w=True),
     "dglu and dgrad": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu"),
     "wgrad": Problem("grouped_wgrad", "bfloat16", 0, 16, 1024, 0, 2048, out_dtype="float32"),
     "both wgrads": Problem("grouped_wgrad", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu", out_dtype="bfloat16"),

@@ -137,6 +137,10 @@ def fc2_tile(fc1: TileConfig) -> TileConfig:
 
 _SPILLING: list[Spec] = [
     *(DgluSpec(dtype, *form, LARGE) for dtype, form in product(DTYPES, product(GATED, GLU_LAYOUTS))),
+    *(
+        DgluSpec(dtype, *form, LARGE, transpose_w=True)
+        for dtype, form in product(DTYPES, product(GATED, ("concat", "interleaved32")))
+    ),
     *(GroupedGluSpec(dtype, "gated", "interleaved", True, LARGE8, operands="mxfp8") for dtype in DTYPES),
 ]
 ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
@@ -167,8 +171,9 @@ def _all_specs() -> list[Spec]:
                     specs += [fc1, GroupedMlpSpec(fc1, fc2)]
     for dtype in DTYPES:
         specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]
-        for (activation, layout), dgrad in product(activation_forms(), (None, LARGE)):
-            specs.append(GroupedDgluSpec(dtype, activation, layout, LARGE, dgrad))
+        for activation, layout in activation_forms():
+            specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, dgrad) for dgrad in (None, LARGE)]
+            specs.append(GroupedDgluSpec(dtype, activation, layout, LARGE, transpose_w=True))
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
     specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]

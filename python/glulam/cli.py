@@ -293,7 +293,7 @@ OutDtype = Annotated[
     typer.Option(help="Of a grouped_wgrad: that of x, or float32.", parser=_one_of(*DTYPES, "float32"), metavar="NAME"),
 ]
 SavePreact = Annotated[bool, typer.Option("--save-preact", help="Of a grouped_glu: store the preactivation.")]
-TransposeW = Annotated[bool, typer.Option("--transpose-w", help="Of forward operators: contract over weights' rows.")]
+TransposeW = Annotated[bool, typer.Option("--transpose-w", help="Forward contracts over weights' rows.")]
 Operator = Annotated[Any, typer.Argument(help=f"One of {_OPS}.", parser=_one_of(*validity.TILED), metavar="OP")]
 Training = Annotated[bool, typer.Option("--training", help="Of a grouped_mlp: its training step.")]
 

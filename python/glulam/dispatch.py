@@ -52,7 +52,7 @@ class Problem:
     grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
     grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
     in_features] along `axis`, `rounded` to values or as elements and scales.
-    `transpose_w`: of the first three, weights are [E, K, N]. `operands`: what the first GEMM multiplies
+    `transpose_w`: of the first four, forward's weights are [E, K, N]. `operands`: what the first GEMM multiplies
     (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
     come by index.
     """
@@ -118,7 +118,9 @@ class TrainingParts(NamedTuple):
 
 
 def training_parts(mlp: Problem, input_grad: bool = True, gathers: bool = False) -> TrainingParts:
-    """Of a grouped_mlp. `input_grad`: whether x's gradient is wanted; `gathers`: whether its rows come by index."""
+    """Of a grouped_mlp whose weights are not transposed. `input_grad`: whether x's gradient is wanted; `gathers`:
+    whether rows come by index.
+    """
     hidden = mlp.in_features if input_grad else 0
     return TrainingParts(
         changed(mlp, save_preact=True),
@@ -161,7 +163,8 @@ def _mlp(problem: Problem, tile: TileConfig, arch: str) -> GroupedMlpSpec:
 def _dglu(problem: Problem, tile: TileConfig, arch: str) -> GroupedDgluSpec:
     # One tile for all numbers of rows, in the data gradient that follows and, but for MXFP8, here.
     dgrad = tile if problem.out_features else None
-    return GroupedDgluSpec(problem.dtype, problem.activation, problem.glu_layout, tile, dgrad, arch, problem.operands)
+    form = problem.dtype, problem.activation, problem.glu_layout
+    return GroupedDgluSpec(*form, tile, dgrad, arch, problem.operands, problem.transpose_w)
 
 
 def _wgrad(problem: Problem, tile: TileConfig, arch: str) -> GroupedWgradSpec:

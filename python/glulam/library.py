@@ -53,7 +53,10 @@ _MLP_BACKWARD = (
     "bool trained, bool input_grad, bool row_scale_grad"
 )
 _IN_16_BITS = {"x_scale": None, "w1_scale": None, "w2_scale": None, "dtype": None, "recompute": False}
-_DGLU = f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, Tensor? rows"
+_DGLU = (
+    f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, Tensor? rows, "
+    "bool transpose_w"
+)
 _WGRAD = f"Tensor dy, Tensor x, {_GROUPS}, Tensor? dy_rows, Tensor? x_rows"
 _QUANTIZE = "Tensor x, str axis, Tensor? offs, str block, str scale_layout"
 _OUT = "Tensor(a!) out"

@@ -108,11 +108,12 @@ def grouped_dglu(
     dpreact: Tensor,
     out: Tensor,
     d_row_scale: Tensor | None,
+    transpose_w: bool = False,
 ) -> None:
     """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
     dtype = _compute_dtype(dy)
     for expert, rows in groups_of(ends):
-        dm = dy[rows].to(dtype) @ w2[expert].to(dtype)
+        dm = _linear(dy[rows].to(dtype), w2[expert], None, None, not transpose_w)
         scale = None if row_scale is None else row_scale[rows].to(dtype)[:, None]
         dh, act = activate_backward(dm if scale is None else dm * scale, preact[rows].to(dtype), *form)
         dpreact[rows] = dh.to(dpreact.dtype)

@@ -1,4 +1,4 @@
-"""FC1 and both GEMMs of an MLP with weights [E, K, N] as they lie, against float64, through the public API.
+"""An MLP with weights [E, K, N] as they lie, forward and backward, against float64, through the public API.
 
 Sizes divide no tile; rows per expert are on both sides of what decides the tile here.
 """
@@ -6,13 +6,25 @@ Sizes divide no tile; rows per expert are on both sides of what decides the tile
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.checks import Form, check_glu, check_mlp
+from support.checks import Form, check_dglu, check_glu, check_mlp
 from support.criterion import same_bits
-from support.inputs import Case, make_case, poisoned, scattered, transposed
+from support.gradients import check_gradients, transposed_back, transposed_leaves
+from support.inputs import (
+    Case,
+    gradient,
+    make_case,
+    poison_allocator,
+    poisoned,
+    preactivation,
+    scattered,
+    transposed,
+)
 from support.launches import groups_of, launch
 from support.routing import ODD_SIZES, catalogue, one_takes_all, spread, zipf
 
@@ -231,5 +243,167 @@ def test_a_graph_follows_its_groups(rows: int) -> None:
 def test_params_of_clamped_swiglu(rows: int, params: tuple[float, float, float]) -> None:
     c = case(zipf(rows, EXPERTS))
     options = dict(zip(("limit", "alpha", "offset"), params, strict=True))
-    act = glulam.grouped_glu(c.x, transposed(c)[0], offs=c.offs, **of(GPT_OSS), **options)
+    w1, w2 = transposed(c)
+    act = glulam.grouped_glu(c.x, w1, offs=c.offs, **of(GPT_OSS), **options)
     check_glu(c, act, None, GPT_OSS, params=params)
+    dy, h = gradient(c), preactivation(c)
+    check_dglu(c, dy, h, glulam.grouped_dglu(dy, w2, h, offs=c.offs, **of(GPT_OSS), **options), GPT_OSS, params=params)
+
+
+class TestDglu:
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_every_form(self, form: Form, batch: str, dtype: torch.dtype) -> None:
+        c = case(BATCHES[batch], form, dtype=dtype)
+        dy, h, w2 = gradient(c), preactivation(c), transposed(c)[1]
+        for scale, asked in ((None, True), (c.row_scale, True), (c.row_scale, False)):
+            options = {"row_scale": scale, "row_scale_grad": asked, **of(form)}
+            got = glulam.grouped_dglu(dy, w2, h, offs=c.offs, **options)
+            assert (got.d_row_scale is not None) == (scale is not None and asked)
+            check_dglu(c, dy, h, got, form, row_scale=scale)
+
+    @pytest.mark.parametrize("layout", GATES)
+    @pytest.mark.parametrize("name", SIZES)
+    def test_sizes(self, name: str, layout: str) -> None:
+        sizes, hidden, inter = SIZES[name]
+        form = ("swiglu", layout)
+        c = case(sizes, form, hidden, inter, tail=TAIL if any(sizes) else 0)
+        dy, h = gradient(c), preactivation(c)
+        got = glulam.grouped_dglu(dy, transposed(c)[1], h, splits=c.splits(), row_scale=c.row_scale, **of(form))
+        check_dglu(c, dy, h, got, form, row_scale=c.row_scale)
+
+    @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+    @pytest.mark.parametrize("name", catalogue(FEW_ROWS, EXPERTS))
+    def test_routings(self, name: str, rows: int) -> None:
+        sizes = catalogue(rows, EXPERTS)[name]
+        c = case(sizes, tail=rows - sum(sizes) + TAIL)
+        dy, h, w2 = gradient(c), preactivation(c), transposed(c)[1]
+        poison_allocator("cuda")
+        got = glulam.grouped_dglu(dy, w2, h, offs=c.offs, row_scale=c.row_scale, **of(GPT_OSS))
+        assert got.d_row_scale is not None and not bool(got.d_row_scale[c.rows :].any())
+        check_dglu(c, dy, h, got, GPT_OSS, row_scale=c.row_scale)
+
+    @pytest.mark.parametrize("layout", GATES)
+    def test_rows_of_other_groups_reach_no_result(self, layout: str) -> None:
+        """Every other group holds NaN."""
+        sizes = [64, 1, 128, 15, 257, 16, 300, 17, 64, 48, 130, 49, 200, 63, 128, 65, 1, 127, 190, 129, 31, 193]
+        c = case(sizes, ("geglu", layout), inter=160)  # an odd number of weight tiles
+        dy, h, w2 = gradient(c), preactivation(c), transposed(c)[1]
+        options = {"offs": c.offs, "row_scale": c.row_scale, **of(("geglu", layout))}
+        clean = glulam.grouped_dglu(dy, w2, h, **options)
+        check_dglu(c, dy, h, clean, ("geglu", layout), row_scale=c.row_scale)
+        for group in dy[: c.rows].split(c.sizes)[::2]:
+            group.fill_(math.nan)
+        made = glulam.grouped_dglu(dy, w2, h, **options)
+        got, want = (one.dpreact[: c.rows].split(c.sizes) for one in (made, clean))
+        assert all(bool(y.isnan().all()) for y in got[::2])
+        assert all(same_bits(*map(torch.Tensor.contiguous, pair)) for pair in zip(got[1::2], want[1::2], strict=True))
+
+    @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+    @pytest.mark.parametrize("layout", GATES)
+    def test_lists_and_rows_by_index(self, layout: str, rows: int) -> None:
+        """The same bits as of packed weights on a copy of the rows."""
+        c = case(zipf(rows, EXPERTS), ("swiglu", layout))
+        h, w2 = preactivation(c), transposed(c)[1]
+        dy = torch.randn(rows // 4, HIDDEN, device="cuda").to(BF16)
+        indices = torch.randint(-3, rows // 4 + 3, (c.x.shape[0],), device="cuda", dtype=torch.int32)
+        indices[c.rows :] = 2**31 - 1
+        copied = dy[indices.clamp(0, rows // 4 - 1).long()]
+        options = {"offs": c.offs, "row_scale": c.row_scale, **of(("swiglu", layout))}
+        want = glulam.grouped_dglu(copied, w2, h, **options)
+        check_dglu(c, copied, h, want, ("swiglu", layout), row_scale=c.row_scale)
+        for weights in (w2, scattered(w2)):
+            got = glulam.grouped_dglu(dy, weights, h, rows=indices, **options)
+            assert all(same_bits(one[: c.rows], other[: c.rows]) for one, other in zip(got, want, strict=True))
+
+    def test_a_square_weight_is_read_as_the_flag_says(self) -> None:
+        c = case(zipf(MANY_ROWS, EXPERTS), ("swiglu", "concat"), hidden=352, inter=352)
+        dy, h = gradient(c), preactivation(c)
+        one = glulam.grouped_dglu(dy, c.w2, h, offs=c.offs)
+        other = glulam.grouped_dglu(dy, c.w2.mT.contiguous(), h, offs=c.offs, transpose_w=True)
+        for got in (one, other):
+            check_dglu(c, dy, h, got, ("swiglu", "concat"))
+
+
+class TestGradients:
+    @pytest.fixture(autouse=True)
+    def with_gradients(self, poisoned_memory: None) -> Iterator[None]:
+        with torch.enable_grad():
+            yield
+
+    def check(self, c: Case, form: Form = GPT_OSS, **options: Any) -> None:
+        given, dy = transposed_leaves(c), gradient(c)
+        poison_allocator("cuda")
+        y = glulam.grouped_mlp(**given, offs=c.offs, **of(form), **options)
+        poison_allocator("cuda")
+        y.backward(dy)
+        got = {name: value.grad for name, value in given.items() if value.grad is not None}
+        check_gradients(c, dy, transposed_back(got), form)
+
+    @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+    @pytest.mark.parametrize("batch", BATCHES)
+    @pytest.mark.parametrize("form", activation_forms(), ids="-".join)
+    def test_every_form(self, form: Form, batch: str, dtype: torch.dtype) -> None:
+        self.check(case(BATCHES[batch], form, dtype=dtype), form)
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS])
+    @pytest.mark.parametrize("name", [name for name in catalogue(FEW_ROWS, EXPERTS) if name != "one_row"])
+    def test_routings(self, name: str, rows: int, recompute: bool) -> None:
+        sizes = catalogue(rows, EXPERTS)[name]
+        self.check(case(sizes, tail=rows - sum(sizes) + TAIL), recompute=recompute)
+
+    @pytest.mark.parametrize("layout", GATES)
+    @pytest.mark.parametrize("sizes", [(736, 1504), (1504, 736), (72, 64), (2880, 2880)], ids=str)
+    def test_sizes(self, sizes: tuple[int, int], layout: str) -> None:
+        self.check(case(zipf(900, 4), ("swiglu", layout), *sizes), ("swiglu", layout))
+
+    def test_lists(self) -> None:
+        c = case(zipf(MANY_ROWS, EXPERTS))
+        given, dy = transposed_leaves(c), gradient(c)
+        lists: dict[str, Any] = dict(given)
+        for name in ("w1", "w2", "b1", "b2"):
+            lists[name] = [one.detach().clone().requires_grad_() for one in given[name]]
+        glulam.grouped_mlp(**lists, offs=c.offs, **of(GPT_OSS)).backward(dy)
+        got = {n: torch.stack([one.grad for one in v]) if isinstance(v, list) else v.grad for n, v in lists.items()}
+        check_gradients(c, dy, transposed_back(got), GPT_OSS)
+
+    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("most", [-1, 2**28], ids=["rows by index", "rows copied"])
+    def test_moe(self, most: int, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Against the layer of weights that lie otherwise, whose own tests compare it with float64."""
+        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_BYTES", most)
+        c, tokens = case([1] * EXPERTS), 700
+        x, dy = (torch.randn(tokens, HIDDEN, device="cuda").to(BF16) for _ in range(2))
+        logits = torch.randn(tokens, EXPERTS, device="cuda")
+
+        def gradients(w1: torch.Tensor, w2: torch.Tensor, transpose_w: bool) -> tuple[torch.Tensor, ...]:
+            given = [t.detach().clone().requires_grad_() for t in (x, logits, c.b1, c.b2, w1, w2)]
+            options = {"b1": given[2], "b2": given[3], "recompute": recompute, **of(GPT_OSS)}
+            options["transpose_w"] = transpose_w
+            out = glulam.moe(given[0], glulam.route(given[1], 3), *given[4:], residual=given[0], **options)
+            return torch.autograd.grad(out, given, dy)
+
+        made, wanted = gradients(*transposed(c), True), gradients(c.w1, c.w2, False)
+        for one, other in zip(made, (*wanted[:4], wanted[4].mT, wanted[5].mT), strict=True):
+            error = (one.double() - other.double()).norm() / other.double().norm()
+            assert error < 0.01 and other.abs().max() > 1e-3
+
+    def test_a_graph_of_a_step(self) -> None:
+        c = case(zipf(MANY_ROWS, EXPERTS))
+        given, dy, offs = transposed_leaves(c), gradient(c), c.offs.clone()
+
+        def step() -> tuple[torch.Tensor, ...]:
+            y = glulam.grouped_mlp(**given, offs=offs, **of(GPT_OSS))
+            return torch.autograd.grad(y, list(given.values()), dy)
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for sizes in (c.sizes, one_takes_all(c.rows, EXPERTS, 3)):
+            offs.copy_(torch.tensor(sizes).cumsum(0))
+            graph.replay()
+            for one, other in zip(captured, step(), strict=True):
+                assert same_bits(one, other) and bool(other.any())

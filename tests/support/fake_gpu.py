@@ -226,7 +226,7 @@ def _dglu(spec: DgluSpec, c: Any) -> None:
     rows, width = c.act.shape
     ends = _sizes(spec, c, rows)
     weights = _weights_of(spec, c)
-    if spec.operands == "mxfp8":
+    if spec.operands == "mxfp8" or spec.transpose_w:
         weights = [one.mT for one in weights]
     with ThreadPoolExecutor(1) as thread:  # where autograd works although a dispatcher may be below it here
         dh, m, ds = thread.submit(

@@ -24,6 +24,19 @@ def leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Tensor]:
     return {name: value.detach().clone().requires_grad_(name in wanted) for name, value in values.items()}
 
 
+def transposed_leaves(c: Case, wanted: tuple[str, ...] = INPUTS) -> dict[str, Tensor]:
+    """The same with weights [E, H, 2I or I] and [E, I, H]."""
+    given = leaves(c, wanted)
+    for name in ("w1", "w2"):
+        given[name] = given[name].detach().mT.contiguous().requires_grad_(name in wanted)
+    return given
+
+
+def transposed_back(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of `transposed_leaves`, those of weights as `check_gradients` has them."""
+    return {name: value.mT if name in ("w1", "w2") else value for name, value in gradients.items()}
+
+
 def check_gradients(c: Case, dy: Tensor, got: dict[str, Tensor], form: tuple[str, str] = ("swiglu", "concat")) -> None:
     """By the criterion, against float64 and the same by torch in the dtype of x."""
     if not c.rows:

@@ -95,6 +95,13 @@ def _mlp(device: str, recipe: str = "bf16") -> Arguments:
     }
 
 
+def _mlp_transposed(device: str) -> Arguments:
+    """Of w1 [E, H, 2I] and w2 [E, I, H]."""
+    good = _mlp(device)
+    weights = {name: good[name].mT.contiguous() for name in ("w1", "w2")}
+    return {**good, **weights, "transpose_w": True}
+
+
 def _mlp_of_lists(device: str) -> Arguments:
     good = _mlp(device)
     return {**good, **{name: list(good[name].unbind()) for name in ("w1", "w2", "b1", "b2")}}
@@ -108,6 +115,7 @@ def _dglu(device: str) -> Arguments:
         "offs": _offs(device),
         "row_scale": _scale(device),
         "activation": "swiglu",
+        "transpose_w": False,
     }
 
 
@@ -198,12 +206,19 @@ OPERATIONS = (
         {**_ACTIVATION, **_GLU_LAYOUT, **_NUMBERS, **_SPLITS, "return_preact": (2, "x")},
     ),
     Operation("grouped_mlp", glulam.grouped_mlp, _mlp, ("out",), _MLP_WRONG),
+    Operation("grouped_mlp transposed", glulam.grouped_mlp, _mlp_transposed, ("out",), {"transpose_w": (2, "x", None)}),
     Operation("grouped_mlp of lists", glulam.grouped_mlp, _mlp_of_lists, ("out",)),
     *(
         Operation(f"grouped_mlp {recipe}", glulam.grouped_mlp, lambda d, r=recipe: _mlp(d, r), ("out",), _MLP_WRONG)  # type: ignore[misc]
         for recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")
     ),
-    Operation("grouped_dglu", glulam.grouped_dglu, _dglu, (), {**_ACTIVATION, **_NUMBERS, "row_scale_grad": (2, "x")}),
+    Operation(
+        "grouped_dglu",
+        glulam.grouped_dglu,
+        _dglu,
+        (),
+        {**_ACTIVATION, **_NUMBERS, "row_scale_grad": (2, "x"), "transpose_w": (2, "x", None)},
+    ),
     Operation("grouped_wgrad", glulam.grouped_wgrad, _wgrad, ("out",), {"accumulate": (2, "x"), "out_dtype": (3,)}),
     Operation("grouped_bias_grad", glulam.grouped_bias_grad, _bias_grad, (), {"out_dtype": (3, torch.int32)}),
     Operation(
@@ -414,6 +429,7 @@ def named(name: str) -> Operation:
 TRAINED = {
     "grouped_mm": ("w", "offs", "bias_scale"),
     "grouped_mlp": ("x", "w1", "w2", "offs", "row_scale"),
+    "grouped_mlp transposed": ("x", "w1", "w2", "offs", "row_scale"),
     "grouped_mlp mxfp8": ("x", "w1", "w2", "offs", "row_scale"),
     "post_mix": ("residual", "h_res", "h_post", "x", "bias"),
     "project": ("x", "weight", "alpha_pre", "bias"),

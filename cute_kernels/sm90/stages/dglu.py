@@ -1,4 +1,7 @@
-"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits; x is the gradient of FC2's result."""
+"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits; x is the gradient of FC2's result.
+
+FC2 contracts over I and this over H, so what is transposed there is not here.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -16,7 +19,7 @@ class Dglu:
     def __init__(self, spec: DgluSpec):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), transposed=True)
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), not spec.transpose_w)
 
     @cute.jit
     def __call__(
@@ -28,7 +31,7 @@ class Dglu:
         if act.shape[0] > 0:
             sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
             addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
-            inputs = DgluInputs(addends, params, w.shape[1], preact, sums)
+            inputs = DgluInputs(addends, params, act.shape[1], preact, sums)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)
 

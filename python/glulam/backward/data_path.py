@@ -7,11 +7,12 @@ of weights are GEMMs of what is stored in 16 bits in any recipe.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..changed import changed
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
@@ -31,16 +32,19 @@ def groups_of(named: dict[str, Any]) -> dict[str, Any]:
     return {name: named[name] for name in ("offs", "splits") if name in named}
 
 
+@dataclasses.dataclass(frozen=True)
 class DataPath:
     """In 16 bits. `form`, everywhere: the activation and its numbers, as keywords of the operators.
 
     Attributes:
         need_preact: arguments for whose gradients forward keeps h.
         wide: names of weights whose gradients are float32 although x is 16-bit.
+        transpose_w: whether weights are [E, H, 2I or I] and [E, I, H].
     """
 
-    need_preact: frozenset[str] = BEHIND_THE_ACTIVATION
+    need_preact: ClassVar[frozenset[str]] = BEHIND_THE_ACTIVATION
     wide: frozenset[str] = frozenset()
+    transpose_w: bool = False
 
     def forward(
         self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
@@ -48,14 +52,19 @@ class DataPath:
         """The result; and what is kept: "preact", or else "act"."""
         groups, scale = groups_of(given), given["row_scale"]
         hidden = {"bias": given["b1"], "row_scale": scale, "rows": given.get("rows"), **groups, **form}
-        act = grouped_glu(given["x"], given["w1"], return_preact=keep_preact, **hidden)
+        act = grouped_glu(
+            given["x"], given["w1"], return_preact=keep_preact, transpose_w=self.transpose_w, **hidden
+        )  # fmt: skip
         kept = {}
         if keep_preact:
             act, kept["preact"] = act
         elif keep_act:
             kept["act"] = act
         scale_of_b2 = None if given["b2"] is None else scale
-        return grouped_mm(act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, out=out, **groups), kept
+        y = grouped_mm(
+            act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, transpose_w=self.transpose_w, out=out, **groups
+        )
+        return y, kept
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         """Whether GEMMs read a copy of each row's token, made by `rows`."""
@@ -78,7 +87,18 @@ class DataPath:
         return self.new_preact(saved, form) if preact is None else preact
 
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
-        return grouped_mm(saved["x"], saved["w1"], bias=saved["b1"], rows=saved.get("rows"), **groups_of(saved))
+        return grouped_mm(
+            saved["x"], saved["w1"], bias=saved["b1"], rows=saved.get("rows"), transpose_w=self.transpose_w,
+            **groups_of(saved),
+        )  # fmt: skip
+
+    def new_act(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+        """The activation, made again."""
+        act: Tensor = grouped_glu(
+            saved["x"], saved["w1"], bias=saved["b1"], row_scale=saved["row_scale"], rows=saved.get("rows"),
+            transpose_w=self.transpose_w, **groups_of(saved), **form,
+        )  # fmt: skip
+        return act
 
     def gradients(
         self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
@@ -86,21 +106,20 @@ class DataPath:
         groups, dx = groups_of(saved), None
         dpreact, act, d_scale = grouped_dglu(
             dy, saved["w2"], self.take_preact(saved, form), rows=saved.get("rows"), row_scale=saved["row_scale"],
-            row_scale_grad="row_scale" in wanted, **groups, **form,
+            row_scale_grad="row_scale" in wanted, transpose_w=self.transpose_w, **groups, **form,
         )  # fmt: skip
         if "x" in wanted:
-            dx = self.new_dx(targets, dy, columns_of(saved["w1"]))
-            dx = grouped_mm(dpreact, saved["w1"], transpose_w=True, out=dx, **groups)
+            dx = self.new_dx(targets, dy, contracted(saved["w1"], self.transpose_w))
+            dx = grouped_mm(dpreact, saved["w1"], transpose_w=not self.transpose_w, out=dx, **groups)
         return dpreact, act, dx, d_scale
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
     """In MXFP8. `trained`: whether a weight is."""
 
     recipe: str
     trained: bool
-    wide: frozenset[str]
 
     need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # the activation was never there in 16 bits
 
@@ -138,16 +157,16 @@ IN_16_BITS = DataPath()
 def path_of(call: Any) -> DataPath:
     """Of a GroupedMlpCall or Mxfp8MlpCall."""
     if not isinstance(call, Mxfp8MlpCall):
-        path: DataPath = call.data_path or IN_16_BITS
-        return path
+        return changed(call.data_path or IN_16_BITS, transpose_w=call.transpose_w)
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
-    return QuantisedPath(call.recipe, any_requires_grad(*weights.values()), wide)
+    return QuantisedPath(recipe=call.recipe, trained=any_requires_grad(*weights.values()), wide=wide)
 
 
-def columns_of(w: Any) -> int:
-    columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-1]
+def contracted(w: Any, transpose_w: bool) -> int:
+    """Columns of the x that a weight is multiplied with."""
+    columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
     return columns
 
 

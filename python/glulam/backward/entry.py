@@ -27,6 +27,16 @@ MAKERS: dict[type[Call], planned.Maker] = {
 """How common calls get a plan for forward and backward together."""
 
 
+def is_transposed_mlp(call: Call) -> bool:
+    """Whether no plan serves a call because its data gradients are two calls: weights of an MLP, transposed."""
+    return isinstance(call, GroupedMlpCall) and call.transpose_w
+
+
+def _of(table: dict[type[Call], Any], call: Call) -> Any:
+    """The entry of a call's kind, or of what that is a kind of; None where there is none."""
+    return next((table[kind] for kind in type(call).__mro__ if kind in table), None)
+
+
 def requires_grad(call: Call) -> bool:
     """Whether an argument of the call requires a gradient."""
     names = (*call.matrices, *call.weights, *call.biases, *call.scales)
@@ -51,12 +61,7 @@ def differentiate(
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
-    if isinstance(call, GroupedMlpCall) and call.transpose_w:
-        raise GradientNotSupported(
-            f"{call.op}: an argument requires a gradient, and transpose_w=True has none; give w1.mT.contiguous() and "
-            "w2.mT.contiguous(), and leave out transpose_w"
-        )
-    apply = next((APPLY[kind] for kind in type(call).__mro__ if kind in APPLY), None)
+    apply = _of(APPLY, call)
     if apply is None or type(call) is Mxfp8MlpCall:  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
@@ -66,10 +71,10 @@ def differentiate(
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        maker = next((MAKERS[kind] for kind in type(call).__mro__ if kind in MAKERS), None)
+        maker = None if is_transposed_mlp(call) else _of(MAKERS, call)
         if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
-        return apply(call, targets)  # type: ignore[misc]
+        return apply(call, targets)
     except Exception:
         call.check_plain()
         call.check()  # so that the error names this operator and its arguments, not those that it is made of

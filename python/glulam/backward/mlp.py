@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..groups import caller, part_of
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from ..ops.grouped_glu import grouped_glu
 from ..signature import check_flag, check_recipe
 from .data_path import DataPath, QuantisedPath, groups_of, path_of
 from .layout import Layout, flatten
@@ -34,6 +33,7 @@ from .parts import (
 )
 
 INPUTS = ("x", "w1", "w2", "row_scale", "b1", "b2")
+OPPOSITE = {"x_rows": "dy_rows", "dy_rows": "x_rows"}
 
 
 class Options(NamedTuple):
@@ -130,13 +130,19 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
         """The groups, and the indices of rows, where there are some, as the argument that an operator calls so."""
         return groups if rows is None else {**groups, name: rows}
 
+    def of_weight(name: str, dy: Tensor, x: Tensor, by_index: str) -> Any:
+        """The gradient of a weight as it lies. `by_index`: which of dy and x has rows so, where some have."""
+        if options.path.transpose_w:
+            dy, x, by_index = x, dy, OPPOSITE[by_index]
+        return options.grad_of(name)(dy, x, grouped(by_index))
+
     result: dict[str, Any] = {}
     act = None
     if wanted & options.path.need_preact:
         dpreact, act, dx, d_scale = options.path.gradients(saved, options.form, options.targets, dy, wanted)
         result["x"] = dx
         if "w1" in wanted:
-            result["w1"] = options.grad_of("w1")(dpreact, saved["x"], grouped("x_rows"))
+            result["w1"] = of_weight("w1", dpreact, saved["x"], "x_rows")
         if "b1" in wanted:
             result["b1"] = grouped_bias_grad(dpreact, **groups)
         del dpreact
@@ -145,8 +151,8 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
                 d_scale = d_scale + scale_of_bias_grad(dy, saved["b2"], grouped("rows"))
             result["row_scale"] = d_scale
     if "w2" in wanted:
-        act = _act(saved, options, groups) if act is None else act
-        result["w2"] = options.grad_of("w2")(dy, act, grouped("dy_rows"))
+        act = _act(saved, options) if act is None else act
+        result["w2"] = of_weight("w2", dy, act, "dy_rows")
     if "b2" in wanted:
         result["b2"] = grouped_bias_grad(dy, row_scale=scale, **grouped("rows"))
     if "residual" in wanted:
@@ -154,11 +160,6 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
     return result
 
 
-def _act(saved: dict[str, Any], options: Options, groups: dict[str, Any]) -> Tensor:
-    if "act" in saved:
-        act: Tensor = saved["act"]
-        return act
-    scale = saved["row_scale"]
-    return grouped_glu(  # type: ignore[no-any-return]
-        saved["x"], saved["w1"], bias=saved["b1"], row_scale=scale, rows=saved.get("rows"), **groups, **options.form
-    )
+def _act(saved: dict[str, Any], options: Options) -> Tensor:
+    act: Tensor | None = saved.get("act")
+    return options.path.new_act(saved, options.form) if act is None else act

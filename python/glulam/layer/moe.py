@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
-from ..backward.data_path import DataGradients, DataPath, columns_of
+from ..backward.data_path import DataGradients, DataPath, contracted
 from ..backward.parts import Targets
 from ..dispatch import Problem
 from ..groups import part_of
@@ -101,11 +101,11 @@ def _again(**arguments: Any) -> Tensor:
 
 
 class PathOfTokens(DataPath):
-    """Of a layer's gradient: rows come by index, or copied, and the sums of a token's, of results and of gradients, go."""
+    """Of a layer: rows come by index, or copied, and the sums of a token's, of results and of gradients, go."""
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         num_bytes = row_of.numel() * x.shape[1] * x.element_size()
-        return num_bytes <= COPIED_BYTES and columns_of(w2) >= COPIED_WIDTH
+        return num_bytes <= COPIED_BYTES and contracted(w2, self.transpose_w) >= COPIED_WIDTH
 
     def rows(self, x: Tensor, row_of: Any) -> Tensor:
         copy: Tensor = PERMUTE((x, row_of))[0]

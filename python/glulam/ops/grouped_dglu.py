@@ -74,6 +74,7 @@ def grouped_dglu(
     alpha: float = 1.702,
     offset: float = 1.0,
     row_scale_grad: bool = True,
+    transpose_w: bool = False,
 ) -> GluGradients:
     """The gradient of y = m w2_e^T, m = activation(h) * row_scale[row], by h and row_scale, and m again; h is preact.
 
@@ -92,6 +93,7 @@ def grouped_dglu(
         activation, glu_layout, limit, alpha, offset: as in the forward; see `grouped_glu`. The gradient is zero where
             clamped_swiglu clamps, and at the kink of a relu.
         row_scale_grad: False leaves d_row_scale out. It is left out without a row_scale, too.
+        transpose_w: of y = m w2_e instead: w2 is [E, I, H], and dm = dy w2_e^T. No copy of it is made.
 
     Returns:
         GluGradients: dpreact and act in dy's dtype, d_row_scale in float32 (row_scale's dtype) or None. The
@@ -113,7 +115,7 @@ def grouped_dglu(
             given = [t for t in (dy, w2_, preact, groups, row_scale, rows) if t is not None]
             options = (
                 is_grad_enabled(), offs is None, splits is None, rows is None, row_scale is None, activation,
-                glu_layout, limit, alpha, offset, row_scale_grad,
+                glu_layout, limit, alpha, offset, row_scale_grad, transpose_w,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None:
@@ -125,6 +127,7 @@ def grouped_dglu(
     call = GroupedDgluCall(
         dy=dy, w2=w2_, preact=preact, offs=offs, splits=splits, rows=rows, row_scale=row_scale, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, row_scale_grad=row_scale_grad,
+        transpose_w=transpose_w,
     )  # fmt: skip
     try:
         return GluGradients(*call.settle(key, plan, failure))
@@ -218,6 +221,7 @@ class GroupedDgluCall(Call):
     alpha: float
     offset: float
     row_scale_grad: bool
+    transpose_w: bool
 
     @property
     def params(self) -> ActivationParams:
@@ -234,19 +238,22 @@ class GroupedDgluCall(Call):
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         check_flag(self.op, "row_scale_grad", self.row_scale_grad)
-        shape = check_experts(self.op, "w2", self.w2, self.dy, "E H I")
-        experts, hidden, width = shape
+        check_flag(self.op, "transpose_w", self.transpose_w)
+        shape = check_experts(self.op, "w2", self.w2, self.dy, "E I H" if self.transpose_w else "E H I")
+        experts, hidden, width = (shape[0], shape[2], shape[1]) if self.transpose_w else shape
         if hidden != columns:
-            mismatch(self.op, "w2", shape, (experts, columns, width), f"dy has {columns} columns")
+            wanted = (experts, width, columns) if self.transpose_w else (experts, columns, width)
+            other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
+            mismatch(self.op, "w2", shape, wanted, f"dy has {columns} columns{other}")
         check_width(self.op, "w2", width, runs_kernels(self.dy))
         preact_width = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
         if intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout) != width:
-            wanted = (
+            wanted_width = (
                 width
                 * preact_width
                 // intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
             )
-            mismatch(self.op, "preact", self.preact.shape, (rows, wanted), f"w2 gives I = {width}")
+            mismatch(self.op, "preact", self.preact.shape, (rows, wanted_width), f"w2 gives I = {width}")
         check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
         check_scale(self.op, "row_scale", self.row_scale, like)
         return Problem(
@@ -258,6 +265,7 @@ class GroupedDgluCall(Call):
             intermediate=width,
             activation=self.activation,
             glu_layout=self.glu_layout,
+            transpose_w=self.transpose_w,
         )
 
     @property
@@ -278,7 +286,8 @@ class GroupedDgluCall(Call):
         results = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
         dy = self.dy if self.rows is None else take_rows(self.op, self.dy, self.rows)
-        reference.grouped_dglu(dy, self.w2, self.preact, self.host_ends(), self.row_scale, form, *results)
+        given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, form)
+        reference.grouped_dglu(*given, *results, self.transpose_w)
         return results
 
     def plan(self, problem: Problem, launch: Launch) -> GroupedDgluPlan:

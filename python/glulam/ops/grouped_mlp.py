@@ -106,7 +106,7 @@ def grouped_mlp(
         recompute: with gradients: save x and row_scale only, and make h again in the backward ("mxfp8": by all of
             forward).
         transpose_w: h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H], and
-            w1's columns lie as else its rows. No copy of them is made. Of recipe "bf16", and without a gradient.
+            w1's columns lie as else its rows, and so do gradients. No copy of them is made. Of recipe "bf16".
         out: the result's buffer, [T, H] (rows may be padded); by default a new one, whose tail is uninitialised.
 
     Returns:
@@ -114,8 +114,8 @@ def grouped_mlp(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; nothing was launched.
-        GradientNotSupported: `out`, `rows` or `transpose_w` is given although an argument requires a gradient, or a
-            second derivative is taken.
+        GradientNotSupported: `out` or `rows` is given although an argument requires a gradient, or a second derivative
+            is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         FoldError (a ValueError): recipe "mxfp8" would change a weight too much.
         CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there; but those

@@ -171,7 +171,7 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
     for name, given, ops in (
         ("training", training, ("grouped_mlp",)),
         ("save_preact", shape.save_preact, ("grouped_glu",)),
-        ("transpose_w", shape.transpose_w, ("grouped_mm", "grouped_glu", "grouped_mlp")),
+        ("transpose_w", shape.transpose_w, ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu")),
     ):
         if given and shape.op not in ops:
             raise ValueError(f"{caller}: {name} is of a {' or '.join(ops)}, not of {shape.op}; leave it out")

@@ -85,7 +85,8 @@ class Tensors:
     def _make_dglu(self) -> None:
         p = self.problem
         self.dy, self.preact = self._rows(p.in_features), self._rows(p.w1_rows)
-        self.w2 = self._weights(p.in_features, p.intermediate, p.in_features)
+        sides = (p.intermediate, p.in_features) if p.transpose_w else (p.in_features, p.intermediate)
+        self.w2 = self._weights(*sides, p.in_features)
         self.dpreact, self.act = self._out(p.rows, p.w1_rows), self._out(p.rows, p.intermediate)
         self.scale = torch.rand(p.rows, device=self.device, generator=self.generator)
         self.d_scale = self._out(p.rows, dtype=torch.float32)
