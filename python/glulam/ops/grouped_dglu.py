@@ -277,7 +277,7 @@ class GroupedDgluCall(Call):
     def reference(self, problem: Problem) -> GluGradients:
         results = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
-        dy = self.dy if self.rows is None else take_rows(self.op, self.dy, self.rows)
+        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         reference.grouped_dglu(dy, self.w2, self.preact, self.host_ends(), self.row_scale, form, *results)
         return results
 
