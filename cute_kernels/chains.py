@@ -12,7 +12,6 @@ from typing import Any
 
 from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, stage_signature
 from .specs import (
-    DECODED,
     DgluSpec,
     GroupedDgluSpec,
     GroupedMlpSpec,
@@ -115,12 +114,12 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     quantizes = in_mxfp8 and not spec.quantized
     x, mid = "x8" if quantizes else "x", "mid"
     first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
-    optional = (" preact" if fc1.save_preact else "") + ("" if fc1.operands in DECODED else " rows")
+    preact = " preact" if fc1.save_preact else ""
     act_scale = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {}
     return (
         *first,
         _step(
-            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
+            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale rows{preact}", x=x, w="w1", act=mid, bias="b1",
             bias_table="b1_table",
             **_scales(fc1.operands, x, "w1"), **act_scale, position=len(first),
         ),

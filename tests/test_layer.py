@@ -20,11 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import glulam
 from glulam import Routing
 from glulam.ops.grouped_mlp import GroupedMlpCall
+from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from glulam.plans import forget_plans
+from glulam.recipes import BF16 as IN_16_BITS
+from glulam.recipes import RECIPES
 
 pytest_plugins = ["support.fixtures"]
 
 BF16, F64 = torch.bfloat16, torch.float64
+QUANTISED = [name for name in RECIPES if name != IN_16_BITS.name]
 
 
 def dicts(options: dict[str, Any]) -> dict[str, Any]:
@@ -346,12 +350,35 @@ class TestRowsByIndex:
         glulam.grouped_glu(**given, out=buffer)
         assert buffer[: rows - 2].equal(made[0][: rows - 2]) and buffer[rows - 2 :].isnan().all()
 
-    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
+    @pytest.mark.parametrize("recipe", RECIPES)
     def test_mlp(self, recipe: str, anywhere: Any) -> None:
         for rows, tokens in ((40, 17), (24, 9), (41, 1), (40, 30)):  # others are found by what they differ in
             given = self.given(rows, tokens)
             made, wanted = (glulam.grouped_mlp(**which, recipe=recipe) for which in (given, self.copied(given)))
             assert made.shape == (rows, self.HIDDEN) and made[: rows - 2].equal(wanted[: rows - 2])
+
+    @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact"])
+    @pytest.mark.parametrize("block", ["1x32", "1x128"])
+    def test_mlp_of_tokens_in_mxfp8(self, block: str, recipe: str, anywhere: Any) -> None:
+        for rows, tokens in ((40, 17), (24, 9), (41, 1), (40, 30)):
+            given = self.given(rows, tokens)
+            copied = self.copied(given)
+            for one in (given, copied):
+                one["x"] = glulam.quantize_mxfp8(one["x"], block=block)
+            made, wanted = (glulam.grouped_mlp(**which, recipe=recipe) for which in (given, copied))
+            assert made[: rows - 2].equal(wanted[: rows - 2]) and wanted[: rows - 2].abs().max() > 0.1
+
+    @pytest.mark.parametrize("recipe", QUANTISED)
+    def test_a_token_is_quantised_once(self, recipe: str, fake_gpu: FakeGpu) -> None:
+        """And not for each of its rows. What is not rounded is read as it is."""
+        given = self.given(40, 17)
+        glulam.grouped_mlp(**given, recipe=recipe)
+        fake_gpu.launches.clear()
+        glulam.grouped_mlp(**given, recipe=recipe)
+        assert all(len(launch["x"]) == 17 for launch in fake_gpu.launches)
+        quantised = [len(launch[name]) for launch in fake_gpu.launches for name in ("x8",) if name in launch]
+        assert quantised == ([17] if recipe == "mxfp8" else [])
+        assert len(fake_gpu.launches) == 1 + (recipe == "mxfp8_exact")
 
     @pytest.mark.parametrize("rows", [8, 41, 300])
     def test_mm(self, rows: int, anywhere: Any) -> None:
@@ -411,15 +438,27 @@ class TestRowsByIndex:
         made, wanted = glulam.grouped_mlp(**{**given, **lists}), glulam.grouped_mlp(**given)
         assert made[:38].equal(wanted[:38])
 
-    def test_a_new_number_of_rows_is_checked_no_more(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_a_new_number_of_rows_is_checked_no_more(
+        self, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         checked: list[int] = []
-        check = GroupedMlpCall.check
-        monkeypatch.setattr(GroupedMlpCall, "check", lambda call: checked.append(call.num_rows) or check(call))
+        kind = GroupedMlpCall if recipe == "bf16" else Mxfp8MlpCall
+        check = kind.check
+        monkeypatch.setattr(kind, "check", lambda call: checked.append(call.num_rows) or check(call))
+        weights = {name: self.given(40)[name] for name in ("w1", "w2")}
+        glulam.grouped_mlp(**{**self.given(32, 4), **weights}, recipe=recipe)  # which prepares weights
+        checked.clear()
         for rows, tokens in ((40, 5), (48, 6), (56, 7)):
-            glulam.grouped_mlp(**self.given(rows, tokens))
-        assert checked == [40]
+            given = {**self.given(rows, tokens), **weights}
+            wanted = glulam.grouped_mlp(**self.copied(given), recipe=recipe)
+            checked.clear()
+            assert glulam.grouped_mlp(**given, recipe=recipe)[: rows - 2].equal(wanted[: rows - 2])
+            assert not checked
         with pytest.raises(ValueError, match="rows has 48 indices, but x has no row"):
-            glulam.grouped_mlp(**{**self.given(48), "x": torch.empty(0, self.HIDDEN, dtype=BF16)})
+            glulam.grouped_mlp(
+                **{**self.given(48), **weights, "x": torch.empty(0, self.HIDDEN, dtype=BF16)}, recipe=recipe
+            )
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),
@@ -432,17 +471,74 @@ class TestRowsByIndex:
             ({"out": torch.empty(17, 64, dtype=BF16)}, ValueError, r"out has shape \[17, 64\]; it must be \[40, 64\]"),
         ],
     )
-    def test_bad_input(self, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu) -> None:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_bad_input(
+        self, recipe: str, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu
+    ) -> None:
         with pytest.raises(error, match=f"grouped_mlp: {message}"):
-            glulam.grouped_mlp(**{**self.given(40), **change})
+            glulam.grouped_mlp(**{**self.given(40), **change}, recipe=recipe)
         assert not fake_gpu.launches
 
-    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    @pytest.mark.parametrize("recipe", RECIPES)
     def test_gradients_are_refused(self, recipe: str) -> None:
         given = self.given(40)
         given["w1"].requires_grad_()
         with pytest.raises(glulam.GradientNotSupported, match="rows="):
             glulam.grouped_mlp(**given, recipe=recipe)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_moe_is_one_call(self, recipe: str, fake_gpu: FakeGpu) -> None:
+        """And one more by a recipe that rounds tokens. It is found again, and by another number of tokens."""
+        weights = {name: self.given(40)[name] for name in ("w1", "w2", "b1")}
+        for tokens in (17, 23, 23, 1):
+            x, residual = self.given(40, tokens)["x"], torch.randn(tokens, self.HIDDEN).to(BF16)
+            made = Routing.from_topk(torch.randint(-1, 5, (tokens, 2)), torch.rand(tokens, 2), 5)
+            rows = {"rows": made.token_of_row, "offs": made.offs, "row_scale": made.weight_of_row, **weights}
+            wanted = glulam.combine(glulam.grouped_mlp(x, **rows, recipe=recipe), made, residual)
+            fake_gpu.launches.clear()
+            assert glulam.moe(x, made, **weights, residual=residual, recipe=recipe).equal(wanted)
+            assert len(fake_gpu.launches) == 1 + (recipe == "mxfp8_exact")
+            out = torch.full_like(residual, torch.nan)
+            assert glulam.moe(x, made, **weights, residual=residual, recipe=recipe, out=out) is out
+            assert out.equal(wanted)
+
+    @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact"])
+    @pytest.mark.parametrize("block", ["1x32", "1x128"])
+    def test_moe_of_tokens_in_mxfp8(self, block: str, recipe: str, anywhere: Any) -> None:
+        given, made = self.given(40), Routing.from_topk(torch.randint(-1, 5, (17, 2)), torch.rand(17, 2), 5)
+        x = glulam.quantize_mxfp8(given["x"], block=block)
+        weights = {name: given[name] for name in ("w1", "w2")}
+        for _ in range(2):
+            out = glulam.moe(x, made, **weights, recipe=recipe)
+            assert out.dtype == BF16 and out.abs().max() > 0.1
+            assert out.equal(glulam.moe(x.dequantize(BF16), made, **weights, recipe=recipe))
+        with pytest.raises(ValueError, match="moe: x has 16 tokens, but routing is of 17"):
+            glulam.moe(glulam.quantize_mxfp8(given["x"][:16]), made, **weights, recipe=recipe)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"residual": torch.zeros(16, 64, dtype=BF16)}, ValueError, r"residual has shape \[16, 64\]"),
+            ({"residual": torch.zeros(17, 64)}, TypeError, "residual is torch.float32"),
+            ({"out": torch.zeros(34, 64, dtype=BF16)}, ValueError, r"out has shape \[34, 64\]; it must be \[17, 64\]"),
+            ({"w2": torch.zeros(5, 64, 64, dtype=BF16)}, ValueError, r"w2 has shape \[5, 64, 64\]"),
+            ({"recipe": "mxfp4"}, ValueError, "recipe is 'mxfp4'; choose one of bf16, mxfp8"),
+            ({"transpose_w": 1}, (TypeError, ValueError), "transpose_w"),
+        ],
+    )
+    def test_bad_input_of_moe(
+        self, recipe: str, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu
+    ) -> None:
+        given, made = self.given(40), Routing.from_topk(torch.randint(-1, 5, (17, 2)), torch.rand(17, 2), 5)
+        weights = {name: given[name] for name in ("w1", "w2")}
+        options = {"recipe": recipe, **weights}
+        residual = torch.zeros(17, 64, dtype=BF16)
+        glulam.moe(given["x"], made, **options, residual=residual)  # what is known of a right one serves no wrong one
+        fake_gpu.launches.clear()
+        with pytest.raises(error, match=f"moe: {message}"):
+            glulam.moe(given["x"], made, **{**options, **change})
+        assert not fake_gpu.launches
 
     def test_moe_copies_no_row(self, fake_gpu: FakeGpu) -> None:
         """In 16 bits. Forward is one call, backward one for data gradients and one for each weight."""
@@ -610,7 +706,7 @@ class TestMoe:
         assert [t.shape for t in gradients] == [t.shape for t in given]
         assert not [one for one in recwarn if "data pointer" in str(one.message)]
 
-    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
+    @pytest.mark.parametrize("recipe", RECIPES)
     def test_recipes_and_sentinels(self, recipe: str, anywhere: Any) -> None:
         x, w1, w2, _ = self.layer(BF16)
         ids = torch.randint(-2, 8, (20, 3), generator=torch.Generator().manual_seed(4))

@@ -551,9 +551,9 @@ class TestTraces:
         out = (torch.zeros_like(c.x),) if has_out else ()
         # Its fourth test compares inputs by torch.allclose, which knows no E4M3.
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, *out), test_utils=tests)
+        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, None, *out), test_utils=tests)
         given = (c.x, None, [c.w1], None, [c.w2], None, *given[6:])
-        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, *out))
+        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, None, *out))
 
     def test_the_16_bit_operator_refuses_other_recipes(self) -> None:
         c = case()

@@ -54,6 +54,8 @@ class Call:
     scales: ClassVar[tuple[str, ...]]
     rowwise: ClassVar[tuple[str, ...]] = ("x", "out", "row_scale")  # arguments with a row for each of the lead's
     of_tokens: ClassVar[tuple[str, ...]] = ()  # arguments of a layer that its rows' MLP has not
+    given: ClassVar[tuple[str, ...]] = ("lead",)  # what plans are found by, in their order, as far as `free` needs it
+    of_any_rows: ClassVar[tuple[str, ...]] = ("lead",)  # of these, what `indices` are of, and what has tokens of it
     data_path: ClassVar[Any] = None  # of its gradient (`backward.data_path`), where no recipe tells it
 
     offs: Tensor | None
@@ -68,6 +70,10 @@ class Call:
         raise NotImplementedError
 
     def reference(self, problem: Problem) -> Any:
+        raise NotImplementedError
+
+    def reference_rows(self, out: Tensor) -> Tensor:
+        """Of an MLP: `out`, with its result of each row."""
         raise NotImplementedError
 
     def without_rows(self, problem: Problem) -> Any:
@@ -96,10 +102,17 @@ class Call:
         found: Tensor | None = getattr(self, "rows", None)
         return found
 
+    def by_index(self) -> tuple[Any, ...]:
+        """What a plan's `run` takes last, where rows come by index."""
+        return () if self.indices is None else (self.indices,)
+
     @property
     def free(self) -> tuple[int, ...]:
         """Which of what is given have rows of any number: those that others are indices of."""
-        return () if self.indices is None else (0,)
+        if self.indices is None:
+            return ()
+        present = [name for name in self.given if getattr(self, name, None) is not None]
+        return tuple(place for place, name in enumerate(present) if name in self.of_any_rows)
 
     @property
     def num_rows(self) -> int:

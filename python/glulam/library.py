@@ -17,7 +17,7 @@ from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
 from .groups import OF_A_TRACE, part_of
-from .layer.moe import MoeCall
+from .layer.moe import MoeCall, Mxfp8MoeCall
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -42,11 +42,12 @@ _MOE = f"{_MLP}, Tensor row_of, Tensor? residual"
 _MLP_MXFP8 = (
     "Tensor x, Tensor? x_scale, Tensor[] w1, Tensor? w1_scale, Tensor[] w2, Tensor? w2_scale, "
     f"{_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, str recipe, bool recompute, "
-    "ScalarType? dtype"
+    "ScalarType? dtype, Tensor? rows"
 )
+_MOE_MXFP8 = f"{_MLP_MXFP8}, Tensor row_of, Tensor? residual"
 _MLP_FORWARD = (
     f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
-    "str recipe, bool trained"
+    "str recipe, bool trained, Tensor? rows"
 )
 _MLP_BACKWARD = (
     f"Tensor dy, Tensor[]? w1, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, str recipe, "
@@ -97,6 +98,8 @@ FORMS: dict[str, Form] = {
     "moe_out": Form(MoeCall, f"{_MOE}, {_OUT}", "()", {}),
     "grouped_mlp_mxfp8": Form(Mxfp8MlpCall, _MLP_MXFP8, "Tensor", {"out": None}),
     "grouped_mlp_mxfp8_out": Form(Mxfp8MlpCall, f"{_MLP_MXFP8}, {_OUT}", "()", {}),
+    "moe_mxfp8": Form(Mxfp8MoeCall, _MOE_MXFP8, "Tensor", {"out": None}),
+    "moe_mxfp8_out": Form(Mxfp8MoeCall, f"{_MOE_MXFP8}, {_OUT}", "()", {}),
     "grouped_mlp_mxfp8_preact": Form(ForwardCall, _MLP_FORWARD, "(Tensor, Tensor)", {"out": None, **_IN_16_BITS}),
     "grouped_mlp_mxfp8_preact_out": Form(ForwardCall, f"{_MLP_FORWARD}, {_OUT}", "Tensor", _IN_16_BITS),
     "grouped_mlp_mxfp8_backward": Form(BackwardCall, _MLP_BACKWARD, "Tensor[]", {"out": None}),

@@ -134,7 +134,7 @@ class QuantisedPath(DataPath):
     ) -> tuple[Tensor, Tensor]:
         return mxfp8.forward(
             given["x"], given["w1"], given["w2"], given.get("offs"), given.get("splits"), given["row_scale"],
-            given["b1"], b2, recipe=self.recipe, trained=self.trained, out=out, **form,
+            given["b1"], b2, recipe=self.recipe, trained=self.trained, out=out, rows=given.get("rows"), **form,
         )  # fmt: skip
 
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:

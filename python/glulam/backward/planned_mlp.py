@@ -27,9 +27,10 @@ from ..dispatch import Problem, TrainingParts, training_parts
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import partials_layout
-from ..ops.grouped_mlp import GroupedMlpCall, check_tokens
+from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
+from ..ops.rows import check_tokens
 from ..plan import Launch, address, addresses
 from . import mlp
 from .data_path import path_of

@@ -11,12 +11,16 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import device as gpus
+from .. import recipes
 from ..backward.data_path import DataGradients, DataPath, contracted
 from ..backward.parts import Targets
+from ..call import Call
+from ..changed import changed
 from ..dispatch import Problem
 from ..groups import part_of
 from ..mhc.checks import check_like
 from ..ops.grouped_mlp import GroupedMlpCall, call_mlp, grouped_mlp
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, call_flat, quantised_mlp
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing
@@ -62,11 +66,17 @@ def moe(
             MoeCall, x, w1, w2, routing.offs, None, token_of_row, routing.row_of, residual, routing.weight_of_row, b1,
             b2, activation, glu_layout, limit, alpha, offset, BF16.name, recompute, transpose_w, out,
         )  # fmt: skip
-    with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
-        return _of_copied_rows(
-            x, routing, w1, w2, residual, out, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit,
-            alpha=alpha, offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
-        )  # fmt: skip
+    if is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, routing.weight_of_row, residual):
+        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
+            return _of_copied_rows(
+                x, routing, w1, w2, residual, out, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout,
+                limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
+            )  # fmt: skip
+    return quantised_mlp(
+        Mxfp8MoeCall, recipes.find(MoeCall.op, recipe), x, w1, w2, routing.offs, None, token_of_row, routing.row_of,
+        residual, routing.weight_of_row, b1, b2, activation, glu_layout, limit, alpha, offset, recompute, transpose_w,
+        out,
+    )  # fmt: skip
 
 
 def _of_copied_rows(
@@ -98,6 +108,10 @@ def moe_call(x: Tensor, routing: Routing, w1: Any, w2: Any, **options: Any) -> M
 
 def _again(**arguments: Any) -> Tensor:
     return call_mlp(MoeCall, **arguments)
+
+
+def _again_mxfp8(**arguments: Any) -> Tensor:
+    return call_flat(Mxfp8MoeCall, **arguments)
 
 
 class PathOfTokens(DataPath):
@@ -149,28 +163,17 @@ def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | N
 
 
 @dataclasses.dataclass
-class MoeCall(GroupedMlpCall):
-    """The arguments of one call of moe in 16 bits: its rows' grouped_mlp, whose `rows` are the tokens of its rows, and
-    whose `row_scale` is the weights of these.
+class OfTokens(Call):
+    """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
+    `row_scale` is the weights of these.
     """
 
     op = "moe"
-    operator = staticmethod(_again)
-    scales = ("row_scale", "rows", "row_of", "residual")
-    reads = (*GroupedMlpCall.reads, "row_of", "residual")
-    rowwise = ("x", "rows", "out", "row_scale", "row_of", "residual")
     of_tokens = ("rows", "row_of", "residual")
-    data_path = PathOfTokens()
 
+    out: Tensor | None
     row_of: Tensor
     residual: Tensor | None
-
-    @property
-    def free(self) -> tuple[int, ...]:
-        """What has tokens, among what `call_mlp` gives, in its order."""
-        given = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of", "residual")
-        present = [name for name in given if getattr(self, name) is not None]
-        return tuple(place for place, name in enumerate(present) if name in ("x", "out", "row_of", "residual"))
 
     def check_result(self, width: int, like: Tensor) -> None:
         shape, why = (len(self.row_of), width), "the result has a row for each token"
@@ -179,16 +182,38 @@ class MoeCall(GroupedMlpCall):
                 check_like(self.op, name, tensor, shape, like, why)
 
     def results(self, problem: Problem) -> Tensor:
-        return self.x.new_empty(len(self.row_of), problem.out_features)
+        tokens: Tensor = super().results(changed(problem, rows=len(self.row_of)))
+        return tokens
 
     def reference(self, problem: Problem) -> Tensor:
-        rows = self.reference_rows(self.x.new_zeros(problem.rows, problem.out_features))
+        rows = self.reference_rows(super().results(problem).zero_())
         return _sums(rows, self.row_of, self.residual, self.out)
 
-    def run(self, plan: Any) -> Tensor:
-        tensors = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
-        result: Tensor = plan.run(*tensors, self.rows, self.row_of, self.residual)
-        return result
+    def by_index(self) -> tuple[Any, ...]:
+        return self.indices, self.row_of, self.residual
+
+
+@dataclasses.dataclass
+class MoeCall(OfTokens, GroupedMlpCall):
+    """The arguments of one call of moe in 16 bits."""
+
+    operator = staticmethod(_again)
+    scales = (*GroupedMlpCall.scales, "row_of", "residual")
+    reads = (*GroupedMlpCall.reads, "row_of", "residual")
+    rowwise = (*GroupedMlpCall.rowwise, "row_of", "residual")
+    of_any_rows = (*GroupedMlpCall.of_any_rows, "out", "row_of", "residual")
+    data_path = PathOfTokens()
+
+
+@dataclasses.dataclass
+class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
+    """The same by a recipe that quantises."""
+
+    operator = staticmethod(_again_mxfp8)
+    scales = (*Mxfp8MlpCall.scales, "row_of", "residual")
+    reads = (*Mxfp8MlpCall.reads, "row_of", "residual")
+    rowwise = (*Mxfp8MlpCall.rowwise, "row_of", "residual")
+    of_any_rows = (*Mxfp8MlpCall.of_any_rows, "out", "row_of", "residual")
 
 
 def _saving_tokens(x: Tensor, rows: Tensor, routing: Routing) -> AbstractContextManager[Any]:

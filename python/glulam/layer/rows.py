@@ -12,6 +12,7 @@ from cute_kernels.specs import LayerSpec
 from ..addressed import Layout, Tensors, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
 from ..mhc.checks import check_dtype, check_like, check_vectors
+from ..mxfp8 import MXFP8Tensor
 from . import reference
 from .operator import LayerOperator, check_matrix, check_shape
 from .routing import Routing
@@ -75,11 +76,11 @@ def _check_rows_of(y: Any, row_of: Tensor) -> None:
     check_shape("combine", "y", y, (row_of.numel(), columns), why)
 
 
-def row_indices(op: str, x: Tensor, routing: Any) -> Tensor:
+def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:
     """`routing.token_of_row`, of a routing of x's tokens. Raises ValueError or TypeError where it is none."""
     row_of = _row_of(op, routing)
-    if isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] != row_of.shape[0]:
-        _mismatch(op, len(x), len(row_of))
+    if isinstance(x, (Tensor, MXFP8Tensor)) and len(x.shape) == 2 and x.shape[0] != row_of.shape[0]:
+        _mismatch(op, x.shape[0], len(row_of))
     indices: Tensor = routing.token_of_row
     return indices
 

@@ -138,7 +138,9 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
             if self.recipe.name == BF16.name:
                 call = GroupedMlpCall(x=x, w1=w1, w2=w2, rows=None, transpose_w=False, out=None, **given)
             else:
-                call = Mxfp8MlpCall(**flat_arguments(x=x, w1=w1, w2=w2, out=None, **{**given, "recipe": self.recipe}))
+                call = Mxfp8MlpCall(
+                    **flat_arguments(x=x, w1=w1, w2=w2, rows=None, out=None, **{**given, "recipe": self.recipe})
+                )
             return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
         except TypeError:
             if self.recipe.name == BF16.name:  # others read float32 too

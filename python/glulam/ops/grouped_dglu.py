@@ -285,7 +285,7 @@ class GroupedDgluCall(Call):
     def reference(self, problem: Problem) -> GluGradients:
         results = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
-        dy = self.dy if self.rows is None else take_rows(self.op, self.dy, self.rows)
+        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, form)
         reference.grouped_dglu(*given, *results, self.transpose_w)
         return results

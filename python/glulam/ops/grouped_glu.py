@@ -254,7 +254,7 @@ class GroupedGluCall(Call):
         results = self.results(problem)
         out, preact = results if self.return_preact else (results, None)
         form = (self.activation, self.glu_layout, self.params)
-        x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
+        x = self.x if self.rows is None else take_rows(self.x, self.rows)
         ends = self.host_ends()
         reference.grouped_glu(x, self.w1, ends, self.bias, self.row_scale, form, out, preact, self.transpose_w)
         return results

@@ -28,7 +28,6 @@ from ..signature import (
     Experts,
     any_requires_grad,
     check_activation,
-    check_alignment,
     check_bias,
     check_experts,
     check_flag,
@@ -42,11 +41,10 @@ from ..signature import (
     check_width,
     check_x,
     mismatch,
-    refuse_gradients,
     runs_kernels,
 )
-from .grouped_mlp_mxfp8 import grouped_mlp_mxfp8, refuse_transposed
-from .rows import take_rows
+from .grouped_mlp_mxfp8 import Mxfp8MlpCall, quantised_mlp
+from .rows import check_tokens, take_rows
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
 
@@ -123,14 +121,9 @@ def grouped_mlp(
     """
     if recipe != "bf16":
         if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
-            refuse_transposed(found, transpose_w)
-            if rows is not None:
-                if is_grad_enabled():
-                    refuse_gradients("grouped_mlp with rows=", x=x, w1=w1, w2=w2, row_scale=row_scale, b1=b1, b2=b2)
-                x = take_rows("grouped_mlp", x, rows)
-            return grouped_mlp_mxfp8(
-                found, x, w1, w2, offs, splits, row_scale, b1, b2, activation, glu_layout, limit, alpha, offset,
-                recompute, out,
+            return quantised_mlp(
+                Mxfp8MlpCall, found, x, w1, w2, offs, splits, rows, None, None, row_scale, b1, b2, activation,
+                glu_layout, limit, alpha, offset, recompute, transpose_w, out,
             )  # fmt: skip
         recipe = found.name
     return call_mlp(
@@ -266,15 +259,6 @@ class GroupedMlpPlan(Launch):
         return out
 
 
-def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
-    """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
-    for name, tensor in given.items():
-        if tensor is not None:
-            if len(tensor) != tokens:
-                mismatch(op, name, tensor.shape, (tokens, tensor.shape[1]), f"routing is of {tokens} tokens")
-            check_alignment(op, name, tensor)
-
-
 PLANS: Plans[Any] = Plans()
 """GroupedMlpPlans, and `backward.planned_mlp.MlpTrainingPlan`s where an argument requires a gradient."""
 
@@ -291,6 +275,8 @@ class GroupedMlpCall(Call):
     scales: ClassVar[tuple[str, ...]] = ("row_scale", "rows")
     reads: ClassVar[tuple[str, ...]] = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "rows")
     rowwise: ClassVar[tuple[str, ...]] = ("x", "rows", "out", "row_scale")
+    given = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of", "residual")
+    of_any_rows: ClassVar[tuple[str, ...]] = ("x",)
 
     x: Tensor
     out: Tensor | None
@@ -369,10 +355,9 @@ class GroupedMlpCall(Call):
         return self.reference_rows(self.results(problem) if self.out is None else self.out)
 
     def reference_rows(self, out: Tensor) -> Tensor:
-        """`out`, with the MLP's result of each row."""
         form = (self.activation, self.glu_layout, self.params)
         ends = self.host_ends()
-        x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
+        x = self.x if self.rows is None else take_rows(self.x, self.rows)
         reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out, self.transpose_w)
         return out
 
@@ -391,5 +376,5 @@ class GroupedMlpCall(Call):
         return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index)}
 
     def run(self, plan: GroupedMlpPlan) -> Tensor:
-        rows = () if self.rows is None else (self.rows,)
-        return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out, *rows)
+        tensors: Any = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
+        return plan.run(*tensors, *self.by_index())

@@ -35,6 +35,7 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
+    check_indices,
     check_out,
     check_params,
     check_scale,
@@ -51,32 +52,34 @@ from .mxfp8_mlp_plans import (
     QuantisedPlan,
     ReadyPlan,
     WeightOnlyPlan,
-    layout_of_rows,
+    layout,
     layouts_in_mxfp8,
 )
+from .rows import take_rows
 
-OP = "grouped_mlp"
 
-
-def grouped_mlp_mxfp8(
-    recipe: Recipe, x: Any, w1: Any, w2: Any, offs: Any, splits: Any, row_scale: Tensor | None, b1: Any, b2: Any,
-    activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recompute: bool, out: Tensor | None,
+def quantised_mlp(
+    kind: type[Mxfp8MlpCall], recipe: Recipe, x: Any, w1: Any, w2: Any, offs: Any, splits: Any, rows: Any, row_of: Any,
+    residual: Any, row_scale: Any, b1: Any, b2: Any, activation: Any, glu_layout: Any, limit: Any, alpha: Any,
+    offset: Any, recompute: Any, transpose_w: Any, out: Any,
 ) -> Tensor:  # fmt: skip
-    """`grouped_mlp` with a recipe that quantises."""
-    x_, x_scale, dtype = _rows(x, recipe, out, b1, b2)
-    w1_, w1_scale = _weight("w1", w1, recipe)
-    w2_, w2_scale = _weight("w2", w2, recipe)
-    return _grouped_mlp(
-        x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, row_scale, b1, b2, activation, glu_layout, limit,
-        alpha, offset, recipe.name, recompute, dtype, out,
+    """`call_mlp` of `ops.grouped_mlp` with a recipe that quantises."""
+    op = kind.op
+    refuse_transposed(op, recipe, transpose_w)
+    x_, x_scale, dtype = _rows(op, x, recipe, out, b1, b2)
+    w1_, w1_scale = _weight(op, "w1", w1, recipe)
+    w2_, w2_scale = _weight(op, "w2", w2, recipe)
+    return call_flat(
+        kind, x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, rows, row_of, residual, row_scale, b1, b2,
+        activation, glu_layout, limit, alpha, offset, recipe.name, recompute, dtype, out,
     )  # fmt: skip
 
 
-def refuse_transposed(recipe: Recipe, transpose_w: Any) -> None:
+def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
     """Raises ValueError where weights are transposed, which scales along their rows do not allow."""
     if transpose_w:
         raise ValueError(
-            f"{OP}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
+            f"{op}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
             "w1.mT.contiguous() does, and leave out transpose_w, or choose recipe 'bf16'"
         )
 
@@ -87,10 +90,11 @@ def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, **rest: Any) -> dic
     Raises:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
-    refuse_transposed(recipe, rest.get("transpose_w"))
-    x, x_scale, dtype = _rows(x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
-    w1, w1_scale = _weight("w1", w1, recipe)
-    w2, w2_scale = _weight("w2", w2, recipe)
+    op = Mxfp8MlpCall.op
+    refuse_transposed(op, recipe, rest.get("transpose_w"))
+    x, x_scale, dtype = _rows(op, x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
+    w1, w1_scale = _weight(op, "w1", w1, recipe)
+    w2, w2_scale = _weight(op, "w2", w2, recipe)
     return {
         "x": x, "x_scale": x_scale, "w1": w1, "w1_scale": w1_scale, "w2": w2, "w2_scale": w2_scale,
         "recipe": recipe.name, "dtype": dtype, **rest,
@@ -106,18 +110,18 @@ def _result_dtype(*others: Any) -> torch.dtype:
     return torch.bfloat16
 
 
-def _rows(x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
+def _rows(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
     """x; its scales, where kernels read it in MXFP8; and the result's dtype, where x does not tell."""
     if not isinstance(x, MXFP8Tensor):
         return x, None, None
     dtype = _result_dtype(*others)
     if recipe.x is None:
         raise TypeError(
-            f"{OP}: x is an MXFP8Tensor, but recipe {recipe.name!r} takes 16-bit rows; give x.dequantize({dtype}), or "
+            f"{op}: x is an MXFP8Tensor, but recipe {recipe.name!r} takes 16-bit rows; give x.dequantize({dtype}), or "
             "choose recipe 'mxfp8' or 'mxfp8_exact'"
         )
     if x.axis != "row":
-        raise ValueError(f"{OP}: x is quantised along its columns; a GEMM contracts its rows, so quantise along those")
+        raise ValueError(f"{op}: x is quantised along its columns; a GEMM contracts its rows, so quantise along those")
     if recipe.x.block == "1x32":  # kernels read its values in 16 bits, which hold them exactly
         return x.dequantize(dtype), None, None
     if x.block == "1x128" and x.scale_layout == "plain":
@@ -126,24 +130,24 @@ def _rows(x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, tor
     return wide.data.contiguous(), wide.scale.contiguous(), dtype
 
 
-def _weight(name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | None]:
+def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | None]:
     """A weight, and its scales where it is in MXFP8."""
     if w.__class__ is FoldedWeight:
         if not recipe.folds:
             raise TypeError(
-                f"{OP}: {name} is a FoldedWeight, but recipe {recipe.name!r} takes weights with a scale for 32 "
+                f"{op}: {name} is a FoldedWeight, but recipe {recipe.name!r} takes weights with a scale for 32 "
                 "elements; give an MXFP8Tensor [E, N, K] or the 16-bit weight, or choose recipe 'mxfp8'"
             )
         if w.axis != "row":
             raise ValueError(
-                f"{OP}: {name} is folded along its columns, for the data gradient; give what "
+                f"{op}: {name} is folded along its columns, for the data gradient; give what "
                 "prepare_mxfp8_weight(w, axis='row') returns"
             )
         return w.data, w.scale
     if w.__class__ is MXFP8Tensor:
         if w.axis != "row" or w.scale_layout != "plain":
             raise ValueError(
-                f"{OP}: {name} is {w!r}; it must be quantised along its rows, with plain scales, as {name}.plain() has"
+                f"{op}: {name} is {w!r}; it must be quantised along its rows, with plain scales, as {name}.plain() has"
             )
         return w.data, w.scale
     return w, None
@@ -161,14 +165,15 @@ def _form(recipe: str) -> str:
     return FOLDED_ROWS if recipe == recipes.MXFP8.name else BLOCKS
 
 
-def _grouped_mlp(
-    x: Any, x_scale: Tensor | None, w1: Any, w1_scale: Tensor | None, w2: Any, w2_scale: Tensor | None, offs: Any,
-    splits: Any, row_scale: Tensor | None, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float,
-    alpha: float, offset: float, recipe: str, recompute: bool, dtype: torch.dtype | None, out: Tensor | None,
+def call_flat(
+    kind: type[Mxfp8MlpCall], x: Any, x_scale: Any, w1: Any, w1_scale: Any, w2: Any, w2_scale: Any, offs: Any,
+    splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any, b1: Any, b2: Any, activation: Any,
+    glu_layout: Any, limit: Any, alpha: Any, offset: Any, recipe: Any, recompute: Any, dtype: Any, out: Any,
 ) -> Tensor:  # fmt: skip
+    """The same, of plain tensors."""
     key = plan = failure = None
     is_planned = not unplanned()
-    needs = requiring_grad(x, w1, w2, row_scale, b1, b2) if is_planned and is_grad_enabled() else None
+    needs = requiring_grad(x, w1, w2, row_scale, b1, b2, residual) if is_planned and is_grad_enabled() else None
     if is_planned:
         try:
             groups: Any = offs if splits is None else splits
@@ -180,24 +185,29 @@ def _grouped_mlp(
                 b2_ = find("bias", b2) if b2.__class__ is list else b2
             else:
                 w1_, w1_scale_, w2_, w2_scale_, b1_, b2_ = w1, w1_scale, w2, w2_scale, b1, b2
-            tensors = (x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, row_scale, b1_, b2_, out)
+            tensors = (
+                x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, row_scale, b1_, b2_, out, rows, row_of, residual
+            )  # fmt: skip
             given = [t for t in tensors if t is not None]
             options = (
                 needs, x_scale is None, w1_scale_ is None, w2_scale_ is None, offs is None, splits is None,
-                row_scale is None, b1 is None, b2 is None, out is None, activation, glu_layout, limit, alpha, offset,
-                recipe, recompute, dtype,
+                rows is None, row_of is None, residual is None, row_scale is None, b1 is None, b2 is None, out is None,
+                activation, glu_layout, limit, alpha, offset, recipe, recompute, dtype,
             )  # fmt: skip
             key, plan = PLANS.look_up(given, options)
             if plan is not None and needs is None:
-                return plan.run(x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
+                return plan.run(  # type: ignore[no-any-return]
+                    x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
+                )
             if plan is not None:
                 return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
         except Exception as error:
             failure = error
-    call = Mxfp8MlpCall(
-        x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, offs=offs, splits=splits,
+    of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
+    call = kind(
+        x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, offs=offs, splits=splits, rows=rows,
         row_scale=row_scale, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-        offset=offset, recipe=recipe, recompute=recompute, dtype=dtype, out=out,
+        offset=offset, recipe=recipe, recompute=recompute, dtype=dtype, out=out, **of_tokens,
     )  # fmt: skip
     try:
         if needs is not None:
@@ -208,6 +218,10 @@ def _grouped_mlp(
         return call.settle(key, plan, failure, found)  # type: ignore[no-any-return]
     finally:
         del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
+
+
+def _again(**arguments: Any) -> Tensor:
+    return call_flat(Mxfp8MlpCall, row_of=None, residual=None, **arguments)
 
 
 PLANS: Plans[Any] = Plans()
@@ -246,16 +260,21 @@ def _check_scale(op: str, name: str, scale: Tensor, shape: tuple[int, ...], data
 class Mxfp8MlpCall(Call):
     """The arguments of one call. `dtype`: of the result, where x is in MXFP8."""
 
-    op = OP
-    operator: ClassVar[Callable[..., Any]] = staticmethod(_grouped_mlp)
+    op = "grouped_mlp"
+    operator: ClassVar[Callable[..., Any]] = staticmethod(_again)
     plans = PLANS
     weights = ("w1", "w2")
     biases = ("b1", "b2")
-    scales = ("row_scale", "x_scale", "w1_scale", "w2_scale")
-    rowwise = ("x", "x_scale", "out", "row_scale")
+    scales: ClassVar[tuple[str, ...]] = ("row_scale", "x_scale", "w1_scale", "w2_scale", "rows")
+    rowwise: ClassVar[tuple[str, ...]] = ("x", "x_scale", "rows", "out", "row_scale")
     reads: ClassVar[tuple[str, ...]] = (
-        "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2"
+        "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2", "rows"
     )  # fmt: skip
+    given = (
+        "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of",
+        "residual",
+    )  # fmt: skip
+    of_any_rows: ClassVar[tuple[str, ...]] = ("x", "x_scale")
 
     x: Tensor
     x_scale: Tensor | None
@@ -263,6 +282,7 @@ class Mxfp8MlpCall(Call):
     w1_scale: Tensor | None
     w2: Experts
     w2_scale: Tensor | None
+    rows: Tensor | None
     row_scale: Tensor | None
     b1: Experts | None
     b2: Experts | None
@@ -278,7 +298,7 @@ class Mxfp8MlpCall(Call):
 
     @property
     def form(self) -> str:
-        return "grouped_mlp_mxfp8" if self.out is None else "grouped_mlp_mxfp8_out"
+        return f"{self.op}_mxfp8" if self.out is None else f"{self.op}_mxfp8_out"
 
     @property
     def params(self) -> ActivationParams:
@@ -314,7 +334,9 @@ class Mxfp8MlpCall(Call):
                 f"{self.op}: recompute is True, but recipe {self.recipe!r} has no gradient; leave it out, or choose "
                 "recipe 'mxfp8' or 'bf16'"
             )
-        rows, columns = check_x(self.op, self.x, None if self.x_scale is None else (DATA_DTYPE,))
+        _, columns = check_x(self.op, self.x, None if self.x_scale is None else (DATA_DTYPE,))
+        check_indices(self.op, self.rows, self.x)
+        rows = self.num_rows
         like = self.x.new_empty(rows, 0, dtype=self.result_dtype)  # what biases and the result are like
         self._check_x_scale()
         check_activation(self.op, self.activation, self.glu_layout)
@@ -334,9 +356,9 @@ class Mxfp8MlpCall(Call):
         check_bias(self.op, "b1", self.b1, like, experts, w1_rows)
         check_bias(self.op, "b2", self.b2, like, experts, out_features)
         check_scale(self.op, "row_scale", self.row_scale, like)
-        check_out(self.op, "out", self.out, like, out_features)
+        self.check_result(out_features, like)
         return Problem(
-            op=self.op,
+            op=Mxfp8MlpCall.op,
             dtype=dtype,
             rows=rows,
             experts=experts,
@@ -349,6 +371,10 @@ class Mxfp8MlpCall(Call):
             operands=recipe.operands,
             fc2_operands=recipe.fc2_operands,
         )
+
+    def check_result(self, width: int, like: Tensor) -> None:
+        """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
+        check_out(self.op, "out", self.out, like, width)
 
     def _check_x_scale(self) -> None:
         if self.x_scale is None:
@@ -380,14 +406,22 @@ class Mxfp8MlpCall(Call):
         return super(Mxfp8MlpCall, call).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
-        out = self.results(problem) if self.out is None else self.out
+        return self.reference_rows(self.results(problem) if self.out is None else self.out)
+
+    def reference_rows(self, out: Tensor) -> Tensor:
         form = (self.activation, self.glu_layout, self.params)
         biases, weights = (self.b1, self.b2), self._prepared_weights()
         mlp_reference.grouped_mlp(
-            recipes.RECIPES[self.recipe], (self.x, self.x_scale), weights, self.host_ends(), biases, self.row_scale,
-            form, out,
-        )  # fmt: skip
+            recipes.RECIPES[self.recipe], self.taken(), weights, self.host_ends(), biases, self.row_scale, form, out
+        )
         return out
+
+    def taken(self) -> tuple[Tensor, Tensor | None]:
+        """x and its scales by rows."""
+        rows, scale = self.rows, self.x_scale
+        if rows is None:
+            return self.x, scale
+        return take_rows(self.x, rows), None if scale is None else take_rows(scale, rows)
 
     def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
         common = {
@@ -401,27 +435,23 @@ class Mxfp8MlpCall(Call):
         return QuantisedPlan(**common) if self.x_scale is None else ReadyPlan(**common)
 
     def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        hidden, inner, dtype = problem.in_features, problem.intermediate, self.result_dtype
+        x, mid = (self.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
         if problem.operands == "mxfp8":
-            widths = (inner,) if self.x_scale is not None else (hidden, inner)
-            return {"memory": workspace.Layouts(*layouts_in_mxfp8(problem, launch, *widths))}
-        widths = (inner, hidden) if problem.operands == "mxfp8_exact" else (inner,)
-        return {"memory": workspace.Layouts(*(layout_of_rows(problem, launch, width, dtype) for width in widths))}
+            shapes = [mid] if self.x_scale is not None else [x, mid]
+            return {"memory": workspace.Layouts(*layouts_in_mxfp8(launch, *shapes))}
+        shapes = [mid, x] if problem.operands == "mxfp8_exact" else [mid]
+        return {"memory": workspace.Layouts(*(layout(launch, shape, self.result_dtype) for shape in shapes))}
 
     def _rounding(self, problem: Problem, launch: Launch) -> Callable[..., Any]:
         """The kernel that rounds x to MXFP8 values."""
         if not problem.rows:
             return launch_nothing
-        wanted = Problem(
-            "quantize_mxfp8", problem.dtype, problem.rows, 1, problem.in_features, axis="row", rounded=True
-        )
-        return kernels.serving(wanted, gpus.gpu(launch.index)).at(problem.rows).function
+        rows, columns = self.x.shape
+        wanted = Problem("quantize_mxfp8", problem.dtype, rows, 1, columns, axis="row", rounded=True)
+        return kernels.serving(wanted, gpus.gpu(launch.index)).at(rows).function
 
-    def run(self, plan: Mxfp8MlpPlan) -> Tensor:
-        w1: Any = self.w1
-        w2: Any = self.w2
-        w1_scale: Any = self.w1_scale
-        w2_scale: Any = self.w2_scale
+    def run(self, plan: Any) -> Any:
         return plan.run(
-            self.x, self.x_scale, w1, w1_scale, w2, w2_scale, self.groups, self.b1, self.b2, self.row_scale, self.out
+            self.x, self.x_scale, self.w1, self.w1_scale, self.w2, self.w2_scale, self.groups, self.b1, self.b2,
+            self.row_scale, self.out, *self.by_index(),
         )  # fmt: skip

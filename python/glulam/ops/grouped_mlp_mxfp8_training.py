@@ -69,14 +69,16 @@ class BackwardMemory(NamedTuple):
     partials: Any
 
 
-def forward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
-    """Of ForwardMemory."""
-    return workspace.Layouts(*layouts_in_mxfp8(problem, launch, problem.in_features, problem.intermediate))
+def forward_layouts(problem: Problem, launch: Launch, tokens: int | None = None) -> workspace.Layouts:
+    """Of ForwardMemory. `tokens`: of x, where its rows come by index."""
+    x, mid = (problem.rows if tokens is None else tokens, problem.in_features), (problem.rows, problem.intermediate)
+    return workspace.Layouts(*layouts_in_mxfp8(launch, x, mid))
 
 
 def backward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
     """Of BackwardMemory. `problem`: that of the data gradients."""
-    in_mxfp8 = layouts_in_mxfp8(problem, launch, problem.in_features, problem.w1_rows)
+    dy, dpreact = (problem.rows, problem.in_features), (problem.rows, problem.w1_rows)
+    in_mxfp8 = layouts_in_mxfp8(launch, dy, dpreact)
     return workspace.Layouts(*in_mxfp8, partials_layout(problem, launch).num_bytes)
 
 
@@ -96,6 +98,7 @@ def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Pr
 def launch_forward(
     launch: Launch, layouts: workspace.Layouts, params: KernelParams, x: Tensor, weights: tuple[Prepared, Prepared],
     y: Tensor, preact: Tensor, groups_at: int, b1: Sequence[int], b2: Sequence[int], scale: Tensor | None,
+    rows: Tensor | None = None,
 ) -> None:  # fmt: skip
     """y and preact. `b1`, `b2`: the first two of `plan.addresses`; `launch.function`: a grouped_mlp's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
@@ -109,7 +112,7 @@ def launch_forward(
         groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=tickets,
         b1=b1_at, b1_table=b1_table, b2=b2_at, b2_table=b2_table,
         scale=address(scale), kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
-        num_sms=launch.sm_count,
+        num_sms=launch.sm_count, rows=address(rows),
     )  # fmt: skip
 
 
@@ -161,6 +164,7 @@ def launch_backward(
 def forward(
     x: Tensor, w1: Any, w2: Any, offs: Any, splits: Any, row_scale: Tensor | None, b1: Any, b2: Any, activation: str,
     glu_layout: str, limit: float, alpha: float, offset: float, recipe: str, trained: bool, out: Tensor | None,
+    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, h), y in `out` where that is given. `trained`: whether a weight is; see `PreparedWeights.get`."""
     key = plan = failure = None
@@ -169,20 +173,20 @@ def forward(
             groups: Any = offs if splits is None else splits
             b1_ = find("bias", b1) if b1.__class__ is list else b1
             b2_ = find("bias", b2) if b2.__class__ is list else b2
-            given = [t for t in (x, w1, w2, groups, row_scale, b1_, b2_, out) if t is not None]
+            given = [t for t in (x, w1, w2, groups, row_scale, b1_, b2_, out, rows) if t is not None]
             options = (
-                offs is None, splits is None, row_scale is None, b1 is None, b2 is None, out is None, activation,
-                glu_layout, limit, alpha, offset, recipe, trained,
+                offs is None, splits is None, row_scale is None, b1 is None, b2 is None, out is None, rows is None,
+                activation, glu_layout, limit, alpha, offset, recipe, trained,
             )  # fmt: skip
             key, plan = FORWARD_PLANS.look_up(given, options)
             if plan is not None:
-                return plan.run(x, w1, w2, groups, b1_, b2_, row_scale, out)
+                return plan.run(x, w1, w2, groups, b1_, b2_, row_scale, out, rows)
         except Exception as error:
             failure = error
     call = ForwardCall(
         x=x, x_scale=None, w1=w1, w1_scale=None, w2=w2, w2_scale=None, offs=offs, splits=splits, row_scale=row_scale,
         b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset,
-        recipe=recipe, recompute=False, dtype=None, out=out, trained=trained,
+        recipe=recipe, recompute=False, dtype=None, out=out, rows=rows, trained=trained,
     )  # fmt: skip
     try:
         y, preact = call.settle(key, plan, failure, {"b1": b1_, "b2": b2_} if key else {})
@@ -202,21 +206,25 @@ class ForwardPlan(Launch):
     params: KernelParams
 
     def run(
-        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, w1, w2, groups, b1, b2, scale, out)
+                return self.run(x, w1, w2, groups, b1, b2, scale, out, rows)
         groups_at, (*b1_at, b1_mark), (*b2_at, b2_mark) = groups.data_ptr(), addresses(b1), addresses(b2)
-        at = (x.data_ptr(), *map(_packed_at, (w1, w2)), groups_at, address(scale), b1_mark, b2_mark, address(out))
+        packed, others = map(_packed_at, (w1, w2)), map(address, (rows, out))
+        at = (x.data_ptr(), *packed, groups_at, address(scale), b1_mark, b2_mark, *others)
         if at not in self.apart:
-            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2)
+            self.check_apart(at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows)
         weights = folded_rows(w1, w2, self.trained)
         y = result = x.new_empty(self.rows, self.width) if out is None else out
         preact = x.new_empty(self.rows, self.preact_width)
+        if self.rows == 1 or rows is not None:
+            x = aligned_row(x)
         if self.rows == 1:
-            x, y = aligned_row(x), aligned_row(y)
-        launch_forward(self, self.memory, self.params, x, weights, y, preact, groups_at, b1_at, b2_at, scale)
+            y = aligned_row(y)
+        launch_forward(self, self.memory, self.params, x, weights, y, preact, groups_at, b1_at, b2_at, scale, rows)
         return result, preact
 
 
@@ -235,7 +243,7 @@ class ForwardCall(Mxfp8MlpCall):
     operator = staticmethod(forward)
     plans = FORWARD_PLANS
     tabled = ()  # a plan looks prepared weights up
-    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2")
+    reads = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "rows")
 
     trained: bool
 
@@ -265,7 +273,7 @@ class ForwardCall(Mxfp8MlpCall):
         form = (self.activation, self.glu_layout, self.params)
         weights = folded_rows(self.w1, self.w2, self.trained)
         mlp_reference.grouped_mlp(
-            recipes.RECIPES[self.recipe], (self.x, None), weights, self.host_ends(), (self.b1, self.b2),
+            recipes.RECIPES[self.recipe], self.taken(), weights, self.host_ends(), (self.b1, self.b2),
             self.row_scale, form, out, preact,
         )  # fmt: skip
         return out, preact
@@ -281,10 +289,11 @@ class ForwardCall(Mxfp8MlpCall):
         )
 
     def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        return {"memory": forward_layouts(problem, launch)}
+        return {"memory": forward_layouts(problem, launch, self.x.shape[0])}
 
     def run(self, plan: Any) -> Any:
-        return plan.run(self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
+        tensors = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
+        return plan.run(*tensors, *self.by_index())
 
 
 def backward(

@@ -208,7 +208,7 @@ class GroupedMmCall(Call):
 
     def reference(self, problem: Problem) -> Tensor:
         out = self.results(problem) if self.out is None else self.out
-        x = self.x if self.rows is None else take_rows(self.op, self.x, self.rows)
+        x = self.x if self.rows is None else take_rows(self.x, self.rows)
         reference.grouped_mm(x, self.w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
         return out
 

@@ -257,8 +257,8 @@ class GroupedWgradCall(Call):
     def reference(self, problem: Problem) -> Any:
         out = self.results(problem) if self.out is None else self.out
         adds = [self.accumulate] * problem.experts if self.mask is None else self.mask.tolist()
-        dy = self.dy if self.dy_rows is None else take_rows(self.op, self.dy, self.dy_rows)
-        x = self.x if self.x_rows is None else take_rows(self.op, self.x, self.x_rows)
+        dy = self.dy if self.dy_rows is None else take_rows(self.dy, self.dy_rows)
+        x = self.x if self.x_rows is None else take_rows(self.x, self.x_rows)
         reference.grouped_wgrad(dy, x, self.host_ends(), adds, out)
         return out
 

@@ -21,28 +21,30 @@ from .. import device as gpus
 from .. import workspace
 from ..activations import KernelParams
 from ..by_name import by_name
-from ..dispatch import Problem
 from ..groups import OFFS_INT32
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
 from ..plan import Launch, addresses, aligned_row
+from ..signature import mismatch
+from .rows import check_tokens
 
 
-def layout_of_rows(problem: Problem, launch: Launch, columns: int, dtype: torch.dtype) -> workspace.Layout:
-    """Of a matrix with the rows of x."""
-    return workspace.Layout((problem.rows, columns), dtype, launch.device, launch.index)
+def layout(launch: Launch, shape: tuple[int, int], dtype: torch.dtype) -> workspace.Layout:
+    return workspace.Layout(shape, dtype, launch.device, launch.index)
 
 
-def layouts_in_mxfp8(problem: Problem, launch: Launch, *widths: int) -> list[Any]:
-    """Of matrices with the rows of x and so many columns, and the bytes of their scales."""
-    data = [layout_of_rows(problem, launch, width, DATA_DTYPE) for width in widths]
-    return [*data, *[problem.rows * -(-width // BLOCK) for width in widths]]
+def layouts_in_mxfp8(launch: Launch, *shapes: tuple[int, int]) -> list[Any]:
+    """Of matrices of these shapes, and the bytes of their scales."""
+    data = [layout(launch, shape, DATA_DTYPE) for shape in shapes]
+    return [*data, *[rows * -(-width // BLOCK) for rows, width in shapes]]
 
 
 Memory = workspace.Several
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """x, w1, w2 and y."""
-Addresses = tuple[int, int, int, int, int, int, int, int, int]
-"""Of group sizes and tickets, the weights' scales, biases and tables of biases, and the row scale."""
+Addresses = tuple[int, ...]
+"""Of group sizes and tickets, the weights' scales, biases and tables of biases, the row scale, and rows' indices."""
+Tokens = tuple[int, int, int, int, int]
+"""Of a layer: the addresses of its tokens' rows, of the residual and of the result, and the tokens and rows of each."""
 _TILE, _SWAPPED = TileConfig(k=128), TileConfig(m=64, n=128, k=128, schedule="swapped")
 
 
@@ -59,17 +61,22 @@ class Mxfp8MlpPlan(Launch):
     memory: workspace.Layouts
     params: KernelParams
 
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
+    def launch(
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+    ) -> None:  # fmt: skip
         """Call the function: what the recipes differ in."""
         raise NotImplementedError
 
     def run(
         self, x: Tensor, x_scale: Tensor | None, w1: Tensor, w1_scale: Tensor, w2: Tensor, w2_scale: Tensor,
-        groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
+        groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None, rows: Tensor | None = None,
+        row_of: Tensor | None = None, residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(x, x_scale, w1, w1_scale, w2, w2_scale, groups, b1, b2, scale, out)
+                return self.run(
+                    x, x_scale, w1, w1_scale, w2, w2_scale, groups, b1, b2, scale, out, rows, row_of, residual
+                )
         groups_at, w1_scale_at, w2_scale_at = groups.data_ptr(), w1_scale.data_ptr(), w2_scale.data_ptr()
         scale_at = 0 if scale is None else scale.data_ptr()
         b1_at = b1_table = b1_mark = b2_at = b2_table = b2_mark = 0
@@ -77,22 +84,40 @@ class Mxfp8MlpPlan(Launch):
             b1_at, b1_table, b1_mark = addresses(b1)
         if b2 is not None:
             b2_at, b2_table, b2_mark = addresses(b2)
-        at = (
+        rows_at = 0 if rows is None else rows.data_ptr()
+        tokens = k = row_of_at = residual_at = result_at = 0
+        at: Any = (
             x.data_ptr(), 0 if x_scale is None else x_scale.data_ptr(), w1.data_ptr(), w1_scale_at, w2.data_ptr(),
-            w2_scale_at, groups_at, scale_at, b1_mark, b2_mark, 0 if out is None else out.data_ptr(),
+            w2_scale_at, groups_at, scale_at, b1_mark, b2_mark, rows_at, 0 if out is None else out.data_ptr(),
         )  # fmt: skip
+        if row_of is not None:
+            tokens, k = row_of.shape
+            row_of_at, residual_at = row_of.data_ptr(), 0 if residual is None else residual.data_ptr()
+            at = (*at[:-1], row_of_at, residual_at, at[-1])
         if at not in self.apart:
+            of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
+            if row_of is not None:
+                check_tokens(self.op, tokens, x=x, residual=residual, out=out)
+            if x_scale is not None and len(x_scale) != len(x):
+                mismatch(self.op, "x's scale", x_scale.shape, (len(x), x_scale.shape[1]), "x has so many rows")
             self.check_apart(
                 at, out, x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, groups=groups,
-                row_scale=scale, b1=b1, b2=b2,
+                row_scale=scale, b1=b1, b2=b2, rows=rows, **of_tokens,
             )  # fmt: skip
-        y = out = x.new_empty(self.rows, self.width, dtype=self.dtype) if out is None else out
+        if self.rows == 1 or rows is not None:
+            x = aligned_row(x)
+        if row_of is None:
+            y = out = x.new_empty(self.rows, self.width, dtype=self.dtype) if out is None else out
+        else:
+            y = x.new_empty(self.rows, self.width, dtype=self.dtype)
+            out = x.new_empty(tokens, self.width, dtype=self.dtype) if out is None else out
+            result_at = out.data_ptr()
         if self.rows == 1:
-            x, y = aligned_row(x), aligned_row(y)
+            y = aligned_row(y)
         memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
         tickets = self.tickets() if self.draws_tickets else 0
-        given = groups_at, tickets, w1_scale_at, w2_scale_at, b1_at, b1_table, b2_at, b2_table, scale_at
-        self.launch((x, w1, w2, y), x_scale, memory, given)
+        given = groups_at, tickets, w1_scale_at, w2_scale_at, b1_at, b1_table, b2_at, b2_table, scale_at, rows_at
+        self.launch((x, w1, w2, y), x_scale, memory, given, (row_of_at, residual_at, result_at, tokens, k))
         return out
 
 
@@ -100,10 +125,13 @@ class QuantisedPlan(Mxfp8MlpPlan):
     """FP8 GEMMs; x in 16 bits, which the same function quantises. `memory`: x and the activation, and their scales."""
 
     @by_name(function=_signature("mxfp8", _TILE))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
+    def launch(
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+    ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         x8, mid8, x8_scale, mid_scale = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = at
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, rows = at
+        row_of, residual, out, num_tokens, k = tokens
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x8=x8, x8_scale=x8_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
@@ -111,6 +139,7 @@ class QuantisedPlan(Mxfp8MlpPlan):
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            rows=rows, row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
         )  # fmt: skip
 
 
@@ -118,10 +147,13 @@ class ReadyPlan(Mxfp8MlpPlan):
     """FP8 GEMMs on an x in MXFP8. `memory`: the activation and its scales."""
 
     @by_name(function=_signature("mxfp8", _TILE, quantized=True))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
+    def launch(
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+    ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         mid8, mid_scale = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = at
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, rows = at
+        row_of, residual, out, num_tokens, k = tokens
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x_scale=x_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,  # type: ignore[union-attr]
@@ -129,6 +161,7 @@ class ReadyPlan(Mxfp8MlpPlan):
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            rows=rows, row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
         )  # fmt: skip
 
 
@@ -136,16 +169,20 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
     """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
 
     @by_name(function=_signature("mxfp8_weight_only", _SWAPPED))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
+    def launch(
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+    ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         (mid,) = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale = at
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, rows = at
+        row_of, residual, out, num_tokens, k = tokens
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, mid=mid, y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
+            rows=rows, row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
         )  # fmt: skip
 
 
@@ -156,9 +193,11 @@ class ExactPlan(WeightOnlyPlan):
     round: Callable[..., Any]
 
     @by_name(round=signature_of(QuantizeMxfp8Spec(rounded=True)))
-    def launch(self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses) -> None:
+    def launch(
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+    ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
-        mid, rows = memory
-        has_offs = self.group_form == OFFS_INT32
-        self.round(x=x, out=rows, offs=at[0] if has_offs else 0, num_groups=self.experts if has_offs else 1)
-        WeightOnlyPlan.launch(self, (rows, w1, w2, y), None, (mid,), at)
+        mid, rounded = memory
+        until = self.group_form == OFFS_INT32 and not at[-1]
+        self.round(x=x, out=rounded, offs=at[0] if until else 0, num_groups=self.experts if until else 1)
+        WeightOnlyPlan.launch(self, (rounded, w1, w2, y), None, (mid,), at, tokens)

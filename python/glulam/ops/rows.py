@@ -1,22 +1,23 @@
-"""Rows by index, where no kernel reads them so."""
+"""Rows by index: what a layer's tokens are checked for, and the copy that the CPU reference makes of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor, uint8
 
-from torch import Tensor
-
-from ..signature import check_indices
+from ..signature import check_alignment, mismatch
 
 
-def take_rows(op: str, x: Any, rows: Tensor) -> Tensor:
-    """x[rows], with indices clamped: those behind the last group may be anything.
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], with indices clamped: those behind the last group may be anything."""
+    matrix = x.view(uint8) if x.element_size() == 1 else x  # torch takes no rows of FP8
+    taken = matrix.index_select(0, rows.clamp(0, max(x.shape[0] - 1, 0)))
+    return taken.view(x.dtype)
 
-    Raises:
-        TypeError: x is no tensor, as an MXFP8Tensor is not, or rows are not int32.
-        ValueError: rows do not fit.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x is a {type(x).__name__}, and rows= takes it in 16 bits; give x.dequantize()")
-    check_indices(op, rows, x)
-    return x.index_select(0, rows.clamp(0, max(x.shape[0] - 1, 0)))
+
+def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
+    """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
+    for name, tensor in given.items():
+        if tensor is not None:
+            if len(tensor) != tokens:
+                mismatch(op, name, tensor.shape, (tokens, tensor.shape[1]), f"routing is of {tokens} tokens")
+            check_alignment(op, name, tensor)
