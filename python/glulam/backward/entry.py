@@ -57,7 +57,7 @@ def differentiate(
             "w2.mT.contiguous(), and leave out transpose_w"
         )
     apply = next((APPLY[kind] for kind in type(call).__mro__ if kind in APPLY), None)
-    if apply is None or type(call) is Mxfp8MlpCall:  # of which some recipes have none
+    if apply is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     try:

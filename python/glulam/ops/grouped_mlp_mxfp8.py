@@ -84,14 +84,13 @@ def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
         )
 
 
-def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, **rest: Any) -> dict[str, Any]:
+def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, op: str = "grouped_mlp", **rest: Any) -> dict[str, Any]:
     """The arguments as plain tensors, as the fields of `Mxfp8MlpCall` are.
 
     Raises:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
-    op = Mxfp8MlpCall.op
-    refuse_transposed(op, recipe, rest.get("transpose_w"))
+    refuse_transposed(op, recipe, rest.pop("transpose_w", False))
     x, x_scale, dtype = _rows(op, x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
     w1, w1_scale = _weight(op, "w1", w1, recipe)
     w2, w2_scale = _weight(op, "w2", w2, recipe)
