@@ -494,12 +494,12 @@ class TestTraces:
         c = make_case(SIZES, HIDDEN, INTER)
         form = ("swiglu", "concat", 7.0, 1.702, 1.0)
         ops = torch.ops.glulam
-        given = (c.x, [c.w1], list(c.w2), c.offs, None, c.row_scale, [c.b1], None, *form, "mxfp8", True)
+        given = (c.x, [c.w1], list(c.w2), c.offs, None, c.row_scale, [c.b1], None, *form, "mxfp8", True, None)
         torch.library.opcheck(ops.grouped_mlp_mxfp8_preact.default, given)
         torch.library.opcheck(ops.grouped_mlp_mxfp8_preact_out.default, (*given, torch.zeros_like(c.x)))
         _, h = ops.grouped_mlp_mxfp8_preact(*given)
         for w1, flags in (([c.w1], (True, True)), (None, (False, True)), ([c.w1], (True, False))):
-            rest = (c.offs, None, c.row_scale, *form, "mxfp8", True, *flags)
+            rest = (c.offs, None, c.row_scale, *form, "mxfp8", True, *flags, None)
             torch.library.opcheck(ops.grouped_mlp_mxfp8_backward.default, (gradient(c), w1, [c.w2], h, *rest))
 
     def test_checkpoints(self, place: str) -> None:

@@ -93,7 +93,7 @@ compiled for each.
 
 A branch there takes 0.997 to 1.004 times as long on average, at most 1.02. Elsewhere it does not hide behind the MMAs:
 one token on the small 16-bit tile 1.015 to 1.04, MXFP8 with ungated activations 1.03, the other decoding tiles 1.01 to
-1.07, a backward up to 2.
+1.07, a backward up to 2. On MEDIUM_W8 it would take registers that warps which gather rows have, and spill.
 """
 
 

@@ -56,7 +56,7 @@ class Call:
     of_tokens: ClassVar[tuple[str, ...]] = ()  # arguments of a layer that its rows' MLP has not
     given: ClassVar[tuple[str, ...]] = ("lead",)  # what plans are found by, in their order, as far as `free` needs it
     of_any_rows: ClassVar[tuple[str, ...]] = ("lead",)  # of these, what `indices` are of, and what has tokens of it
-    data_path: ClassVar[Any] = None  # of its gradient (`backward.data_path`), where no recipe tells it
+    data_path: ClassVar[Any] = None  # of its gradient (`backward.data_path`), where another than the recipe's own
 
     offs: Tensor | None
     splits: Any

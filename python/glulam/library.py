@@ -51,7 +51,7 @@ _MLP_FORWARD = (
 )
 _MLP_BACKWARD = (
     f"Tensor dy, Tensor[]? w1, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, str recipe, "
-    "bool trained, bool input_grad, bool row_scale_grad"
+    "bool trained, bool input_grad, bool row_scale_grad, Tensor? rows"
 )
 _IN_16_BITS = {"x_scale": None, "w1_scale": None, "w2_scale": None, "dtype": None, "recompute": False}
 _DGLU = (

@@ -17,6 +17,7 @@ from glulam import Routing
 from glulam.layer import reference
 from glulam.layer.rows import PERMUTE
 from glulam.plans import forget_plans
+from glulam.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -229,19 +230,20 @@ class TestMoe:
             for shape, scale in zip(shapes, scales, strict=True)
         ]
 
+    @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("tokens", [1, 64, 512])
-    def test_one_call_is_what_its_parts_are(self, tokens: int) -> None:
+    def test_one_call_is_what_its_parts_are(self, tokens: int, recipe: str) -> None:
         """Of as many experts as fill the GPU, so that some write their rows while others still read activations."""
         x = torch.randn(tokens, 2048, device="cuda").bfloat16()
         w1, w2 = (0.02 * torch.randn(64, *shape, device="cuda").bfloat16() for shape in ((1536, 2048), (2048, 768)))
         made = glulam.route(torch.randn(tokens, 64, device="cuda"), 8)
         rows = {"offs": made.offs, "rows": made.token_of_row, "row_scale": made.weight_of_row}
-        wanted = glulam.combine(glulam.grouped_mlp(x, w1, w2, **rows), made, x)
+        wanted = glulam.combine(glulam.grouped_mlp(x, w1, w2, **rows, recipe=recipe), made, x)
         assert wanted.abs().max() > 0.1
         for _ in range(5):
-            assert glulam.moe(x, made, w1, w2, residual=x).equal(wanted)
+            assert glulam.moe(x, made, w1, w2, residual=x, recipe=recipe).equal(wanted)
 
-    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only"])
+    @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("tokens", [1, 40, 1500])
     def test_against_the_reference(self, tokens: int, recipe: str) -> None:
         x, w1, w2, logits = self.layer(tokens)
@@ -269,13 +271,15 @@ class TestMoe:
             error = (one.cpu().to(F64) - other).norm() / other.norm()
             assert error < (0.02 if recipe == "bf16" else 0.15)
 
-    def test_a_graph_follows_its_input(self) -> None:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_a_graph_follows_its_input(self, recipe: str) -> None:
         x, w1, w2, logits = self.layer(300)
+        glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x, recipe=recipe)  # which prepares weights
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x)
+            out = glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x, recipe=recipe)
         for _ in range(2):
             x.copy_(torch.randn_like(x))
             logits.copy_(torch.randn_like(logits))
             graph.replay()
-            assert same_bits(out, glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x))
+            assert same_bits(out, glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x, recipe=recipe))

@@ -14,12 +14,14 @@ from support.routing import catalogue, spread, zipf
 
 import glulam
 from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2, activation_forms
+from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2, TILES_W8, activation_forms
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam import kernels
 from glulam.groups import OFFS_INT32
 from glulam.mxfp8 import prepare_mxfp8_weight
+from glulam.recipes import BF16 as IN_16_BITS
+from glulam.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +30,7 @@ HIDDEN, INTER, EXPERTS, TAIL = 200, 352, 8, 13
 FEW_ROWS, MANY_ROWS = 200, 1500
 BATCHES = {"few rows": zipf(FEW_ROWS, EXPERTS), "many rows": zipf(MANY_ROWS, EXPERTS)}
 TOKENS = 97
+QUANTISED = [name for name in RECIPES if name != IN_16_BITS.name]
 SIZES = pytest.mark.parametrize(
     ("sizes", "hidden", "inter"),
     [
@@ -182,25 +185,82 @@ class TestWgrad:
             assert (out[expert].double() - wanted).abs().amax() <= 1e-5 * wanted.abs().amax() + 1e-4
 
 
-@pytest.mark.parametrize("tile", [LARGE8, SMALL8_FC2], ids=lambda tile: tile.name)
-@pytest.mark.parametrize("batch", BATCHES)
-def test_mxfp8_bytes_and_their_scales(batch: str, tile: TileConfig) -> None:
-    """The kernel alone, on rows of 608 = 4.75 k-tiles."""
-    c = case(BATCHES[batch], 608, 352)
-    at = Scattered(c.x, c.rows)
-    w = prepare_mxfp8_weight(c.w1)
-    spec = GroupedMmSpec(tile=tile, operands="mxfp8")
-    kernel = kernels.find(spec)
-    results = []
-    for x, rows in ((at.x.contiguous(), at.indices.data_ptr()), (at.copy, 0)):
-        x8 = glulam.quantize_mxfp8(x, block="1x128")
-        y = torch.full((len(c.x), c.w1.shape[1]), torch.nan, dtype=BF16, device="cuda")
-        tensors = {"x": x8.data, "w": w.data, "y": y}
-        addresses = {"x_scale": x8.scale.data_ptr(), "w_scale": w.scale.data_ptr(), "groups": c.offs.data_ptr()}
-        numbers = {"rows": rows, "group_form": OFFS_INT32, "num_groups": EXPERTS, "num_sms": 132}
-        kernel.function(*signature_of(spec).pack(**tensors, **addresses, **numbers))
-        results.append(y)
-    check_same(results[:1], results[1:], c.rows)
+class TestMxfp8Kernels:
+    """Alone, on rows of 608 = 4.75 k-tiles."""
+
+    HIDDEN = 608
+
+    def check(self, spec: GroupedMmSpec, prepared: tuple[torch.Tensor, torch.Tensor], c: Case) -> None:
+        """`prepared`: the weight and its scales."""
+        at = Scattered(c.x, c.rows)
+        kernel = kernels.find(spec)
+        data, scale = prepared
+        results = []
+        for x, rows in ((at.x.contiguous(), at.indices.data_ptr()), (at.copy, 0)):
+            y = torch.full((len(c.x), data.shape[1]), torch.nan, dtype=BF16, device="cuda")
+            addresses = {"w_scale": scale.data_ptr(), "groups": c.offs.data_ptr()}
+            if spec.operands == "mxfp8":
+                x8 = glulam.quantize_mxfp8(x, block="1x128")
+                x, addresses["x_scale"] = x8.data, x8.scale.data_ptr()
+            numbers = {"rows": rows, "group_form": OFFS_INT32, "num_groups": EXPERTS, "num_sms": 132}
+            kernel.function(*signature_of(spec).pack(x=x, w=data, y=y, **addresses, **numbers))
+            assert y[c.rows :].isnan().all()
+            results.append(y)
+        check_same(results[:1], results[1:], c.rows)
+
+    @pytest.mark.parametrize("tile", [LARGE8, SMALL8_FC2], ids=lambda tile: tile.name)
+    @pytest.mark.parametrize("batch", BATCHES)
+    def test_bytes_and_their_scales(self, batch: str, tile: TileConfig) -> None:
+        c = case(BATCHES[batch], self.HIDDEN, 352)
+        w = prepare_mxfp8_weight(c.w1)
+        self.check(GroupedMmSpec(tile=tile, operands="mxfp8"), (w.data, w.scale), c)
+
+    @pytest.mark.parametrize("tile", TILES_W8, ids=lambda tile: tile.name)
+    @pytest.mark.parametrize("hidden", [HIDDEN, 32, 96, 128, 2048])
+    @pytest.mark.parametrize("batch", BATCHES)
+    def test_beside_decoded_weights(self, batch: str, hidden: int, tile: TileConfig) -> None:
+        c = case(BATCHES[batch], hidden, 352)
+        w = glulam.quantize_mxfp8(c.w1.flatten(0, 1))
+        prepared = w.data.view(c.w1.shape), w.scale.view(*c.w1.shape[:2], -1)
+        self.check(GroupedMmSpec(tile=tile, operands="mxfp8_weight_only"), prepared, c)
+
+
+class TestRecipes:
+    """grouped_mlp of tokens, of which each is quantised once."""
+
+    @pytest.mark.parametrize("recipe", QUANTISED)
+    @pytest.mark.parametrize("rows", [1, 20, 200, 700, 1500, 6000])
+    def test_mlp(self, rows: int, recipe: str) -> None:
+        c = case(zipf(rows, EXPERTS), 608, 352)
+        at = Scattered(c.x, c.rows)
+        given = {"offs": c.offs, "row_scale": c.row_scale, "b1": c.b1, "recipe": recipe}
+        out = torch.full((len(c.x), 608), torch.nan, dtype=BF16, device="cuda")
+        glulam.grouped_mlp(at.x, c.w1, c.w2, rows=at.indices, out=out, **given)
+        assert out[c.rows :].isnan().all()
+        check_same([out], [glulam.grouped_mlp(at.copy, c.w1, c.w2, **given)], c.rows)
+
+    @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact"])
+    @pytest.mark.parametrize("block", ["1x32", "1x128"])
+    def test_tokens_in_mxfp8(self, block: str, recipe: str) -> None:
+        c = case(BATCHES["many rows"], 608, 352)
+        at = Scattered(c.x, c.rows)
+        x, copy = (glulam.quantize_mxfp8(one.contiguous(), block=block) for one in (at.x, at.copy))
+        made = glulam.grouped_mlp(x, c.w1, c.w2, rows=at.indices, offs=c.offs, recipe=recipe)
+        check_same([made], [glulam.grouped_mlp(copy, c.w1, c.w2, offs=c.offs, recipe=recipe)], c.rows)
+
+    @pytest.mark.parametrize("recipe", QUANTISED)
+    def test_a_graph_reads_other_indices(self, recipe: str) -> None:
+        c = case(BATCHES["many rows"], 608, 352)
+        at = Scattered(c.x, c.rows)
+        given = {"offs": c.offs, "recipe": recipe}
+        rows, others = at.indices.clone(), torch.randint_like(at.indices, 0, TOKENS - 1)
+        glulam.grouped_mlp(at.x, c.w1, c.w2, rows=rows, **given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = glulam.grouped_mlp(at.x, c.w1, c.w2, rows=rows, **given)
+        rows.copy_(others)
+        graph.replay()
+        check_same([result], [glulam.grouped_mlp(at.x, c.w1, c.w2, rows=others, **given)], c.rows)
 
 
 @pytest.mark.parametrize("op", ["mm", "glu", "dglu", "wgrad"])

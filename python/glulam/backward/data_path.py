@@ -140,14 +140,17 @@ class QuantisedPath(DataPath):
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
         return self._forward(saved, form, None, None)[1]
 
+    def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
+        return None if targets.grad_input is None else targets.given_grad_input(dy)
+
     def gradients(
         self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
+        dx = self.new_dx(targets, dy, contracted(saved["w1"], self.transpose_w)) if "x" in wanted else None
         return mxfp8.backward(
             dy, saved.get("w1"), saved["w2"], self.take_preact(saved, form), saved.get("offs"), saved.get("splits"),
             saved["row_scale"], recipe=self.recipe, trained=self.trained, input_grad="x" in wanted,
-            row_scale_grad="row_scale" in wanted,
-            out=None if targets.grad_input is None else targets.given_grad_input(dy), **form,
+            row_scale_grad="row_scale" in wanted, out=dx, rows=saved.get("rows"), **form,
         )  # fmt: skip
 
 
@@ -161,7 +164,10 @@ def path_of(call: Any) -> DataPath:
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
-    return QuantisedPath(recipe=call.recipe, trained=any_requires_grad(*weights.values()), wide=wide)
+    kind = call.data_path or QuantisedPath
+    trained = any_requires_grad(*weights.values())
+    quantised: DataPath = kind(recipe=call.recipe, trained=trained, wide=wide)
+    return quantised
 
 
 def contracted(w: Any, transpose_w: bool) -> int:

@@ -62,7 +62,7 @@ def differentiate(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
     apply = _of(APPLY, call)
-    if apply is None or type(call) is Mxfp8MlpCall:  # of which some recipes have none
+    if apply is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     try:

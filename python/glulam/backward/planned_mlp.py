@@ -30,7 +30,7 @@ from ..ops.grouped_dglu import partials_layout
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
-from ..ops.rows import check_tokens
+from ..ops.rows import NO_SUMS, Sums, check_tokens, sums_of
 from ..plan import Launch, address, addresses
 from . import mlp
 from .data_path import path_of
@@ -148,6 +148,14 @@ class MlpTrainingPlan(TrainingLaunch):
         options = self.options._replace(targets=targets)
         return mlp.GroupedMlp.apply(layout, options, *flat)  # type: ignore[no-any-return, no-untyped-call]
 
+    def summed(
+        self, like: Tensor, columns: int, row_of: Tensor | None, residual: Tensor | None, result: Tensor
+    ) -> tuple[Tensor, Sums]:
+        """Where the rows of a result go, and what adds them up to it: its own memory, and nothing, without a layer."""
+        if row_of is None:
+            return result, NO_SUMS
+        return like.new_empty(self.rows, columns), sums_of(row_of, residual, result)
+
     def check_addresses(self, at: tuple[int, ...], given: Inputs) -> None:
         if given.row_of is not None:
             check_tokens(self.op, len(given.row_of), x=given.x, residual=given.residual)
@@ -194,9 +202,7 @@ class In16BitsPlan(MlpTrainingPlan):
     def forward(self, given: Inputs, result: Tensor, preact: Tensor) -> None:
         x, w1, w2, groups, scale, b1, b2, rows, row_of, residual = given
         act = x.new_empty(self.rows, self.inner) if self.act is None else workspace.take(self.act)
-        y, tokens, k, result_at = result, 0, 0, 0
-        if row_of is not None:
-            y, (tokens, k), result_at = x.new_empty(self.rows, self.width), row_of.shape, result.data_ptr()
+        y, sums = self.summed(given.x, self.width, row_of, residual, result)
         tickets = self.tickets() if self.draws_tickets else 0
         kind, layout, limit, alpha, offset = self.params
         self.function(
@@ -204,7 +210,7 @@ class In16BitsPlan(MlpTrainingPlan):
             groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=address(b1), b2=address(b2), scale=address(scale), kind=kind, glu_layout=layout,
             limit=limit, alpha=alpha, offset=offset,
-            row_of=address(row_of), residual=address(residual), out=result_at, tokens=tokens, k=k,
+            row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
             num_sms=self.sm_count,
         )  # fmt: skip
 
@@ -226,15 +232,13 @@ class In16BitsPlan(MlpTrainingPlan):
                 limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
             return
-        dx_rows, tokens, k, dx_at = dx, 0, 0, 0
-        if row_of is not None:
-            dx_rows, (tokens, k), dx_at = dy.new_empty(self.rows, self.hidden), row_of.shape, dx.data_ptr()
+        dx_rows, sums = self.summed(dy, self.hidden, row_of, None, dx)
         with_dgrad(
             dy=dy, rows=address(rows), w2=w2, preact=preact, dpreact=dpreact, act=act, w1=w1, dx=dx_rows,
             groups=groups.data_ptr(), group_form=self.group_form, num_groups=self.experts, tickets=self.tickets(),
             scale=address(scale), d_scale=d_scale_at, partials=partials_at,
             limit=limit, alpha=alpha, offset=offset,
-            row_of=address(row_of), dx_tokens=dx_at, tokens=tokens, k=k, num_sms=self.sm_count,
+            row_of=sums.row_of, dx_tokens=sums.out, tokens=sums.tokens, k=sums.k, num_sms=self.sm_count,
         )  # fmt: skip
 
 
@@ -252,19 +256,29 @@ class Mxfp8TrainingPlan(MlpTrainingPlan):
     trained: bool
 
     def forward(self, given: Inputs, result: Tensor, preact: Tensor) -> None:
-        x, w1, w2, groups, scale, b1, b2, *_ = given
+        x, w1, w2, groups, scale, b1, b2, rows, row_of, residual = given
         weights = mxfp8.folded_rows(w1, w2, self.trained)
         biases = addresses(b1)[:2], addresses(b2)[:2]
+        y, sums = self.summed(x, self.width, row_of, residual, result)
         mxfp8.launch_forward(
-            self, self.forward_memory, self.params, x, weights, result, preact, groups.data_ptr(), *biases, scale
+            self, self.forward_memory, self.params, x, weights, y, preact, groups.data_ptr(), *biases, scale, rows, sums
         )
 
     def data_gradients(self, dy: Tensor, saved: Saved, results: DataGradients) -> None:
-        _, w1, w2, preact, groups, scale, *_ = saved
+        _, w1, w2, preact, groups, scale, _, rows, row_of = saved
         w1_, w2_ = mxfp8.folded_columns(w1, w2, self.trained)
+        sums = NO_SUMS
+        if results.dx is not None:
+            dx, sums = self.summed(dy, self.hidden, row_of, None, results.dx)
+            results = results._replace(dx=dx)
         mxfp8.launch_backward(
-            self, self.dglu, self.backward_memory, self.params, dy, w1_, w2_, preact, results, groups.data_ptr(), scale
-        )
+            self, self.dglu, self.backward_memory, self.params, dy, w1_, w2_, preact, results, groups.data_ptr(), scale,
+            rows, sums,
+        )  # fmt: skip
+
+    def gathered(self, given: Inputs) -> Inputs:
+        """By index: a token is quantised once."""
+        return given
 
 
 class PlannedMlp(torch.autograd.Function):
@@ -418,8 +432,10 @@ def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, 
 def _sizes_mxfp8(call: Mxfp8MlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
     """As `_sizes`, of an Mxfp8TrainingPlan."""
     return {
-        "forward_memory": mxfp8.forward_layouts(problem, launch),
-        "backward_memory": mxfp8.backward_layouts(_parts(call, problem).data_gradients, launch),
+        "forward_memory": mxfp8.forward_layouts(problem, launch, call.x.shape[0]),
+        "backward_memory": mxfp8.backward_layouts(
+            _parts(call, problem).data_gradients, launch, None if _copies(call) else call.x.shape[0]
+        ),
     }
 
 

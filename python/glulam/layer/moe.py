@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
-from .. import device as gpus
 from .. import recipes
-from ..backward.data_path import DataGradients, DataPath, contracted
+from ..backward.data_path import DataGradients, DataPath, QuantisedPath, contracted
 from ..backward.parts import Targets
 from ..call import Call
 from ..changed import changed
 from ..dispatch import Problem
 from ..groups import part_of
 from ..mhc.checks import check_like
-from ..ops.grouped_mlp import GroupedMlpCall, call_mlp, grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, call_flat, quantised_mlp
+from ..ops.grouped_mlp import GroupedMlpCall, call_mlp
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, call_flat, flat_arguments, quantised_mlp
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing
-from .rows import COMBINE, PERMUTE, combine, permute, row_indices
+from .rows import COMBINE, PERMUTE, combine, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
 """With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
@@ -41,13 +39,13 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
-    With recipe "bf16" every GEMM, of either direction, reads tokens by index, and forward is one call, as are the data
-    gradients; with gradients, a copy of rows is made in each direction where experts are wide (COPIED_WIDTH). Other
-    recipes make one always. For the backward x is saved, and never its rows.
+    Forward is one call, which reads tokens by index, and a recipe that quantises them does so once a token. With
+    gradients every GEMM, of either direction, reads by index; but of wide experts backward makes copies of at most
+    COPIED_BYTES, and with recipe "bf16" forward as well. For it x is saved, and never its rows.
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:
-        x: tokens [N, H]; as of `grouped_mlp`.
+        x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
         w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w: as of
             `grouped_mlp`.
@@ -66,44 +64,29 @@ def moe(
             MoeCall, x, w1, w2, routing.offs, None, token_of_row, routing.row_of, residual, routing.weight_of_row, b1,
             b2, activation, glu_layout, limit, alpha, offset, BF16.name, recompute, transpose_w, out,
         )  # fmt: skip
-    if is_grad_enabled() and any_requires_grad(x, w1, w2, b1, b2, routing.weight_of_row, residual):
-        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
-            return _of_copied_rows(
-                x, routing, w1, w2, residual, out, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout,
-                limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
-            )  # fmt: skip
-    return quantised_mlp(
-        Mxfp8MoeCall, recipes.find(MoeCall.op, recipe), x, w1, w2, routing.offs, None, token_of_row, routing.row_of,
-        residual, routing.weight_of_row, b1, b2, activation, glu_layout, limit, alpha, offset, recompute, transpose_w,
-        out,
-    )  # fmt: skip
+    first = (recipes.find(MoeCall.op, recipe), x, w1, w2, routing.offs, None, token_of_row)
+    weights = routing.weight_of_row
+    form = (weights, b1, b2, activation, glu_layout, limit, alpha, offset, recompute, transpose_w)
+    if is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(x, w1, w2, b1, b2, weights):
+        with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
+            rows = quantised_mlp(Mxfp8MlpCall, *first, None, None, *form, None)
+            return combine(rows, routing, residual, out=out)
+    return quantised_mlp(Mxfp8MoeCall, *first, routing.row_of, residual, *form, out)
 
 
-def _of_copied_rows(
-    x: Tensor, routing: Routing, w1: Any, w2: Any, residual: Tensor | None, out: Tensor | None, **form: Any
-) -> Tensor:
-    """By the recipes whose kernels read rows in order. `form`: other arguments of `grouped_mlp`."""
-    rows = permute(x, routing)
-    is_trained = is_grad_enabled() and any_requires_grad(x, w1, w2, form["b1"], form["b2"], routing.weight_of_row)
-    with _saving_tokens(x, rows, routing) if is_trained else nullcontext():
-        y = grouped_mlp(rows, w1, w2, offs=routing.offs, row_scale=routing.weight_of_row, **form)
-    return combine(y, routing, residual, out=out)
-
-
-def moe_call(x: Tensor, routing: Routing, w1: Any, w2: Any, **options: Any) -> MoeCall:
-    """A call of moe in 16 bits, with all of its options, for whom its gradients go elsewhere than to autograd."""
+def moe_call(
+    x: Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, **options: Any
+) -> MoeCall | Mxfp8MoeCall:
+    """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
     rows = row_indices(MoeCall.op, x, routing)
-    fields = {"out": None, "splits": None, "transpose_w": False, "recompute": False, **options}
-    return MoeCall(
-        x=x,
-        w1=w1,
-        w2=w2,
-        offs=routing.offs,
-        rows=rows,
-        row_of=routing.row_of,
-        row_scale=routing.weight_of_row,
-        **fields,
-    )
+    fields: dict[str, Any] = {
+        "x": x, "w1": w1, "w2": w2, "offs": routing.offs, "splits": None, "rows": rows, "row_of": routing.row_of,
+        "row_scale": routing.weight_of_row, "out": None, "recompute": False, **options,
+    }  # fmt: skip
+    found = recipes.find(MoeCall.op, recipe)
+    if found is BF16:
+        return MoeCall(**{"transpose_w": False, **fields}, recipe=found.name)
+    return Mxfp8MoeCall(**flat_arguments(found, op=MoeCall.op, **fields))
 
 
 def _again(**arguments: Any) -> Tensor:
@@ -154,6 +137,16 @@ class PathOfTokens(DataPath):
             out = None if targets.grad_input is None else targets.given_grad_input(dy)
             dx = _sums(dx, saved["row_of"], None, out)
         return dpreact, act, dx, d_scale
+
+
+class QuantisedPathOfTokens(PathOfTokens, QuantisedPath):
+    """The same by a recipe that quantises. Forward always reads tokens by index: it quantises each once."""
+
+    def forward(
+        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y, kept = QuantisedPath.forward(self, given, form, keep_preact, keep_act, None)
+        return _sums(y, given["row_of"], given["residual"], out), kept
 
 
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
@@ -214,29 +207,4 @@ class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
     reads = (*Mxfp8MlpCall.reads, "row_of", "residual")
     rowwise = (*Mxfp8MlpCall.rowwise, "row_of", "residual")
     of_any_rows = (*Mxfp8MlpCall.of_any_rows, "out", "row_of", "residual")
-
-
-def _saving_tokens(x: Tensor, rows: Tensor, routing: Routing) -> AbstractContextManager[Any]:
-    """Where `rows` are saved for a backward, x is in their place: K times less memory, for one permutation more.
-
-    A trace has no addresses to tell tensors by, so it sees no hook, and saves what it finds best.
-    """
-    if is_dynamo_compiling() or gpus.is_traced(rows):
-        return nullcontext()
-    tokens, version, at = x.detach(), x._version, rows.data_ptr()
-    shape = rows.shape
-
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if saved.shape == shape and saved.data_ptr() == at else saved
-
-    def unpack(packed: Tensor | None) -> Tensor:
-        if packed is not None:
-            return packed
-        if tokens._version != version:
-            raise RuntimeError(
-                "moe: x was modified in place after the forward, and the backward needs it as it was; give x.clone()"
-            )
-        with torch.no_grad():
-            return permute(tokens, routing)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    data_path = QuantisedPathOfTokens

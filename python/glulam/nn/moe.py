@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from .. import device as gpus
 from ..backward import Targets
-from ..layer import Routing, combine, moe, permute, route
+from ..layer import Routing, moe, route
 from ..layer.moe import moe_call
 from ..layer.routing import LOGITS_DTYPES, check_rule
-from ..recipes import BF16
 from ..signature import check_flag, shape_text
 from .dialects import convert_block
 from .linear import check_placement, check_sizes, outside_traces, refuse_export
@@ -159,15 +158,11 @@ class MoE(nn.Module):
             "w1": fc1.experts("weight"), "w2": fc2.experts("weight"), "b1": fc1.experts("bias"),
             "b2": fc2.experts("bias"), "residual": shared, **experts.form,
         }  # fmt: skip
-        is_16_bit = experts.recipe.name == BF16.name
-        writers = experts.grad_writers(tokens) if is_16_bit else {}
+        writers = experts.grad_writers(tokens)
         if writers:
             refuse_export(NAME)
             return outside_traces(moe_call(tokens, routing, **given), Targets(weights=writers))  # type: ignore[no-any-return]
-        if is_16_bit or not _has_own_gradients(experts):
-            return moe(tokens, routing, **given)
-        rows = experts(permute(tokens, routing), offs=routing.offs, row_scale=routing.weight_of_row)
-        return combine(rows, routing, shared)
+        return moe(tokens, routing, **given)
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
@@ -236,12 +231,6 @@ class MoE(nn.Module):
         shown.update({"choice_bias": True} if self.choice_bias is not None else {})
         shown.update({"router_dtype": self.router_dtype} if self.router_dtype is not None else {})
         return text + "".join(f", {name}={value!r}" for name, value in shown.items())
-
-
-def _has_own_gradients(experts: GroupedMLP) -> bool:
-    """Whether gradients of weights go to another place than autograd's, or later."""
-    weights = *experts.fc1.parameter_list("weight"), *experts.fc2.parameter_list("weight")
-    return experts.delay_wgrad or any(getattr(weight, "main_grad", None) is not None for weight in weights)
 
 
 def _check_router_dtype(dtype: Any, probe: Tensor) -> None:

@@ -84,14 +84,13 @@ def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
         )
 
 
-def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, **rest: Any) -> dict[str, Any]:
+def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, op: str = "grouped_mlp", **rest: Any) -> dict[str, Any]:
     """The arguments as plain tensors, as the fields of `Mxfp8MlpCall` are.
 
     Raises:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
-    op = Mxfp8MlpCall.op
-    refuse_transposed(op, recipe, rest.get("transpose_w"))
+    refuse_transposed(op, recipe, rest.pop("transpose_w", False))
     x, x_scale, dtype = _rows(op, x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
     w1, w1_scale = _weight(op, "w1", w1, recipe)
     w2, w2_scale = _weight(op, "w2", w2, recipe)
@@ -200,7 +199,9 @@ def call_flat(
                     x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
                 )
             if plan is not None:
-                return plan.run(x, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
+                return plan.run(  # type: ignore[no-any-return]
+                    x, w1_, w2_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
+                )
         except Exception as error:
             failure = error
     of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}

@@ -34,6 +34,7 @@ from ..signature import (
     check_activation,
     check_flag,
     check_groups,
+    check_indices,
     check_out,
     check_params,
     check_rows_like,
@@ -45,6 +46,7 @@ from ..signature import (
 from .grouped_dglu import partials_layout
 from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
 from .mxfp8_mlp_plans import layouts_in_mxfp8
+from .rows import NO_SUMS, Sums, take_rows
 
 _TILE = TileConfig(k=128)
 _FC1, _FC2 = GroupedGluSpec(save_preact=True, tile=_TILE, operands="mxfp8"), GroupedMmSpec(tile=_TILE, operands="mxfp8")
@@ -75,9 +77,10 @@ def forward_layouts(problem: Problem, launch: Launch, tokens: int | None = None)
     return workspace.Layouts(*layouts_in_mxfp8(launch, x, mid))
 
 
-def backward_layouts(problem: Problem, launch: Launch) -> workspace.Layouts:
-    """Of BackwardMemory. `problem`: that of the data gradients."""
-    dy, dpreact = (problem.rows, problem.in_features), (problem.rows, problem.w1_rows)
+def backward_layouts(problem: Problem, launch: Launch, tokens: int | None = None) -> workspace.Layouts:
+    """Of BackwardMemory. `problem`: that of the data gradients. `tokens`: of dy, where its rows come by index."""
+    dy = (problem.rows if tokens is None else tokens, problem.in_features)
+    dpreact = (problem.rows, problem.w1_rows)
     in_mxfp8 = layouts_in_mxfp8(launch, dy, dpreact)
     return workspace.Layouts(*in_mxfp8, partials_layout(problem, launch).num_bytes)
 
@@ -98,7 +101,7 @@ def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Pr
 def launch_forward(
     launch: Launch, layouts: workspace.Layouts, params: KernelParams, x: Tensor, weights: tuple[Prepared, Prepared],
     y: Tensor, preact: Tensor, groups_at: int, b1: Sequence[int], b2: Sequence[int], scale: Tensor | None,
-    rows: Tensor | None = None,
+    rows: Tensor | None = None, sums: Sums = NO_SUMS,
 ) -> None:  # fmt: skip
     """y and preact. `b1`, `b2`: the first two of `plan.addresses`; `launch.function`: a grouped_mlp's that keeps h."""
     (w1, w1_scale), (w2, w2_scale) = weights
@@ -113,6 +116,7 @@ def launch_forward(
         b1=b1_at, b1_table=b1_table, b2=b2_at, b2_table=b2_table,
         scale=address(scale), kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
         num_sms=launch.sm_count, rows=address(rows),
+        row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
     )  # fmt: skip
 
 
@@ -132,14 +136,14 @@ class DataGradients(NamedTuple):
 def launch_backward(
     launch: Launch, function: Callable[..., Any], layouts: workspace.Layouts,
     params: KernelParams, dy: Tensor, w1: Prepared | None, w2: Prepared, preact: Tensor, results: DataGradients,
-    groups_at: int, scale: Tensor | None,
+    groups_at: int, scale: Tensor | None, rows: Tensor | None = None, sums: Sums = NO_SUMS,
 ) -> None:  # fmt: skip
     """`results`. `w1`: folded along its columns as w2 is; None where dx is not wanted. `function`: a grouped_dglu's,
     with its data gradient where that is.
     """
     dpreact, act, dx, d_scale = results
     memory = BackwardMemory(*workspace.take_all(layouts))
-    d_scale_at, partials_at = address(d_scale), 0 if d_scale is None else memory.partials
+    d_scale_at, partials_at, rows_at = address(d_scale), 0 if d_scale is None else memory.partials, address(rows)
     _, _, limit, alpha, offset = params
     dglu = with_dgrad = function
     if w1 is None:
@@ -147,7 +151,7 @@ def launch_backward(
             dy=dy, dy8=memory.dy8, dy8_scale=memory.dy_scales, w2=w2.data, w2_scale=w2.scale.data_ptr(),
             preact=preact, dpreact=dpreact, act=act,
             groups=groups_at, group_form=launch.group_form, num_groups=launch.experts,
-            scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+            scale=address(scale), d_scale=d_scale_at, partials=partials_at, rows=rows_at,
             limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,
         )  # fmt: skip
     else:
@@ -156,8 +160,9 @@ def launch_backward(
             preact=preact, dpreact=dpreact, act=act, dpreact8=memory.dpreact8,
             dpreact8_scale=memory.dpreact_scales, w1=w1.data, w1_scale=w1.scale.data_ptr(), dx=dx,
             groups=groups_at, group_form=launch.group_form, num_groups=launch.experts, tickets=launch.tickets(),
-            scale=address(scale), d_scale=d_scale_at, partials=partials_at,
+            scale=address(scale), d_scale=d_scale_at, partials=partials_at, rows=rows_at,
             limit=limit, alpha=alpha, offset=offset, num_sms=launch.sm_count,
+            row_of=sums.row_of, dx_tokens=sums.out, tokens=sums.tokens, k=sums.k,
         )  # fmt: skip
 
 
@@ -299,30 +304,30 @@ class ForwardCall(Mxfp8MlpCall):
 def backward(
     dy: Tensor, w1: Any, w2: Any, preact: Tensor, offs: Any, splits: Any, row_scale: Tensor | None, activation: str,
     glu_layout: str, limit: float, alpha: float, offset: float, recipe: str, trained: bool, input_grad: bool,
-    row_scale_grad: bool, out: Tensor | None,
+    row_scale_grad: bool, out: Tensor | None, rows: Tensor | None,
 ) -> DataGradients:  # fmt: skip
     """All but weights' and biases' gradients, dx in `out` where that is given. `preact`: as forward returned it.
 
-    `w1`: None will do without input_grad.
+    `w1`: None will do without input_grad. `rows`: as of `grouped_dglu`, of dy; dx has these rows.
     """
     key = plan = failure = None
     if not unplanned():
         try:
             groups: Any = offs if splits is None else splits
-            given = [t for t in (dy, w1, w2, preact, groups, row_scale, out) if t is not None]
+            given = [t for t in (dy, w1, w2, preact, groups, row_scale, out, rows) if t is not None]
             options = (
-                offs is None, splits is None, w1 is None, row_scale is None, out is None, activation, glu_layout, limit,
-                alpha, offset, recipe, trained, input_grad, row_scale_grad,
+                offs is None, splits is None, w1 is None, row_scale is None, out is None, rows is None, activation,
+                glu_layout, limit, alpha, offset, recipe, trained, input_grad, row_scale_grad,
             )  # fmt: skip
             key, plan = BACKWARD_PLANS.look_up(given, options)
             if plan is not None:
-                return plan.run(dy, w1, w2, preact, groups, row_scale, out)
+                return plan.run(dy, w1, w2, preact, groups, row_scale, out, rows)
         except Exception as error:
             failure = error
     call = BackwardCall(
         dy=dy, w1=w1, w2=w2, preact=preact, offs=offs, splits=splits, row_scale=row_scale, activation=activation,
         glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, trained=trained,
-        input_grad=input_grad, row_scale_grad=row_scale_grad, out=out,
+        input_grad=input_grad, row_scale_grad=row_scale_grad, out=out, rows=rows,
     )  # fmt: skip
     try:
         return DataGradients(*call.settle(key, plan, failure))
@@ -346,26 +351,32 @@ class BackwardPlan(Launch):
     params: KernelParams
 
     def run(
-        self, dy: Tensor, w1: Any, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None, out: Tensor | None
-    ) -> DataGradients:
+        self, dy: Tensor, w1: Any, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None, out: Tensor | None,
+        rows: Tensor | None = None,
+    ) -> DataGradients:  # fmt: skip
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run(dy, w1, w2, preact, groups, scale, out)
+                return self.run(dy, w1, w2, preact, groups, scale, out, rows)
         groups_at = groups.data_ptr()
-        at = (dy.data_ptr(), *map(_packed_at, (w1, w2)), preact.data_ptr(), groups_at, address(scale), address(out))
+        packed, others = map(_packed_at, (w1, w2)), map(address, (scale, rows, out))
+        at = (dy.data_ptr(), *packed, preact.data_ptr(), groups_at, *others)
         if at not in self.apart:
-            self.check_apart(at, out, dy=dy, w1=w1, w2=w2, preact=preact, groups=groups, row_scale=scale)
+            self.check_apart(at, out, dy=dy, w1=w1, w2=w2, preact=preact, groups=groups, row_scale=scale, rows=rows)
         dx = out
         if self.dx_width is not None and out is None:
             dx = dy.new_empty(self.rows, self.dx_width)
+        if self.rows == 1 or rows is not None:
+            dy = aligned_row(dy)
         if self.rows == 1:
-            dy, preact = aligned_row(dy), aligned_row(preact)
+            preact = aligned_row(preact)
         d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
         dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
         results = DataGradients(dpreact, act, dx, d_scale)
         w1_, w2_ = folded_columns(None if self.dx_width is None else w1, w2, self.trained)
         aligned = results if self.rows > 1 or dx is None else results._replace(dx=aligned_row(dx))
-        launch_backward(self, self.function, self.memory, self.params, dy, w1_, w2_, preact, aligned, groups_at, scale)
+        launch_backward(
+            self, self.function, self.memory, self.params, dy, w1_, w2_, preact, aligned, groups_at, scale, rows
+        )
         return results
 
 
@@ -382,10 +393,10 @@ class BackwardCall(Call):
     matrices = ("dy", "preact", "out")
     weights = ("w1", "w2")
     biases = ()
-    scales = ("row_scale",)
+    scales = ("row_scale", "rows")
     tabled = ()
-    reads = ("dy", "w1", "w2", "preact", "groups", "row_scale")
-    rowwise = ("dy", "preact", "row_scale", "out")
+    reads = ("dy", "w1", "w2", "preact", "groups", "row_scale", "rows")
+    rowwise = ("dy", "rows", "preact", "row_scale", "out")
     w1_scale = w2_scale = None  # weights are not in MXFP8
 
     dy: Tensor
@@ -403,6 +414,7 @@ class BackwardCall(Call):
     input_grad: bool
     row_scale_grad: bool
     out: Tensor | None
+    rows: Tensor | None
 
     @property
     def params(self) -> ActivationParams:
@@ -414,20 +426,22 @@ class BackwardCall(Call):
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
-        rows, columns = check_x(self.op, self.dy)
+        _, columns = check_x(self.op, self.dy)
+        check_indices(self.op, self.rows, self.dy, of="dy")
+        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
         check_activation(self.op, self.activation, self.glu_layout)
         check_params(self.op, self.params)
         for name in ("trained", "input_grad", "row_scale_grad"):
             check_flag(self.op, name, getattr(self, name))
-        width_of_h = check_rows_like(self.op, "preact", self.preact, self.dy, None, "it has the rows of dy")
+        width_of_h = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
         width = intermediate_width(self.op, "preact", width_of_h, self.activation, self.glu_layout)
         experts, *_ = shape = check_weight(self, "w2", "E H I", recipe)
         if shape != (experts, columns, width):
             mismatch(self.op, "w2", shape, (experts, columns, width), "dy and preact have that many columns")
         hidden = self._check_w1(recipe, experts, width_of_h) if self.input_grad else 0
         check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
-        check_scale(self.op, "row_scale", self.row_scale, self.dy)
-        check_out(self.op, "out", self.out, self.dy, hidden)
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        check_out(self.op, "out", self.out, like, hidden)
         return Problem(
             op="grouped_dglu",
             dtype=str(self.dy.dtype).removeprefix("torch."),
@@ -471,8 +485,9 @@ class BackwardCall(Call):
         results = self.results(problem)
         w1, w2 = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
         form = (self.activation, self.glu_layout, self.params)
+        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         mlp_reference.data_gradients(
-            recipes.RECIPES[self.recipe], self.dy, (w1, w2), self.preact, self.host_ends(), self.row_scale, form,
+            recipes.RECIPES[self.recipe], dy, (w1, w2), self.preact, self.host_ends(), self.row_scale, form,
             *results,
         )  # fmt: skip
         return results
@@ -490,7 +505,8 @@ class BackwardCall(Call):
         )
 
     def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        return {"memory": backward_layouts(problem, launch)}
+        return {"memory": backward_layouts(problem, launch, self.dy.shape[0])}
 
     def run(self, plan: BackwardPlan) -> DataGradients:
-        return plan.run(self.dy, self.w1, self.w2, self.preact, self.groups, self.row_scale, self.out)
+        tensors = (self.dy, self.w1, self.w2, self.preact, self.groups, self.row_scale, self.out)
+        return plan.run(*tensors, *self.by_index())
