@@ -116,13 +116,13 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     x, mid = "x8" if quantizes else "x", "mid"
     first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
     optional = (" preact" if fc1.save_preact else "") + ("" if fc1.operands in DECODED else " rows")
-    act_scale = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {}
+    own = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {"w_up": "w1_up"} if fc1.operands == "16bit" else {}
     return (
         *first,
         _step(
             fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
             bias_table="b1_table",
-            **_scales(fc1.operands, x, "w1"), **act_scale, position=len(first),
+            **_scales(fc1.operands, x, "w1"), **own, position=len(first),
         ),
         _step(
             fc2, f"{_GROUPS} scale y", x=mid, w="w2", bias="b2", bias_table="b2_table",

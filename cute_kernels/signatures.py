@@ -149,7 +149,11 @@ def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[A
 
 
 def _mm(spec: GroupedMmSpec) -> Signature:
+    """`w_up`: of x in halves the address of the second half's weights, laid out as w; its rows are no indices."""
     _, w = _dtypes(spec)
+    if spec.in_halves:
+        tensors = _tensor("x", "T P", spec.dtype), _tensor("w", "E N K", w), _tensor("y", "T K", spec.dtype)
+        return Signature((*tensors, *GROUPS, *_each(ADDRESS, "w_up"), *LAUNCH), (("P", 2 * DIVISOR),))
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
     x, rows = _x(spec, k)
     tensors = x, _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
@@ -158,16 +162,23 @@ def _mm(spec: GroupedMmSpec) -> Signature:
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
-    """`act_scale`: where the scales of an activation in MXFP8 go."""
+    """`act_scale`: where the scales of an activation in MXFP8 go.
+
+    `w_up`: the address of the linear half's weights, laid out as w, which then has W = I rows, those of the activated
+    half; 0: w has both.
+    """
     _, w = _dtypes(spec)
     x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {both} H", w)
+    may_part = spec.operands == "16bit"
+    w_rows = "W" if spec.gated and may_part else both
+    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} H", w)
     tensors = x, weight, _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
-    numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
+    up = _each(ADDRESS, "w_up", optional=True) if may_part else ()
+    numbers = (*GROUPS, *_scales_of(spec.operands), *up, *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
     return Signature((*tensors, *preact, *rows, *numbers), _blocks(spec.operands, "H I"))
 
 

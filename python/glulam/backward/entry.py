@@ -7,6 +7,7 @@ from typing import Any
 
 from ..call import Call
 from ..errors import GradientNotSupported
+from ..experts import GateUp
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
@@ -55,6 +56,10 @@ def differentiate(
     if call.indices is not None and not call.of_tokens:
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
+        )
+    if isinstance(call, GroupedMmCall) and isinstance(call.w, GateUp):
+        raise GradientNotSupported(
+            f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
     apply = next((APPLY[kind] for kind in type(call).__mro__ if kind in APPLY), None)
     if apply is None or type(call) is Mxfp8MlpCall:  # of which some recipes have none

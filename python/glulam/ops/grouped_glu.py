@@ -18,7 +18,7 @@ from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
-from ..experts import ExpertList, find
+from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
@@ -152,16 +152,18 @@ class GroupedGluPlan(Launch):
         act = out = x.new_empty(self.rows, self.width) if out is None else out
         if self.rows == 1 or rows is not None:
             x, act = aligned_row(x), aligned_row(act)
-        w1_table = 0
+        w1_table = w1_up = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
+        elif w1.__class__ is GateUp:
+            w1, w1_up = w1.gate, w1.up.data_ptr()
         kind, layout, limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
                 x=x, w=w1, act=act, rows=rows_at,
                 groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-                w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+                w_table=w1_table, w_up=w1_up, bias=bias_at, bias_table=bias_table, scale=scale_at,
                 kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
             return out
@@ -169,7 +171,7 @@ class GroupedGluPlan(Launch):
         saving(
             x=x, w=w1, act=act, preact=preact, rows=rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-            w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+            w_table=w1_table, w_up=w1_up, bias=bias_at, bias_table=bias_table, scale=scale_at,
             kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
         return out, preact

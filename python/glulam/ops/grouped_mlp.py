@@ -18,7 +18,7 @@ from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
-from ..experts import ExpertList, find
+from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..plan import Launch, addresses, aligned_row
@@ -249,9 +249,11 @@ class GroupedMlpPlan(Launch):
             result_at = out.data_ptr()
         if self.rows == 1:
             y = aligned_row(y)
-        w1_table = w2_table = 0
+        w1_table = w1_up = w2_table = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
+        elif w1.__class__ is GateUp:
+            w1, w1_up = w1.gate, w1.up.data_ptr()
         if self.w2_listed:
             w2_table, w2 = w2.address, w2.lowest
         kind, layout, limit, alpha, offset = self.params
@@ -259,7 +261,7 @@ class GroupedMlpPlan(Launch):
         self.function(
             x=x, rows=rows_at, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-            w1_table=w1_table, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
+            w1_table=w1_table, w1_up=w1_up, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
             scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
             row_of=row_of_at, residual=residual_at, out=result_at, tokens=tokens, k=k, num_sms=self.sm_count,
         )  # fmt: skip
