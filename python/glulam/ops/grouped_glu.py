@@ -64,7 +64,8 @@ def grouped_glu(
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
-            H, I and 2I are multiples of 8 on a GPU.
+            H, I and 2I are multiples of 8 on a GPU. Also a GateUp: two tensors [E, I, H] in place of one of glu_layout
+            "concat".
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H], and no copy of the rows is made. An index out
