@@ -28,9 +28,9 @@ MAKERS: dict[type[Call], planned.Maker] = {
 """How common calls get a plan for forward and backward together."""
 
 
-def is_transposed_mlp(call: Call) -> bool:
-    """Whether no plan serves a call because its data gradients are two calls: weights of an MLP, transposed."""
-    return isinstance(call, GroupedMlpCall) and call.transpose_w
+def has_data_gradients_apart(call: Call) -> bool:
+    """Whether no plan serves a call, since x's gradient is a call of its own: of an MLP whose weights lie otherwise."""
+    return isinstance(call, GroupedMlpCall) and (call.transpose_w or isinstance(call.w1, GateUp))
 
 
 def requires_grad(call: Call) -> bool:
@@ -71,7 +71,7 @@ def differentiate(
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        maker = None if is_transposed_mlp(call) else MAKERS.get(type(call))
+        maker = None if has_data_gradients_apart(call) else MAKERS.get(type(call))
         if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
         return apply(call, targets)  # type: ignore[misc]

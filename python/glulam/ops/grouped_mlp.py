@@ -87,7 +87,8 @@ def grouped_mlp(
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype. By
             recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one of glu_layout "concat". Other recipes
             take weights prepared, which spares the first call that work and the memory for both: a FoldedWeight
-            ("mxfp8") or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; or of any 16-bit dtype or float32, prepared once for each version of theirs and kept as long as they live.
+            ("mxfp8") or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; or of any 16-bit dtype or float32,
+            prepared once for each version of theirs and kept as long as they live.
         w2: [E, H, I], or a list of E tensors; contiguous, x's dtype. H, I and 2I are multiples of 8 on a GPU. The
             rows of w2 may be of another number than x's columns; so is then the result.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
