@@ -114,14 +114,14 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     quantizes = in_mxfp8 and not spec.quantized
     x, mid = "x8" if quantizes else "x", "mid"
     first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
-    preact = " preact" if fc1.save_preact else ""
-    act_scale = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {}
+    optional = (" preact" if fc1.save_preact else "") + ("" if fc1.operands in DECODED else " rows")
+    own = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {"w_up": "w1_up"} if fc1.operands == "16bit" else {}
     return (
         *first,
         _step(
-            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale rows{preact}", x=x, w="w1", act=mid, bias="b1",
+            fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
             bias_table="b1_table",
-            **_scales(fc1.operands, x, "w1"), **act_scale, position=len(first),
+            **_scales(fc1.operands, x, "w1"), **own, position=len(first),
         ),
         _step(
             fc2, f"{_GROUPS} scale y", x=mid, w="w2", bias="b2", bias_table="b2_table",

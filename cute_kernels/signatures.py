@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .specs import (
+    DECODED,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -140,31 +141,45 @@ def _dtypes(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[str, str]:
     return rows, spec.dtype if spec.operands == "16bit" else E4M3
 
 
-def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> Argument:
-    """The left operand, whose rows may come by index."""
+def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
+    """The left operand, and the indices of its rows where the kernel takes them so."""
     dtype, _ = _dtypes(spec)
-    return _tensor("x", f"R {columns}", dtype)
+    gathers = spec.operands not in DECODED
+    return _tensor("x", f"{'R' if gathers else 'T'} {columns}", dtype), ROWS if gathers else ()
 
 
 def _mm(spec: GroupedMmSpec) -> Signature:
+    """`w_up`: of x in halves the address of the second half's weights, laid out as w; its rows are no indices."""
     _, w = _dtypes(spec)
+    if spec.in_halves:
+        tensors = _tensor("x", "T P", spec.dtype), _tensor("w", "E N K", w), _tensor("y", "T K", spec.dtype)
+        return Signature((*tensors, *GROUPS, *_each(ADDRESS, "w_up"), *LAUNCH), (("P", 2 * DIVISOR),))
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
-    tensors = _x(spec, k), _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
-    numbers = (*ROWS, *GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
+    x, rows = _x(spec, k)
+    tensors = x, _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
+    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "K"))
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
-    """`act_scale`: where the scales of an activation in MXFP8 go."""
+    """`act_scale`: where the scales of an activation in MXFP8 go.
+
+    `w_up`: the address of the linear half's weights, laid out as w, which then has W = I rows, those of the activated
+    half; 0: w has both.
+    """
     _, w = _dtypes(spec)
+    x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
     act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {both} H", w)
-    tensors = _x(spec, "H"), weight, _tensor("act", "T I", act)
+    may_part = spec.operands == "16bit"
+    w_rows = "W" if spec.gated and may_part else both
+    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} H", w)
+    tensors = x, weight, _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
-    numbers = (*GROUPS, *_scales_of(spec.operands), *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
-    return Signature((*tensors, *preact, *ROWS, *numbers), _blocks(spec.operands, "H I"))
+    up = _each(ADDRESS, "w_up", optional=True) if may_part else ()
+    numbers = (*GROUPS, *_scales_of(spec.operands), *up, *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
+    return Signature((*tensors, *preact, *rows, *numbers), _blocks(spec.operands, "H I"))
 
 
 def _dglu(spec: DgluSpec) -> Signature:
@@ -173,14 +188,15 @@ def _dglu(spec: DgluSpec) -> Signature:
     Weights in MXFP8 are folded along their rows, and transposed.
     """
     _, w = _dtypes(spec)
+    x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
     weight = "E I H" if spec.transpose_w or spec.operands != "16bit" else "E H I"
     tensors = (
-        _x(spec, "H"), _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
+        x, _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
         _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),
     )  # fmt: skip
     addends = _each(ADDRESS, "scale partials", optional=True)
-    numbers = (*ROWS, *GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
+    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "H I P"))
 
 

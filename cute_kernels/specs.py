@@ -98,7 +98,10 @@ def _check_activation(activation: str, glu_layout: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMmSpec:
-    """y[T,N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y[T,K] = x[T,N] w_e."""
+    """y[T,N] = x w_e^T (+ bias_e * bias_scale); with `transpose_w`, y[T,K] = x[T,N] w_e.
+
+    `in_halves`: x is [T,2N], and either half of its columns has weights of its own, whose products are added.
+    """
 
     op: ClassVar[str] = "grouped_mm"
     dtype: str = "bfloat16"
@@ -106,6 +109,7 @@ class GroupedMmSpec:
     tile: TileConfig = TileConfig()
     arch: str = "sm_90a"
     operands: str = "16bit"
+    in_halves: bool = False
 
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
@@ -113,11 +117,14 @@ class GroupedMmSpec:
         _check_operands(self.operands, self.tile)
         _check_decoded(self.operands, self.dtype)
         _check_transposed(self.transpose_w, self.operands)
+        if self.in_halves and not self.transpose_w:
+            raise SpecError("in_halves is of a contraction over weights' rows; choose transpose_w=True")
 
     @property
     def stem(self) -> str:
         form = "nn" if self.transpose_w else "nt"
-        return f"{form}_{self.tile.name}"
+        halves = "_halves" if self.in_halves else ""
+        return f"{form}{halves}_{self.tile.name}"
 
     @property
     def name(self) -> str:

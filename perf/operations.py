@@ -221,7 +221,7 @@ class Dgrad(_Mm):
 
     @staticmethod
     def serves(spec: Spec) -> bool:
-        return isinstance(spec, GroupedMmSpec) and spec.transpose_w
+        return isinstance(spec, GroupedMmSpec) and spec.transpose_w and not spec.in_halves
 
     def make_inputs(self, make: Maker) -> None:
         width = 2 * make.case.intermediate

@@ -64,7 +64,8 @@ def test_bundle_ships_every_form_of_every_operator_on_every_tile() -> None:
     for tile in TILES:
         for dtype in ("bfloat16", "float16"):
             mm = GroupedMmSpec(dtype, False, tile)
-            assert {mm, dataclasses.replace(mm, transpose_w=True)} <= specs
+            transposed = dataclasses.replace(mm, transpose_w=True)
+            assert {mm, transposed, dataclasses.replace(transposed, in_halves=True)} <= specs
             for (activation, layout), width, saves in itertools.product(forms, (96, 104), (False, True)):
                 if layout == "interleaved32" and width % 32:
                     continue  # no such layer
@@ -171,6 +172,7 @@ def test_a_name_tells_every_field_apart() -> None:
         GroupedGluSpec(tile=TileConfig(m=64)),
         GroupedMmSpec(),
         GroupedMmSpec(transpose_w=True),
+        GroupedMmSpec(transpose_w=True, in_halves=True),
         GroupedMlpSpec(),
         GroupedDgluSpec(),
         GroupedDgluSpec(tile=TileConfig(n=128)),
@@ -212,6 +214,7 @@ def test_a_name_tells_every_field_apart() -> None:
             lambda: GroupedGluSpec(tile=TileConfig(n=192, schedule="pingpong"), transpose_w=True),
             "tile n=192: either half.*choose tile n=128 or 256",
         ),
+        (lambda: GroupedMmSpec(in_halves=True), "in_halves is of a contraction.*choose transpose_w=True"),
         (lambda: GroupedMlpSpec(quantized=True), "operands='mxfp8'"),
         (lambda: DgluSpec(dgrad=TileConfig()), "without dgrad"),
         (lambda: GroupedDgluSpec(dgrad=TileConfig(), transpose_w=True), "with transpose_w leave it out"),

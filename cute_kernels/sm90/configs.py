@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from ..specs import (
@@ -164,7 +165,7 @@ def _all_specs() -> list[Spec]:
     for tile, dtype in product(TILES, DTYPES):
         for transpose_w in (False, True):
             fc2 = GroupedMmSpec(dtype, transpose_w, tile)
-            specs.append(fc2)
+            specs += [fc2, replace(fc2, in_halves=True)] if transpose_w else [fc2]
             for save_preact in (False, True):
                 for form in glu_forms("16bit", tile, save_preact, transpose_w):
                     fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, transpose_w=transpose_w)

@@ -12,11 +12,11 @@ from . import store
 from . import tile_scheduler as sched
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
 from .fp8_mainloop import Fp8Mainloop
-from .mainloop import GemmMainloop, Operands
+from .mainloop import GemmMainloop, HalvesMainloop, Operands
 from .persistent import PersistentGemm
 from .ticket_scheduler import TicketScheduler
 from .tickets import Tickets, counter
-from .weights import weight_view
+from .weights import weight_rows, weight_view
 
 # At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
 # fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
@@ -26,7 +26,10 @@ MIN_DEPTH = 768
 
 
 class GroupedGemm(PersistentGemm):
-    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e])."""
+    """`transposed` takes w as rows of k instead of rows of n: y[row] = epilogue(x[row] @ w[e]).
+
+    `in_halves`: two such w, one for either half of x's columns.
+    """
 
     load_registers = ALONG_REGISTERS
 
@@ -37,18 +40,20 @@ class GroupedGemm(PersistentGemm):
         tile: TileConfig,
         epilogue: epi.Epilogue,
         transposed: bool = False,
+        in_halves: bool = False,
     ):
         super().__init__(name, dtype, tile, epilogue)
         # An epilogue with loads of its own has no registers to give away, and gains nothing (grouped_dglu).
         self.draws_tickets = tile.adaptive and epilogue.num_barriers == 0
         self.transposed = transposed
+        self.mainloop = HalvesMainloop if in_halves else GemmMainloop
         if epilogue.has_load_role:
             self.load_registers = LOADING_REGISTERS
 
     def make_mainloop(self) -> GemmMainloop:
         # Beside an epilogue's own loads it costs more than it brings (grouped_dglu: 1 % but where groups are small).
         evicts_weights = self.epilogue.num_barriers == 0
-        return GemmMainloop(
+        return self.mainloop(
             self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages, evicts_weights,
             self.epilogue.has_load_role,
         )  # fmt: skip
@@ -67,19 +72,19 @@ class GroupedGemm(PersistentGemm):
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
-        x_scale: Int64 | int = 0,
+        x_scale: Int64 | int = 0, w_up: Int64 | None = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
-        `x_scale`: that of the scales of x in MXFP8.
+        `x_scale`: that of the scales of x in MXFP8; `w_up`: of the weights' second half, as of `weight_view`.
 
         See PersistentGemm.start for `position`.
         """
         epilogue = self.epilogue
-        view, address = weight_view(w, w_table, epilogue.parts, epilogue.layout, self.transposed, inputs.gate)
+        view, address = weight_view(w, w_table, epilogue.parts, epilogue.layout, self.transposed, inputs.gate, w_up)
         operands = self.make_mainloop().operands(x, view, address, rows, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
         groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
-        n = w.shape[2] if const_expr(self.transposed) else w.shape[1]
+        n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)
         grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = epilogue.kernel_inputs(inputs)
         self.start(

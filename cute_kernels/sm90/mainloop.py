@@ -5,7 +5,7 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,7 +24,7 @@ from .row_boxes import acquire, num_boxes
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .warps import WARP
-from .weights import EVICT_FIRST, EVICT_LAST, ExpertAddress, expert_offset, leave_first, lo_hi
+from .weights import EVICT_FIRST, EVICT_LAST, ExpertAddress, expert_offset, leave_first, lo_hi, part_offset
 
 WARPS_PER_GROUP = 4
 MMA_K = 16
@@ -82,7 +82,7 @@ class _Source(Invariant):
 
 class _Weights(Invariant):
     """The weights of an output tile, k-tile by k-tile. ahead: those that are on their way. num_bytes: of a stage, as
-    far as TMA brings it.
+    far as TMA brings it. places: of each of its parts.
     """
 
     def __init__(
@@ -102,10 +102,32 @@ class _Weights(Invariant):
         if k_tile >= self.ahead:
             acquire(stages, state, self.num_bytes)
             barrier = stages.producer_get_barrier(state)
-            for part in cutlass.range_constexpr(len(self.places)):
-                lo, hi = self.places[part]
-                source, target = self.gmem[None, self.n_tile, k_tile, lo, hi], self.smem[None, part, 0, state.index]
-                self.source.copy(source, target, barrier, self.policy)
+            for part in cutlass.range_constexpr(self.num_parts):
+                k, lo, hi = self.place(part, k_tile)
+                source = self.gmem[None, self.n_tile, k, lo, hi]
+                self.source.copy(source, self.smem[None, part, 0, state.index], barrier, self.policy)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.places)
+
+    def place(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """Of a k-tile of a part: which one there, and the address."""
+        lo, hi = self.places[part]
+        return k_tile, lo, hi
+
+
+class _WeightsInHalves(_Weights):
+    """Of one part, and a contraction in two halves: its `places` are theirs, and either has `half` k-tiles."""
+
+    half: Int32
+    num_parts = 1
+
+    def place(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
+        is_second = k_tile >= self.half
+        (first_lo, first_hi), (lo, hi) = self.places
+        k_tile -= chosen(is_second, self.half, Int32(0))
+        return k_tile, chosen(is_second, lo, first_lo), chosen(is_second, hi, first_hi)
 
 
 class Mainloop(Invariant):
@@ -454,11 +476,11 @@ class GemmMainloop(WeightsFirst):
         gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
         first = expert_offset(address, work.expert)
-        gA = cute.local_tile(cute.domain_offset((work.row, 0), a.tensor), x_box, (None, None))
+        gA = self.row_tiles(a.tensor, work.row, x_box)
         tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
         num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
-        places = [lo_hi(first + part * address.part_units) for part in range(self.parts)]
-        weights = _Weights(b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, places, policy)
+        places = [lo_hi(first + part_offset(address, part)) for part in range(self.num_places)]
+        weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, places, policy)
         in_order = count
         if const_expr(with_rows and self.load_warp_gathers):
             if rows.address != 0:
@@ -470,9 +492,64 @@ class GemmMainloop(WeightsFirst):
             if const_expr(with_rows):
                 for box in cutlass.range(boxes, unroll=1):
                     barrier = stages.producer_get_barrier(state)
-                    a.copy(tAgA[None, box, k_tile], tAsA[None, box, 0, state.index], barrier)
+                    a.copy(self.row_tile(a.tensor, tAgA, box, k_tile), tAsA[None, box, 0, state.index], barrier)
             state.advance()
         return state
+
+    @property
+    def num_places(self) -> int:
+        """Parts of an expert's weights that a tile reads."""
+        return self.parts
+
+    def weights(self, x: cute.Tensor, *of: Any) -> _Weights:
+        return _Weights(*of)
+
+    def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
+        """x from a row on, in boxes."""
+        return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
+
+    def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
+        return tiles[None, box, k_tile]
+
+
+class HalvesMainloop(GemmMainloop):
+    """Of x in two halves of columns, each with weights of its own, contracted one behind the other.
+
+    x is (row, k, half), so that both operands are clipped where a half ends: its last k-tile is filled with zeros.
+    """
+
+    gathers = False
+    num_places = 2
+
+    def operands(
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
+    ) -> Operands:  # fmt: skip
+        rows_of_x, columns = x.shape
+        half = Int64(columns) // 2
+        layout = cute.make_layout((rows_of_x, columns // 2, 2), stride=(x.stride[0], 1, half))
+        return super().operands(cute.make_tensor(x.iterator, layout), w, address, rows, scales)
+
+    def half(self, x: cute.Tensor) -> Int32:
+        """k-tiles of one."""
+        return cute.ceil_div(cute.size(x, mode=[1]), self.tile.k)
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return 2 * self.half(operands.a)
+
+    def weights(self, x: cute.Tensor, *of: Any) -> _Weights:
+        weights = _WeightsInHalves(*of)
+        weights.half = self.half(x)
+        return weights
+
+    def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
+        return cute.local_tile(cute.domain_offset((row, 0, 0), x), box, (None, None, None))
+
+    def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
+        half = self.half(x)
+        is_second = k_tile >= half
+        return tiles[
+            None, box, k_tile - chosen(is_second, half, Int32(0)), chosen(is_second, Int32(1), Int32(0))
+        ]  # fmt: skip
 
 
 class WgradMainloop(Mainloop):

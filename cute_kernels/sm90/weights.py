@@ -14,7 +14,8 @@ the rows of a half lie is a matter of strides only:
     interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
 
 So a kernel for blocks of 32 rows serves every layout of a half of whole blocks (form "blocked"), and one for rows at
-one stride the first two (form "strided").
+one stride the first two (form "strided"). Of "concat" the halves may be two tensors, whose distance is that of their
+addresses: the descriptor's base is then the lower one.
 
 The bounds of i and of k are the descriptor's, so a tile that hangs over an edge is filled with zeros.
 """
@@ -44,7 +45,10 @@ LINE_BYTES = 128
 
 
 class ExpertAddress(NamedTuple):
-    """Where an expert starts: `table` is the address of int64 [E] offsets in 16-byte units, or 0 for packed weights."""
+    """Where an expert starts: `table` is the address of int64 [E] offsets in 16-byte units, or 0 for packed weights.
+
+    part_units: the distance of the second part from the first; below zero where it is a tensor that lies before.
+    """
 
     table: Int64
     expert_units: Int64
@@ -78,20 +82,29 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
     return elements * (dtype.width // 8) // UNIT_BYTES
 
 
+def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
+    """Of an expert, both parts'. `up`: as of `weight_view`."""
+    rows = Int32(w.shape[1])
+    return rows if up is None else chosen(up != 0, 2 * rows, rows)
+
+
 @cute.jit
 def weight_view(
     w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
-    transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE,
+    transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE, up: Int64 | None = None,
 ):  # fmt: skip
     """w [E,N,K] as (tensor (n, k, lo, hi), ExpertAddress), n and k named as the MMA sees them.
 
     `layout`: one of specs.LAYOUT_FORMS; `gate` says which of its several.
     `transposed` contracts over w's rows: n is w's last dimension, k its rows. Two parts of it are the halves of
     "concat"; columns of the other layouts come as they lie (natural_order.py).
+    `up`: the address of the second part where that is a tensor like w, which then is the first; 0: w has both.
     """
     _, rows, cols = w.shape
     row_stride = Int64(cols)
     half = rows // parts
+    if const_expr(up is not None and not transposed):
+        half = weight_rows(w, up) // parts
     if const_expr(layout == "interleaved32"):
         n_shape, n_stride = (BLOCK_ROWS, half // BLOCK_ROWS), (row_stride, 2 * BLOCK_ROWS * row_stride)
         part_stride = BLOCK_ROWS * row_stride
@@ -112,10 +125,14 @@ def weight_view(
         view = cute.make_layout((part_stride, rows, *address_shape), stride=(1, row_stride, *address_stride))
     else:
         view = cute.make_layout((n_shape, cols, *address_shape), stride=(n_stride, 1, *address_stride))
-    address = ExpertAddress(
-        table, _units(Int64(w.stride[0]), w.element_type), _units(Int64(part_stride), w.element_type)
-    )
-    return cute.make_tensor(w.iterator, view), address
+    base, part_units = w.iterator, _units(Int64(part_stride), w.element_type)
+    if const_expr(up is not None):
+        first = w.iterator.toint()
+        part_units = chosen(up != 0, (up - first) // UNIT_BYTES, part_units)
+        lowest = chosen((up != 0) & (up < first), up, first)
+        base = cute.make_ptr(w.element_type, lowest, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
+    address = ExpertAddress(table, _units(Int64(w.stride[0]), w.element_type), part_units)
+    return cute.make_tensor(base, view), address
 
 
 @cute.jit
@@ -125,6 +142,11 @@ def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
     if address.table != 0:
         units = vector_at(Int64, address.table)[expert]
     return units
+
+
+def part_offset(address: ExpertAddress, part: int) -> Int64:
+    """Where a part of an expert starts, in 16-byte units from the lower of its two."""
+    return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
 
 
 def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:

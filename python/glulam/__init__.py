@@ -10,6 +10,7 @@ from . import mhc as mhc
 from . import nn as nn
 from . import recipes as recipes
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
+from .experts import GateUp
 from .explanation import Explanation, explain
 from .kernels import compile, preload
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
@@ -32,6 +33,7 @@ __all__ = [
     "CaptureError",
     "Explanation",
     "FoldError",
+    "GateUp",
     "GluGradients",
     "GradientNotSupported",
     "MXFP8Tensor",

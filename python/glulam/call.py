@@ -16,6 +16,7 @@ from . import device as gpus
 from . import experts, groups, kernels
 from .changed import changed
 from .dispatch import Problem
+from .experts import GateUp
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
 from .plans import Plans
 from .signature import (
@@ -304,7 +305,7 @@ class Call:
         for kind, names in (("weight", weights), ("bias", self.biases), ("gradient", self.gradients)):
             for name in names:
                 value = getattr(self, name)
-                if isinstance(value, (list, tuple)):
+                if isinstance(value, (list, tuple)) and not isinstance(value, GateUp):
                     changes[name] = experts.enter(kind, value)
         if self.splits is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.num_rows, self.lead.device)

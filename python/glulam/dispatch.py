@@ -54,7 +54,7 @@ class Problem:
     in_features] along `axis`, `rounded` to values or as elements and scales.
     `transpose_w`: of the first four, forward's weights are [E, K, N]. `operands`: what the first GEMM multiplies
     (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
-    come by index.
+    come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own.
     """
 
     op: str
@@ -75,6 +75,7 @@ class Problem:
     operands: str = "16bit"
     fc2_operands: str = "16bit"
     gathers: bool = False
+    in_halves: bool = False
 
     @property
     def but_rows(self) -> tuple[Any, ...]:
@@ -140,7 +141,8 @@ class Choice:
 
 
 def _mm(problem: Problem, tile: TileConfig, arch: str) -> GroupedMmSpec:
-    return GroupedMmSpec(problem.dtype, problem.transpose_w, CONFIGS[arch].fc2_tile(tile), arch, problem.operands)
+    tile = CONFIGS[arch].fc2_tile(tile)
+    return GroupedMmSpec(problem.dtype, problem.transpose_w, tile, arch, problem.operands, problem.in_halves)
 
 
 def _glu(problem: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:

@@ -17,7 +17,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,35 @@ _data_ptr = Tensor.data_ptr
 _tables: dict[tuple[str, tuple[int, ...]], Table] = {}
 _lock = threading.Lock()
 _kept_for_graphs: dict[int, tuple[Any, ...]] = {}
+
+
+class GateUp(NamedTuple):
+    """w1 of an activation with a gate in two tensors, neither of which is copied: h = [x gate_e^T, x up_e^T] + b1_e.
+
+    It stands for w1 [E, 2I, H] of glu_layout "concat", in 16-bit recipes; biases and preactivations have both halves.
+
+    Attributes:
+        gate, up: [E, I, H], the activated and the linear half; contiguous, of one dtype, anywhere in memory.
+    """
+
+    gate: Tensor
+    up: Tensor
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.gate.requires_grad or self.up.requires_grad
+
+    def data_ptr(self) -> tuple[int, int]:
+        """What tells where it lies."""
+        return self.gate.data_ptr(), self.up.data_ptr()
+
+    @property
+    def begin(self) -> int:
+        return min(self.data_ptr())
+
+    @property
+    def end(self) -> int:
+        return max(tensor.data_ptr() + tensor.nbytes for tensor in self)
 
 
 class Checked:

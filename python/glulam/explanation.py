@@ -18,6 +18,7 @@ from . import device as gpus
 from . import dispatch, kernels, recipes
 from .call import Call
 from .dispatch import Problem
+from .experts import GateUp
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -159,7 +160,10 @@ def _shapes_as_tensors(call_type: type[Call], arguments: dict[str, Any], dtype: 
         value = arguments[name]
         if isinstance(value, (tuple, list)) and all(type(size) is int for size in value):
             result[name] = tensor(name, value, torch.float32 if name in call_type.scales else dtype)
+        elif isinstance(value, GateUp):
+            result[name] = GateUp(*(tensor(f"{name}.{part}", one) for part, one in value._asdict().items()))
     weights = result[call_type.weights[0]] if call_type.weights else None
+    weights = weights.gate if isinstance(weights, GateUp) else weights
     if (isinstance(weights, Tensor) and weights.dim()) or isinstance(weights, (list, tuple)):
         result["offs"], result["splits"] = tensor("offs", (len(weights),), torch.int32), None
     return result

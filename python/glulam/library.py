@@ -1,8 +1,9 @@
 """The operators as `torch.ops.glulam.*`, so that traces (torch.compile, torch.export, fake tensors) see each as one.
 
 Eager calls do not come here. Schemas have no "tensor or list", so weights, biases and their gradients are lists of
-tensors: a packed tensor is a list of that one, told by its rank. Schemas have no optional results either, so an
-operator has a form for each set of results: `_out` forms write a buffer and return only what is not in it.
+tensors: a packed tensor is a list of that one, told by its rank, and a GateUp one of its two. Schemas have no optional
+results either, so an operator has a form for each set of results: `_out` forms write a buffer and return only what is
+not in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
+from .experts import GateUp
 from .groups import OF_A_TRACE, part_of
 from .layer.moe import MoeCall, Mxfp8MoeCall
 from .mxfp8.quantize import QuantizeMxfp8Call
@@ -131,6 +133,8 @@ def call(pending: Call) -> Any:
     for listed in (*pending.weights, *pending.biases, *pending.gradients):
         if isinstance(arguments.get(listed), Tensor):
             arguments[listed] = [arguments[listed]]
+        elif isinstance(arguments.get(listed), GateUp):
+            arguments[listed] = list(arguments[listed])
     splits = arguments.get("splits")
     if splits is not None and not isinstance(splits, Tensor):
         arguments["splits"] = torch.tensor(splits, dtype=torch.int64)
@@ -138,6 +142,8 @@ def call(pending: Call) -> Any:
 
 
 def _unlisted(tensors: Any, packed_rank: int) -> Any:
+    if tensors is not None and len(tensors) == 2 and packed_rank == 3 and tensors[0].dim() == packed_rank:
+        return GateUp(*tensors)
     if tensors is not None and len(tensors) == 1 and tensors[0].dim() == packed_rank:
         return tensors[0]
     return tensors

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import tickets
-from .experts import ExpertList
+from .experts import ExpertList, GateUp
 from .kernels import Serving
 from .signature import ALIGNMENT_ELEMENTS, LOWEST_ADDRESS, check_no_overlap, tensors_of
 
@@ -25,6 +25,10 @@ ENV_CHECK = "GLULAM_CHECK"
 def checking() -> bool:
     """Whether group sizes are to be read back and checked; asked when a plan is made, and then for every call."""
     return os.environ.get(ENV_CHECK, "0") not in ("", "0")
+
+
+SPREAD = (ExpertList, GateUp)
+"""What is several tensors, each with an address of its own."""
 
 
 class FreedStorage(RuntimeError):
@@ -42,7 +46,7 @@ def is_near(
 
     Args:
         read, extents: each argument's address, and its bytes; 0 of one that is absent, empty or an ExpertList.
-        lists: arguments that may be ExpertLists.
+        lists: arguments that may be ExpertLists or GateUps.
 
     Raises:
         FreedStorage: an argument, or the output, has no memory.
@@ -53,7 +57,8 @@ def is_near(
             freed |= begin < LOWEST_ADDRESS
             near |= begin - out_extent < out < begin + extent
     for one in lists:
-        if one.__class__ is ExpertList:
+        if one.__class__ in SPREAD:
+            freed |= one.begin < LOWEST_ADDRESS
             near |= one.begin - out_extent < out < one.end
     if freed:
         raise FreedStorage(f"{op}: the storage of an argument was freed")
@@ -118,8 +123,8 @@ class Launch:
 def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
     """As `Launch.check_apart`, of any plan with `op`, `extents`, `out_extents` and `apart`. `out`: given outputs."""
     begins = at[: len(plan.extents)]
-    lists = [value for value in read.values() if value.__class__ is ExpertList]
-    is_near(plan.op, begins, plan.extents)
+    lists = [value for value in read.values() if value.__class__ in SPREAD]
+    is_near(plan.op, begins, plan.extents, lists=lists)
     for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
         begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
         if is_near(plan.op, begins, plan.extents, begin, size, lists):

@@ -23,7 +23,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .experts import ExpertList
+from .experts import ExpertList, GateUp
 
 MAX_PLANS = 4096
 """Plans kept for each operator; a plan and its key take about 1 KiB, and each new number of rows needs one."""
@@ -37,7 +37,7 @@ PATIENCE = 64
 # Private: should it move, every plan is found by its key.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
-_UNGUARDED = frozenset((ExpertList, list, tuple))
+_UNGUARDED = frozenset((ExpertList, GateUp, list, tuple))
 
 Given = Sequence[Any]
 
@@ -49,12 +49,14 @@ def unplanned() -> bool:
 
 
 def described(value: Any) -> Hashable:
-    """The metadata of a tensor, an ExpertList or a list of tensors."""
+    """The metadata of a tensor, an ExpertList, a GateUp or a list of tensors."""
     kind = value.__class__
     if kind is ExpertList:
         return kind, value.shape, value.dtype, value.index, is_grad_enabled() and value.requires_grad
     if kind is list or kind is tuple:
         return tuple(map(described, value))
+    if kind is GateUp:
+        return kind, tuple(map(described, value))
     layout = value.is_contiguous() or value.stride()
     return kind, value.shape, value.dtype, value.get_device(), layout, value.requires_grad, value.is_neg()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import ActivationParams, activate, activate_backward
+from .experts import GateUp
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -38,6 +39,12 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None, bias_scale: Tensor | None
     return y + (addend if bias_scale is None else addend * bias_scale.to(x.dtype)[:, None])
 
 
+def _weight(w: Any, expert: int) -> Tensor:
+    """An expert's weight; of a GateUp both halves' rows."""
+    weight: Tensor = torch.cat([half[expert] for half in w]) if isinstance(w, GateUp) else w[expert]
+    return weight
+
+
 def _one(values: Any, expert: int) -> Any:
     return None if values is None else values[expert]
 
@@ -52,7 +59,7 @@ def grouped_mm(
     """Writes out [T, N]; `ends` are the groups' ends."""
     for expert, rows in groups_of(ends):
         addend = _one(bias, expert), _rows(bias_scale, rows)
-        out[rows] = _linear(x[rows].to(_compute_dtype(x)), w[expert], *addend, transpose_w).to(out.dtype)
+        out[rows] = _linear(x[rows].to(_compute_dtype(x)), _weight(w, expert), *addend, transpose_w).to(out.dtype)
 
 
 def _glu(h: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
@@ -73,7 +80,7 @@ def grouped_glu(
 ) -> None:
     """Writes out [T, I], and preact [T, 2I or I] unless None. `form`: activation, glu_layout and their numbers."""
     for expert, rows in groups_of(ends):
-        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(bias, expert), None, transpose_w)
+        h = _linear(x[rows].to(_compute_dtype(x)), _weight(w1, expert), _one(bias, expert), None, transpose_w)
         out[rows] = _glu(h, _rows(row_scale, rows), *form).to(out.dtype)
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
@@ -94,7 +101,7 @@ def grouped_mlp(
     """Writes out [T, H]. The row scale multiplies the activation, and so the second bias as well."""
     for expert, rows in groups_of(ends):
         scale = _rows(row_scale, rows)
-        h = _linear(x[rows].to(_compute_dtype(x)), w1[expert], _one(b1, expert), None, transpose_w)
+        h = _linear(x[rows].to(_compute_dtype(x)), _weight(w1, expert), _one(b1, expert), None, transpose_w)
         out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale, transpose_w).to(out.dtype)
 
 

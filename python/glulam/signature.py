@@ -21,7 +21,7 @@ from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 from . import device as gpus
 from .activations import INTERLEAVED32_BLOCK, ActivationParams
 from .errors import GradientNotSupported
-from .experts import ExpertList
+from .experts import ExpertList, GateUp
 from .recipes import BF16
 
 MAX_ROWS = 2**26
@@ -35,7 +35,7 @@ REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 _LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
 
 Experts = Tensor | Sequence[Tensor] | ExpertList
-"""Packed, or one tensor an expert; an ExpertList is the latter once it was checked."""
+"""Packed, or one tensor an expert; an ExpertList is the latter once it was checked. A GateUp is a sequence of two."""
 
 
 def leading(op: str) -> str:
@@ -196,6 +196,16 @@ def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide:
     like_x(op, name, tensor, x)
     _check_dense(op, name, tensor, is_weight=rank == 3)
     return tuple(tensor.shape)
+
+
+def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
+    """The shape of either tensor, `letters` naming the dimensions."""
+    for part, tensor in zip(value._fields, value, strict=True):
+        _tensor(op, f"{name}.{part}", tensor, f"a tensor [{', '.join(letters.split())}]")
+    gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
+    if gate != up:
+        mismatch(op, f"{name}.up", up, gate, f"that is the shape of {name}.gate")
+    return gate
 
 
 def _check_list(
@@ -422,6 +432,8 @@ def check_w1(
 ) -> tuple[int, int, int]:  # fmt: skip
     """w1 [E, 2I or I, H], or with `transpose_w` [E, H, 2I or I], where x has H columns: E, 2I or I, and I."""
     columns = x.shape[1]
+    if isinstance(w1, GateUp):
+        return _check_gate_up(op, w1, x, activation, glu_layout, transpose_w)
     shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
     experts, rows, hidden = (shape[0], shape[2], shape[1]) if transpose_w else shape
     if hidden != columns:
@@ -431,6 +443,26 @@ def check_w1(
     width = intermediate_width(op, "w1", rows, activation, glu_layout, "columns" if transpose_w else "rows")
     check_width(op, "w1 (I)", width, runs_kernels(x))
     return experts, rows, width
+
+
+def _check_gate_up(
+    op: str, w1: GateUp, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
+) -> tuple[int, int, int]:  # fmt: skip
+    """As `check_w1`."""
+    if activation not in GATED:
+        raise ValueError(
+            f"{op}: w1 is a GateUp, but activation {activation!r} has no gate; give w1 as one tensor [E, I, H]"
+        )
+    if glu_layout != "concat":
+        raise ValueError(f"{op}: w1 is a GateUp, in two halves, and glu_layout is {glu_layout!r}; leave it out")
+    if transpose_w:
+        raise ValueError(f"{op}: w1 is a GateUp, which is not transposed; leave out transpose_w, or give one tensor")
+    experts, width, hidden = check_halves(op, "w1", w1, x, "E I H")
+    if hidden != x.shape[1]:
+        wanted = (experts, width, x.shape[1])
+        mismatch(op, "w1.gate", (experts, width, hidden), wanted, f"x has {x.shape[1]} columns")
+    check_width(op, "w1 (I)", width, runs_kernels(x))
+    return experts, 2 * width, width
 
 
 def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
@@ -454,6 +486,8 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
     """The tensors of an argument with the names that errors give them."""
     if isinstance(value, Tensor):
         return [(name, value)]
+    if isinstance(value, GateUp):
+        return [pair for part, one in value._asdict().items() for pair in tensors_of(f"{name}.{part}", one)]
     if isinstance(value, ExpertList):
         value = value.tensors
     if isinstance(value, (list, tuple)):

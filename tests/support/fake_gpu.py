@@ -187,9 +187,19 @@ def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:
     return rows
 
 
+def _with_up(c: Any) -> list[Tensor]:
+    """Packed weights whose rows go on at another address."""
+    assert c.w_up % 16 == 0 and not getattr(c, "w_table", 0) and len(c.w) == c.num_groups
+    return list(torch.cat((c.w, _read(c.w_up, c.w.numel(), c.w.dtype).view(c.w.shape)), dim=1))
+
+
 def _mm(spec: GroupedMmSpec, c: Any) -> None:
     rows = c.y.shape[0]
     ends = _sizes(spec, c, rows)
+    if spec.in_halves:
+        assert c.x.shape[1] == 2 * c.w.shape[1]
+        _store(c.y, oracle.grouped_mm(c.x, _with_up(c), ends, transpose_w=True), ends)
+        return
     result = oracle.grouped_mm(
         _rows_of(spec, c, rows, ends[-1]), _weights_of(spec, c), ends,
         bias=_biases(c.bias, c.bias_table, c.num_groups, c.y.shape[1], c.y.dtype),
@@ -206,9 +216,12 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
     form = ACTIVATIONS[c.kind], GLU_LAYOUTS[c.glu_layout]
     assert form[0] in ACTIVATION_FORMS[spec.activation] and form[1] in LAYOUT_FORMS[spec.glu_layout]
     assert spec.glu_layout != "blocked" or c.act.shape[1] % 32 == 0
+    is_apart = bool(getattr(c, "w_up", 0))
+    assert not is_apart or (form[1] == "concat" and c.act.shape[1] == c.w.shape[1] and not spec.transpose_w)
+    both = c.w.shape[1 + spec.transpose_w] * (1 + is_apart)
     act, h = oracle.grouped_glu(
-        _rows_of(spec, c, rows, ends[-1]), _weights_of(spec, c), ends,
-        bias=_biases(c.bias, c.bias_table, c.num_groups, c.w.shape[1 + spec.transpose_w], getattr(torch, spec.dtype)),
+        _rows_of(spec, c, rows, ends[-1]), _with_up(c) if is_apart else _weights_of(spec, c), ends,
+        bias=_biases(c.bias, c.bias_table, c.num_groups, both, getattr(torch, spec.dtype)),
         row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset), transpose_w=spec.transpose_w,
     )  # fmt: skip
     if spec.save_preact:

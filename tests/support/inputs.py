@@ -108,6 +108,17 @@ def transposed(c: Case) -> tuple[Tensor, Tensor]:
     return c.w1.mT.contiguous(), c.w2.mT.contiguous()
 
 
+def apart(w1: Tensor, upside_down: bool = False, gap: int = 16) -> tuple[Tensor, Tensor]:
+    """w1's halves [E, I, H], of glu_layout "concat", so many elements apart, the second one in front where they are
+    `upside_down`."""
+    halves = [half.contiguous() for half in w1.detach().chunk(2, dim=1)]
+    size = halves[0].numel()
+    memory = torch.empty(8 + 2 * size + gap, dtype=w1.dtype, device=w1.device)
+    places = (memory[8:], memory[8 + size + gap :])
+    first, second = (place[:size].view(halves[0].shape) for place in (places[::-1] if upside_down else places))
+    return first.copy_(halves[0]), second.copy_(halves[1])
+
+
 def scattered(packed: Tensor) -> list[Tensor]:
     """Each expert in an allocation of its own, their addresses in no order, with odd gaps between them."""
     count, size = packed.shape[0], packed[0].numel()

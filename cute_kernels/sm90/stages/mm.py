@@ -15,7 +15,7 @@ class Mm:
     def __init__(self, spec: GroupedMmSpec):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, transposed=spec.transpose_w)
+        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, spec.transpose_w, spec.in_halves)
 
     @cute.jit
     def __call__(
@@ -29,5 +29,18 @@ class Mm:
             self.gemm.launch(x, w, (y,), sizes, w_table, rows, inputs, num_sms, position, stream)
 
 
+class MmInHalves(Mm):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_up: Int64, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if y.shape[0] > 0:
+            none = Int64(0)
+            inputs = Inputs(Addends(none, none, none), no_params(), y.shape[1])
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (y,), sizes, none, none, inputs, num_sms, position, stream, w_up=w_up)
+
+
 def trace(spec: GroupedMmSpec) -> Traced:
-    return traced(spec, Mm(spec))
+    return traced(spec, (MmInHalves if spec.in_halves else Mm)(spec))

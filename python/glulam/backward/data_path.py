@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..changed import changed
+from ..experts import GateUp
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
@@ -39,12 +40,13 @@ class DataPath:
     Attributes:
         need_preact: arguments for whose gradients forward keeps h.
         wide: names of weights whose gradients are float32 although x is 16-bit.
-        transpose_w: whether weights are [E, H, 2I or I] and [E, I, H].
+        transpose_w: whether weights are [E, H, 2I or I] and [E, I, H]; `in_halves`: whether w1 is a GateUp.
     """
 
     need_preact: ClassVar[frozenset[str]] = BEHIND_THE_ACTIVATION
     wide: frozenset[str] = frozenset()
     transpose_w: bool = False
+    in_halves: bool = False
 
     def forward(
         self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
@@ -87,6 +89,10 @@ class DataPath:
         return self.new_preact(saved, form) if preact is None else preact
 
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+        if self.in_halves:  # which grouped_glu alone multiplies in one call
+            hidden = {"bias": saved["b1"], "rows": saved.get("rows"), **groups_of(saved), **form}
+            preact: Tensor = grouped_glu(saved["x"], saved["w1"], return_preact=True, **hidden)[1]
+            return preact
         return grouped_mm(
             saved["x"], saved["w1"], bias=saved["b1"], rows=saved.get("rows"), transpose_w=self.transpose_w,
             **groups_of(saved),
@@ -160,7 +166,8 @@ IN_16_BITS = DataPath()
 def path_of(call: Any) -> DataPath:
     """Of a GroupedMlpCall or Mxfp8MlpCall."""
     if not isinstance(call, Mxfp8MlpCall):
-        return changed(call.data_path or IN_16_BITS, transpose_w=call.transpose_w)
+        in_halves = isinstance(call.w1, GateUp)
+        return changed(call.data_path or IN_16_BITS, transpose_w=call.transpose_w, in_halves=in_halves)
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)

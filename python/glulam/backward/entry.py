@@ -7,6 +7,7 @@ from typing import Any
 
 from ..call import Call
 from ..errors import GradientNotSupported
+from ..experts import GateUp
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
@@ -27,9 +28,9 @@ MAKERS: dict[type[Call], planned.Maker] = {
 """How common calls get a plan for forward and backward together."""
 
 
-def is_transposed_mlp(call: Call) -> bool:
-    """Whether no plan serves a call because its data gradients are two calls: weights of an MLP, transposed."""
-    return isinstance(call, GroupedMlpCall) and call.transpose_w
+def has_data_gradients_apart(call: Call) -> bool:
+    """Whether no plan serves a call, since x's gradient is a call of its own: of an MLP whose weights lie otherwise."""
+    return isinstance(call, GroupedMlpCall) and (call.transpose_w or isinstance(call.w1, GateUp))
 
 
 def _of(table: dict[type[Call], Any], call: Call) -> Any:
@@ -61,6 +62,10 @@ def differentiate(
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and rows= has none; give x[rows], or use glulam.moe"
         )
+    if isinstance(call, GroupedMmCall) and isinstance(call.w, GateUp):
+        raise GradientNotSupported(
+            f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
+        )
     apply = _of(APPLY, call)
     if apply is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
         call.refuse_gradients()
@@ -71,7 +76,7 @@ def differentiate(
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        maker = None if is_transposed_mlp(call) else _of(MAKERS, call)
+        maker = None if has_data_gradients_apart(call) else _of(MAKERS, call)
         if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
             return result
         return apply(call, targets)

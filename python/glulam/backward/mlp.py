@@ -142,7 +142,10 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
         dpreact, act, dx, d_scale = options.path.gradients(saved, options.form, options.targets, dy, wanted)
         result["x"] = dx
         if "w1" in wanted:
-            result["w1"] = of_weight("w1", dpreact, saved["x"], "x_rows")
+            halves = dpreact.chunk(2, dim=1) if options.path.in_halves else (dpreact,)
+            made = [of_weight("w1", half, saved["x"], "x_rows") for half in halves]
+            result["w1"] = made if options.path.in_halves else made[0]
+            del halves
         if "b1" in wanted:
             result["b1"] = grouped_bias_grad(dpreact, **groups)
         del dpreact

@@ -18,7 +18,7 @@ from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
-from ..experts import ExpertList, find
+from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
@@ -64,7 +64,8 @@ def grouped_glu(
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
         w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
-            H, I and 2I are multiples of 8 on a GPU.
+            H, I and 2I are multiples of 8 on a GPU. Also a GateUp: two tensors [E, I, H] in place of one of glu_layout
+            "concat".
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H], and no copy of the rows is made. An index out
@@ -152,16 +153,18 @@ class GroupedGluPlan(Launch):
         act = out = x.new_empty(self.rows, self.width) if out is None else out
         if self.rows == 1 or rows is not None:
             x, act = aligned_row(x), aligned_row(act)
-        w1_table = 0
+        w1_table = w1_up = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
+        elif w1.__class__ is GateUp:
+            w1, w1_up = w1.gate, w1.up.data_ptr()
         kind, layout, limit, alpha, offset = self.params
         tickets = self.tickets() if self.draws_tickets else 0
         if self.preact_width is None:
             self.function(
                 x=x, w=w1, act=act, rows=rows_at,
                 groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-                w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+                w_table=w1_table, w_up=w1_up, bias=bias_at, bias_table=bias_table, scale=scale_at,
                 kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
             )  # fmt: skip
             return out
@@ -169,7 +172,7 @@ class GroupedGluPlan(Launch):
         saving(
             x=x, w=w1, act=act, preact=preact, rows=rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-            w_table=w1_table, bias=bias_at, bias_table=bias_table, scale=scale_at,
+            w_table=w1_table, w_up=w1_up, bias=bias_at, bias_table=bias_table, scale=scale_at,
             kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
         )  # fmt: skip
         return out, preact

@@ -18,7 +18,7 @@ from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
-from ..experts import ExpertList, find
+from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..plan import Launch, addresses, aligned_row
@@ -82,10 +82,11 @@ def grouped_mlp(
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded. With recipes "mxfp8" and
             "mxfp8_exact" also an MXFP8Tensor by rows; the result is then of `out`'s or a bias's dtype, or bfloat16.
-        w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype.
-            Other recipes take them prepared, which spares the first call that work and the memory for both: a
-            FoldedWeight ("mxfp8") or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; or of any 16-bit dtype
-            or float32, prepared once for each version of theirs and kept as long as they live.
+        w1: [E, 2I, H] for an activation with a gate, else [E, I, H]; or a list of E tensors; contiguous, x's dtype. By
+            recipe "bf16" also a GateUp, two tensors [E, I, H] in place of one of glu_layout "concat". Other recipes
+            take weights prepared, which spares the first call that work and the memory for both: a FoldedWeight
+            ("mxfp8") or an MXFP8Tensor [E, 2I or I, H] by rows with plain scales; or of any 16-bit dtype or float32,
+            prepared once for each version of theirs and kept as long as they live.
         w2: [E, H, I], or a list of E tensors; contiguous, x's dtype. H, I and 2I are multiples of 8 on a GPU. The
             rows of w2 may be of another number than x's columns; so is then the result.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
@@ -243,9 +244,11 @@ class GroupedMlpPlan(Launch):
             result_at = out.data_ptr()
         if self.rows == 1:
             y = aligned_row(y)
-        w1_table = w2_table = 0
+        w1_table = w1_up = w2_table = 0
         if self.w1_listed:
             w1_table, w1 = w1.address, w1.lowest
+        elif w1.__class__ is GateUp:
+            w1, w1_up = w1.gate, w1.up.data_ptr()
         if self.w2_listed:
             w2_table, w2 = w2.address, w2.lowest
         kind, layout, limit, alpha, offset = self.params
@@ -253,7 +256,7 @@ class GroupedMlpPlan(Launch):
         self.function(
             x=x, rows=rows_at, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-            w1_table=w1_table, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
+            w1_table=w1_table, w1_up=w1_up, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
             scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
             row_of=row_of_at, residual=residual_at, out=result_at, tokens=tokens, k=k, num_sms=self.sm_count,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from ..call import Call
 from ..changed import changed
 from ..dispatch import Problem
 from ..errors import GradientNotSupported
-from ..experts import find
+from ..experts import GateUp, find
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
@@ -149,6 +149,11 @@ def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | N
                 f"{op}: {name} is {w!r}; it must be quantised along its rows, with plain scales, as {name}.plain() has"
             )
         return w.data, w.scale
+    if isinstance(w, GateUp):
+        raise ValueError(
+            f"{OP}: {name} is a GateUp, and recipe {recipe.name!r} prepares one tensor; give torch.cat({name}, dim=1), "
+            "or choose recipe 'bf16'"
+        )
     return w, None
 
 

@@ -17,7 +17,7 @@ from .. import reference
 from ..by_name import by_name
 from ..call import Call
 from ..dispatch import Problem
-from ..experts import ExpertList, find
+from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
@@ -28,6 +28,7 @@ from ..signature import (
     check_experts,
     check_flag,
     check_groups,
+    check_halves,
     check_indices,
     check_out,
     check_scale,
@@ -58,7 +59,9 @@ def grouped_mm(
 
     Args:
         x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
-        w: [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype. K and N are multiples of 8 on a GPU.
+        w: [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype. K and N are multiples of 8 on a GPU. With
+            transpose_w also a GateUp of two [E, N, K], without bias, rows and gradients: x is [T, 2N] and
+            y = x[:, :N] gate_e + x[:, N:] up_e, the gradient of what `grouped_glu` makes of it.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, K], and no copy of the rows is made. An index
@@ -117,12 +120,17 @@ def grouped_mm(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMmPlan(Launch):
-    """The constants of a grouped_mm call. `width`: of the result; `w_listed`: w is an ExpertList, not packed."""
+    """The constants of a grouped_mm call. `width`: of the result; `w_listed`: w is an ExpertList, not packed;
+    `in_halves`: a GateUp.
+    """
 
     width: int
     w_listed: bool
+    in_halves: bool
 
-    @by_name(function=signature_of(GroupedMmSpec()))
+    @by_name(
+        function=signature_of(GroupedMmSpec()), halves=signature_of(GroupedMmSpec(transpose_w=True, in_halves=True))
+    )
     def run(
         self, x: Tensor, w: Any, groups: Tensor, bias: Any, scale: Tensor | None, out: Tensor | None,
         rows: Tensor | None = None,
@@ -142,6 +150,14 @@ class GroupedMmPlan(Launch):
         if self.w_listed:
             w_table, w = w.address, w.lowest
         tickets = self.tickets() if self.draws_tickets else 0
+        if self.in_halves:
+            halves = self.function
+            halves(
+                x=x, w=w.gate, y=y, w_up=w.up.data_ptr(),
+                groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
+                num_sms=self.sm_count,
+            )  # fmt: skip
+            return out
         self.function(
             x=x, w=w, y=y, rows=rows_at,
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
@@ -181,7 +197,8 @@ class GroupedMmCall(Call):
         check_indices(self.op, self.rows, self.x)
         like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
         check_flag(self.op, "transpose_w", self.transpose_w)
-        shape = check_experts(self.op, "w", self.w, self.x, "E N K")
+        in_halves = isinstance(self.w, GateUp)
+        shape = self._check_halves() if in_halves else check_experts(self.op, "w", self.w, self.x, "E N K")
         experts, n, k = shape
         contracted, width = (n, k) if self.transpose_w else (k, n)
         if contracted != columns:
@@ -201,7 +218,21 @@ class GroupedMmCall(Call):
             in_features=columns,
             out_features=width,
             transpose_w=self.transpose_w,
+            in_halves=in_halves,
         )
+
+    def _check_halves(self) -> tuple[int, ...]:
+        """[E, 2N, K], of a GateUp."""
+        if not self.transpose_w:
+            raise ValueError(
+                f"{self.op}: w is a GateUp, of which transpose_w=True alone is there; call it with w.gate and w.up"
+            )
+        for name in ("bias", "bias_scale", "rows"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{self.op}: {name} is given beside a GateUp; leave it out")
+        experts, n, k = check_halves(self.op, "w", self.w, self.x, "E N K")  # type: ignore[arg-type]
+        check_width(self.op, "w.gate", n, runs_kernels(self.x))
+        return experts, 2 * n, k
 
     def results(self, problem: Problem) -> Tensor:
         return self.x.new_empty(problem.rows, problem.out_features)
@@ -217,6 +248,7 @@ class GroupedMmCall(Call):
             **vars(launch),
             width=problem.out_features,
             w_listed=isinstance(self.w, ExpertList),
+            in_halves=isinstance(self.w, GateUp),
         )
 
     def run(self, plan: GroupedMmPlan) -> Tensor:
