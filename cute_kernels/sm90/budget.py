@@ -31,8 +31,6 @@ REGISTERS_UNIT = 8
 # (light_groups.py) and 8 rows by index a lane take ACROSS_REGISTERS, 16 rows ALONG_REGISTERS, and LOADING_REGISTERS 22
 # rows, or 10 beside TMA loads.
 LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
-# The same of a swapped tile, by the rows that a lane brings, without a second walk: what MMA warpgroups can spare.
-SWAPPED_REGISTERS = {2: 56, 8: 56, 16: 72, 32: 88}
 
 
 def registers(warpgroups: int, load: int) -> tuple[int, int]:

@@ -84,7 +84,7 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     ("mxfp8", LARGE8, False): _ALL,
     ("mxfp8", LARGE8, True): _GATED,
     ("mxfp8", SMALL8, False): _GATED,
-    **{("mxfp8_weight_only", tile, False): _GATED for tile in (SMALL_W8, TINY_W8, NARROW_W8)},
+    **{("mxfp8_weight_only", tile, False): _GATED for tile in (MEDIUM_W8, SMALL_W8, TINY_W8, NARROW_W8)},
     **{("mxfp8_exact", tile, False): _EITHER for tile in (TINY_W8, NARROW_W8)},
 }
 """What one FC1 kernel chooses at run time, by (operands, tile, whether it stores the preactivation).
@@ -94,7 +94,7 @@ compiled for each.
 
 A branch there takes 0.997 to 1.004 times as long on average, at most 1.02. Elsewhere it does not hide behind the MMAs:
 one token on the small 16-bit tile 1.015 to 1.04, MXFP8 with ungated activations 1.03, the other decoding tiles 1.01 to
-1.07, a backward up to 2. On MEDIUM_W8 it would take registers that warps which gather rows have, and spill.
+1.07, a backward up to 2.
 """
 
 

@@ -28,9 +28,8 @@ from ..tiles import TileConfig
 from . import decode
 from .budget import stage_k
 from .epilogue import TileShare, registers
-from .gathered_rows import GatherAlongRows, row_indices
+from .gathered_rows import NO_ROWS
 from .mainloop import MMA_K, Operands, WeightsFirst
-from .row_boxes import acquire
 from .store import ROW_BYTES, ROWS, SWIZZLE_CHUNK, swizzle_of, swizzled_layout
 from .swapped_rows import ROW_HALVES, SwappedRows
 from .tile_scheduler import WorkTile
@@ -144,11 +143,12 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """A: `parts` ranges of an expert's E4M3 weight rows, B: tile.m rows of x at any row, or by index. Rows of x past a
-    group's end are columns of the MMA that nobody stores.
+    """A: `parts` ranges of an expert's E4M3 weight rows, B: tile.m rows of x at any row.
 
     `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
     """
+
+    gathers = False
 
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, layout: str, stages: int):
         self.dtype = dtype
@@ -161,7 +161,6 @@ class DecodingMainloop(WeightsFirst):
         self.evicts_weights = tile.m <= ROWS
         self.x_k = ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
-        self.x_rows = GatherAlongRows(tile.m, dtype, self.stage_k // self.x_k)
         self.a_layout = swizzled_layout(E4M3, (tile.n, self.stage_k, stages))
         self.b_layout = swizzled_layout(dtype, (tile.m, self.stage_k, stages))
 
@@ -178,15 +177,14 @@ class DecodingMainloop(WeightsFirst):
         )  # fmt: skip
 
     def operands(
-        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, expert_rows: Int32, rows: Int64, scales: Int64,
-        gate: GateRows,
-    ) -> Operands:  # fmt: skip
-        """Host side: the TMA descriptors of the weights (n, k, lo, hi), `expert_rows` of each, and of x (row, k)."""
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64, gate: GateRows
+    ) -> Operands:
+        """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(E4M3, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
-        return Operands(atom_a, a, atom_b, b, (address, expert_rows, gate), row_indices(rows, x), scales)
+        return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
         return cute.size(operands.b, mode=[1])
@@ -196,13 +194,6 @@ class DecodingMainloop(WeightsFirst):
 
     def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
         return self.num_k_tiles(operands, work) * (self.tile.k // self.stage_k)
-
-    def gather(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
-    ) -> pipeline.PipelineState:  # fmt: skip
-        num_stages = self.num_stages(operands, work)
-        return self.x_rows.fill(operands.rows, sB, self.x_rows.half(rank), stages, state, work, num_stages)
 
     @cute.jit
     def _fill(
@@ -219,23 +210,20 @@ class DecodingMainloop(WeightsFirst):
         x_rows = cute.domain_offset((work.row, 0), operands.b)
         tBsB, tBgB = _partition(operands.atom_b, cute.flat_divide(sB, x_box), cute.local_tile(x_rows, x_box, (0, None)))
         first = expert_offset(address, work.expert)
-        in_order = operands.rows.address == 0
-        x_bytes = self.tile.m * self.stage_k * self.dtype.width // 8
-        num_bytes = chosen(in_order, Int32(self.stage_bytes), Int32(self.stage_bytes - x_bytes))
+        x_boxes = self.stage_k // self.x_k
         for stage in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
             if stage >= ahead:
-                acquire(stages, state, num_bytes)
+                stages.producer_acquire(state)
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
                     source = tAgA[None, work.n_tile, stage, lo, hi]
                     target = tAsA[None, part, 0, state.index]
                     cute.copy(operands.atom_a, source, target, tma_bar_ptr=barrier, cache_policy=policy)
             if const_expr(with_rows):
-                if in_order:
-                    for box in cutlass.range_constexpr(self.x_rows.boxes):
-                        source = tBgB[None, stage * self.x_rows.boxes + box]
-                        cute.copy(operands.atom_b, source, tBsB[None, 0, box, state.index], tma_bar_ptr=barrier)
+                for i in cutlass.range_constexpr(x_boxes):
+                    source = tBgB[None, stage * x_boxes + i]
+                    cute.copy(operands.atom_b, source, tBsB[None, 0, i, state.index], tma_bar_ptr=barrier)
             state.advance()
         return state
 
@@ -307,7 +295,6 @@ class DecodingMainloop(WeightsFirst):
                     self._decode(pairs, scales, following, step + 1)
                 elif const_expr(step + 1 < steps):
                     stages.consumer_wait(last_stage)
-                    self.after_wait()
                     self._decode(self._read(first, last_stage.index, 0), scales, following, step + 1)
                 elif k_tile + 1 < num_k_tiles:
                     self._open(first, following, scales, stages, state)
@@ -324,7 +311,6 @@ class DecodingMainloop(WeightsFirst):
         """Wait for the next k-tile and decode its first step."""
         scales.take()
         stages.consumer_wait(state)
-        self.after_wait()
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:

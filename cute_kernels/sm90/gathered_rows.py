@@ -9,7 +9,7 @@ They are writes of the generic proxy, so whoever waited for a stage orders them 
 
 A copy holds the registers of its address until it is issued. So a lane has registers of their own for all lines of a
 stage: computed anew for each copy, addresses shared registers, and FC1 took 1.27 times as long as with neighbouring
-rows. For the same reason addresses along rows advance once in K_TILES_AT_ONCE times 128 bytes.
+rows. For the same reason addresses along rows advance once in K_TILES_AT_ONCE k-tiles.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ def behind(first: Int64, distance: Int32) -> Int64:
     )
 
 
+NO_ROWS = RowIndices(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0))
+
+
 def row_indices(address: Int64, x: cute.Tensor) -> RowIndices:
     """Host side."""
     pitch = Int32(x.stride[0] // (CHUNK_BYTES * 8 // x.element_type.width))
@@ -102,6 +105,10 @@ class Gather(Invariant):
         self.line_elements = LINE_BYTES * 8 // dtype.width
         self.chunk_elements = self.line_elements // LANES_A_LINE
 
+    def half(self, rank: Int32) -> Share:
+        """Of the first or the second of two warps that share the work."""
+        return Share(rank * (self.lines // WARPS), self.lines // (WARPS * LINES_AT_ONCE))
+
     def lane(self, smem: cute.Tensor, first: Int32 | int) -> Lane:
         """`first`: the warp's first line."""
         thread = cute.arch.lane_idx()
@@ -130,31 +137,20 @@ def arrive(stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> 
 
 
 class GatherAlongRows(Gather):
-    """Of an operand whose rows are contracted: a line is a row's part of 128 bytes of k, and a stage has as many of
-    them as it has such boxes, one behind the other.
-    """
-
-    def __init__(self, rows: int, dtype: type[cutlass.Numeric], boxes: int = 1):
-        self.rows = rows
-        self.boxes = boxes
-        super().__init__(rows * boxes, dtype)
-
-    def half(self, rank: Int32) -> Share:
-        """Of the first or the second of two warps that share the work."""
-        return Share(rank * (self.rows // WARPS), self.rows // (WARPS * LINES_AT_ONCE))
+    """Of an operand whose rows are contracted: a line is a row's part of a k-tile."""
 
     @cute.jit
     def fill(
         self, rows: RowIndices, smem: cute.Tensor, share: Share, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, num_stages: Int32, beside: Any = None,
+        state: pipeline.PipelineState, work: WorkTile, num_k_tiles: Int32, beside: Any = None,
     ):  # fmt: skip
         """All of K for one output tile. Returns the advanced state.
 
-        `beside`: `load(stages, state, stage)` brings what else this warp has to bring.
+        `beside`: `load(stages, state, k_tile)` brings what else this warp has to bring.
         """
         lane = self.lane(smem, share.first)
         sources = cute.make_rmem_tensor(share.times, Int64)
-        count = clamp(work.group_end - work.row, Int32(0), Int32(self.rows))
+        count = clamp(work.group_end - work.row, Int32(0), Int32(self.lines))
         first = rows.x + Int64(lane.chunk * CHUNK_BYTES)
         if count > 0:  # behind the last row lines begin where that does
             for i in cutlass.range_constexpr(cute.size(sources)):
@@ -162,17 +158,16 @@ class GatherAlongRows(Gather):
                 sources[i] = behind(first, rows.distance(rows.said(work.row + place)))
         columns = rows.columns - lane.chunk * self.chunk_elements
         left = count - share.first
-        at_once = K_TILES_AT_ONCE // self.boxes
-        rest = num_stages % at_once
-        for stage in cutlass.range(0, num_stages - rest, at_once, unroll=1):
-            for ahead in cutlass.range_constexpr(at_once):
+        rest = num_k_tiles % K_TILES_AT_ONCE
+        for k_tile in cutlass.range(0, num_k_tiles - rest, K_TILES_AT_ONCE, unroll=1):
+            for ahead in cutlass.range_constexpr(K_TILES_AT_ONCE):
                 if const_expr(beside is not None):
-                    beside.load(stages, state, stage + ahead)
+                    beside.load(stages, state, k_tile + ahead)
                 state = self._fill_stage(lane, sources, left, columns, ahead, stages, state)
-            columns = self._advance(sources, columns, at_once)
-        for stage in cutlass.range(num_stages - rest, num_stages, unroll=1):
+            columns = self._advance(sources, columns, K_TILES_AT_ONCE)
+        for k_tile in cutlass.range(num_k_tiles - rest, num_k_tiles, unroll=1):
             if const_expr(beside is not None):
-                beside.load(stages, state, stage)
+                beside.load(stages, state, k_tile)
             state = self._fill_stage(lane, sources, left, columns, 0, stages, state)
             columns = self._advance(sources, columns, 1)
         return state
@@ -182,41 +177,29 @@ class GatherAlongRows(Gather):
         self, lane: Lane, sources: cute.Tensor, left: Int32, columns: Int32, ahead: cutlass.Constexpr[int],
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
     ):  # fmt: skip
-        """The stage so many ahead of `sources`. Returns the advanced state.
+        """The k-tile so many ahead of `sources`. Returns the advanced state.
 
         `left`: rows from the warp's first on; `columns`: those from the lane's first on. Behind the last come zeros,
         since the weights' would not do: what was in the stage may be NaN.
         """
         stages.sync_object_empty.wait(state.index, state.phase)
-        first, count = ahead * self.boxes, cute.size(sources)
-        num_bytes = [
-            chosen(columns > (first + box) * self.line_elements, Int32(CHUNK_BYTES), Int32(0))
-            for box in range(self.boxes)
-        ]
-        if left >= count * LINES_AT_ONCE:
-            for i in cutlass.range_constexpr(count):
-                self._copy_boxes(lane, state.index, i, sources[i], first, num_bytes)
+        num_bytes = chosen(columns > ahead * self.line_elements, Int32(CHUNK_BYTES), Int32(0))
+        if left >= cute.size(sources) * LINES_AT_ONCE:
+            for i in cutlass.range_constexpr(cute.size(sources)):
+                self.copy(lane, state.index, i, 0, sources[i], ahead * LINE_BYTES, num_bytes)
         else:
-            for i in cutlass.range_constexpr(count):
+            for i in cutlass.range_constexpr(cute.size(sources)):
                 if i * LINES_AT_ONCE < left:
-                    self._copy_boxes(lane, state.index, i, sources[i], first, num_bytes)
+                    self.copy(lane, state.index, i, 0, sources[i], ahead * LINE_BYTES, num_bytes)
         arrive(stages, state)
         state.advance()
         return state
 
-    def _copy_boxes(
-        self, lane: Lane, stage: Int32, i: int, source: Int64, first: int, num_bytes: list[Int32]
-    ) -> None:  # fmt: skip
-        """The lane's part of its i-th row in each box of a stage. `first`: boxes that `source` is behind."""
-        for box, count in enumerate(num_bytes):
-            self.copy(lane, stage, i, box * self.rows, source, (first + box) * LINE_BYTES, count)
-
     @cute.jit
-    def _advance(self, sources: cute.Tensor, columns: Int32, stages: cutlass.Constexpr[int]) -> Int32:
-        boxes = stages * self.boxes
+    def _advance(self, sources: cute.Tensor, columns: Int32, k_tiles: cutlass.Constexpr[int]) -> Int32:
         for i in cutlass.range_constexpr(cute.size(sources)):
-            sources[i] += boxes * LINE_BYTES
-        return columns - boxes * self.line_elements
+            sources[i] += k_tiles * LINE_BYTES
+        return columns - k_tiles * self.line_elements
 
 
 class GatherAcrossRows(Gather):

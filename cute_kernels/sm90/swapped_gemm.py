@@ -3,22 +3,18 @@
 import math
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 
-from ..tiles import TileConfig
 from . import epilogue as epi
 from . import store
 from . import tile_scheduler as sched
-from .budget import SMEM_BYTES, SWAPPED_REGISTERS, stage_k
+from .budget import SMEM_BYTES, stage_k
 from .decoding_mainloop import DecodingMainloop
 from .epilogue import share_of
-from .gathered_rows import LINES_AT_ONCE, WARPS
 from .mainloop import Mainloop, Operands
 from .persistent import PersistentGemm
-from .swapped_epilogue import WARPS as MMA_WARPS
-from .swapped_epilogue import RowSmem, SwappedEpilogue, SwappedSlots
+from .swapped_epilogue import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
 from .tickets import Tickets
 from .weights import weight_view
 
@@ -35,10 +31,6 @@ class SwappedGemm(PersistentGemm):
     """A mainloop, an epilogue and slots that know rows of x as the columns of the MMA."""
 
     epilogue: SwappedEpilogue
-
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue: SwappedEpilogue):
-        super().__init__(name, dtype, tile, epilogue)
-        self.load_registers = SWAPPED_REGISTERS[tile.m // (WARPS * LINES_AT_ONCE)]
 
     def make_mainloop(self) -> DecodingMainloop:
         return DecodingMainloop(self.dtype, self.tile, self.epilogue.parts, self.epilogue.layout, self.stages)
@@ -68,7 +60,7 @@ class SwappedGemm(PersistentGemm):
 
     @property
     def _exponents_shape(self) -> tuple[int, int, int]:
-        return self.epilogue.chunk_rows if self.epilogue.rounds else 0, MMA_WARPS, self.num_warpgroups
+        return self.epilogue.chunk_rows if self.epilogue.rounds else 0, WARPS, self.num_warpgroups
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slots, rows = cute.cosize(self._staging_layout()), self.tile.m * self.num_warpgroups
@@ -123,15 +115,13 @@ class SwappedGemm(PersistentGemm):
 
     @cute.jit
     def launch(
-        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64], rows: Int64,
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """Launch on `stream`. `rows`: the address of the indices of x's rows, or 0. See PersistentGemm.start for
-        `position`.
-        """
-        expert_rows = Int32(w.shape[1])
+        """Launch on `stream`. See PersistentGemm.start for `position`."""
+        rows = Int32(w.shape[1])
         view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False, inputs.gate)
-        operands = self.make_mainloop().operands(x, view, address, expert_rows, rows, inputs.w_scale, inputs.gate)
+        operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale, inputs.gate)
         stores = (store.make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
-        grid = sched.TileGrid(Int32(0), cute.ceil_div(expert_rows, self.tile.n))
-        self.start(operands, stores, inputs, sched.Groups(*groups, y.shape[0]), grid, num_sms, stream, position)
+        grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
+        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, position)

@@ -20,16 +20,15 @@ class Glu:
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, rows: Int64, groups: Int64, group_form: Int32,
-        num_groups: Int32, tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32,
-        glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32,
-        stream: cuda.CUstream,
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32, glu_layout: Int32,
+        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        if act.shape[0] > 0:
+        if x.shape[0] > 0:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
             inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, act, sizes, rows, inputs, num_sms, position, stream)
+            self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
 
 
 def trace(spec: GroupedGluSpec) -> Traced:

@@ -19,14 +19,14 @@ class Mm:
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, rows: Int64, groups: Int64, group_form: Int32,
-        num_groups: Int32, tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32,
-        position: Int32, stream: cuda.CUstream,
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        if y.shape[0] > 0:
+        if x.shape[0] > 0:
             inputs = Inputs(Addends(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, y, sizes, rows, inputs, num_sms, position, stream)
+            self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
 
 
 def trace(spec: GroupedMmSpec) -> Traced:

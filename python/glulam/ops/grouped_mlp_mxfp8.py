@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, is_grad_enabled
 
+from cute_kernels.specs import DECODED
+
 from .. import device as gpus
 from .. import kernels, recipes, workspace
 from ..activations import ActivationParams, kernel_params
@@ -69,6 +71,9 @@ def quantised_mlp(
     x_, x_scale, dtype = _rows(op, x, recipe, out, b1, b2)
     w1_, w1_scale = _weight(op, "w1", w1, recipe)
     w2_, w2_scale = _weight(op, "w2", w2, recipe)
+    if rows is not None and row_of is None and recipe.operands in DECODED and isinstance(x_, Tensor):
+        check_indices(op, rows, x_)
+        x_, rows = take_rows(x_, rows), None
     return call_flat(
         kind, x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, rows, row_of, residual, row_scale, b1, b2,
         activation, glu_layout, limit, alpha, offset, recipe.name, recompute, dtype, out,
@@ -151,7 +156,7 @@ def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | N
         return w.data, w.scale
     if isinstance(w, GateUp):
         raise ValueError(
-            f"{OP}: {name} is a GateUp, and recipe {recipe.name!r} prepares one tensor; give torch.cat({name}, dim=1), "
+            f"{op}: {name} is a GateUp, and recipe {recipe.name!r} prepares one tensor; give torch.cat({name}, dim=1), "
             "or choose recipe 'bf16'"
         )
     return w, None
@@ -446,6 +451,8 @@ class Mxfp8MlpCall(Call):
             shapes = [mid] if self.x_scale is not None else [x, mid]
             return {"memory": workspace.Layouts(*layouts_in_mxfp8(launch, *shapes))}
         shapes = [mid, x] if problem.operands == "mxfp8_exact" else [mid]
+        if self.of_tokens:  # a copy of each row's token
+            shapes.append((problem.rows, problem.in_features))
         return {"memory": workspace.Layouts(*(layout(launch, shape, self.result_dtype) for shape in shapes))}
 
     def _rounding(self, problem: Problem, launch: Launch) -> Callable[..., Any]:

@@ -166,29 +166,34 @@ class ReadyPlan(Mxfp8MlpPlan):
 
 
 class WeightOnlyPlan(Mxfp8MlpPlan):
-    """Weights decoded for 16-bit GEMMs. `memory`: the activation."""
+    """Weights decoded for 16-bit GEMMs. `memory`: the activation; of a layer also a copy of each row's token."""
 
     @by_name(function=_signature("mxfp8_weight_only", _SWAPPED))
     def launch(
         self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
     ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
-        (mid,) = memory
-        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, rows = at
+        groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, _ = at
         row_of, residual, out, num_tokens, k = tokens
+        mid, x_tokens = memory[0], 0
+        if row_of:
+            given = x.contiguous()
+            x, x_tokens = memory[1], given.data_ptr()
         kind, layout, limit, alpha, offset = self.params
         self.function(
-            x=x, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, mid=mid, y=y,
+            x=x, x_tokens=x_tokens, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, mid=mid, y=y,
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
-            rows=rows, row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
+            row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
         )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactPlan(WeightOnlyPlan):
-    """The same of rows that are rounded to MXFP8 values, by a call of its own. `memory`: the activation, such rows."""
+    """The same of an x that is rounded to MXFP8 values, by a call of its own. `memory`: the activation, such an x, a
+    layer's copy as above.
+    """
 
     round: Callable[..., Any]
 
@@ -197,7 +202,7 @@ class ExactPlan(WeightOnlyPlan):
         self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
     ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
-        mid, rounded = memory
+        mid, rounded, *copy = memory
         until = self.group_form == OFFS_INT32 and not at[-1]
         self.round(x=x, out=rounded, offs=at[0] if until else 0, num_groups=self.experts if until else 1)
-        WeightOnlyPlan.launch(self, (rounded, w1, w2, y), None, (mid,), at, tokens)
+        WeightOnlyPlan.launch(self, (rounded, w1, w2, y), None, (mid, *copy), at, tokens)
