@@ -14,7 +14,7 @@ from support.routing import catalogue, spread, zipf
 
 import glulam
 from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2, TILES_W8, activation_forms
+from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2, activation_forms
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam import kernels
@@ -214,15 +214,6 @@ class TestMxfp8Kernels:
         c = case(BATCHES[batch], self.HIDDEN, 352)
         w = prepare_mxfp8_weight(c.w1)
         self.check(GroupedMmSpec(tile=tile, operands="mxfp8"), (w.data, w.scale), c)
-
-    @pytest.mark.parametrize("tile", TILES_W8, ids=lambda tile: tile.name)
-    @pytest.mark.parametrize("hidden", [HIDDEN, 32, 96, 128, 2048])
-    @pytest.mark.parametrize("batch", BATCHES)
-    def test_beside_decoded_weights(self, batch: str, hidden: int, tile: TileConfig) -> None:
-        c = case(BATCHES[batch], hidden, 352)
-        w = glulam.quantize_mxfp8(c.w1.flatten(0, 1))
-        prepared = w.data.view(c.w1.shape), w.scale.view(*c.w1.shape[:2], -1)
-        self.check(GroupedMmSpec(tile=tile, operands="mxfp8_weight_only"), prepared, c)
 
 
 class TestRecipes:

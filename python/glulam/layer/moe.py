@@ -39,9 +39,10 @@ def moe(
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
-    Forward is one call, which reads tokens by index, and a recipe that quantises them does so once a token. With
-    gradients every GEMM, of either direction, reads by index; but of wide experts backward makes copies of at most
-    COPIED_BYTES, and with recipe "bf16" forward as well. For it x is saved, and never its rows.
+    Forward is one call, which reads tokens by index, and a recipe that quantises them does so once a token; recipes
+    that decode weights copy rows within it. With gradients every GEMM, of either direction, reads by index; but of wide
+    experts backward makes copies of at most COPIED_BYTES, and with recipe "bf16" forward as well. For it x is saved,
+    and never its rows.
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:

@@ -91,9 +91,9 @@ def grouped_mlp(
             rows of w2 may be of another number than x's columns; so is then the result.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
-        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. No copy of the rows is made, and recipes that
-            quantise x do so once for each of its N rows. An index out of range is clamped. There is no gradient with
-            it.
+        rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H]. "bf16" and "mxfp8" make no copy of the rows,
+            and "mxfp8" quantises x's N rows; others make one. An index out of range is clamped. There is no gradient
+            with it.
         row_scale: float32 [T], as the router's probabilities; it scales m and so the second bias as well.
         b1: [E, 2I or I] or a list of E tensors, laid out as w1's rows. b2: [E, H] or a list. x's dtype.
         activation, glu_layout, limit, alpha, offset: as of `grouped_glu`.
