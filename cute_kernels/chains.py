@@ -58,7 +58,7 @@ class Chain:
 
     @functools.cached_property
     def signature(self) -> Signature:
-        """Kind by kind, in the order in which steps use them. An argument that a step needs is needed."""
+        """Kind by kind, in the order in which steps use them. Needed is what a step needs that is never left out."""
         found: dict[str, Argument] = {}
         for step in self.steps:
             stage = stage_signature(step.stage)
@@ -67,7 +67,8 @@ class Chain:
                     found.setdefault(source.tensor, Argument(source.tensor, TENSOR))
                 elif isinstance(source, str):
                     taken = stage[name]
-                    optional = taken.optional and found.get(source, taken).optional
+                    spared = taken.optional or bool(step.when)
+                    optional = spared and found.get(source, Argument(source, ADDRESS, True)).optional
                     found[source] = dataclasses.replace(taken, name=source, optional=optional)
             if step.when:
                 found[step.when] = Argument(step.when, ADDRESS, True)

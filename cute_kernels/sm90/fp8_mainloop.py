@@ -22,7 +22,8 @@ from ..invariant import Invariant
 from ..tiles import TileConfig
 from .epilogue import TileShare, registers
 from .gathered_rows import RowIndices
-from .mainloop import GemmMainloop, Operands
+from .gemm_mainloop import GemmMainloop
+from .mainloop import Operands
 from .scales import power_of_two
 from .store import ROWS
 from .tile_scheduler import WorkTile

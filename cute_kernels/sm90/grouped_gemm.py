@@ -12,7 +12,9 @@ from . import store
 from . import tile_scheduler as sched
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
 from .fp8_mainloop import Fp8Mainloop
-from .mainloop import GemmMainloop, HalvesMainloop, Operands
+from .gemm_mainloop import GemmMainloop
+from .halves_mainloop import HalvesMainloop
+from .mainloop import Operands
 from .persistent import PersistentGemm
 from .ticket_scheduler import TicketScheduler
 from .tickets import Tickets, counter

@@ -23,11 +23,11 @@ from . import store
 from . import tile_scheduler as sched
 from .budget import ACROSS_REGISTERS
 from .epilogue import ColumnSmem, TileShare, chunk_of
-from .mainloop import WgradMainloop
 from .persistent import PersistentGemm
 from .slot_loads import SlotBarriers, SlotLoads, TileLoads
 from .tickets import Tickets
 from .weights import EVICT_FIRST, ExpertAddress, expert_offset, lo_hi, weight_view
+from .wgrad_mainloop import WgradMainloop
 from .wgrad_scheduler import WgradTileScheduler
 
 # At most, of a light group: an SM's share of memory's bandwidth stores a 16-bit tile in the time of as many rows' MMAs.

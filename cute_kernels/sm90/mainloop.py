@@ -5,7 +5,7 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,14 +17,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ..chosen import chosen
 from ..invariant import Invariant
 from ..tiles import TileConfig
-from .budget import ROWS
-from .gathered_rows import LINES_AT_ONCE, WARPS, GatherAcrossRows, GatherAlongRows, RowIndices, Share, row_indices
-from .ragged import clipped, ragged_rows
-from .row_boxes import acquire, num_boxes
+from .gathered_rows import WARPS, RowIndices
 from .tile_scheduler import WorkTile
 from .turns import THREADS, Turns
 from .warps import WARP
-from .weights import EVICT_FIRST, EVICT_LAST, ExpertAddress, expert_offset, leave_first, lo_hi, part_offset
+from .weights import EVICT_FIRST, leave_first
 
 WARPS_PER_GROUP = 4
 MMA_K = 16
@@ -57,7 +54,7 @@ class Operands(NamedTuple):
     scales: Int64 = Int64(0)
 
 
-class _Source(Invariant):
+class Source(Invariant):
     """A TMA load. Where the two CTAs of a cluster share it, each loads its half of a tile, for both."""
 
     def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, sharers: int):
@@ -78,56 +75,6 @@ class _Source(Invariant):
         self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer, policy: Int64 | None = None
     ) -> None:  # fmt: skip
         cute.copy(self.atom, source, target, tma_bar_ptr=barrier, mcast_mask=self.mask, cache_policy=policy)
-
-
-class _Weights(Invariant):
-    """The weights of an output tile, k-tile by k-tile. ahead: those that are on their way. num_bytes: of a stage, as
-    far as TMA brings it. places: of each of its parts.
-    """
-
-    def __init__(
-        self, source: _Source, tiles: tuple[cute.Tensor, cute.Tensor], ahead: Int32, num_bytes: Int32, n_tile: Int32,
-        places: list[tuple[Int32, Int32]], policy: Int64 | None,
-    ):  # fmt: skip
-        self.source = source
-        self.smem, self.gmem = tiles
-        self.ahead = ahead
-        self.num_bytes = num_bytes
-        self.n_tile = n_tile
-        self.places = places
-        self.policy = policy
-
-    @cute.jit
-    def load(self, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, k_tile: Int32):
-        if k_tile >= self.ahead:
-            acquire(stages, state, self.num_bytes)
-            barrier = stages.producer_get_barrier(state)
-            for part in cutlass.range_constexpr(self.num_parts):
-                k, lo, hi = self.place(part, k_tile)
-                source = self.gmem[None, self.n_tile, k, lo, hi]
-                self.source.copy(source, self.smem[None, part, 0, state.index], barrier, self.policy)
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.places)
-
-    def place(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Of a k-tile of a part: which one there, and the address."""
-        lo, hi = self.places[part]
-        return k_tile, lo, hi
-
-
-class _WeightsInHalves(_Weights):
-    """Of one part, and a contraction in two halves: its `places` are theirs, and either has `half` k-tiles."""
-
-    half: Int32
-    num_parts = 1
-
-    def place(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        is_second = k_tile >= self.half
-        (first_lo, first_hi), (lo, hi) = self.places
-        k_tile -= chosen(is_second, self.half, Int32(0))
-        return k_tile, chosen(is_second, lo, first_lo), chosen(is_second, hi, first_hi)
 
 
 class Mainloop(Invariant):
@@ -370,269 +317,3 @@ class WeightsFirst(Mainloop):
     ) -> pipeline.PipelineState:  # fmt: skip
         """The same, with L2's policy for the weights. Returns the advanced state."""
         raise NotImplementedError
-
-
-class GemmMainloop(WeightsFirst):
-    """A: `tile.m` rows of x at any row, or by index (gathered_rows.py); groups need no alignment, rows past a group's
-    end are computed, not stored, and loaded only where their box (row_boxes.py) has others.
-    B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
-
-    `load_warp_gathers`: the TMA warp is the first of the warps that gather, since another one is taken.
-
-    A warpgroup with a tile of its own leaves out the second slab where that has no rows. Not where w is transposed,
-    though: contractions are longer there, and CTAs that leave step share less of their operands in L2 (0.92 of the
-    speed on gpt-oss-120b, Dirichlet 0.5).
-    """
-
-    def __init__(
-        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int,
-        evicts_weights: bool, load_warp_gathers: bool,
-    ):  # fmt: skip
-        self.evicts_weights = evicts_weights
-        self.skips_slabs = tile.takes_turns and tile.slabs == 2 and not transposed
-        self.parts = parts
-        self.part_n = tile.n // parts
-        b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
-        super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
-        self.load_warp_gathers = load_warp_gathers
-        # Fewer than the other warp: what TMA takes has registers, too.
-        self.tma_warp_rows = tile.m * 5 // 16
-        self.rows = GatherAlongRows(tile.m, dtype)
-
-    def operands(
-        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
-    ) -> Operands:  # fmt: skip
-        """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
-        atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
-        atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
-        extra: tuple = (address,)
-        if self.tile.adaptive:
-            extra += self._tma(w, self.b_major, self.part_n, 1), self._tma(x, self.a_major, self.tile.box_rows, 1)
-        return Operands(atom_a, a, atom_b, b, extra, row_indices(rows, x), scales)
-
-    def gather(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
-    ) -> pipeline.PipelineState:  # fmt: skip
-        num_k_tiles = self.num_k_tiles(operands, work)
-        share = Share(self.tma_warp_rows, (self.tile.m - self.tma_warp_rows) // LINES_AT_ONCE)
-        share = share if self.load_warp_gathers else self.rows.half(rank)
-        return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
-
-    def _row_sources(self, operands: Operands) -> tuple[_Source, _Source | None]:
-        """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds."""
-        shared = _Source(operands.atom_a, operands.a, self.tile.row_sharers)
-        if not self.tile.adaptive:
-            return shared, None
-        atom, tensor = operands.extra[2]
-        return shared, _Source(atom, tensor, 1)
-
-    def weight_row_bytes(self, operands: Operands) -> Int32:
-        along = 1 if self.b_major == OperandMajorMode.K else 0
-        return cute.size(operands.b, mode=[along]) * (self.dtype.width // 8)
-
-    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
-        return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
-
-    def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
-        if not self.skips_slabs:
-            return super().loops(work, num_k_tiles)
-        is_short = work.group_end - work.row <= ROWS
-        of_one = chosen(is_short, num_k_tiles, Int32(0))
-        return [Loop(num_k_tiles - of_one, self.tile.slabs, self.tile.k), Loop(of_one, 1, self.tile.k)]
-
-    @cute.jit
-    def _fill(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
-        with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
-    ):  # fmt: skip
-        address, *alone = operands.extra
-        a_shared, a_alone = self._row_sources(operands)
-        b_shared = _Source(operands.atom_b, operands.b, self.tile.cluster_m)
-        tiles = (address, sA, sB, stages)
-        rest = (operands.rows, work, ahead, count, with_rows, policy)
-        if const_expr(self.tile.adaptive):
-            # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
-            atom, tensor = alone[0]
-            b_alone = _Source(atom, tensor, 1)
-            if work.pairs_columns > 0:
-                state = self._load_from(a_shared, b_alone, *tiles, state, *rest)
-            else:
-                state = self._load_from(a_alone, b_shared, *tiles, state, *rest)
-        else:
-            state = self._load_from(a_shared, b_shared, *tiles, state, *rest)
-        return state
-
-    @cute.jit
-    def _load_from(
-        self, a: _Source, b: _Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, rows: RowIndices, work: WorkTile,
-        ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
-    ):  # fmt: skip
-        tile = self.tile
-        boxes = chosen(rows.address == 0, num_boxes(tile, work), Int32(0))
-        x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
-        gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
-        tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
-        first = expert_offset(address, work.expert)
-        gA = self.row_tiles(a.tensor, work.row, x_box)
-        tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
-        num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
-        places = [lo_hi(first + part_offset(address, part)) for part in range(self.num_places)]
-        weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, places, policy)
-        in_order = count
-        if const_expr(with_rows and self.load_warp_gathers):
-            if rows.address != 0:
-                share = Share(0, self.tma_warp_rows // LINES_AT_ONCE)
-                state = self.rows.fill(rows, sA, share, stages, state, work, count, weights)
-                in_order = Int32(0)
-        for k_tile in cutlass.range(in_order, unroll=1):
-            weights.load(stages, state, k_tile)
-            if const_expr(with_rows):
-                for box in cutlass.range(boxes, unroll=1):
-                    barrier = stages.producer_get_barrier(state)
-                    a.copy(self.row_tile(a.tensor, tAgA, box, k_tile), tAsA[None, box, 0, state.index], barrier)
-            state.advance()
-        return state
-
-    @property
-    def num_places(self) -> int:
-        """Parts of an expert's weights that a tile reads."""
-        return self.parts
-
-    def weights(self, x: cute.Tensor, *of: Any) -> _Weights:
-        return _Weights(*of)
-
-    def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
-        """x from a row on, in boxes."""
-        return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
-
-    def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
-        return tiles[None, box, k_tile]
-
-
-class HalvesMainloop(GemmMainloop):
-    """Of x in two halves of columns, each with weights of its own, contracted one behind the other.
-
-    x is (row, k, half), so that both operands are clipped where a half ends: its last k-tile is filled with zeros.
-    """
-
-    gathers = False
-    num_places = 2
-
-    def operands(
-        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
-    ) -> Operands:  # fmt: skip
-        rows_of_x, columns = x.shape
-        half = Int64(columns) // 2
-        layout = cute.make_layout((rows_of_x, columns // 2, 2), stride=(x.stride[0], 1, half))
-        return super().operands(cute.make_tensor(x.iterator, layout), w, address, rows, scales)
-
-    def half(self, x: cute.Tensor) -> Int32:
-        """k-tiles of one."""
-        return cute.ceil_div(cute.size(x, mode=[1]), self.tile.k)
-
-    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
-        return 2 * self.half(operands.a)
-
-    def weights(self, x: cute.Tensor, *of: Any) -> _Weights:
-        weights = _WeightsInHalves(*of)
-        weights.half = self.half(x)
-        return weights
-
-    def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
-        return cute.local_tile(cute.domain_offset((row, 0, 0), x), box, (None, None, None))
-
-    def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
-        half = self.half(x)
-        is_second = k_tile >= half
-        return tiles[
-            None, box, k_tile - chosen(is_second, half, Int32(0)), chosen(is_second, Int32(1), Int32(0))
-        ]  # fmt: skip
-
-
-class WgradMainloop(Mainloop):
-    """A: columns of dy, B: columns of x, contracted over a group's rows. The rows of one may come by index.
-
-    Rows past the group's end would reach the result, so both loads clip there and fill with zeros (`ragged_rows`);
-    zeros in one alone would not do, since the other may hold NaN. The last k-tile is multiplied as deep as it has rows,
-    in steps of a wgmma's: whole k-tiles are 3, 14, 8 and 27 % more MMAs than rows on Mixtral, Qwen3-30B, DeepSeek-V3
-    EP8 and gpt-oss-120b (Dirichlet 0.5), these 1, 3, 2 and 6 %.
-
-    `keeps_operands`: they are the last to leave L2, where results push them out: 5 to 15 % of the time of Qwen3-30B's
-    gradients of 32 bits, 1 to 6 % of gpt-oss-120b's. Of 16 bits, with half as many bytes, -1 to 2 % (once 6).
-    """
-
-    may_be_empty = True
-
-    def __init__(
-        self, dtype: type[cutlass.Numeric], tile: TileConfig, stages: int, keeps_operands: bool
-    ):  # fmt: skip
-        super().__init__(dtype, tile, OperandMajorMode.MN, OperandMajorMode.MN, stages)
-        self.keeps_operands = keeps_operands
-        self.rows_of_a = GatherAcrossRows(tile.m, tile.k, dtype)
-        self.rows_of_b = GatherAcrossRows(tile.n, tile.k, dtype)
-
-    def operands(self, dy: cute.Tensor, x: cute.Tensor, dy_rows: Int64, x_rows: Int64) -> Operands:
-        """Host side: the TMA descriptors of dy and x as (column, row, ...). At most one has rows by index."""
-        atom_a, a = self._tma(_columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
-        atom_b, b = self._tma(_columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
-        rows = RowIndices(
-            *(chosen(dy_rows != 0, *of) for of in zip(row_indices(dy_rows, dy), row_indices(x_rows, x), strict=True))
-        )
-        return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
-
-    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
-        return cute.ceil_div(work.group_end - work.row, self.tile.k)
-
-    def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
-        slabs, k = self.tile.slabs, self.tile.k
-        rows = work.group_end - work.row
-        rest = cute.ceil_div(rows % k, MMA_K) * MMA_K
-        whole = num_k_tiles - chosen((rest > 0) & (rest < k), Int32(1), Int32(0))
-        parts = [(depth, chosen(rest == depth, Int32(1), Int32(0))) for depth in range(MMA_K, k, MMA_K)]
-        return [Loop(whole, slabs, k), *(Loop(count, slabs, depth, whole) for depth, count in parts)]
-
-    @cute.jit
-    def load(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
-    ):  # fmt: skip
-        tile = self.tile
-        a = _Source(operands.atom_a, clipped(operands.a, work.row, work.group_end, row_mode=1), tile.cluster_n)
-        b = _Source(operands.atom_b, clipped(operands.b, work.row, work.group_end, row_mode=1), tile.cluster_m)
-        tAsA, tAgA = a.partition(sA, cute.local_tile(a.tensor, (tile.m, tile.k), (None, None)))
-        tBsB, tBgB = b.partition(sB, cute.local_tile(b.tensor, (tile.n, tile.k), (None, None)))
-        policy = Int64(EVICT_LAST) if const_expr(self.keeps_operands) else None
-        loads_a, loads_b = operands.extra
-        columns = chosen(loads_a, Int32(tile.m), Int32(0)) + chosen(loads_b, Int32(tile.n), Int32(0))
-        num_bytes = columns * (tile.k * self.dtype.width // 8)
-        for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
-            acquire(stages, state, num_bytes)
-            barrier = stages.producer_get_barrier(state)
-            if loads_a:
-                a.copy(tAgA[None, work.m_tile, k_tile], tAsA[None, state.index], barrier, policy)
-            if loads_b:
-                b.copy(tBgB[None, work.n_tile, k_tile], tBsB[None, state.index], barrier, policy)
-            state.advance()
-        return state
-
-    @cute.jit
-    def gather(
-        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
-    ):  # fmt: skip
-        to = (rank, stages, state, work, self.num_k_tiles(operands, work))
-        loads_a, _ = operands.extra
-        if loads_a:
-            state = self.rows_of_b.fill(operands.rows, sB, *to, work.n_tile * self.tile.n)
-        else:
-            state = self.rows_of_a.fill(operands.rows, sA, *to, work.m_tile * self.tile.m)
-        return state
-
-
-def _columns(tensor: cute.Tensor) -> cute.Tensor:
-    """[T, C] as a ragged view (column, row, wrap, end)."""
-    ragged = ragged_rows(tensor)
-    return cute.make_tensor(ragged.iterator, cute.select(ragged.layout, mode=[1, 0, 2, 3]))

@@ -178,7 +178,8 @@ class MlpTrainingPlan(TrainingLaunch):
     def named(self, values: Inputs | Saved) -> dict[str, Any]:
         """As the general path calls them."""
         named = values._asdict()
-        return {**named, self.grouped_by: named.pop("groups")}
+        named[self.grouped_by] = named.pop("groups")
+        return named
 
     def grouped(self, groups: Tensor, **rows: Tensor | None) -> dict[str, Any]:
         """The groups, and the indices of rows, where there are some, as keywords of an operator."""

@@ -177,7 +177,7 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
         row_of, residual, out, num_tokens, k = tokens
         mid, x_tokens = memory[0], 0
         if row_of:
-            given = x.contiguous()
+            given = x if x.is_contiguous() else x.contiguous()
             x, x_tokens = memory[1], given.data_ptr()
         kind, layout, limit, alpha, offset = self.params
         self.function(
