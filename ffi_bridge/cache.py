@@ -220,6 +220,7 @@ def _spec_in(folder: Path) -> Spec | None:
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
         found = manifest.read(folder / key["arch"])
         spec = from_dict(found.functions[key["name"]].spec)
+        hash(spec)  # a field of a file's may be a list
         return spec if spec.name == key["name"] and _is_of(found, spec.name) else None
     return None
 
