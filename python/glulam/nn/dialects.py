@@ -1,24 +1,20 @@
 """What other libraries call the parts of an MoE in their state dicts, and how these become an `nn.MoE`'s.
 
-Conversion gives either layout of the module's own names; `conversion` then gives the layout that it has. As there, a
+Conversion gives either layout of the module's own names; `layouts` then gives the layout that it has. As there, a
 set that is incomplete or ambiguous, or that the module has no place for, is left as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
-from .conversion import PACKED_RANKS, Move, alike, replaced
-
-if TYPE_CHECKING:
-    from .mlp import GroupedMLP
-    from .moe import MoE
+from .layouts import PACKED_RANKS, Move, alike, replaced
 
 RENAMES = {
     "gate.weight": "router.weight",
@@ -72,8 +68,8 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 
 
-def convert_block(state: Mapping[str, Any], prefix: str, block: MoE) -> dict[str, Any]:
-    """A copy of `state` in which the entries of the module at `prefix` have its names."""
+def convert_block(state: Mapping[str, Any], prefix: str, block: Any) -> dict[str, Any]:
+    """A copy of `state` in which the entries of `block`, the nn.MoE at `prefix`, have its names."""
     result = dict(state)
     for theirs, ours in RENAMES.items():
         if _has(block, ours) and prefix + theirs in result and prefix + ours not in result:
@@ -86,7 +82,7 @@ def convert_block(state: Mapping[str, Any], prefix: str, block: MoE) -> dict[str
     return result
 
 
-def _has(block: MoE, name: str) -> bool:
+def _has(block: Any, name: str) -> bool:
     path, _, last = name.rpartition(".")
     return getattr(getattr(block, path) if path else block, last, None) is not None
 
@@ -97,7 +93,7 @@ def _old(source: Source, prefix: str, count: int) -> list[list[str]]:
     return [[prefix + key.format(expert) for key in source.keys] for expert in experts]
 
 
-def _is_whole(state: Mapping[str, Any], prefix: str, part: str, form: Form, mlp: GroupedMLP) -> bool:
+def _is_whole(state: Mapping[str, Any], prefix: str, part: str, form: Form, mlp: Any) -> bool:
     """Whether a form's keys are there, for each of the module's parameters, and no others beside them."""
     names = {"fc1.weight", "fc2.weight"} | ({"fc1.bias", "fc2.bias"} if mlp.fc1.has_bias else set())
     if form.keys() != names or mlp.form["activation"] not in GATED:
@@ -109,7 +105,7 @@ def _is_whole(state: Mapping[str, Any], prefix: str, part: str, form: Form, mlp:
     return keys == {key for key in state if key.startswith(spaces)}
 
 
-def _converted(state: dict[str, Any], prefix: str, part: str, form: Form, mlp: GroupedMLP) -> dict[str, Any]:
+def _converted(state: dict[str, Any], prefix: str, part: str, form: Form, mlp: Any) -> dict[str, Any]:
     """`state` itself where the tensors do not fit each other."""
     move, values = Move([], []), []
     for name, source in form.items():

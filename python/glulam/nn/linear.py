@@ -18,7 +18,7 @@ from ..errors import CaptureError
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
-from .conversion import TENSORS, convert_linear
+from .layouts import TENSORS, convert_linear
 from .weight_gradients import (
     Delayed,
     DelaysWeightGradients,
