@@ -14,10 +14,11 @@ import torch
 
 from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.tiles import TileConfig
-from glulam import choice, cost, dispatch
+from glulam import choice, cost, dispatch, shipped_kernels
 from glulam.choice import MODELLED, Curve, Part, Table, estimates
 from glulam.cost import EVEN, SKEWED, Gemm
-from glulam.dispatch import Problem, choose
+from glulam.dispatch import choose
+from glulam.problem import Problem
 from perf import choices
 from perf.cases import OTHER_MODELS, PREFILL
 from perf.results import RESULTS, read
@@ -218,7 +219,7 @@ class TestTable:
 class TestPurity:
     def test_the_host_knows_all_that_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Numbers and names in, the same choice out, and not a question to torch."""
-        for module in (choice, cost, dispatch):
+        for module in (choice, cost, dispatch, shipped_kernels):
             assert not any(getattr(value, "__name__", "").startswith("torch") for value in vars(module).values())
         for name in ("is_available", "current_device", "synchronize", "get_device_properties"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked the device"))

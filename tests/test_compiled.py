@@ -19,8 +19,9 @@ from cute_kernels.sm90.configs import SMALL, shipped_specs
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import cache, jit, loader, manifest, toolchain
-from glulam import dispatch, kernels, loadable, preferences, records, tuned, validity
-from glulam.dispatch import Problem, choose
+from glulam import kernels, loadable, preferences, records, shipped_kernels, tuned, validity
+from glulam.dispatch import choose
+from glulam.problem import Problem
 
 ARCH = "sm_90a"
 TILE = TileConfig(128, 192, 64, 2, 1, "cooperative", True)
@@ -191,7 +192,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         kernels.forget_choices()
         with pytest.warns(RuntimeWarning, match=f"preferred kernel {SPEC.name} is not in the cache") as seen:
             found = [choose(MM, ARCH).spec for _ in range(3)]
-        assert len(seen) == 1 and set(found) == {dispatch.shipped_choice(MM, ARCH).spec}
+        assert len(seen) == 1 and set(found) == {shipped_kernels.shipped_choice(MM, ARCH).spec}
 
     def test_the_last_preference_counts_and_clearing_forgets_it(
         self, empty: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +204,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         glulam.compile(GroupedMmSpec(tile=TileConfig()), prefer=False)
         kernels.forget_choices()
         assert choose(MM, ARCH).spec == GroupedMmSpec(tile=SMALL)
-        assert preferences.clear() == 1 and choose(MM, ARCH).spec == dispatch.shipped_choice(MM, ARCH).spec
+        assert preferences.clear() == 1 and choose(MM, ARCH).spec == shipped_kernels.shipped_choice(MM, ARCH).spec
 
     def test_a_folder_that_cannot_be_written_costs_a_warning(
         self, empty: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -220,7 +221,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         preferences.folder().mkdir(parents=True)
         (preferences.folder() / "grouped_mm-0.json").write_text(content)
         with pytest.warns(RuntimeWarning, match="preference .*grouped_mm-0.json is ignored: .*; remove it") as seen:
-            assert {choose(MM, ARCH).spec for _ in range(3)} == {dispatch.shipped_choice(MM, ARCH).spec}
+            assert {choose(MM, ARCH).spec for _ in range(3)} == {shipped_kernels.shipped_choice(MM, ARCH).spec}
         assert len(seen) == 1
 
     def test_a_users_choice_stands_above_a_table(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +236,8 @@ SERVING = """
 import json, random, subprocess, sys
 import torch, tvm_ffi
 import glulam
-from glulam import dispatch, kernels
-from glulam.dispatch import Problem
+from glulam import dispatch, kernels, shipped_kernels
+from glulam.problem import Problem
 subprocess.Popen.__init__ = lambda *a, **k: sys.exit("a process was started")
 rng, specs = random.Random(0), set()
 for _ in range(3000):
@@ -270,7 +271,7 @@ class TestServing:
         (tmp_path / "cache").mkdir()
         (entry,) = cache.entries(compiled["root"])
         (tmp_path / "cache" / entry.name).symlink_to(entry.folder)
-        ship = dispatch.shipped_choice(MM, ARCH).spec.name
+        ship = shipped_kernels.shipped_choice(MM, ARCH).spec.name
         us = {SPEC.name: {"uniform": 10.0}, ship: {"uniform": 20.0}}
         points = tuple(tuned.Point(1 << n, SPEC.name, ship, 2.0, us) for n in range(13))
         layers = {}

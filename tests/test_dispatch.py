@@ -22,8 +22,9 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, activatio
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import dispatch, kernels, loadable, preferences, tickets
-from glulam.dispatch import Problem, choose
+from glulam import dispatch, kernels, loadable, preferences, shipped_kernels, tickets
+from glulam.dispatch import choose
+from glulam.problem import Problem
 
 pytest_plugins = ["support.fixtures"]
 
@@ -160,7 +161,7 @@ def test_a_preferred_kernel_of_several_activations_serves_each_at_any_number_of_
     wide = {"in_features": 2048, "intermediate": 2048, "out_features": 2048}
     asked = [problem(rows=rows, activation="geglu", glu_layout="interleaved", **wide) for rows in (8, 100_000)]
     few, many = (choose(one, ARCH).spec for one in asked)
-    assert dispatch.form(few) != dispatch.form(many)
+    assert shipped_kernels.form(few) != shipped_kernels.form(many)
     for preferred in (many, few):  # the narrower form stands above
         dispatch.prefer(preferred, keep=False)
         assert [choose(one, ARCH).spec for one in asked] == [preferred] * 2

@@ -14,12 +14,13 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
-from glulam import call, dispatch, kernels, mhc, plans, tuned, workspace
+from glulam import call, dispatch, kernels, mhc, plans, shipped_kernels, tuned, workspace
 from glulam.addressed import Operator
 from glulam.addressed import Plan as MhcPlan
 from glulam.backward.planned import Launch
-from glulam.dispatch import Chooser, Problem, choose
+from glulam.dispatch import Chooser, choose
 from glulam.ops.grouped_mm import GroupedMmCall
+from glulam.problem import Problem
 
 pytest_plugins = ["support.fixtures"]
 
@@ -316,16 +317,16 @@ class TestChooser:
         chooser = Chooser(problem_of(form), "sm_90a")
         for rows in range(problem_of(form).experts, 1024 * problem_of(form).experts):
             chooser.spec(rows)
-        assert len(asked) <= 10 * dispatch.SIZES_AN_OCTAVE + 2
+        assert len(asked) <= 10 * shipped_kernels.SIZES_AN_OCTAVE + 2
 
     def test_powers_of_two_an_expert_are_compared_as_they_are(self) -> None:
         """Those were measured."""
         for experts in (1, 3, 8, 60, 256):
             problem = dataclasses.replace(problem_of("mm"), experts=experts)
             for rows in (experts << d for d in range(13)):
-                assert dispatch._estimated_rows(dataclasses.replace(problem, rows=rows)) == rows
+                assert shipped_kernels._estimated_rows(dataclasses.replace(problem, rows=rows)) == rows
             for rows in range(1, 9999, 7):
-                near = dispatch._estimated_rows(dataclasses.replace(problem, rows=rows))
+                near = shipped_kernels._estimated_rows(dataclasses.replace(problem, rows=rows))
                 assert abs(near - rows) < 0.022 * rows + 0.5
 
     def test_asks_a_table_for_each_number_of_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,9 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import cache, loader
-from glulam import dispatch, kernels, loadable, preferences, records, tuned
-from glulam.dispatch import Problem, choose
+from glulam import dispatch, kernels, loadable, preferences, records, shipped_kernels, tuned
+from glulam.dispatch import choose
+from glulam.problem import Problem
 
 ARCH, GPU = "sm_90a", "NVIDIA Fake"
 TILE = TileConfig(128, 192, 64)
@@ -69,7 +70,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def described(problem: Problem, spec: Spec) -> dict[str, Any]:
     """A table in which a kernel is the fastest for a problem at 1 and 16 rows an expert."""
-    shipped = dispatch.shipped_choice(problem, ARCH).spec
+    shipped = shipped_kernels.shipped_choice(problem, ARCH).spec
     us = {spec.name: {"uniform": 10.0}, shipped.name: {"uniform": 20.0}}
     points = tuple(tuned.Point(rows, spec.name, shipped.name, 2.0, us) for rows in (1.0, 16.0))
     layer = tuned.Layer(tuned.question(problem), {spec.name: spec}, points)
@@ -98,7 +99,7 @@ class TestTables:
     @pytest.mark.parametrize(("problem", "spec"), MISMATCHES, ids=[spec.name for _, spec in MISMATCHES])
     def test_a_kernel_of_another_form_is_never_chosen(self, table: Path, problem: Problem, spec: Spec) -> None:
         table.write_text(json.dumps(described(problem, spec)))
-        shipped = dispatch.shipped_choice(problem, ARCH).spec
+        shipped = shipped_kernels.shipped_choice(problem, ARCH).spec
         assert chosen_with_one_line(problem, f"{table} is ignored in part.*{spec.name} is of another form") == shipped
         assert tuned.specs(GPU) == []
 
@@ -368,7 +369,8 @@ def choose_with_warnings(monkeypatch: pytest.MonkeyPatch) -> int:
         assert not looked_for, "reading alone asks for nothing"
         for problem in (MM, dataclasses.replace(MM, rows=3), GLU):
             spec = choose(problem, ARCH, GPU).spec
-            assert {dispatch.form(each) for each in (spec, *looked_for)} <= set(dispatch.forms_of(problem, ARCH))
+            forms = {shipped_kernels.form(each) for each in (spec, *looked_for)}
+            assert forms <= set(shipped_kernels.forms_of(problem, ARCH))
             looked_for.clear()
         preferences.every()
         tuned.specs(GPU)

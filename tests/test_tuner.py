@@ -21,8 +21,9 @@ from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError
-from glulam import dispatch, kernels, loadable, tuned
-from glulam.dispatch import Problem, choose
+from glulam import kernels, loadable, shipped_kernels, tuned
+from glulam.dispatch import choose
+from glulam.problem import Problem
 from glulam.tuned import Point, Section
 from glulam.tuner import candidates as space
 from glulam.tuner import entry, routing
@@ -93,7 +94,7 @@ class TestCandidates:
         found = space.candidates(problem, ARCH)
         assert len(set(found)) == len(found) == len(space.shipped(problem, ARCH)) + space.DEFAULT_COUNT
         assert found[0] == choose(problem, ARCH).spec
-        assert {dispatch.form(spec) for spec in found} <= set(dispatch.forms_of(problem, ARCH))
+        assert {shipped_kernels.form(spec) for spec in found} <= set(shipped_kernels.forms_of(problem, ARCH))
         ranks = list(space.ranked(problem, ARCH))
         others = [ranks.index(spec) for spec in found if spec not in space.shipped(problem, ARCH)]
         assert others == sorted(others) and others[0] < 3
@@ -391,7 +392,7 @@ class TestTable:
             RuntimeWarning, match=f"{fast.name} is not compiled on this machine.*compile --tuned"
         ) as seen:
             told = [choose(rows_of(MM, 16), ARCH, GPU) for _ in range(3)]
-        assert len(seen) == 1 and told[0].spec == dispatch.shipped_choice(rows_of(MM, 16), ARCH).spec
+        assert len(seen) == 1 and told[0].spec == shipped_kernels.shipped_choice(rows_of(MM, 16), ARCH).spec
 
     def test_tables_merge(self, places: Path, tmp_path: Path) -> None:
         tune(FakeBench(lambda *_: 100.0), places, options=Options((1, 16), budget_s=0.1))

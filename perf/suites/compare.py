@@ -21,7 +21,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
-from glulam.dispatch import form
+from glulam.shipped_kernels import form
 
 from ..cases import EVEN_AND_SKEWED, Case, compare_cases
 from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups

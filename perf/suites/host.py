@@ -20,8 +20,9 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
 from glulam import groups
-from glulam.dispatch import Problem, choose
+from glulam.dispatch import choose
 from glulam.plans import MAX_PLANS
+from glulam.problem import Problem
 
 from ..cases import TINY
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries

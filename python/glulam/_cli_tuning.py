@@ -17,8 +17,8 @@ from cute_kernels.specs import Spec
 from ffi_bridge import cache, manifest, objects
 
 from . import device as gpus
-from . import dispatch, explanation, kernels, loadable, preferences, records, tuned
-from .cli import console, megabytes
+from . import explanation, kernels, loadable, preferences, records, shipped_kernels, tuned
+from ._cli_output import console, megabytes
 from .tuner import entry, report
 from .tuner import tune as run_tuner
 from .tuner.session import Options
@@ -80,7 +80,7 @@ def explain(
     if index is not None and (arch is None or gpu is None):
         here = gpus.gpu(index)
         arch, gpu = arch or here.arch, here.name if gpu is None else gpu
-    arch, gpu = arch or next(iter(dispatch.CONFIGS)), gpu or ""
+    arch, gpu = arch or next(iter(shipped_kernels.CONFIGS)), gpu or ""
     out = console()
     for problem in entry.problems_of("explain", entry.shape_of(op, **layer), training):
         for total in rows or [count * problem.experts for count in Options.rows_per_expert]:

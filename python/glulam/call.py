@@ -15,10 +15,10 @@ from torch.compiler import is_dynamo_compiling
 from . import device as gpus
 from . import experts, groups, kernels
 from .changed import changed
-from .dispatch import Problem
 from .experts import GateUp
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
 from .plans import Plans
+from .problem import Problem
 from .signature import (
     MAX_ROWS,
     check_alignment,

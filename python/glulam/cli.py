@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -27,6 +26,7 @@ from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
 
 from . import records, validity
+from ._cli_output import console, megabytes
 from .errors import UnsupportedDevice
 
 
@@ -57,16 +57,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Fused grouped-GEMM kernels for mixture-of-experts layers.",
 )
-
-_PIPE_WIDTH = 120  # columns where the output is not a terminal
-
-
-def console() -> Console:
-    """Standard output; wide enough for a table where it goes to a file or a pipe. Text is shown as it is."""
-    out = Console(markup=False, emoji=False, highlight=False)
-    if not out.is_terminal:
-        out.width = max(out.width, _PIPE_WIDTH)
-    return out
 
 
 def _say_error(text: str) -> None:
@@ -156,10 +146,6 @@ Archs = Annotated[
         metavar=_choices(builder.CONFIGS),
     ),
 ]
-
-
-def megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"
 
 
 @app.command()

@@ -17,7 +17,6 @@ from ffi_bridge import BundleError
 from . import device as gpus
 from . import dispatch, kernels, recipes
 from .call import Call
-from .dispatch import Problem
 from .experts import GateUp
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
@@ -26,6 +25,7 @@ from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
+from .problem import Problem
 from .signature import check_width, leading, runs_kernels
 
 CALLS: dict[str, type[Call]] = {

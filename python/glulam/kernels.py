@@ -16,9 +16,9 @@ from ffi_bridge import BundleError
 
 from . import device as gpus
 from . import dispatch, loadable, preferences, tickets, tuned, validity
-from .dispatch import Problem
 from .loadable import Function
 from .plans import Plans, forget_plans
+from .problem import Problem
 
 
 class Kernel(NamedTuple):

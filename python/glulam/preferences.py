@@ -21,6 +21,7 @@ from cute_kernels.specs import Spec, to_dict
 from ffi_bridge import __version__
 
 from . import loadable, records, validity
+from .shipped_kernels import form as form_of
 
 FOLDER = "preferred"
 FORMAT, SCHEMA = "glulam-preferred", 2
@@ -86,7 +87,7 @@ def _read(path: Path) -> tuple[Spec, Spec]:
             raise ValueError(f"another version of Glulam wrote it than the installed {__version__}")
         records.require_fields("it", data, ("format", "schema", "glulam", "form", "spec"))
         form, spec = (validity.described(data[name]) for name in ("form", "spec"))
-        if _form(spec) != form:
+        if form_of(spec) != form:
             raise ValueError(f"{spec.name} is of another form than the file says")
         if path.name != _path(form).name:
             raise ValueError(f"a preference of this form is named {_path(form).name}")
@@ -103,12 +104,6 @@ def _content(path: Path) -> dict[str, Any]:
     if not NAME.fullmatch(path.name) or data.get("format") != FORMAT:
         raise ValueError("`glulam compile` did not write it")
     return data
-
-
-def _form(spec: Spec) -> Spec:
-    from . import dispatch  # which asks this module
-
-    return dispatch.form(spec)
 
 
 def stored() -> Stored:

@@ -19,16 +19,14 @@ import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cute_kernels.specs import Spec, to_dict
 from cute_kernels.tiles import SpecError
 from ffi_bridge import toolchain
 
-from . import loadable, records, validity
-
-if TYPE_CHECKING:
-    from .dispatch import Problem
+from . import loadable, records, shipped_kernels, validity
+from .problem import Problem
 
 ENV_TUNED = "GLULAM_TUNED"
 FORMAT, SCHEMA = "glulam-tuned", 1
@@ -268,8 +266,6 @@ def _layer(data: Any, is_ours: bool) -> Layer:
 
 def _problem(data: Any) -> Problem:
     """The problem, of no rows, whose `question` this is. Raises ValueError."""
-    from .dispatch import Problem  # which asks this module
-
     fields = {field.name: field for field in dataclasses.fields(Problem) if field.name != "rows"}
     required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
     if not isinstance(data, dict) or not data.keys() >= set(required) or not data.keys() <= fields.keys():
@@ -286,12 +282,10 @@ def _problem(data: Any) -> Problem:
 
 def _kernels(described: Sequence[Any], problem: Problem) -> dict[str, Spec]:
     """By name, kernels that can serve the problem. Raises ValueError where one cannot."""
-    from . import dispatch
-
     specs = [validity.described(each) for each in described]
-    forms = {arch: dispatch.forms_of(problem, arch) for arch in {spec.arch for spec in specs}}
+    forms = {arch: shipped_kernels.forms_of(problem, arch) for arch in {spec.arch for spec in specs}}
     for spec in specs:
-        if dispatch.form(spec) not in forms[spec.arch]:
+        if shipped_kernels.form(spec) not in forms[spec.arch]:
             raise ValueError(f"{spec.name} is of another form than its problem, {problem.op} of {problem.dtype}")
     return {spec.name: spec for spec in specs}
 

@@ -18,6 +18,7 @@ from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, toolchain
 from glulam import _doctor, cli, dispatch, kernels, loadable, preferences, tuned, validity
+from glulam.problem import Problem
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
 
 H200 = _doctor.Gpu("NVIDIA H200", (9, 0), "sm_90a")
@@ -324,7 +325,7 @@ def test_a_kernel_that_is_not_there_replaces_no_preference(
 
 
 def _write_table(path: Path, gpu: str) -> None:
-    problem = dispatch.Problem("grouped_mm", "bfloat16", 0, 8, 64, 0, 64)
+    problem = Problem("grouped_mm", "bfloat16", 0, 8, 64, 0, 64)
     us = {SPEC.name: {"uniform": 1.0}, "another": {"uniform": 2.0}}
     points = (tuned.Point(4.0, SPEC.name, "another", 2.0, us),)
     layer = tuned.Layer(tuned.question(problem), {SPEC.name: SPEC}, points)

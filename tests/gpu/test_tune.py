@@ -30,8 +30,8 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import ToolchainError, build, cache, jit, loader
-from glulam import device, dispatch, kernels, loadable, preferences, tuned
-from glulam.dispatch import Problem
+from glulam import device, kernels, loadable, preferences, shipped_kernels, tuned
+from glulam.problem import Problem
 from glulam.tuner.bench import GpuBench
 from glulam.tuner.candidates import candidates
 from glulam.tuner.pool import CompilePool, default_jobs
@@ -106,7 +106,7 @@ def test_compiled_kernels_compute_what_shipped_ones_do() -> None:
     ]
     with CompilePool(default_jobs()) as pool:
         specs = [
-            dispatch.SPEC_OF[op](problem, OLD, "sm_90a")
+            shipped_kernels.SPEC_OF[op](problem, OLD, "sm_90a")
             for op, problem in (
                 ("grouped_mm", MM),
                 ("grouped_mm", dataclasses.replace(MM, transpose_w=True)),
@@ -251,7 +251,7 @@ def test_a_table_serves_without_a_compiler(places: Path) -> None:
 def test_a_serving_process_compiles_nothing(places: Path) -> None:
     """New numbers of rows and experts and new routings: no process, no compiler, no file, not even a folder."""
     shipped = candidates(dataclasses.replace(MM, rows=256), "sm_90a", 0)[-1]
-    preferences.prefer(dispatch.form(shipped), shipped)
+    preferences.prefer(shipped_kernels.form(shipped), shipped)
     before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
     told = serve(OUT, IN)
     assert (told["name"], told["heavy"], told["calls"]) == (shipped.name, [], 200)

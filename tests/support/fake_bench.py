@@ -10,8 +10,8 @@ from typing import Any
 
 from cute_kernels.specs import Spec
 from ffi_bridge import CompileError
-from glulam.dispatch import Problem
 from glulam.loadable import Function
+from glulam.problem import Problem
 from glulam.tuner.timing import Sampler
 
 GPU = "NVIDIA Fake"

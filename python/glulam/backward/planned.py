@@ -12,9 +12,9 @@ from torch import Tensor, is_grad_enabled
 from .. import device as gpus
 from .. import kernels
 from ..call import Call
-from ..dispatch import Problem
 from ..plan import Launch, checking
 from ..plans import Plans
+from ..problem import Problem
 from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
 from .parts import ORDINARY, Targets, key_of
 

@@ -23,7 +23,6 @@ from .. import device as gpus
 from .. import workspace
 from ..activations import KernelParams, kernel_params
 from ..by_name import by_name
-from ..dispatch import Problem, TrainingParts, training_parts
 from ..ops import grouped_mlp_mxfp8_training as mxfp8
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_dglu import partials_layout
@@ -32,6 +31,7 @@ from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mlp_mxfp8_training import DataGradients
 from ..ops.rows import NO_SUMS, Sums, check_tokens, sums_of
 from ..plan import Launch, address, addresses
+from ..problem import Problem, TrainingParts, training_parts
 from . import mlp
 from .data_path import path_of
 from .layout import flatten

@@ -18,11 +18,11 @@ from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec
 from .. import device as gpus
 from ..by_name import by_name
 from ..changed import changed
-from ..dispatch import Problem
 from ..kernels import Serving
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall
 from ..plan import address
+from ..problem import Problem
 from . import mm
 from .layout import flatten
 from .parts import ORDINARY, Targets, as_result, backward_of, once_differentiable, taken, usable

@@ -14,11 +14,11 @@ from ..backward.data_path import DataGradients, DataPath, QuantisedPath, contrac
 from ..backward.parts import Targets
 from ..call import Call
 from ..changed import changed
-from ..dispatch import Problem
 from ..groups import part_of
 from ..mhc.checks import check_like
 from ..ops.grouped_mlp import GroupedMlpCall, call_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, call_flat, flat_arguments, quantised_mlp
+from ..problem import Problem
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing

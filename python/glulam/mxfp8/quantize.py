@@ -16,9 +16,9 @@ from cute_kernels.specs import QUANTIZE_AXES, QuantizeMxfp8Spec
 from .. import device as gpus
 from ..by_name import by_name
 from ..call import Call
-from ..dispatch import Problem
 from ..plan import Launch, aligned_row
 from ..plans import Plans, unplanned
+from ..problem import Problem
 from ..signature import (
     check_x,
     count_groups,

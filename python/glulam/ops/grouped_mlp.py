@@ -17,12 +17,12 @@ from .. import recipes, reference, workspace
 from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
-from ..dispatch import Problem
 from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..plan import Launch, addresses, aligned_row
 from ..plans import Plans, unplanned
+from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
     Experts,

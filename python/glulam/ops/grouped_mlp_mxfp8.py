@@ -20,7 +20,6 @@ from .. import kernels, recipes, workspace
 from ..activations import ActivationParams, kernel_params
 from ..call import Call
 from ..changed import changed
-from ..dispatch import Problem
 from ..errors import GradientNotSupported
 from ..experts import GateUp, find
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
@@ -28,6 +27,7 @@ from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
 from ..plan import Launch, launch_nothing
 from ..plans import Plans, unplanned
+from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
     Experts,

@@ -22,12 +22,12 @@ from .. import recipes, workspace
 from ..activations import ActivationParams, KernelParams, kernel_params
 from ..by_name import by_name
 from ..call import Call
-from ..dispatch import Problem
 from ..experts import find
 from ..mxfp8 import mlp_reference, prepared
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
+from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
     Experts,

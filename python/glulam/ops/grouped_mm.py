@@ -16,11 +16,11 @@ from .. import device as gpus
 from .. import reference
 from ..by_name import by_name
 from ..call import Call
-from ..dispatch import Problem
 from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
+from ..problem import Problem
 from ..signature import (
     Experts,
     any_requires_grad,

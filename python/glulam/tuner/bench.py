@@ -14,8 +14,8 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import Spec
 
 from .. import device as gpus
-from ..dispatch import Problem
 from ..loadable import Function
+from ..problem import Problem
 from . import routing as routings
 from .tensors import Tensors, num_bytes
 from .timing import Call, Sampler, device_us

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from cute_kernels.specs import GroupedDgluSpec, GroupedMlpSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
 
-from .. import dispatch, validity
+from .. import shipped_kernels, validity
 from ..cost import EVEN, Gemm, routed_us, time_us
-from ..dispatch import Problem
+from ..problem import Problem
 
 DEFAULT_COUNT = 8
 ALIKE = 2
@@ -56,7 +56,7 @@ def works(problem: Problem) -> tuple[Work, ...]:
 
 def spec_on(problem: Problem, tiles: tuple[TileConfig, ...], arch: str) -> Spec:
     """The problem's spec on its tiles. Raises SpecError."""
-    spec = dispatch.SPEC_OF[problem.op](problem, tiles[0], arch)
+    spec = shipped_kernels.SPEC_OF[problem.op](problem, tiles[0], arch)
     if len(tiles) > 1 and isinstance(spec, GroupedMlpSpec):
         spec = dataclasses.replace(spec, fc2=dataclasses.replace(spec.fc2, tile=tiles[1]))
     elif len(tiles) > 1 and isinstance(spec, GroupedDgluSpec):
@@ -67,12 +67,12 @@ def spec_on(problem: Problem, tiles: tuple[TileConfig, ...], arch: str) -> Spec:
 
 def shipped(problem: Problem, arch: str) -> list[Spec]:
     """What ships for a problem, the dispatcher's choice first."""
-    chosen = dispatch.shipped_choice(problem, arch).spec
-    if problem.op in dispatch.ONE_TILE:
+    chosen = shipped_kernels.shipped_choice(problem, arch).spec
+    if problem.op in shipped_kernels.ONE_TILE:
         return [chosen]
-    configs = dispatch.CONFIGS[arch]
+    configs = shipped_kernels.CONFIGS[arch]
     tiles = configs.WGRAD_TILES if problem.op == "grouped_wgrad" else configs.TILES
-    others = (dispatch.SPEC_OF[problem.op](problem, tile, arch) for tile in tiles)
+    others = (shipped_kernels.SPEC_OF[problem.op](problem, tile, arch) for tile in tiles)
     return list(dict.fromkeys([chosen, *others]))
 
 

@@ -20,8 +20,8 @@ from cute_kernels.specs import GATED
 from ffi_bridge.cache import cache_root
 
 from .. import device as gpus
-from .. import dispatch, kernels, loadable, records, tuned
-from ..dispatch import Problem
+from .. import kernels, loadable, records, shipped_kernels, tuned
+from ..problem import Problem, training_parts
 from ..tuned import Layer, Point, Section, Stamp
 from .bench import Bench, GpuBench
 from .pool import CompilePool, default_jobs
@@ -179,9 +179,9 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
         raise ValueError(f"{caller}: training has no transpose_w; leave it out")
     try:
         tuned.check(shape)
-        problems = list(dispatch.training_parts(shape)) if training else [shape]
+        problems = list(training_parts(shape)) if training else [shape]
         for problem in problems:
-            dispatch.forms_of(problem, next(iter(dispatch.CONFIGS)))
+            shipped_kernels.forms_of(problem, next(iter(shipped_kernels.CONFIGS)))
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
     return problems

@@ -18,8 +18,8 @@ from cute_kernels.specs import Spec
 from ffi_bridge import CompileError
 
 from .. import tuned
-from ..dispatch import Problem
 from ..loadable import Function
+from ..problem import Problem
 from ..tuned import Layer, Point, Us
 from .bench import Bench
 from .candidates import DEFAULT_COUNT, candidates, works

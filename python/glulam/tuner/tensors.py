@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import groups
 from ..activations import ActivationParams, kernel_params
-from ..dispatch import Problem
 from ..ops.grouped_dglu import partials_shape
+from ..problem import Problem
 from ..tickets import new_counters
 
 PARAMS = ActivationParams()._asdict()

@@ -1,0 +1,103 @@
+"""What the host knows of a call: a problem, for which a kernel is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from cute_kernels.specs import (
+    GATED,
+)
+
+from .changed import changed
+from .choice import Part
+from .cost import Gemm
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the host knows of a call. Widths are in elements; `intermediate` is I, 0 where there is none.
+
+    grouped_mm: x [T, in_features] -> [T, out_features]; grouped_glu: [T, in_features] -> [T, intermediate];
+    grouped_mlp: [T, in_features] -> [T, intermediate] -> [T, out_features]; `quantized`: x already arrives in MXFP8.
+    grouped_dglu: dy [T, in_features] -> [T, intermediate]; if out_features is not 0, also dx [T, out_features].
+    grouped_wgrad: dy [T, out_features], x [T, in_features] -> [E, out_features, in_features]; quantize_mxfp8: x [T,
+    in_features] along `axis`, `rounded` to values or as elements and scales.
+    `transpose_w`: of the first four, forward's weights are [E, K, N]. `operands`: what the first GEMM multiplies
+    (`cute_kernels.specs.OPERANDS`); `fc2_operands`: that of FC2; `gathers`: the rows of an operand of grouped_wgrad
+    come by index; `in_halves`: either half of x's columns in a grouped_mm has weights of its own.
+    """
+
+    op: str
+    dtype: str
+    rows: int
+    experts: int
+    in_features: int
+    intermediate: int = 0
+    out_features: int = 0
+    activation: str = "none"
+    glu_layout: str = "concat"
+    save_preact: bool = False
+    transpose_w: bool = False
+    out_dtype: str = ""
+    axis: str = ""
+    rounded: bool = False
+    quantized: bool = False
+    operands: str = "16bit"
+    fc2_operands: str = "16bit"
+    gathers: bool = False
+    in_halves: bool = False
+
+    @property
+    def but_rows(self) -> tuple[Any, ...]:
+        """All fields but `rows`."""
+        return _BUT_ROWS(self)
+
+    @property
+    def w1_rows(self) -> int:
+        """Rows of an expert's w1, and columns of the preactivation: 2I with a gate, else I."""
+        return 2 * self.intermediate if self.activation in GATED else self.intermediate
+
+    @property
+    def weights(self) -> tuple[tuple[int, int], ...]:
+        """(N, K) of the weights whose gradients a grouped_wgrad makes: one weight's, or both of an MLP."""
+        if not self.intermediate:
+            return ((self.out_features, self.in_features),)
+        return (self.w1_rows, self.in_features), (self.out_features, self.intermediate)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The GEMMs of grouped_mm, grouped_glu or grouped_mlp."""
+        depth = self.intermediate or self.in_features
+        mm = Part(
+            "nn" if self.transpose_w else "nt",
+            Gemm(self.rows, self.experts, self.out_features, depth, self.out_features),
+        )
+        stored = self.intermediate + (self.w1_rows if self.save_preact else 0)
+        glu = Part("glu", Gemm(self.rows, self.experts, self.w1_rows, self.in_features, stored))
+        return {"grouped_mm": (mm,), "grouped_glu": (glu,), "grouped_mlp": (glu, mm)}[self.op]
+
+
+_BUT_ROWS: Callable[[Problem], tuple[Any, ...]] = attrgetter(*(f.name for f in fields(Problem) if f.name != "rows"))
+
+
+class TrainingParts(NamedTuple):
+    """The three functions that a grouped_mlp's forward and backward launch."""
+
+    forward: Problem
+    data_gradients: Problem
+    weight_gradients: Problem
+
+
+def training_parts(mlp: Problem, input_grad: bool = True, gathers: bool = False) -> TrainingParts:
+    """Of a grouped_mlp whose weights are not transposed. `input_grad`: whether x's gradient is wanted; `gathers`:
+    whether rows come by index.
+    """
+    hidden = mlp.in_features if input_grad else 0
+    return TrainingParts(
+        changed(mlp, save_preact=True),
+        changed(mlp, op="grouped_dglu", in_features=mlp.out_features, out_features=hidden),
+        changed(mlp, op="grouped_wgrad", out_dtype=mlp.dtype, operands="16bit", gathers=gathers),
+    )
