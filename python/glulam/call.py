@@ -58,6 +58,8 @@ class Call:
     given: ClassVar[tuple[str, ...]] = ("lead",)  # what plans are found by, in their order, as far as `free` needs it
     of_any_rows: ClassVar[tuple[str, ...]] = ("lead",)  # of these, what `indices` are of, and what has tokens of it
     data_path: ClassVar[Any] = None  # of its gradient (`backward.data_path`), where another than the recipe's own
+    with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
+    through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 
     offs: Tensor | None
     splits: Any
@@ -137,9 +139,7 @@ class Call:
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             refuse_out(self.op, getattr(self, "out", None))
             return self.dispatch()
-        from .backward import differentiate  # which is made of operators, and so of calls
-
-        return differentiate(self, key, plan, failure)
+        return self.with_backward(self, key, plan, failure)
 
     def refuse_gradients(self) -> None:
         """For operators without a gradient: raises GradientNotSupported where an argument requires one."""
@@ -229,9 +229,7 @@ class Call:
 
     def dispatch(self) -> Any:
         """Through torch's dispatcher, as an operator that traces see as one."""
-        from . import library
-
-        return library.call(self)
+        return self.through_torch(self)
 
     def execute(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
         """Check everything, then compute: on the CPU by the reference, else by a new plan. See `settle`."""

@@ -207,3 +207,4 @@ def _register() -> None:
 
 
 _register()
+Call.through_torch = staticmethod(call)

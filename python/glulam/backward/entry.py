@@ -85,3 +85,6 @@ def differentiate(
         call.check()  # so that the error names this operator and its arguments, not those that it is made of
         call.check_addresses()
         raise
+
+
+Call.with_backward = staticmethod(differentiate)
