@@ -34,12 +34,12 @@ class BuildWithBundle(build_py):
             self.build_bundle()
 
     def build_bundle(self) -> None:
-        from ffi_bridge import build
+        from ffi_bridge import build, profiles
         from ffi_bridge.progress import shown_past_pip
 
         with shown_past_pip():
             for arch in ARCHS:
-                build.build(build.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
+                build.build(profiles.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
 
 
 class LinuxWheel(bdist_wheel):

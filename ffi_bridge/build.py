@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import fnmatch
 import functools
-import importlib
 import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, to_dict
-from cute_kernels.stages import FOLDERS
 
 from . import host, toolchain, trust
 from . import manifest as manifests
@@ -27,55 +24,16 @@ from .errors import BundleBusy, BundleError, CompileError
 from .link import link
 from .manifest import Function, Manifest
 from .objects import Busy, Store
+from .profiles import Allowed, all_stages, allowed_diagnostics
 from .progress import Progress, shown
 from .scratch import full_disk_told, scratch, sweep
 from .sources import package_of
 from .worker import Worker
 
-# An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
-CONFIGS = {arch: f"cute_kernels.{folder}.configs" for arch, folder in FOLDERS.items()}
 SCRATCH = ".glulam-build-"  # the folder of a build in progress
 _PATIENCE_S = 0.2  # seconds of waiting for another process that compiles an object, before looking at the next
 _MAX_JOBS = 32  # a compile process needs about 0.5 GB
 _MAX_COMPLAINTS = 20  # lines of an error message
-
-Allowed = Mapping[str, tuple[str, ...]]
-
-
-def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) -> list[Spec]:
-    """The specs of a profile of `arch`.
-
-    Args:
-        only: patterns of names, as "grouped_mm_bf16_*": those that match one of them.
-
-    Raises:
-        ValueError: an unknown architecture or profile, with the choices, or a pattern that matches nothing.
-    """
-    if arch not in CONFIGS:
-        raise ValueError(f"arch={arch!r} has no kernels; choose one of: {', '.join(CONFIGS)}")
-    configs = importlib.import_module(CONFIGS[arch])
-    if profile not in configs.PROFILES:
-        raise ValueError(f"profile={profile!r} is none of {arch}; choose one of: {', '.join(configs.PROFILES)}")
-    specs: list[Spec] = configs.shipped_specs(profile)
-    for pattern in only:
-        if not fnmatch.filter([spec.name for spec in specs], pattern):
-            raise ValueError(f"only={pattern!r} matches no function of profile {profile!r}; see `glulam info`")
-    return [spec for spec in specs if not only or any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
-
-
-def profile_of(arch: str, name: str) -> str | None:
-    """The smallest profile whose bundle has a function; None where none has it."""
-    for profile in importlib.import_module(CONFIGS[arch]).PROFILES if arch in CONFIGS else ():
-        specs = shipped_specs(arch, profile)
-        if any(spec.name == name for spec in (*specs, *all_stages(specs))):
-            return str(profile)
-    return None
-
-
-def allowed_diagnostics(arch: str) -> Allowed:
-    """Complaints ('spills', 'C7510', ...) that the build of `arch` lets pass, by spec name."""
-    allowed: Allowed = getattr(importlib.import_module(CONFIGS[arch]), "ALLOWED_DIAGNOSTICS", {})
-    return allowed
 
 
 def complaints(artifacts: Sequence[KernelArtifact], allowed: Allowed) -> list[str]:
@@ -156,11 +114,6 @@ def compile_all(
         finally:
             failed.set()  # an interrupt ends the other threads as well
     return artifacts
-
-
-def all_stages(specs: Iterable[Spec]) -> list[Spec]:
-    """What is to be compiled for `specs`: each stage once."""
-    return list(dict.fromkeys(stage for spec in specs for stage in stages_of(spec)))
 
 
 def _function(spec: Spec, artifacts: Mapping[str, KernelArtifact]) -> Function:

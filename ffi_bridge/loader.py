@@ -18,6 +18,7 @@ from cute_kernels.specs import Spec
 from . import toolchain
 from .errors import REMEDY, BundleDamaged, BundleMissing, ToolchainError
 from .manifest import Manifest, checked, opened_library
+from .profiles import profile_of
 
 ENV_BUNDLE = "GLULAM_BUNDLE"
 _IN_MEMORY = "/dev/shm"  # a folder there takes 20 us to make and remove, on a disk up to 2 ms
@@ -105,8 +106,6 @@ class Bundle:
         return name in self.manifest.functions
 
     def _remedy(self, name: str) -> str:
-        from .build import profile_of  # a bundle that is whole never asks
-
         if profile := profile_of(self.manifest.arch, name):
             return f"profile {profile!r} has it: run `glulam build --profile {profile}`"
         return "compile it with `glulam.compile`"

@@ -125,10 +125,10 @@ def test_host_functions_take_what_their_signatures_say() -> None:
     program = """
 import importlib, sys
 sys.modules["torch"] = None
-from ffi_bridge import build, toolchain
+from ffi_bridge import profiles, toolchain
 sys.path.insert(0, str(toolchain.dsl_packages()))
 from cute_kernels.stages import tracer_of
-stages = build.all_stages(build.shipped_specs("sm_90a"))
+stages = profiles.all_stages(profiles.shipped_specs("sm_90a"))
 for stage in stages:
     module, _, name = tracer_of(stage).partition(":")
     getattr(importlib.import_module(module), name)(stage)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, toolchain
+from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
 from . import preferences, records, tuned
 
@@ -202,7 +202,7 @@ def _checks() -> Iterator[Check]:
     yield _check_driver(_driver_version(), gpu)
     yield _check_tvm_ffi()
     yield _check_runtime()
-    for arch in [gpu.arch] if gpu and gpu.arch else build.CONFIGS:
+    for arch in [gpu.arch] if gpu and gpu.arch else profiles.CONFIGS:
         yield _check_bundle(arch, needed=gpu is not None)
     yield _check_compiler()
     yield _check_cache()

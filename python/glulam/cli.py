@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS
 from cute_kernels.tiles import CLUSTERS, TILE_K, SpecError
-from ffi_bridge import BundleError, CompileError, ToolchainError, __version__, toolchain
+from ffi_bridge import BundleError, CompileError, ToolchainError, __version__, profiles, toolchain
 from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
@@ -142,8 +142,8 @@ Archs = Annotated[
     list[str] | None,
     typer.Option(
         help="Architecture, repeatable; default: every one.",
-        parser=_one_of(*builder.CONFIGS),
-        metavar=_choices(builder.CONFIGS),
+        parser=_one_of(*profiles.CONFIGS),
+        metavar=_choices(profiles.CONFIGS),
     ),
 ]
 
@@ -163,9 +163,9 @@ def build(
 ) -> None:
     """Compile the shipped kernels and link them into one library per architecture."""
     with _reported():
-        for one in arch or list(builder.CONFIGS):
+        for one in arch or list(profiles.CONFIGS):
             root = out or packaged_root()
-            specs = builder.shipped_specs(one, profile, only or ())
+            specs = profiles.shipped_specs(one, profile, only or ())
             manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
             contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
             typer.echo(f"{root / one / manifest.library}: {contents}")
@@ -229,7 +229,7 @@ def info(
     """Show what the bundle contains; nothing of it is loaded."""
     out = console()
     with _reported():
-        for one in arch or list(builder.CONFIGS):
+        for one in arch or list(profiles.CONFIGS):
             folder = bundle_root(bundle) / one
             manifest = verify(folder, one)
             out.print(_table(manifest, op))
@@ -393,8 +393,8 @@ def explain(
         Any,
         typer.Option(
             help="Architecture; default: this GPU's, or where there is none the first.",
-            parser=_one_of(*builder.CONFIGS),
-            metavar=_choices(builder.CONFIGS),
+            parser=_one_of(*profiles.CONFIGS),
+            metavar=_choices(profiles.CONFIGS),
         ),
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Name of the GPU whose tables hold; default: this GPU's.")] = None,

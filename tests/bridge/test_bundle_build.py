@@ -25,6 +25,7 @@ from ffi_bridge import (
     build,
     cache,
     manifest,
+    profiles,
     scratch,
     toolchain,
 )
@@ -300,10 +301,10 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="same name"):
         _build([GroupedMmSpec(), GroupedMmSpec()], tmp_path)
     with pytest.raises(ValueError, match="arch='sm_80' has no kernels; choose one of: sm_90a"):
-        build.shipped_specs("sm_80")
+        profiles.shipped_specs("sm_80")
 
 
 def test_shipped_specs_are_those_of_the_architectures_table() -> None:
-    assert build.shipped_specs("sm_90a") == shipped_specs()
+    assert profiles.shipped_specs("sm_90a") == shipped_specs()
     stages = {stage.name for spec in shipped_specs() for stage in stages_of(spec)}
-    assert set(build.allowed_diagnostics("sm_90a")) <= stages
+    assert set(profiles.allowed_diagnostics("sm_90a")) <= stages

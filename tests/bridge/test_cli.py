@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import ffi_bridge
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, toolchain
+from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, profiles, toolchain
 from glulam import _doctor, cli, dispatch, kernels, loadable, preferences, tuned, validity
 from glulam.problem import Problem
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
@@ -40,7 +40,7 @@ def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeyp
         assert (specs, jobs) == (TOY_SPECS, 1)
         return original(specs, out, jobs, progress=False, tracer=TOY_TRACER, allowed={})
 
-    monkeypatch.setattr(build, "shipped_specs", lambda arch, profile, only: TOY_SPECS)
+    monkeypatch.setattr(profiles, "shipped_specs", lambda arch, profile, only: TOY_SPECS)
     monkeypatch.setattr(build, "build", toy_build)
     result = _run("build", "--arch", "sm_90a", "--jobs", "1", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output

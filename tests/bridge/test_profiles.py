@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cute_kernels.sm90 import configs
 from cute_kernels.specs import Spec
-from ffi_bridge import BundleMissing, build, manifest
+from ffi_bridge import BundleMissing, build, manifest, profiles
 from ffi_bridge.loader import load
 from glulam.cli import app
 from toys import TOY_SPECS, TOY_TRACER
@@ -18,7 +18,7 @@ ARCH = "sm_90a"
 
 
 def names(profile: str) -> set[str]:
-    return {spec.name for spec in build.all_stages(build.shipped_specs(ARCH, profile))}
+    return {spec.name for spec in profiles.all_stages(profiles.shipped_specs(ARCH, profile))}
 
 
 def test_a_profile_holds_the_smaller_ones() -> None:
@@ -28,7 +28,7 @@ def test_a_profile_holds_the_smaller_ones() -> None:
 
 
 def test_patterns_take_some_of_a_profile() -> None:
-    some = build.shipped_specs(ARCH, "full", ["grouped_mm_f16_*", "mhc_pre_bf16_*"])
+    some = profiles.shipped_specs(ARCH, "full", ["grouped_mm_f16_*", "mhc_pre_bf16_*"])
     assert {spec.op for spec in some} == {"grouped_mm", "mhc"} and len(some) == 9
 
 
@@ -38,7 +38,7 @@ def test_patterns_take_some_of_a_profile() -> None:
 )
 def test_what_is_none_is_refused(profile: str, only: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build.shipped_specs(ARCH, profile, only)
+        profiles.shipped_specs(ARCH, profile, only)
 
 
 @pytest.mark.parametrize("profile", configs.PROFILES)
@@ -64,7 +64,7 @@ class TestKeep:
 
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "PACKAGES", ("toy_kernels",))
-            patch.setattr(build, "shipped_specs", lambda arch, profile, only: specs)
+            patch.setattr(profiles, "shipped_specs", lambda arch, profile, only: specs)
             patch.setattr(build, "build", toy_build)
             result = CliRunner().invoke(app, ["build", "--arch", ARCH, "--jobs", "1", "--out", str(out), *more])
         assert result.exit_code == 0, result.output

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.specs import to_dict
-from ffi_bridge import Bundle, build, load
+from ffi_bridge import Bundle, build, load, profiles
 from ffi_bridge.loader import packaged_root
 from ffi_bridge.resources import KernelResources
 
@@ -17,15 +17,15 @@ MAX_REGISTERS = 255  # a thread
 MAX_SMEM = 227 * 1024  # bytes a block, sm_90
 
 
-@pytest.fixture(scope="module", params=build.CONFIGS)
+@pytest.fixture(scope="module", params=profiles.CONFIGS)
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     """Raises BundleMissing, and so fails every test here, where there is none."""
     return load(request.param, packaged_root())
 
 
 def test_holds_the_shipped_specs(bundle: Bundle) -> None:
-    specs = build.shipped_specs(bundle.manifest.arch)
-    shipped = {spec.name: to_dict(spec) for spec in (*specs, *build.all_stages(specs))}
+    specs = profiles.shipped_specs(bundle.manifest.arch)
+    shipped = {spec.name: to_dict(spec) for spec in (*specs, *profiles.all_stages(specs))}
     assert {name: function.spec for name, function in bundle.manifest.functions.items()} == shipped
 
 
@@ -34,13 +34,13 @@ def test_every_kernel_is_within_bounds(bundle: Bundle) -> None:
         return 0 < kernel.registers <= MAX_REGISTERS and kernel.static_smem + kernel.dynamic_smem <= MAX_SMEM
 
     kernels = [(name, k) for name, function in bundle.manifest.functions.items() for k in function.kernels]
-    stages = build.all_stages(build.shipped_specs(bundle.manifest.arch))
+    stages = profiles.all_stages(profiles.shipped_specs(bundle.manifest.arch))
     assert {name for name, _ in kernels} == {stage.name for stage in stages}
     assert [kernel for kernel in kernels if not fits(kernel[1])] == []
 
 
 def test_no_kernel_spills_or_has_its_wgmma_serialised(bundle: Bundle) -> None:
-    allowed = build.allowed_diagnostics(bundle.manifest.arch)
+    allowed = profiles.allowed_diagnostics(bundle.manifest.arch)
     complaints = {
         name: {complaint for kernel in function.kernels for complaint in kernel.complaints}
         for name, function in bundle.manifest.functions.items()
@@ -54,5 +54,5 @@ def test_every_function_can_be_had(bundle: Bundle) -> None:
 
 def test_another_build_is_the_same_bytes(bundle: Bundle, tmp_path: Path) -> None:
     """With nothing to take from: the tests' store of objects is empty."""
-    again = build.build(build.shipped_specs(bundle.manifest.arch), tmp_path)
+    again = build.build(profiles.shipped_specs(bundle.manifest.arch), tmp_path)
     assert again == bundle.manifest

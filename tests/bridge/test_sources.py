@@ -16,7 +16,7 @@ import pytest
 from cute_kernels import stages
 from cute_kernels.sm90.configs import shipped_specs
 from ffi_bridge import ToolchainError, sources
-from ffi_bridge.build import all_stages
+from ffi_bridge.profiles import all_stages
 from ffi_bridge.sources import EVERYTHING, Import
 from toys import REPOSITORY
 

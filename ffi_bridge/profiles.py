@@ -1,0 +1,57 @@
+"""What ships of an architecture, by profile, and what its kernels may complain of."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from cute_kernels.chains import stages_of
+from cute_kernels.specs import Spec
+from cute_kernels.stages import FOLDERS
+
+# An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
+CONFIGS = {arch: f"cute_kernels.{folder}.configs" for arch, folder in FOLDERS.items()}
+
+Allowed = Mapping[str, tuple[str, ...]]
+
+
+def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) -> list[Spec]:
+    """The specs of a profile of `arch`.
+
+    Args:
+        only: patterns of names, as "grouped_mm_bf16_*": those that match one of them.
+
+    Raises:
+        ValueError: an unknown architecture or profile, with the choices, or a pattern that matches nothing.
+    """
+    if arch not in CONFIGS:
+        raise ValueError(f"arch={arch!r} has no kernels; choose one of: {', '.join(CONFIGS)}")
+    configs = importlib.import_module(CONFIGS[arch])
+    if profile not in configs.PROFILES:
+        raise ValueError(f"profile={profile!r} is none of {arch}; choose one of: {', '.join(configs.PROFILES)}")
+    specs: list[Spec] = configs.shipped_specs(profile)
+    for pattern in only:
+        if not fnmatch.filter([spec.name for spec in specs], pattern):
+            raise ValueError(f"only={pattern!r} matches no function of profile {profile!r}; see `glulam info`")
+    return [spec for spec in specs if not only or any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
+
+
+def profile_of(arch: str, name: str) -> str | None:
+    """The smallest profile whose bundle has a function; None where none has it."""
+    for profile in importlib.import_module(CONFIGS[arch]).PROFILES if arch in CONFIGS else ():
+        specs = shipped_specs(arch, profile)
+        if any(spec.name == name for spec in (*specs, *all_stages(specs))):
+            return str(profile)
+    return None
+
+
+def allowed_diagnostics(arch: str) -> Allowed:
+    """Complaints ('spills', 'C7510', ...) that the build of `arch` lets pass, by spec name."""
+    allowed: Allowed = getattr(importlib.import_module(CONFIGS[arch]), "ALLOWED_DIAGNOSTICS", {})
+    return allowed
+
+
+def all_stages(specs: Iterable[Spec]) -> list[Spec]:
+    """What is to be compiled for `specs`: each stage once."""
+    return list(dict.fromkeys(stage for spec in specs for stage in stages_of(spec)))
