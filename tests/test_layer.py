@@ -617,6 +617,30 @@ class TestMoe:
             assert one.equal(other) and one.abs().max() > 1e-3
 
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    def test_a_plan_for_other_rows_copies_as_a_new_one_does(
+        self, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Copies of 20 tokens are small enough here, those of 40 are not; and padded tokens are never copied."""
+        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_WIDTH", 0)
+        monkeypatch.setattr(sys.modules["glulam.layer.moe"], "COPIED_BYTES", 20 * 3 * 64 * 2)
+        x, w1, w2, _ = self.layer(BF16)
+
+        def step(tokens: int, padding: int = 0) -> list[str]:
+            tall = torch.nn.functional.pad(x.repeat(2, 1)[:tokens], (0, padding))[:, :64].detach().requires_grad_()
+            made = Routing.from_topk(torch.arange(tokens * 3).view(tokens, 3) % 6, torch.rand(tokens, 3), 6)
+            given = tall, w1.requires_grad_(), w2.requires_grad_()
+            fake_gpu.work.clear()
+            out = glulam.moe(tall, made, *given[1:], recipe=recipe)
+            assert all(g.isfinite().all() for g in torch.autograd.grad(out, given, torch.ones_like(out)))
+            return [work for work in fake_gpu.work if work == "layer"]
+
+        for padding in (0, 8):
+            first, larger, again = step(20, padding), step(40, padding), step(20, padding)
+            assert bool(first) is (padding == 0) and not larger and again == first
+            forget_plans()
+            assert not step(40, padding) and step(20, padding) == first and not step(40, padding)
+
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
     def test_choices_without_a_row_are_no_reason_to_warn(self, recipe: str) -> None:
         x, w1, w2 = (t.requires_grad_() for t in self.layer(BF16)[:3])
         made = Routing.from_topk(torch.randint(-1, 4, (20, 3)), torch.rand(20, 3), 6)

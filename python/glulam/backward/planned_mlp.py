@@ -371,8 +371,6 @@ def _check(call: GroupedMlpCall | Mxfp8MlpCall) -> Problem | None:
     needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
     if not needs_preact or call.recompute or not is_common(call, problem, NAMES):
         return None
-    if _copies(call) and not call.x.is_contiguous():
-        return None
     call.check_addresses()
     return problem
 
@@ -397,13 +395,18 @@ def _make_mxfp8(call: Mxfp8MlpCall, problem: Problem) -> MlpTrainingPlan:
 
 
 def _resize(call: GroupedMlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
-    sizes = {**functions(like.parts, problem.rows), **_sizes(call, problem, like)}
-    plan: MlpTrainingPlan = call.resized(like, problem.rows, NAMES, **sizes)
-    return plan
+    return _resized(call, problem, like, **_sizes(call, problem, like))
 
 
 def _resize_mxfp8(call: Mxfp8MlpCall, problem: Problem, like: MlpTrainingPlan) -> MlpTrainingPlan:
-    sizes = {**functions(like.parts, problem.rows), **_sizes_mxfp8(call, problem, like)}
+    return _resized(call, problem, like, **_sizes_mxfp8(call, problem, like))
+
+
+def _resized(
+    call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem, like: MlpTrainingPlan, **sizes: Any
+) -> MlpTrainingPlan:
+    """`sizes`: of the recipe's plan. Weight gradients keep their tile, which either way of reading rows may have."""
+    sizes = {**functions(like.parts, problem.rows), "copies": _copies(call), **sizes}
     plan: MlpTrainingPlan = call.resized(like, problem.rows, NAMES, **sizes)
     return plan
 
@@ -416,9 +419,9 @@ def _parts(call: GroupedMlpCall | Mxfp8MlpCall, problem: Problem) -> TrainingPar
 
 
 def _copies(call: GroupedMlpCall | Mxfp8MlpCall) -> bool:
-    """Whether a layer's rows are."""
+    """Whether a layer's rows are: of tokens without padding, which the kernel that copies does not know."""
     row_of = getattr(call, "row_of", None)
-    return row_of is not None and path_of(call).copies(call.x, row_of, call.w2)
+    return row_of is not None and call.x.is_contiguous() and path_of(call).copies(call.x, row_of, call.w2)
 
 
 def _sizes(call: GroupedMlpCall, problem: Problem, launch: Launch) -> dict[str, Any]:
