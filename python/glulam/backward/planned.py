@@ -75,7 +75,8 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
             if problem is None:
                 return NotImplemented
             plan = maker.make(call, problem)
-            if plans is call.plans or not call.of_tokens:  # a layer's tells places by its own order of arguments
+            # `free` tells places in the operator's own key, which is in another order than that of a call with targets.
+            if plans is call.plans or not call.of_tokens:
                 call.settle_rows(key, plans, problem, plan)
         plans.keep(key, plan)
     return plan.run_into(targets, *plan.inputs_of(call))

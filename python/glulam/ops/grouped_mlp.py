@@ -20,7 +20,7 @@ from ..call import Call
 from ..experts import ExpertList, GateUp, find
 from ..groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..plan import Launch, addresses, aligned_row
+from ..plan import Launch, address, addresses, aligned_row
 from ..plans import Plans, unplanned
 from ..problem import Problem
 from ..recipes import Recipe
@@ -44,7 +44,7 @@ from ..signature import (
     runs_kernels,
 )
 from .grouped_mlp_mxfp8 import Mxfp8MlpCall, quantised_mlp
-from .rows import check_tokens, take_rows
+from .rows import NO_SUMS, check_tokens, sums_of, take_rows
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
 
@@ -221,16 +221,13 @@ class GroupedMlpPlan(Launch):
         groups_at, scale_at = groups.data_ptr(), 0 if scale is None else scale.data_ptr()
         out_at = 0 if out is None else out.data_ptr()
         rows_at = 0 if rows is None else rows.data_ptr()
-        tokens = k = row_of_at = residual_at = result_at = 0
         at: Any = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, rows_at, out_at)
         if row_of is not None:
-            tokens, k = row_of.shape
-            row_of_at, residual_at = row_of.data_ptr(), 0 if residual is None else residual.data_ptr()
-            at = (*at[:-1], row_of_at, residual_at, out_at)
+            at = (*at[:-1], row_of.data_ptr(), address(residual), out_at)
         if at not in self.apart:
             of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
             if row_of is not None:
-                check_tokens(self.op, tokens, x=x, residual=residual, out=out)
+                check_tokens(self.op, row_of.shape[0], x=x, residual=residual, out=out)
             self.check_apart(
                 at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows, **of_tokens
             )
@@ -238,10 +235,11 @@ class GroupedMlpPlan(Launch):
             x = aligned_row(x)
         if row_of is None:
             y = out = x.new_empty(self.rows, self.width) if out is None else out
+            sums = NO_SUMS
         else:
             y = x.new_empty(self.rows, self.width)
-            out = x.new_empty(tokens, self.width) if out is None else out
-            result_at = out.data_ptr()
+            out = x.new_empty(row_of.shape[0], self.width) if out is None else out
+            sums = sums_of(row_of, residual, out)
         if self.rows == 1:
             y = aligned_row(y)
         w1_table = w1_up = w2_table = 0
@@ -258,7 +256,8 @@ class GroupedMlpPlan(Launch):
             groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             w1_table=w1_table, w1_up=w1_up, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
             scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
-            row_of=row_of_at, residual=residual_at, out=result_at, tokens=tokens, k=k, num_sms=self.sm_count,
+            row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
+            num_sms=self.sm_count,
         )  # fmt: skip
         return out
 

@@ -23,9 +23,9 @@ from ..activations import KernelParams
 from ..by_name import by_name
 from ..groups import OFFS_INT32
 from ..mxfp8.layout import BLOCK, DATA_DTYPE
-from ..plan import Launch, addresses, aligned_row
+from ..plan import Launch, address, addresses, aligned_row
 from ..signature import mismatch
-from .rows import check_tokens
+from .rows import NO_SUMS, Sums, check_tokens, sums_of
 
 
 def layout(launch: Launch, shape: tuple[int, int], dtype: torch.dtype) -> workspace.Layout:
@@ -43,8 +43,6 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """x, w1, w2 and y."""
 Addresses = tuple[int, ...]
 """Of group sizes and tickets, the weights' scales, biases and tables of biases, the row scale, and rows' indices."""
-Tokens = tuple[int, int, int, int, int]
-"""Of a layer: the addresses of its tokens' rows, of the residual and of the result, and the tokens and rows of each."""
 _TILE, _SWAPPED = TileConfig(k=128), TileConfig(m=64, n=128, k=128, schedule="swapped")
 
 
@@ -62,7 +60,7 @@ class Mxfp8MlpPlan(Launch):
     params: KernelParams
 
     def launch(
-        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, sums: Sums
     ) -> None:  # fmt: skip
         """Call the function: what the recipes differ in."""
         raise NotImplementedError
@@ -85,19 +83,16 @@ class Mxfp8MlpPlan(Launch):
         if b2 is not None:
             b2_at, b2_table, b2_mark = addresses(b2)
         rows_at = 0 if rows is None else rows.data_ptr()
-        tokens = k = row_of_at = residual_at = result_at = 0
         at: Any = (
             x.data_ptr(), 0 if x_scale is None else x_scale.data_ptr(), w1.data_ptr(), w1_scale_at, w2.data_ptr(),
             w2_scale_at, groups_at, scale_at, b1_mark, b2_mark, rows_at, 0 if out is None else out.data_ptr(),
         )  # fmt: skip
         if row_of is not None:
-            tokens, k = row_of.shape
-            row_of_at, residual_at = row_of.data_ptr(), 0 if residual is None else residual.data_ptr()
-            at = (*at[:-1], row_of_at, residual_at, at[-1])
+            at = (*at[:-1], row_of.data_ptr(), address(residual), at[-1])
         if at not in self.apart:
             of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
             if row_of is not None:
-                check_tokens(self.op, tokens, x=x, residual=residual, out=out)
+                check_tokens(self.op, row_of.shape[0], x=x, residual=residual, out=out)
             if x_scale is not None and len(x_scale) != len(x):
                 mismatch(self.op, "x's scale", x_scale.shape, (len(x), x_scale.shape[1]), "x has so many rows")
             self.check_apart(
@@ -108,16 +103,17 @@ class Mxfp8MlpPlan(Launch):
             x = aligned_row(x)
         if row_of is None:
             y = out = x.new_empty(self.rows, self.width, dtype=self.dtype) if out is None else out
+            sums = NO_SUMS
         else:
             y = x.new_empty(self.rows, self.width, dtype=self.dtype)
-            out = x.new_empty(tokens, self.width, dtype=self.dtype) if out is None else out
-            result_at = out.data_ptr()
+            out = x.new_empty(row_of.shape[0], self.width, dtype=self.dtype) if out is None else out
+            sums = sums_of(row_of, residual, out)
         if self.rows == 1:
             y = aligned_row(y)
         memory = workspace.take_all(self.memory)  # held until all is launched: a graph's own is freed with it
         tickets = self.tickets() if self.draws_tickets else 0
         given = groups_at, tickets, w1_scale_at, w2_scale_at, b1_at, b1_table, b2_at, b2_table, scale_at, rows_at
-        self.launch((x, w1, w2, y), x_scale, memory, given, (row_of_at, residual_at, result_at, tokens, k))
+        self.launch((x, w1, w2, y), x_scale, memory, given, sums)
         return out
 
 
@@ -126,12 +122,11 @@ class QuantisedPlan(Mxfp8MlpPlan):
 
     @by_name(function=_signature("mxfp8", _TILE))
     def launch(
-        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, sums: Sums
     ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         x8, mid8, x8_scale, mid_scale = memory
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, rows = at
-        row_of, residual, out, num_tokens, k = tokens
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x8=x8, x8_scale=x8_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,
@@ -139,7 +134,7 @@ class QuantisedPlan(Mxfp8MlpPlan):
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
-            rows=rows, row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
+            rows=rows, row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
         )  # fmt: skip
 
 
@@ -148,12 +143,11 @@ class ReadyPlan(Mxfp8MlpPlan):
 
     @by_name(function=_signature("mxfp8", _TILE, quantized=True))
     def launch(
-        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, sums: Sums
     ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         mid8, mid_scale = memory
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, rows = at
-        row_of, residual, out, num_tokens, k = tokens
         kind, layout, limit, alpha, offset = self.params
         self.function(
             x=x, x_scale=x_scale.data_ptr(), w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale,  # type: ignore[union-attr]
@@ -161,7 +155,7 @@ class ReadyPlan(Mxfp8MlpPlan):
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
-            rows=rows, row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
+            rows=rows, row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
         )  # fmt: skip
 
 
@@ -170,13 +164,12 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
 
     @by_name(function=_signature("mxfp8_weight_only", _SWAPPED))
     def launch(
-        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, sums: Sums
     ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         groups, tickets, w1_scale, w2_scale, b1, b1_table, b2, b2_table, scale, _ = at
-        row_of, residual, out, num_tokens, k = tokens
         mid, x_tokens = memory[0], 0
-        if row_of:
+        if sums.row_of:
             given = x if x.is_contiguous() else x.contiguous()
             x, x_tokens = memory[1], given.data_ptr()
         kind, layout, limit, alpha, offset = self.params
@@ -185,7 +178,7 @@ class WeightOnlyPlan(Mxfp8MlpPlan):
             groups=groups, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
             b1=b1, b1_table=b1_table, b2=b2, b2_table=b2_table,
             scale=scale, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset, num_sms=self.sm_count,
-            row_of=row_of, residual=residual, out=out, tokens=num_tokens, k=k,
+            row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
         )  # fmt: skip
 
 
@@ -199,10 +192,10 @@ class ExactPlan(WeightOnlyPlan):
 
     @by_name(round=signature_of(QuantizeMxfp8Spec(rounded=True)))
     def launch(
-        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, tokens: Tokens
+        self, tensors: Tensors, x_scale: Tensor | None, memory: Memory, at: Addresses, sums: Sums
     ) -> None:  # fmt: skip
         x, w1, w2, y = tensors
         mid, rounded, *copy = memory
         until = self.group_form == OFFS_INT32 and not at[-1]
         self.round(x=x, out=rounded, offs=at[0] if until else 0, num_groups=self.experts if until else 1)
-        WeightOnlyPlan.launch(self, (rounded, w1, w2, y), None, (mid, *copy), at, tokens)
+        WeightOnlyPlan.launch(self, (rounded, w1, w2, y), None, (mid, *copy), at, sums)
