@@ -20,7 +20,7 @@ import glulam
 from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
-from glulam.backward import planned_mlp
+from glulam.backward import planned
 from glulam.ops.grouped_mlp import GroupedMlpCall
 
 pytest_plugins = ["support.fixtures"]
@@ -337,7 +337,7 @@ class TestPlanned:
                 layer({**given, **change}, offs)
 
     def test_no_plan_for_what_is_rare(self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(planned_mlp, "apply_untransformed", lambda *_: pytest.fail("planned"))
+        monkeypatch.setattr(planned.TrainingPlan, "run_into", lambda *_: pytest.fail("planned"))
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         given, offs = self.layer()
         glulam.grouped_mlp(**given, offs=offs, recompute=True).sum().backward()
@@ -549,7 +549,7 @@ class TestRefusals:
             lambda: glulam.grouped_mlp(**leaves(c), offs=c.offs, out=out),
             lambda: glulam.grouped_mm(leaves(c)["x"], c.w1, offs=c.offs, out=torch.zeros(c.rows, 8, dtype=F64)),
             lambda: torch.ops.glulam.grouped_mm_out(
-                leaves(c)["x"], [c.w1], c.offs, None, None, None, False, None, torch.zeros(c.rows, 8, dtype=F64)
+                leaves(c)["x"], [c.w1], c.offs, None, None, None, None, False, torch.zeros(c.rows, 8, dtype=F64)
             ),
         ):
             with pytest.raises(glulam.GradientNotSupported, match="out is given"):
@@ -640,7 +640,7 @@ def test_the_registered_operator_is_differentiable(name: str) -> None:
     given, want = leaves(c, (name,)), leaves(c, (name,))
     form = ("swiglu", "concat", 7.0, 1.702, 1.0)
     torch.ops.glulam.grouped_mlp(
-        given["x"], [given["w1"]], [given["w2"]], c.offs, None, None, None, None, *form, "bf16", False, None, False
+        given["x"], [given["w1"]], [given["w2"]], c.offs, None, None, None, None, None, *form, "bf16", False, False
     ).sum().backward()
     glulam.grouped_mlp(want["x"], want["w1"], want["w2"], offs=c.offs).sum().backward()
     assert_same(grads(given), grads(want))

@@ -784,11 +784,11 @@ class TestMoe:
         x, w1, w2 = (t.requires_grad_() for t in self.layer(BF16)[:3])
         made = Routing.from_topk(torch.randint(-1, 6, (20, 3)), torch.rand(20, 3), 6)
         form = ("swiglu", "concat", 7.0, 1.702, 1.0, "mxfp8", False, None)
-        given = (x, None, [w1], None, [w2], None, made.offs, None, made.weight_of_row, None, None, *form)
-        rows = (made.token_of_row, made.row_of, torch.randn_like(x))
+        groups, rows = (made.offs, None), (made.token_of_row, made.row_of, torch.randn_like(x), made.weight_of_row)
+        given = (x, None, [w1], None, [w2], None, *groups, *rows, None, None, *form)
         # Its fourth test compares inputs by torch.allclose, which knows no E8M0.
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(torch.ops.glulam.moe_mxfp8.default, (*given, *rows), test_utils=tests)
+        torch.library.opcheck(torch.ops.glulam.moe_mxfp8.default, given, test_utils=tests)
 
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
     def test_one_graph(self, recipe: str) -> None:

@@ -17,8 +17,9 @@ import glulam
 from glulam import call, dispatch, kernels, mhc, plans, shipped_kernels, tuned, workspace
 from glulam.addressed import Operator
 from glulam.addressed import Plan as MhcPlan
-from glulam.backward.planned import Launch
+from glulam.backward.planned import TrainingPlan
 from glulam.dispatch import Chooser, choose
+from glulam.launch import Plan
 from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.problem import Problem
 
@@ -207,9 +208,11 @@ def fields(plan: Any) -> dict[str, Any]:
             return [told(part) for part in value.parts]
         if isinstance(value, workspace.Layout):
             return value.shape, value.dtype, value.device
-        return value
+        if isinstance(value, dict):
+            return {name: told(one) for name, one in value.items()}
+        return fields(value) if isinstance(value, Plan) else value
 
-    return {name: told(value) for name, value in vars(plan).items() if name not in ("apart", "serving", "parts")}
+    return {name: told(value) for name, value in vars(plan).items() if name not in ("apart", "serving", "run")}
 
 
 @each_call
@@ -221,11 +224,11 @@ def test_a_resized_plan_is_one_that_is_made_anew(name: str, fake_gpu: FakeGpu, m
     monkeypatch.setattr(plans.Plans, "keep", lambda self, key, plan: kept.append(plan) or keep(self, key, plan))
     one = Layer().calls()[name]
     anew(one, 41)
-    made = [fields(plan) for plan in kept if isinstance(plan, (Launch, MhcPlan))]
+    made = [fields(plan) for plan in kept if isinstance(plan, (Plan, TrainingPlan, MhcPlan))]
     one(40)
     kept.clear()
     one(41)
-    resized = [plan for plan in kept if isinstance(plan, (Launch, MhcPlan))]
+    resized = [plan for plan in kept if isinstance(plan, (Plan, TrainingPlan, MhcPlan))]
     assert resized and [fields(plan) for plan in resized] == made[-len(resized) :]
     assert all(plan.apart is not other.apart for plan in resized for other in resized if plan is not other)
 

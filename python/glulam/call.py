@@ -1,26 +1,33 @@
-"""A call that no plan serves yet: route it, check it, plan it, run it. Nothing here is on the fast path."""
+"""Calls: what an operator does with arguments that no plan serves yet: route them, check them, plan them, run them.
+
+Nothing here is on the fast path (`front`).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from cute_kernels.signatures import Signature
+
 from . import device as gpus
-from . import experts, groups, kernels
+from . import experts, groups, kernels, workspace
+from .activations import ActivationParams
+from .arguments import BIASES, GROUPS, MATRICES, OF_TOKENS, PER_ROW, TENSORS, VECTORS, WEIGHTS
 from .changed import changed
-from .experts import GateUp
+from .experts import ExpertList, GateUp
+from .launch import Made, Plan, Shape
 from .plan import ENV_CHECK, Launch, checking, launch_nothing
-from .plans import Plans
+from .plans import Plans, described, unplanned
 from .problem import Problem
 from .signature import (
     MAX_ROWS,
+    any_requires_grad,
     check_alignment,
     check_no_overlap,
     check_plain,
@@ -34,35 +41,94 @@ from .signature import (
 )
 
 
-@dataclasses.dataclass
 class Call:
-    """The arguments of one call of an operator. Fields are named as the operator's parameters.
+    """The arguments of one call of an operator, by the names of its parameters.
 
-    A subclass says what its arguments mean (`check`), how the CPU computes it (`reference`), what is constant over
-    calls (`plan`) and how to pass the rest to the plan (`run`).
+    A subclass says what its arguments mean (`check`), how the CPU computes it (`reference`, `results`) and what its
+    launch is made of (`makes`, `scratch`, `constants`). The rest follows from the operator's parameters (`declare`).
+
+    Attributes:
+        sources: by the kernel's names of arguments, the operator's, where they differ.
+        makes: what a launch makes. `scratch`: what it needs besides, by the kernel's names: a "matrix", or "bytes".
+        outputs: arguments that are written; `gradients`: those of them that are packed or a list, as weights are.
+        tabled: weights that kernels take as lists; None: all.
+        differentiable: whether the operator has a gradient.
+        data_path: of its gradient (`backward.data_path`), where another than the recipe's own.
     """
 
     op: ClassVar[str]
-    operator: ClassVar[Callable[..., Any]]
-    reads: ClassVar[tuple[str, ...]]  # arguments whose addresses a plan looks at, in its order
-    plans: ClassVar[Plans[Any]]
-    matrices: ClassVar[tuple[str, ...]] = ("x", "out")
+    sources: ClassVar[dict[str, str]] = {}
+    makes: ClassVar[tuple[Made, ...]] = ()
+    scratch: ClassVar[dict[str, str]] = {}
     outputs: ClassVar[tuple[str, ...]] = ("out",)
-    gradients: ClassVar[tuple[str, ...]] = ()  # outputs that are packed or a list, as weights are
-    weights: ClassVar[tuple[str, ...]]
-    biases: ClassVar[tuple[str, ...]]
-    tabled: ClassVar[tuple[str, ...] | None] = None  # weights that kernels take as lists; by default all
-    scales: ClassVar[tuple[str, ...]]
-    rowwise: ClassVar[tuple[str, ...]] = ("x", "out", "row_scale")  # arguments with a row for each of the lead's
-    of_tokens: ClassVar[tuple[str, ...]] = ()  # arguments of a layer that its rows' MLP has not
-    given: ClassVar[tuple[str, ...]] = ("lead",)  # what plans are found by, in their order, as far as `free` needs it
-    of_any_rows: ClassVar[tuple[str, ...]] = ("lead",)  # of these, what `indices` are of, and what has tokens of it
-    data_path: ClassVar[Any] = None  # of its gradient (`backward.data_path`), where another than the recipe's own
-    with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
+    gradients: ClassVar[tuple[str, ...]] = ()
+    tabled: ClassVar[tuple[str, ...] | None] = None
+    differentiable: ClassVar[bool] = False
+    data_path: ClassVar[Any] = None
+    result: ClassVar[Callable[..., Any] | None] = None  # makes one of several results
+
+    # As an operator of torch's, see `library`:
+    torch_op: ClassVar[str]
+    torch_results: ClassVar[dict[str, tuple[str, dict[str, Any]]]] = {"": ("Tensor", {})}
+    torch_types: ClassVar[dict[str, str]] = {}
+    torch_returns_with_out: ClassVar[str] = ""
+    settled_without_out: ClassVar[dict[str, Any]] = {}
+    settled_with_out: ClassVar[dict[str, Any]] = {}
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 
-    offs: Tensor | None
-    splits: Any
+    # Of the operator's parameters:
+    names: ClassVar[tuple[str, ...]]
+    given: ClassVar[tuple[str, ...]]  # tensors, in the order in which plans are found by them
+    options: ClassVar[tuple[str, ...]]
+    matrices: ClassVar[tuple[str, ...]]
+    weights: ClassVar[tuple[str, ...]]
+    biases: ClassVar[tuple[str, ...]]
+    scales: ClassVar[tuple[str, ...]]
+    of_tokens: ClassVar[tuple[str, ...]]
+    reads: ClassVar[tuple[str, ...]]  # whose addresses a plan looks at, in its order
+    rowwise: ClassVar[tuple[str, ...]]  # those that have a row for each of the lead's
+    of_any_rows: ClassVar[tuple[str, ...]]  # what indices are of, and what has tokens of it
+    plans: ClassVar[Plans[Any]]
+    operator: ClassVar[Callable[..., Any]]
+    with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, **arguments: Any) -> None:
+        self.__dict__.update(arguments)
+
+    @classmethod
+    def declare(cls, names: tuple[str, ...], plans: Plans[Any] | None = None) -> None:
+        """Let the operator have these parameters."""
+
+        def those(of: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name in of)
+
+        cls.names = names
+        if "torch_op" not in vars(cls):
+            cls.torch_op = cls.op
+        tensors = [name for name in names if name in TENSORS and name not in cls.outputs]
+        groups_ = ["groups"] if "splits" in names else [name for name in names if name == "offs"]
+        cls.reads = (*tensors, *groups_)
+        outputs = tuple(name for name in cls.outputs if name in names)
+        cls.outputs = outputs
+        cls.given = (*cls.reads, *outputs)
+        cls.options = tuple(name for name in names if name not in TENSORS and name not in GROUPS)
+        cls.weights, cls.biases, cls.scales = those(WEIGHTS), those(BIASES), those(VECTORS)
+        written = () if cls.gradients else outputs
+        cls.matrices = (*those(MATRICES), *written)
+        cls.of_tokens = ("rows", *those(OF_TOKENS)) if those(OF_TOKENS) else ()
+        cls.rowwise = (*those((*MATRICES, *PER_ROW, *OF_TOKENS)), *written)
+        lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
+        cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
+        cls.plans = Plans() if plans is None else plans
+
+    @classmethod
+    def aligned(cls) -> tuple[str, ...]:
+        """Arguments of which kernels read whole 16 bytes."""
+        return (*cls.matrices, *cls.weights, *cls.outputs)
 
     def check(self) -> Problem:
         """The problem, from metadata alone. Raises ValueError or TypeError."""
@@ -83,15 +149,33 @@ class Call:
         """The result for T = 0, where that takes work that a kernel without rows would not do."""
         return NotImplemented
 
-    def plan(self, problem: Problem, launch: Launch) -> Any:
-        raise NotImplementedError
+    def made(self) -> tuple[Made, ...]:
+        """Which of `makes` this call makes."""
+        return self.makes
 
-    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        """The fields of a plan that depend on the number of rows, but for those of a Launch."""
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        """What the launch needs by name, and no number of rows changes."""
         return {}
 
-    def run(self, plan: Any) -> Any:
-        raise NotImplementedError
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        """The same of what rows change; "memory" lists parts for `scratch`: shapes and dtypes, or bytes."""
+        return {}
+
+    def texts(self, problem: Problem) -> dict[str, str]:
+        """Values of a function's arguments that are none of those, as text."""
+        return {}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        """Lines in front of the function's call."""
+        return ()
+
+    @staticmethod
+    def look(op: str, outs: list[Any], **read: Any) -> None:
+        """Checks what no metadata tells of arguments that were not seen before."""
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
 
     @property
     def lead(self) -> Tensor:
@@ -100,21 +184,20 @@ class Call:
         return lead
 
     @property
+    def result_dtype(self) -> torch.dtype:
+        return self.lead.dtype
+
+    @property
     def indices(self) -> Tensor | None:
         """Which of the lead's rows each row is; None where they are its rows."""
-        found: Tensor | None = getattr(self, "rows", None)
-        return found
-
-    def by_index(self) -> tuple[Any, ...]:
-        """What a plan's `run` takes last, where rows come by index."""
-        return () if self.indices is None else (self.indices,)
+        return getattr(self, "rows", None)
 
     @property
     def free(self) -> tuple[int, ...]:
         """Which of what is given have rows of any number: those that others are indices of."""
         if self.indices is None:
             return ()
-        present = [name for name in self.given if getattr(self, name, None) is not None]
+        present = [name for name in self.given if getattr(self, name) is not None]
         return tuple(place for place, name in enumerate(present) if name in self.of_any_rows)
 
     @property
@@ -125,52 +208,70 @@ class Call:
     @property
     def groups(self) -> Any:
         """Group sizes, in whichever form they were given."""
-        return self.offs if self.splits is None else self.splits
+        return self.offs if getattr(self, "splits", None) is None else self.splits
 
     def arguments(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in self.names}
 
     def again(self) -> Any:
         """Through the operator's front door."""
         return type(self).operator(**self.arguments())
 
-    def differentiate(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
+    def key(self) -> Hashable:
+        """As the front makes it."""
+        given = [value for name in self.given if (value := getattr(self, name)) is not None]
+        return (self._options(), *map(described, given))
+
+    def _options(self) -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            *[getattr(self, name) is None for name in self.optional()],
+            *[getattr(self, name) for name in self.options],
+        )
+
+    @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """Tensors that may be absent: for short, all but the first."""
+        names = [name for name in cls.given[1:] if name not in ("groups", *GROUPS)]
+        return (*names, *[name for name in GROUPS if name in cls.names])
+
+    def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
+        """The result of a call for which the front found no plan.
+
+        Args:
+            key: of its plan; None where it has none.
+            known: lists that are known and weights that were prepared, by the arguments that they stand for.
+        """
+        is_planned = key is not None or not unplanned()
+        if is_planned and torch.is_grad_enabled():
+            if not self.differentiable:
+                self.refuse_gradients()
+            elif any_requires_grad(*(getattr(self, name) for name in self.given if name != "groups")):
+                return self.differentiate(key)
+        return self.settle(key, known)
+
+    def differentiate(self, key: Hashable = None) -> Any:
         """As `settle`, for a call of which an argument requires a gradient."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
             refuse_out(self.op, getattr(self, "out", None))
             return self.dispatch()
-        return self.with_backward(self, key, plan, failure)
+        return self.with_backward(self, key)
 
     def refuse_gradients(self) -> None:
         """For operators without a gradient: raises GradientNotSupported where an argument requires one."""
-        names = (*self.matrices, *self.weights, *self.biases, *self.scales)
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, *self.outputs)
         refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
 
-    def settle(
-        self, key: Hashable, plan: Any, failure: Exception | None, found: Mapping[str, Any] = MappingProxyType({})
-    ) -> Any:
-        """The result of a call for which the fast path found no plan, or failed.
-
-        Args:
-            key: of the plan; None where it could not be built.
-            plan: the plan that failed, if any did.
-            failure: what the fast path raised, if it did.
-            found: what the key was built from in place of arguments, with their names.
-        """
-        try:
-            if key is not None and failure is None:
-                try:
-                    ready = changed(self, **found) if found else self
-                    plan = ready.plan_alike(key)
-                    if plan is not None:
-                        return ready.run(plan)
-                except Exception as error:
-                    failure = error
-            if is_dynamo_compiling() or self.is_traced():
-                return self.dispatch()
-            return self.execute(key, plan, failure)
-        finally:
-            del failure  # as in the operators
+    def settle(self, key: Hashable, known: dict[str, Any]) -> Any:
+        """As `answer`, without a gradient."""
+        if key is not None:
+            ready = changed(self, **known)
+            plan = ready.plan_alike(key)
+            if plan is not None:
+                return ready.run(plan)
+        if is_dynamo_compiling() or self.is_traced():
+            return self.dispatch()
+        return self.execute(key)
 
     def plan_alike(self, key: Hashable) -> Any:
         """A plan, which is kept, where a call that differs in its rows alone was checked; else None."""
@@ -178,7 +279,7 @@ class Call:
         if settled is None:
             return None
         problem, like = settled
-        plan = self.resized(like, problem.rows, **self.sizes(problem, like))
+        plan = self.resized_plan(like, problem)
         self.plans.keep(key, plan)
         return plan
 
@@ -194,9 +295,9 @@ class Call:
         return None if known is None else (changed(known[0], rows=rows), known[1])
 
     def resized(self, like: Any, rows: int, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
-        """A plan like another one, for a problem with so many rows. `sizes`: of its own fields, as of `sizes`;
-        `reads`: as of `launch`."""
-        function, draws_tickets = like.serving.at(rows)
+        """A training plan like another one, for a problem with so many rows. `sizes`: of its own fields; `reads`: as of
+        `launch`."""
+        function, draws_tickets = like.serving.at(rows)[:2]
         rowwise, names = self.rowwise, self.reads if reads is None else reads
         extents = zip(names, like.extents, strict=True)
         return changed(
@@ -213,14 +314,19 @@ class Call:
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
         """Let `settled` know this call, which was checked, and its plan."""
         if problem.rows > 1:
-            count = sum(getattr(self, name) is not None for name in self.rowwise)
+            count = sum(getattr(self, name, None) is not None for name in self.rowwise)
             free = self.free
             plans.settle(key, (problem.rows,), count - len(free), (problem, plan), free)
 
     @property
+    def variant(self) -> str:
+        """Which of `torch_results` this call has."""
+        return ""
+
+    @property
     def form(self) -> str:
         """The name of this call as an operator of torch's: `library.FORMS` lists them."""
-        return self.op if getattr(self, "out", None) is None else f"{self.op}_out"
+        return f"{self.torch_op}{self.variant}" + "_out" * (getattr(self, "out", None) is not None)
 
     def assembled(self, returned: Any) -> Any:
         """What the call returns, given what its operator of torch's does: only what is not in a given buffer."""
@@ -231,30 +337,112 @@ class Call:
         """Through torch's dispatcher, as an operator that traces see as one."""
         return self.through_torch(self)
 
-    def execute(self, key: Hashable = None, plan: Any = None, failure: Exception | None = None) -> Any:
+    def execute(self, key: Hashable = None) -> Any:
         """Check everything, then compute: on the CPU by the reference, else by a new plan. See `settle`."""
         self.check_plain()
         problem = self.check()
         self.check_addresses()
-        if plan is not None and failure is not None:
-            raise failure  # no argument's fault
         if not runs_kernels(self.lead):
             with torch.autocast(self.lead.device.type, enabled=False):  # it would round the reference's operands
                 return self.reference(problem)
         if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:
             return result
         ready = self.prepared()
-        if ready is not self:
-            return ready.again()
-        if failure is not None:
-            raise failure
-        plan = self.plan(problem, self.launch(problem))
         if checking():
             self._check_group_sizes()
-        elif key is not None:
-            self.plans.keep(key, plan)
-            self.settle_rows(key, self.plans, problem, plan)
-        return self.run(plan)
+            return ready.run(ready.plan(problem))
+        if ready is not self and (key is not None or not unplanned()):
+            key = ready.key()
+        plan = None if key is None else self.plans.find(key)
+        if plan is None:
+            plan = ready.plan(problem)
+            if key is not None:
+                self.plans.keep(key, plan)
+                ready.settle_rows(key, self.plans, problem, plan)
+        return ready.run(plan)
+
+    def run(self, plan: Any) -> Any:
+        return plan.run(*[getattr(self, name) for name in self.given])
+
+    def plan(self, problem: Problem, checked: bool = True) -> Plan:
+        """The plan of a problem, which is this call's. `checked`: see `launch.Shape`."""
+        index = self.lead.get_device()
+        gpu = gpus.gpu(index)
+        serving = kernels.serving(problem, gpu)
+        constants = {
+            "index": index,
+            "device": self.lead.device,
+            "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
+            "num_groups": problem.experts,
+            "num_sms": gpu.sm_count,
+            **self.constants(problem),
+            **self._constants_of_rows(problem, serving),
+        }
+        shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
+        return Plan(self.op, shape, constants, serving, self._read_extents(), self._out_extents(), self.look, self.aligned())
+
+    def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
+        served = serving.at(problem.rows)
+        sizes = self.sizes(problem)
+        if parts := sizes.get("memory"):
+            sizes["memory"] = workspace.Layouts(*[self._part(part) for part in parts])
+        function = served.function if problem.rows else launch_nothing
+        return {"num_rows": problem.rows, "function": function, "draws_tickets": served.draws_tickets, **sizes}
+
+    def _part(self, part: Any) -> Any:
+        if isinstance(part, int):
+            return part
+        shape, dtype = part
+        return workspace.Layout(shape, dtype, self.lead.device, self.lead.get_device())
+
+    def resized_plan(self, like: Plan, problem: Problem) -> Plan:
+        constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
+        extents, outs = self._read_extents(), self._out_extents()
+        return Plan(self.op, like.shape, constants, like.serving, extents, outs, self.look, self.aligned())
+
+    def _present(self) -> list[str]:
+        """What is there of what is given."""
+        return [name for name in self.given if getattr(self, name) is not None]
+
+    def _read_extents(self) -> tuple[int, ...]:
+        loose = self._loose()
+        return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in loose))
+
+    def _loose(self) -> frozenset[str]:
+        """Lists that a launch does not read itself: of weights that are to be prepared."""
+        plain = (list, tuple)
+        return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
+
+    def _shape(self, problem: Problem, signature: Signature, constants: dict[str, Any], checked: bool) -> Shape:
+        values = {name: getattr(self, name) for name in self._present()}
+        makes = tuple(made for made in self.made() if made.kernel in signature.names)
+        unpacks = "out" if values.get("out").__class__ is list else ""
+        kinds = {
+            kind: frozenset(name for name, v in values.items() if v.__class__ is kind) for kind in (ExpertList, GateUp)
+        }
+        return Shape(
+            takes=self.given,
+            present=frozenset([*values, *[made.name for made in makes if unpacks]]),
+            lists=kinds[ExpertList],
+            halves=kinds[GateUp],
+            loose=self._loose(),
+            unpacks=unpacks,
+            arguments=signature.arguments,
+            sources=tuple(self.sources.items()),
+            texts=tuple(self.texts(problem).items()),
+            makes=makes,
+            scratch=tuple(self.scratch_of(problem).items()),
+            constants=frozenset(constants),
+            before=self.before(problem),
+            checked=checked,
+            single_gpu=gpus.is_only_one(),
+            aligned=problem.rows == 1 or self.indices is not None,
+            result="result" if "result" in constants else "",
+        )
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        """What of `scratch` this call needs."""
+        return self.scratch
 
     def is_traced(self) -> bool:
         """Whether the call is the business of torch's dispatcher: it leads on meta, or an argument is of a subclass."""
@@ -271,10 +459,9 @@ class Call:
 
     def check_addresses(self) -> None:
         """Alignment, on a GPU, and an output that shares no memory with an input."""
-        named = {name: getattr(self, name) for name in (*self.matrices, *self.weights, *self.outputs)}
         if runs_kernels(self.lead):
-            for name, value in named.items():
-                for label, tensor in tensors_of(name, value):
+            for name in self.aligned():
+                for label, tensor in tensors_of(name, getattr(self, name)):
                     check_alignment(self.op, label, tensor)
         written = self.written()
         for label, tensor in self.tensors() if written else ():

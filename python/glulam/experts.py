@@ -170,19 +170,19 @@ def _is_like(known: Checked, tensor: Tensor) -> bool:
     return is_plain and tensor.shape == known.shape and tensor.dtype == known.dtype
 
 
-def find(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
-    """The list, if it is known at these addresses, ready for the current stream; else a KeyError."""
+def known(kind: str, tensors: Sequence[Tensor]) -> Any:
+    """An ExpertList, ready for the current stream, if the list is known at these addresses; else the list itself."""
     first = tensors[0]
     if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
-        raise KeyError(kind)
-    table = _tables[kind, tuple(map(_data_ptr, tensors))]
-    known = table.checked
-    if known is None or not _is_like(known, first):
-        raise KeyError(kind)
-    if known.ids != list(map(id, tensors)) and not all(_is_like(known, tensor) for tensor in tensors):
-        raise KeyError(kind)  # other views of the same memory
+        return tensors
+    table = _tables.get((kind, tuple(map(_data_ptr, tensors))))
+    checked = None if table is None else table.checked
+    if table is None or checked is None or not _is_like(checked, first):
+        return tensors
+    if checked.ids != list(map(id, tensors)) and not all(_is_like(checked, tensor) for tensor in tensors):
+        return tensors  # other views of the same memory
     table.use()
-    return ExpertList(kind, tensors, table, known)
+    return ExpertList(kind, tensors, table, checked)
 
 
 def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:

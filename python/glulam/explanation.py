@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from . import device as gpus
 from . import dispatch, kernels, recipes
 from .call import Call
 from .experts import GateUp
-from .mxfp8.quantize import QuantizeMxfp8Call
+from .mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
@@ -32,6 +31,9 @@ CALLS: dict[str, type[Call]] = {
     c.op: c
     for c in (GroupedMmCall, GroupedGluCall, GroupedMlpCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call)
 }
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {QuantizeMxfp8Call.op: quantize_mxfp8}
+"""What users call, where that is not the operator's function itself."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +84,7 @@ def explain(
     if name not in CALLS:
         raise ValueError(f"explain: op is {name!r}; choose one of {', '.join(CALLS)}")
     call_type = CALLS[name]
-    parameters = inspect.signature(call_type.operator)
+    parameters = inspect.signature(FUNCTIONS.get(name, call_type.operator))
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
@@ -100,8 +102,7 @@ def explain(
     else:
         where, arch = _target(device)
         arguments = _shapes_as_tensors(call_type, arguments, _dtype(dtype))
-    fields = {field.name for field in dataclasses.fields(call_type)}
-    problem = call_type(**{k: v for k, v in arguments.items() if k in fields}).check()
+    problem = call_type(**{name: arguments.get(name) for name in call_type.names}).check()
     if arch is None:
         why_not = ("kernels run on tensors on a GPU",)
         return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not)

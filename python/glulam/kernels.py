@@ -9,7 +9,7 @@ import torch
 
 import ffi_bridge
 from cute_kernels.chains import signature_of
-from cute_kernels.signatures import TENSOR, Argument
+from cute_kernels.signatures import TENSOR, Argument, Signature
 from cute_kernels.specs import Spec, draws_tickets, from_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleError
@@ -48,10 +48,11 @@ def find(spec: Spec) -> Kernel:
 
 
 class Served(NamedTuple):
-    """The function that serves a problem, and whether its kernels draw tickets."""
+    """The function that serves a problem, whether its kernels draw tickets, and what it takes."""
 
     function: Function
     draws_tickets: bool
+    signature: Signature
 
 
 class Serving:
@@ -65,7 +66,9 @@ class Serving:
         spec = self._chooser.spec(rows)
         found = self._found.get(id(spec))
         if found is None:
-            found = self._found[id(spec)] = spec, Served(find(spec).function, draws_tickets(spec))
+            found = self._found[id(spec)] = spec, Served(
+                find(spec).function, draws_tickets(spec), signature_of(spec)
+            )
         return found[1]
 
 

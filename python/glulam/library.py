@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import BIASES, GROUPS, MATRICES, VECTORS, WEIGHTS
 from .backward.entry import differentiate, requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
@@ -25,48 +26,29 @@ from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
-from .ops.grouped_mlp_mxfp8_training import BackwardCall, ForwardCall
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
+from .ops.mlp_training import Mxfp8ForwardCall, Mxfp8GradientsCall
 
-_GROUPS = "Tensor? offs, Tensor? splits"
-_ACTIVATION = "str activation, str glu_layout, float limit, float alpha, float offset"
-_MM = f"Tensor x, Tensor[] w, {_GROUPS}, Tensor[]? bias, Tensor? bias_scale, bool transpose_w, Tensor? rows"
-_GLU = (
-    f"Tensor x, Tensor[] w1, {_GROUPS}, Tensor[]? bias, Tensor? row_scale, {_ACTIVATION}, Tensor? rows, "
-    "bool transpose_w"
-)
-_MLP = (
-    f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
-    "str recipe, bool recompute, Tensor? rows, bool transpose_w"
-)
-_MOE = f"{_MLP}, Tensor row_of, Tensor? residual"
-_MLP_MXFP8 = (
-    "Tensor x, Tensor? x_scale, Tensor[] w1, Tensor? w1_scale, Tensor[] w2, Tensor? w2_scale, "
-    f"{_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, str recipe, bool recompute, "
-    "ScalarType? dtype, Tensor? rows"
-)
-_MOE_MXFP8 = f"{_MLP_MXFP8}, Tensor row_of, Tensor? residual"
-_MLP_FORWARD = (
-    f"Tensor x, Tensor[] w1, Tensor[] w2, {_GROUPS}, Tensor? row_scale, Tensor[]? b1, Tensor[]? b2, {_ACTIVATION}, "
-    "str recipe, bool trained, Tensor? rows"
-)
-_MLP_BACKWARD = (
-    f"Tensor dy, Tensor[]? w1, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, str recipe, "
-    "bool trained, bool input_grad, bool row_scale_grad, Tensor? rows"
-)
-_IN_16_BITS = {"x_scale": None, "w1_scale": None, "w2_scale": None, "dtype": None, "recompute": False}
-_DGLU = (
-    f"Tensor dy, Tensor[] w2, Tensor preact, {_GROUPS}, Tensor? row_scale, {_ACTIVATION}, Tensor? rows, "
-    "bool transpose_w"
-)
-_WGRAD = f"Tensor dy, Tensor x, {_GROUPS}, Tensor? dy_rows, Tensor? x_rows"
-_QUANTIZE = "Tensor x, str axis, Tensor? offs, str block, str scale_layout"
-_OUT = "Tensor(a!) out"
+TYPES = {
+    **dict.fromkeys(MATRICES, "Tensor"),
+    **dict.fromkeys(WEIGHTS, "Tensor[]"),
+    **dict.fromkeys(BIASES, "Tensor[]?"),
+    **dict.fromkeys((*VECTORS, *GROUPS), "Tensor?"),
+    **dict.fromkeys(("limit", "alpha", "offset"), "float"),
+    **dict.fromkeys(("activation", "glu_layout", "recipe", "axis", "block", "scale_layout"), "str"),
+    **dict.fromkeys(("dtype", "out_dtype"), "ScalarType?"),
+    "row_of": "Tensor",
+}
+"""Of arguments by their names; those that are not here are flags."""
+CALLS = (
+    GroupedMmCall, GroupedGluCall, GroupedMlpCall, MoeCall, Mxfp8MlpCall, Mxfp8MoeCall, Mxfp8ForwardCall,
+    Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call,
+)  # fmt: skip
 
 
 class Form(NamedTuple):
-    """An operator of torch's: what it takes and returns, and the fields of the call that its name settles."""
+    """An operator of torch's: what it takes and returns, and the arguments of the call that its name settles."""
 
     call_type: type[Call]
     arguments: str
@@ -87,42 +69,30 @@ class Form(NamedTuple):
         return [argument.split()[-1] for argument in self.arguments.split(", ")]
 
 
-FORMS: dict[str, Form] = {
-    "grouped_mm": Form(GroupedMmCall, _MM, "Tensor", {"out": None}),
-    "grouped_mm_out": Form(GroupedMmCall, f"{_MM}, {_OUT}", "()", {}),
-    "grouped_glu": Form(GroupedGluCall, _GLU, "Tensor", {"return_preact": False, "out": None}),
-    "grouped_glu_out": Form(GroupedGluCall, f"{_GLU}, {_OUT}", "()", {"return_preact": False}),
-    "grouped_glu_preact": Form(GroupedGluCall, _GLU, "(Tensor, Tensor)", {"return_preact": True, "out": None}),
-    "grouped_glu_preact_out": Form(GroupedGluCall, f"{_GLU}, {_OUT}", "Tensor", {"return_preact": True}),
-    "grouped_mlp": Form(GroupedMlpCall, _MLP, "Tensor", {"out": None}),
-    "grouped_mlp_out": Form(GroupedMlpCall, f"{_MLP}, {_OUT}", "()", {}),
-    "moe": Form(MoeCall, _MOE, "Tensor", {"out": None}),
-    "moe_out": Form(MoeCall, f"{_MOE}, {_OUT}", "()", {}),
-    "grouped_mlp_mxfp8": Form(Mxfp8MlpCall, _MLP_MXFP8, "Tensor", {"out": None}),
-    "grouped_mlp_mxfp8_out": Form(Mxfp8MlpCall, f"{_MLP_MXFP8}, {_OUT}", "()", {}),
-    "moe_mxfp8": Form(Mxfp8MoeCall, _MOE_MXFP8, "Tensor", {"out": None}),
-    "moe_mxfp8_out": Form(Mxfp8MoeCall, f"{_MOE_MXFP8}, {_OUT}", "()", {}),
-    "grouped_mlp_mxfp8_preact": Form(ForwardCall, _MLP_FORWARD, "(Tensor, Tensor)", {"out": None, **_IN_16_BITS}),
-    "grouped_mlp_mxfp8_preact_out": Form(ForwardCall, f"{_MLP_FORWARD}, {_OUT}", "Tensor", _IN_16_BITS),
-    "grouped_mlp_mxfp8_backward": Form(BackwardCall, _MLP_BACKWARD, "Tensor[]", {"out": None}),
-    "grouped_mlp_mxfp8_backward_out": Form(BackwardCall, f"{_MLP_BACKWARD}, {_OUT}", "Tensor[]", {}),
-    "grouped_dglu": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor)", {"row_scale_grad": False}),
-    "grouped_dglu_scale": Form(GroupedDgluCall, _DGLU, "(Tensor, Tensor, Tensor)", {"row_scale_grad": True}),
-    "grouped_wgrad": Form(
-        GroupedWgradCall,
-        f"{_WGRAD}, ScalarType? out_dtype",
-        "Tensor",
-        {"out": None, "accumulate": False, "mask": None},
-    ),
-    "grouped_wgrad_out": Form(
-        GroupedWgradCall,
-        f"{_WGRAD}, bool accumulate, Tensor? mask, Tensor(a!)[] out",
-        "()",
-        {"out_dtype": None},
-    ),
-    "quantize_mxfp8": Form(QuantizeMxfp8Call, _QUANTIZE, "Tensor[]", {"out": None}),
-    "quantize_mxfp8_out": Form(QuantizeMxfp8Call, f"{_QUANTIZE}, Tensor(a!)[] out", "()", {}),
-}
+def _forms(kind: type[Call]) -> dict[str, Form]:
+    """Those of a kind of call: for each set of results, one that makes them all, and one that is given a buffer."""
+    found = {}
+    for variant, (returns, settled) in kind.torch_results.items():
+        out_settled = dict(settled)
+        if kind.outputs:
+            settled = {**settled, "out": None, **kind.settled_without_out}
+            out_settled.update(kind.settled_with_out)
+        found[f"{kind.torch_op}{variant}"] = _form(kind, returns, settled)
+        if kind.outputs:
+            others = {"Tensor": "()", "(Tensor, Tensor)": "Tensor"}.get(returns, returns)
+            found[f"{kind.torch_op}{variant}_out"] = _form(kind, kind.torch_returns_with_out or others, out_settled)
+    return found
+
+
+def _form(kind: type[Call], returns: str, settled: dict[str, Any]) -> Form:
+    types = {**TYPES, **kind.torch_types}
+    names = [name for name in kind.names if name not in settled and name not in kind.outputs]
+    arguments = [f"{types.get(name, 'bool')} {name}" for name in names]
+    written = [f"{types.get(name, 'Tensor(a!)')} {name}" for name in kind.outputs if name not in settled]
+    return Form(kind, ", ".join([*arguments, *written]), returns, settled)
+
+
+FORMS: dict[str, Form] = {name: form for kind in CALLS for name, form in _forms(kind).items()}
 _library = torch.library.Library("glulam", "DEF")
 
 

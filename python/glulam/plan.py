@@ -17,7 +17,14 @@ from torch import Tensor
 from . import tickets
 from .experts import ExpertList, GateUp
 from .kernels import Serving
-from .signature import ALIGNMENT_ELEMENTS, LOWEST_ADDRESS, check_no_overlap, tensors_of
+from .signature import (
+    ALIGNMENT_ELEMENTS,
+    LOWEST_ADDRESS,
+    check_alignment,
+    check_no_overlap,
+    check_plain,
+    tensors_of,
+)
 
 ENV_CHECK = "GLULAM_CHECK"
 
@@ -120,15 +127,31 @@ class Launch:
         check_apart(self, at, [one for one in out if one is not None], read)
 
 
-def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
-    """As `Launch.check_apart`, of any plan with `op`, `extents`, `out_extents` and `apart`. `out`: given outputs."""
+def check_apart(
+    plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any], aligned: tuple[str, ...] = ()
+) -> None:
+    """As `Launch.check_apart`, of any plan with `op`, `extents`, `out_extents` and `apart`.
+
+    Args:
+        out: given outputs.
+        aligned: names of what begins at multiples of 16 bytes.
+    """
+    for name, value in (*read.items(), *(("out", one) for one in out)):
+        for label, tensor in tensors_of(name, value) if name in aligned else ():
+            check_alignment(plan.op, label, tensor)
     begins = at[: len(plan.extents)]
     lists = [value for value in read.values() if value.__class__ in SPREAD]
-    is_near(plan.op, begins, plan.extents, lists=lists)
-    for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
-        begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
-        if is_near(plan.op, begins, plan.extents, begin, size, lists):
-            check_overlaps(plan.op, "out" if len(out) == 1 else f"out[{index}]", one, read)
+    try:
+        is_near(plan.op, begins, plan.extents, lists=lists)
+        for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
+            begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
+            if is_near(plan.op, begins, plan.extents, begin, size, lists):
+                check_overlaps(plan.op, "out" if len(out) == 1 else f"out[{index}]", one, read)
+    except FreedStorage:
+        for name, value in (*read.items(), *(("out", one) for one in out)):
+            for label, tensor in tensors_of(name, value):
+                check_plain(plan.op, label, tensor)  # which names it
+        raise
     if len(plan.apart) >= MAX_APART:
         plan.apart.clear()
     plan.apart.add(at)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..changed import changed
 from ..experts import GateUp
-from ..ops import grouped_mlp_mxfp8_training as mxfp8
+from ..ops import mlp_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
@@ -139,8 +139,8 @@ class QuantisedPath(DataPath):
         self, given: dict[str, Any], form: dict[str, Any], b2: Any, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return mxfp8.forward(
-            given["x"], given["w1"], given["w2"], given.get("offs"), given.get("splits"), given["row_scale"],
-            given["b1"], b2, recipe=self.recipe, trained=self.trained, out=out, rows=given.get("rows"), **form,
+            given["x"], given["w1"], given["w2"], **groups_of(given), row_scale=given["row_scale"], b1=given["b1"], b2=b2,
+            recipe=self.recipe, trained=self.trained, out=out, rows=given.get("rows"), **form,
         )  # fmt: skip
 
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
@@ -154,8 +154,8 @@ class QuantisedPath(DataPath):
     ) -> DataGradients:
         dx = self.new_dx(targets, dy, contracted(saved["w1"], self.transpose_w)) if "x" in wanted else None
         return mxfp8.backward(
-            dy, saved.get("w1"), saved["w2"], self.take_preact(saved, form), saved.get("offs"), saved.get("splits"),
-            saved["row_scale"], recipe=self.recipe, trained=self.trained, input_grad="x" in wanted,
+            dy, saved.get("w1"), saved["w2"], self.take_preact(saved, form), **groups_of(saved),
+            row_scale=saved["row_scale"], recipe=self.recipe, trained=self.trained, input_grad="x" in wanted,
             row_scale_grad="row_scale" in wanted, out=dx, rows=saved.get("rows"), **form,
         )  # fmt: skip
 

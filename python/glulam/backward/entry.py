@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from ..call import Call
@@ -12,20 +12,15 @@ from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
 from ..signature import any_requires_grad, refuse_out
-from . import mlp, mm, planned, planned_mlp, planned_mm
+from . import planned, planned_mlp, planned_mm
 from .parts import ORDINARY, Targets, check_targets
 
-APPLY: dict[type[Call], Callable[..., Any]] = {
-    GroupedMmCall: mm.apply,
-    GroupedMlpCall: mlp.apply,
-    Mxfp8MlpCall: mlp.apply,
-}
 MAKERS: dict[type[Call], planned.Maker] = {
     GroupedMmCall: planned_mm.MAKER,
     GroupedMlpCall: planned_mlp.MAKER,
-    Mxfp8MlpCall: planned_mlp.MXFP8_MAKER,
+    Mxfp8MlpCall: planned_mlp.MAKER,
 }
-"""How common calls get a plan for forward and backward together."""
+"""How differentiable calls get a plan for forward and backward together, or else go the general way."""
 
 
 def has_data_gradients_apart(call: Call) -> bool:
@@ -33,9 +28,8 @@ def has_data_gradients_apart(call: Call) -> bool:
     return isinstance(call, GroupedMlpCall) and (call.transpose_w or isinstance(call.w1, GateUp))
 
 
-def _of(table: dict[type[Call], Any], call: Call) -> Any:
-    """The entry of a call's kind, or of what that is a kind of; None where there is none."""
-    return next((table[kind] for kind in type(call).__mro__ if kind in table), None)
+def _maker(call: Call) -> planned.Maker | None:
+    return next((MAKERS[kind] for kind in type(call).__mro__ if kind in MAKERS), None)
 
 
 def requires_grad(call: Call) -> bool:
@@ -45,13 +39,13 @@ def requires_grad(call: Call) -> bool:
 
 
 def differentiate(
-    call: Any, key: Hashable = None, plan: Any = None, failure: Exception | None = None, targets: Targets = ORDINARY
+    call: Any, key: Hashable = None, targets: Targets = ORDINARY
 ) -> Any:
     """The result of a call of which an argument requires a gradient, with a backward.
 
     Args:
         call: of any operator.
-        key, plan, failure: see `Call.settle`.
+        key: see `Call.answer`.
         targets: where the result and gradients go; weights are "w" (grouped_mm), "w1" and "w2" (grouped_mlp).
 
     Raises:
@@ -66,20 +60,20 @@ def differentiate(
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
-    apply = _of(APPLY, call)
-    if apply is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
+    maker = _maker(call)
+    if maker is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
+    assert maker is not None  # of the others, none was left
     try:
-        if plan is not None and failure is not None:
-            raise failure
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
-        maker = None if has_data_gradients_apart(call) else _of(MAKERS, call)
-        if maker and (result := planned.run(call, key, targets, maker)) is not NotImplemented:
-            return result
-        return apply(call, targets)
+        if not has_data_gradients_apart(call):
+            result = planned.run(call, key, targets, maker)
+            if result is not NotImplemented:
+                return result
+        return maker.general(call, targets)
     except Exception:
         call.check_plain()
         call.check()  # so that the error names this operator and its arguments, not those that it is made of

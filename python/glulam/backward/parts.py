@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import device as gpus
 from .. import groups as group_sizes
+from ..changed import changed
 from ..errors import GradientNotSupported
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
@@ -142,7 +143,7 @@ def _check_layouts(call: Any, targets: Targets) -> None:
         buffer = getattr(targets, name)
         if isinstance(buffer, Tensor) and buffer.requires_grad:
             raise ValueError(f"{op}: {name} requires a gradient; give a buffer that does not, as {name}.detach() is")
-    dataclasses.replace(call, out=targets.out).check()
+    changed(call, out=targets.out).check()
     if grad_input is None:
         return
     if not (torch.is_grad_enabled() and x.requires_grad):

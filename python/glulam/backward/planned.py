@@ -1,4 +1,8 @@
-"""What plans for differentiable calls share: which calls they serve, where they are kept, what backward relies on."""
+"""Plans of common differentiable calls: packed weights and group sizes on a GPU.
+
+A plan settles once for a signature which kernels run, what is saved and what is computed: it holds the launches of both
+directions. What is done here less often than a plan is kept for takes the general path, in either direction.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
-from .. import kernels
 from ..call import Call
-from ..plan import Launch, checking
+from ..launch import Plan
+from ..plan import check_apart, checking
 from ..plans import Plans
 from ..problem import Problem
 from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
@@ -25,19 +29,11 @@ PLANS: Plans[Any] = Plans()
 """Of calls with targets, which come from modules and not through an operator."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingLaunch(Launch):
-    """What every plan of a differentiable call holds.
+class Part(NamedTuple):
+    """A launch of a step: a call of its arguments, or of others that lie as they do, and its problem."""
 
-    Attributes:
-        needs: for each tensor that its autograd function may take, whether it requires a gradient.
-        grouped_by: "offs" or "splits".
-        parts: by field, what serves the parts of backward.
-    """
-
-    needs: Any
-    grouped_by: str
-    parts: Mapping[str, kernels.Serving]
+    call: Call
+    problem: Problem
 
 
 class Maker(NamedTuple):
@@ -45,13 +41,85 @@ class Maker(NamedTuple):
 
     Attributes:
         check: the problem of a call, which is checked; None of one that takes the general path.
-        make: the plan of a call and its problem.
-        resize: the same, like a plan for another number of rows.
+        parts: the launches of a step, by name.
+        options: what else a plan has, by name; see `TrainingPlan.options`.
+        apply: the autograd function's, of a plan, targets and what is given.
+        general: the general path of a call.
     """
 
     check: Callable[[Any], Problem | None]
-    make: Callable[[Any, Problem], Any]
-    resize: Callable[[Any, Problem, Any], Any]
+    parts: Callable[[Any, Problem], dict[str, Part]]
+    options: Callable[[Any], Any]
+    apply: Callable[..., Any]
+    general: Callable[[Any, Targets], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """The constants of a differentiable call.
+
+    Attributes:
+        kind: of the call; `names`: its tensors, which `run` takes in this order.
+        maker: see above. parts: the launches of a step. options: what the operator's backward needs besides.
+        needs: by name, whether a tensor requires a gradient. grouped_by: "offs" or "splits".
+        arguments: those of the call that are no tensors.
+        index, only: the device, and whether the process sees no other.
+        rows, extents, out_extents, apart: see `plan.check_apart`.
+    """
+
+    kind: type[Call]
+    names: tuple[str, ...]
+    maker: Maker
+    parts: Mapping[str, Plan]
+    options: Any
+    needs: Mapping[str, bool]
+    grouped_by: str
+    arguments: dict[str, Any]
+    index: int
+    only: bool
+    rows: int
+    extents: tuple[int, ...]
+    out_extents: tuple[int, ...] = ()
+    apart: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
+
+    @property
+    def op(self) -> str:
+        return self.kind.op
+
+    def run(self, *given: Any) -> Tensor:
+        """`given`: the call's tensors and `out`, which is None."""
+        return self.run_into(ORDINARY, *given[:-1])
+
+    def run_into(self, targets: Targets, *given: Any) -> Tensor:
+        """The same, with the result and gradients where `targets` says."""
+        if not self.only and gpus.current() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run_into(targets, *given)
+        at = tuple([0 if one is None else one.data_ptr() for one in given])
+        if at not in self.apart:
+            read = self.named(given)
+            self.kind.look(self.op, [], **read)
+            check_apart(self, at, [], read, self.kind.aligned())
+        if has_functorch_transforms():
+            groups = {"offs": None, "splits": None}
+            call = self.kind(**{**self.arguments, **groups, "out": None, **self.by_argument(self.all_named(given))})
+            return self.maker.general(call, targets)
+        return self.maker.apply(self, targets, *given)  # type: ignore[no-any-return]
+
+    def all_named(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(self.names, given, strict=True))
+
+    def named(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """What is there of what is given, by name."""
+        return {name: one for name, one in zip(self.names, given, strict=True) if one is not None}
+
+    def by_argument(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The same with group sizes under the operator's own name for them."""
+        return {self.grouped_by if name == "groups" else name: value for name, value in named.items()}
+
+    def grouped(self, groups: Tensor, **rows: Tensor | None) -> dict[str, Any]:
+        """The groups, and the indices of rows, where there are some, as keywords of an operator."""
+        return {self.grouped_by: groups, **{name: indices for name, indices in rows.items() if indices is not None}}
 
 
 def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
@@ -68,18 +136,45 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
     plan = plans.find(key) if common else None
     if plan is None:
         if common and (settled := call.settled(key, plans)):
-            plan = maker.resize(call, *settled)
+            problem, like = settled
+            plan = _plan(call, problem, maker, like)
         else:
             call.check_plain()
             problem = maker.check(call) if common else None
             if problem is None:
                 return NotImplemented
-            plan = maker.make(call, problem)
+            plan = _plan(call, problem, maker)
             # `free` tells places in the operator's own key, which is in another order than that of a call with targets.
             if plans is call.plans or not call.of_tokens:
                 call.settle_rows(key, plans, problem, plan)
         plans.keep(key, plan)
-    return plan.run_into(targets, *plan.inputs_of(call))
+    return plan.run_into(targets, *[getattr(call, name) for name in call.reads])
+
+
+def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None = None) -> TrainingPlan:
+    """`like`: of a call that differs in its rows alone."""
+    options = maker.options(call)
+    if like is not None and like.options != options:
+        like = None
+    parts = {
+        name: part.call.plan(part.problem, checked=False) if like is None
+        else part.call.resized_plan(like.parts[name], part.problem)
+        for name, part in maker.parts(call, problem).items()
+    }  # fmt: skip
+    return TrainingPlan(
+        kind=type(call),
+        names=call.reads,
+        maker=maker,
+        parts=parts,
+        options=options,
+        needs={name: requires(call, name) for name in call.reads},
+        grouped_by="offs" if call.splits is None else "splits",
+        arguments={name: getattr(call, name) for name in call.options},
+        index=call.lead.get_device(),
+        only=gpus.is_only_one(),
+        rows=problem.rows,
+        extents=call.extents(call.reads),
+    )
 
 
 def _key_of(call: Call) -> Hashable:
@@ -87,28 +182,18 @@ def _key_of(call: Call) -> Hashable:
     return None if any(isinstance(value, (list, tuple)) for value in vars(call).values()) else key_of(call)
 
 
-def is_common(call: Call, problem: Problem, names: tuple[str, ...]) -> bool:
+def is_common(call: Call, problem: Problem) -> bool:
     """Tensors in GPU memory, no list; and more than one row or token, whose stride torch leaves arbitrary."""
     if checking():
         return False
     lead = call.lead
-    given = [value for name in names if (value := getattr(call, name, None)) is not None]
+    given = [value for name in call.reads if (value := getattr(call, name)) is not None]
     in_memory = all(value.__class__ in gpus.PLAIN_TENSORS and value.device == lead.device for value in given)
     return lead.device.type == gpus.KERNEL_DEVICE and in_memory and len(lead) > 1
 
 
 def requires(call: Call, name: str) -> bool:
     return bool(getattr(getattr(call, name, None), "requires_grad", False))
-
-
-def serving(index: int, **parts: Problem) -> dict[str, kernels.Serving]:
-    """What serves the parts of a backward on a device."""
-    return {name: kernels.serving(problem, gpus.gpu(index)) for name, problem in parts.items()}
-
-
-def functions(parts: Mapping[str, kernels.Serving], rows: int) -> dict[str, Any]:
-    """Those of parts for a number of rows."""
-    return {name: part.at(rows).function for name, part in parts.items()}
 
 
 def is_usual(dy: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +13,13 @@ from ..backward.data_path import DataGradients, DataPath, QuantisedPath, contrac
 from ..backward.parts import Targets
 from ..call import Call
 from ..changed import changed
+from ..front import operator
 from ..groups import part_of
+from ..launch import Made
 from ..mhc.checks import check_like
-from ..ops.grouped_mlp import GroupedMlpCall, call_mlp
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, call_flat, flat_arguments, quantised_mlp
+from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments, mlp_in_mxfp8, mlp_of_plain_tensors
+from ..ops.rows import check_tokens
 from ..problem import Problem
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
@@ -59,43 +61,36 @@ def moe(
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
     """
-    token_of_row = row_indices("moe", x, routing)
+    given = arguments_of(
+        x, routing, w1=w1, w2=w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
+        offset=offset, recompute=recompute, transpose_w=transpose_w, residual=residual, out=out,
+    )  # fmt: skip
     if recipe in (BF16.name, BF16):
-        return call_mlp(
-            MoeCall, x, w1, w2, routing.offs, None, token_of_row, routing.row_of, residual, routing.weight_of_row, b1,
-            b2, activation, glu_layout, limit, alpha, offset, BF16.name, recompute, transpose_w, out,
-        )  # fmt: skip
-    first = (recipes.find(MoeCall.op, recipe), x, w1, w2, routing.offs, None, token_of_row)
-    weights = routing.weight_of_row
-    form = (weights, b1, b2, activation, glu_layout, limit, alpha, offset, recompute, transpose_w)
-    if is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(x, w1, w2, b1, b2, weights):
+        return layer(**given, recipe=BF16.name)  # type: ignore[no-any-return]
+    found = recipes.find(MoeCall.op, recipe)
+    others = (x, w1, w2, b1, b2, routing.weight_of_row)
+    if is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(*others):
         with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            rows = quantised_mlp(Mxfp8MlpCall, *first, None, None, *form, None)
+            of_rows = {name: value for name, value in given.items() if name not in ("row_of", "residual")}
+            rows = mlp_in_mxfp8(mlp_of_plain_tensors, MoeCall.op, found, **{**of_rows, "out": None})
             return combine(rows, routing, residual, out=out)
-    return quantised_mlp(Mxfp8MoeCall, *first, routing.row_of, residual, *form, out)
+    return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, **given)
 
 
-def moe_call(
-    x: Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, **options: Any
-) -> MoeCall | Mxfp8MoeCall:
-    """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
+def arguments_of(x: Tensor, routing: Routing, **others: Any) -> dict[str, Any]:
+    """The arguments of a call, with what a routing says in place of it."""
     rows = row_indices(MoeCall.op, x, routing)
-    fields: dict[str, Any] = {
-        "x": x, "w1": w1, "w2": w2, "offs": routing.offs, "splits": None, "rows": rows, "row_of": routing.row_of,
-        "row_scale": routing.weight_of_row, "out": None, "recompute": False, **options,
-    }  # fmt: skip
+    of_rows = {"rows": rows, "row_of": routing.row_of, "row_scale": routing.weight_of_row}
+    return {"x": x, "offs": routing.offs, "splits": None, **of_rows, **others}
+
+
+def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | Mxfp8MoeCall:
+    """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
+    fields = arguments_of(x, routing, **{"out": None, "recompute": False, **options})
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
         return MoeCall(**{"transpose_w": False, **fields}, recipe=found.name)
     return Mxfp8MoeCall(**flat_arguments(found, op=MoeCall.op, **fields))
-
-
-def _again(**arguments: Any) -> Tensor:
-    return call_mlp(MoeCall, **arguments)
-
-
-def _again_mxfp8(**arguments: Any) -> Tensor:
-    return call_flat(Mxfp8MoeCall, **arguments)
 
 
 class PathOfTokens(DataPath):
@@ -156,19 +151,12 @@ def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | N
     return COMBINE(tensors, (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
 
 
-@dataclasses.dataclass
 class OfTokens(Call):
     """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
     `row_scale` is the weights of these.
     """
 
     op = "moe"
-    of_tokens = ("rows", "row_of", "residual")
-
-    out: Tensor | None
-    row_of: Tensor
-    residual: Tensor | None
-
     def check_result(self, width: int, like: Tensor) -> None:
         shape, why = (len(self.row_of), width), "the result has a row for each token"
         for name, tensor in (("residual", self.residual), ("out", self.out)):
@@ -183,29 +171,54 @@ class OfTokens(Call):
         rows = self.reference_rows(super().results(problem).zero_())
         return _sums(rows, self.row_of, self.residual, self.out)
 
-    def by_index(self) -> tuple[Any, ...]:
-        return self.indices, self.row_of, self.residual
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        tokens, k = self.row_of.shape
+        return {**super().sizes(problem), "tokens": tokens, "k": k}
+
+    @staticmethod
+    def look(op: str, outs: list[Any], **read: Any) -> None:
+        given = {"out": outs[0]} if outs else {}
+        check_tokens(op, len(read["row_of"]), x=read["x"], residual=read.get("residual"), **given)
 
 
-@dataclasses.dataclass
 class MoeCall(OfTokens, GroupedMlpCall):
-    """The arguments of one call of moe in 16 bits."""
+    """A call of moe in 16 bits."""
 
-    operator = staticmethod(_again)
-    scales = (*GroupedMlpCall.scales, "row_of", "residual")
-    reads = (*GroupedMlpCall.reads, "row_of", "residual")
-    rowwise = (*GroupedMlpCall.rowwise, "row_of", "residual")
-    of_any_rows = (*GroupedMlpCall.of_any_rows, "out", "row_of", "residual")
+    makes = (GroupedMlpCall.makes[0]._replace(name="y", returned=False), Made("out", "out", ("tokens", "width")))
     data_path = PathOfTokens()
 
 
-@dataclasses.dataclass
 class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
     """The same by a recipe that quantises."""
 
-    operator = staticmethod(_again_mxfp8)
-    scales = (*Mxfp8MlpCall.scales, "row_of", "residual")
-    reads = (*Mxfp8MlpCall.reads, "row_of", "residual")
-    rowwise = (*Mxfp8MlpCall.rowwise, "row_of", "residual")
-    of_any_rows = (*Mxfp8MlpCall.of_any_rows, "out", "row_of", "residual")
+    torch_op = "moe_mxfp8"
+    makes = (
+        Mxfp8MlpCall.makes[0]._replace(name="y", returned=False),
+        Made("out", "out", ("tokens", "width"), dtype="out_dtype"),
+    )
     data_path = QuantisedPathOfTokens
+
+    @staticmethod
+    def look(op: str, outs: list[Any], **read: Any) -> None:
+        OfTokens.look(op, outs, **read)
+        Mxfp8MlpCall.look(op, outs, **read)
+
+
+@operator(MoeCall)
+def layer(
+    x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
+    b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recipe: str,
+    recompute: bool, transpose_w: bool, out: Any,
+) -> Any:  # fmt: skip
+    """moe in 16 bits, of what its routing holds."""
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(Mxfp8MoeCall)
+def layer_of_plain_tensors(
+    x: Tensor, x_scale: Any, w1: Any, w1_scale: Any, w2: Any, w2_scale: Any, *, offs: Any, splits: Any, rows: Any,
+    row_of: Any, residual: Any, row_scale: Any, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float,
+    alpha: float, offset: float, recipe: str, recompute: bool, dtype: Any, out: Any,
+) -> Any:  # fmt: skip
+    """The same by a recipe that quantises. An argument in MXFP8 is two: data and scale."""
+    raise NotImplementedError  # `front` writes the body

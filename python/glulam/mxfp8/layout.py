@@ -57,3 +57,9 @@ def unswizzled(atoms: Tensor, outer: int, blocks: int) -> Tensor:
     parts: Tensor = atoms.unflatten(-1, (*grid, 32, ATOM_OUTER // 32, ATOM_BLOCKS))
     whole: Tensor = parts.movedim((-5, -4, -3, -2), (-5, -2, -3, -4)).flatten(-5, -3).flatten(-2, -1)
     return whole[..., :outer, :blocks]
+
+
+def scale_bytes(shape: tuple[int, int]) -> int:
+    """Of the scales of a matrix by rows, one for 32 elements."""
+    rows, columns = shape
+    return rows * -(-columns // BLOCK)

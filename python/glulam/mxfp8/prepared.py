@@ -138,13 +138,15 @@ class PreparedWeights:
             for entries in (self._entries, self._memory, self._in_graphs, self._trained_by_graphs):
                 entries.clear()
 
-    def find(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
-        """What was prepared of this version of a weight, ready for the current stream; else a KeyError."""
+    def find(self, form: str, w: Any, scale: Tensor | None) -> Prepared | None:
+        """What was prepared of this version of a weight, ready for the current stream."""
         tensors = _tensors(w, scale)
         addresses = _addresses(tensors)
-        entry = self._entries[form, addresses]
-        if not entry.is_of(tensors) or (self._trained_by_graphs and addresses in self._trained_by_graphs):
-            raise KeyError(form)
+        entry = self._entries.get((form, addresses))
+        if entry is None or not entry.is_of(tensors):
+            return None
+        if self._trained_by_graphs and addresses in self._trained_by_graphs:
+            return None
         if _on_gpu(tensors[0]) and gpus.is_capturing():
             self._keep_for_graph(entry.prepared)
             return entry.prepared  # a capture begins when the device is idle, so it is ready
@@ -164,10 +166,8 @@ class PreparedWeights:
         capturing = gpus.is_capturing() if _on_gpu(_tensors(w, scale)[0]) else False
         if trained and capturing:
             return self._of_graph(form, w, scale)
-        try:
-            return self.find(form, w, scale)
-        except KeyError:
-            pass
+        if found := self.find(form, w, scale):
+            return found
         if capturing:
             raise CaptureError(
                 "a weight was first seen, or has changed, under CUDA graph capture, where it cannot be prepared for "

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.chains import signature_of
-from cute_kernels.specs import QUANTIZE_AXES, QuantizeMxfp8Spec
+from cute_kernels.specs import QUANTIZE_AXES
 
-from .. import device as gpus
-from ..by_name import by_name
 from ..call import Call
-from ..plan import Launch, aligned_row
-from ..plans import Plans, unplanned
+from ..front import operator
+from ..launch import Made
 from ..problem import Problem
-from ..signature import (
-    check_x,
-    count_groups,
-    mismatch,
-    refuse_gradients,
-)
+from ..signature import check_x, count_groups, mismatch
 from . import reference
 from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, round_up, scale_shape
 from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
@@ -78,7 +69,7 @@ def quantize_mxfp8(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     buffers = None if out is None else _buffers(axis, block, scale_layout, out)
-    tensors = _quantize(x, axis, offs, block, scale_layout, buffers)
+    tensors = quantize_to(x, axis, offs=offs, block=block, scale_layout=scale_layout, out=buffers)
     if out is not None:
         return out
     make = MXFP8Tensor if is_dynamo_compiling() else unchecked
@@ -109,92 +100,25 @@ def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]
     return [tensor for copy in copies for tensor in (copy.data, copy.scale)]
 
 
-def _quantize(
-    x: Tensor, axis: str, offs: Tensor | None, block: str, scale_layout: str, out: list[Tensor] | None
-) -> tuple[Tensor, ...]:
-    """Data and scales of each copy."""
-    key = plan = failure = None
-    if not unplanned():
-        try:
-            given = [t for t in (x, offs, *(out or ())) if t is not None]
-            key, plan = PLANS.look_up(given, (is_grad_enabled(), axis, block, scale_layout, offs is None, out is None))
-            if plan is not None:
-                return plan.run(x, offs, out)
-        except Exception as error:
-            failure = error
-    if is_grad_enabled():
-        refuse_gradients(OP, x=x, out=out)
-    call = QuantizeMxfp8Call(x=x, axis=axis, offs=offs, block=block, scale_layout=scale_layout, out=out)
-    try:
-        return tuple(call.settle(key, plan, failure))
-    finally:
-        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
-
-
 def new_results(x: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizeMxfp8Plan(Launch):
-    """The constants of a quantize_mxfp8 call.
-
-    `places`: of each result among data and scale by rows, then by columns.
-    """
-
-    shapes: Shapes
-    places: tuple[int, ...]
-    wide: int
-    swizzled: int
-
-    @by_name(function=signature_of(QuantizeMxfp8Spec()))
-    def run(self, x: Tensor, offs: Tensor | None, out: list[Tensor] | None) -> tuple[Tensor, ...]:
-        if not self.only and gpus.current() != self.index:
-            with torch.cuda.device(self.index):
-                return self.run(x, offs, out)
-        offs_at = 0 if offs is None else offs.data_ptr()
-        at = (x.data_ptr(), offs_at, *([] if out is None else [t.data_ptr() for t in out]))
-        if at not in self.apart:
-            self.check_apart(at, *(out or ()), x=x, offs=offs)
-        results = new_results(x, self.shapes) if out is None else tuple(out)
-        if self.rows == 1:
-            x = aligned_row(x)
-        addresses = [0, 0, 0, 0]
-        for place, tensor in zip(self.places, results, strict=True):
-            addresses[place] = tensor.data_ptr()
-        row_data, row_scale, col_data, col_scale = addresses
-        self.function(
-            x=x, row_data=row_data, row_scale=row_scale, col_data=col_data, col_scale=col_scale,
-            offs=offs_at, num_groups=self.experts, wide=self.wide, swizzled=self.swizzled,
-        )  # fmt: skip
-        return results
+def _all(*made: Tensor) -> tuple[Tensor, ...]:
+    return made
 
 
-PLANS: Plans[QuantizeMxfp8Plan] = Plans()
-
-
-@dataclasses.dataclass(kw_only=True)
 class QuantizeMxfp8Call(Call):
-    """The arguments of one call of quantize_mxfp8. `out`: data and scales of each copy."""
+    """A call of quantize_mxfp8. `out`: data and scales of each copy."""
 
     op = OP
-    operator = staticmethod(quantize_mxfp8)
-    plans = PLANS
-    weights = ()
-    biases = ()
-    scales = ()
-    reads = ("x", "offs")
-    rowwise = ("x",)
-
-    x: Tensor
-    axis: str
-    block: str
-    scale_layout: str
-    out: list[Tensor] | None
-    splits: Any = None
+    torch_results = {"": ("Tensor[]", {})}
+    torch_returns_with_out = "()"
+    torch_types = {"out": "Tensor(a!)[]"}
+    splits = None
 
     def again(self) -> tuple[Tensor, ...]:
-        return _quantize(self.x, self.axis, self.offs, self.block, self.scale_layout, self.out)
+        return quantize_to(**self.arguments())  # type: ignore[no-any-return]
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -276,17 +200,23 @@ class QuantizeMxfp8Call(Call):
             reference.quantize(x, axis, size, is_swizzled, ends, data, scale)
         return results
 
-    def plan(self, problem: Problem, launch: Launch) -> QuantizeMxfp8Plan:
-        return QuantizeMxfp8Plan(
-            **vars(launch),
-            places={"row": (0, 1), "col": (2, 3), "both": (0, 1, 2, 3)}[self.axis],
-            wide=int(self.block == "1x128"),
-            swizzled=int(self.scale_layout == "swizzled"),
-            **self.sizes(problem, launch),
-        )
+    def made(self) -> tuple[Made, ...]:
+        names = [f"{axis}_{part}" for axis in self.axes for part in ("data", "scale")]
+        return tuple(Made(name, name, f"{name}_shape", dtype=f"{name[4:]}_dtype") for name in names)
 
-    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        return {"shapes": self._shapes()}
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        wide, swizzled = int(self.block == "1x128"), int(self.scale_layout == "swizzled")
+        dtypes = {"data_dtype": DATA_DTYPE, "scale_dtype": SCALE_DTYPE}
+        return {"wide": wide, "swizzled": swizzled, **dtypes, "result": _all}
 
-    def run(self, plan: QuantizeMxfp8Plan) -> tuple[Tensor, ...]:
-        return plan.run(self.x, self.offs, self.out)
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        shapes = zip(self.made(), self._shapes(), strict=True)
+        return {made.shape: shape for made, (shape, _) in shapes}
+
+
+@operator(QuantizeMxfp8Call)
+def quantize_to(
+    x: Tensor, axis: str, *, offs: Tensor | None, block: str, scale_layout: str, out: list[Tensor] | None
+) -> Any:
+    """Data and scales of each copy."""
+    raise NotImplementedError  # `front` writes the body

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from cute_kernels.chains import signature_of
-from cute_kernels.specs import GroupedDgluSpec
-
-from .. import device as gpus
 from .. import reference, workspace
 from ..activations import ActivationParams
-from ..by_name import by_name
 from ..call import Call
-from ..experts import ExpertList, find
+from ..front import operator
 from ..groups import Splits
-from ..plan import Launch, address, aligned_row
-from ..plans import Plans, unplanned
+from ..launch import Made
+from ..plan import Launch
 from ..problem import Problem
 from ..signature import (
-    Experts,
     check_activation,
     check_experts,
     check_flag,
@@ -36,7 +29,6 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
-    refuse_gradients,
     runs_kernels,
 )
 from .rows import take_rows
@@ -56,9 +48,116 @@ class GluGradients(NamedTuple):
 
     dpreact: Tensor
     act: Tensor
-    d_row_scale: Tensor | None
+    d_row_scale: Tensor | None = None
 
 
+def partials_shape(rows: int, intermediate: int) -> tuple[int, int]:
+    """Of the memory for parts of d_row_scale, float32: one a tile of any width."""
+    return -(-intermediate // PARTIAL_COLUMNS), rows
+
+
+def partials_layout(problem: Problem, launch: Launch) -> workspace.Layout:
+    shape = partials_shape(problem.rows, problem.intermediate)
+    return workspace.Layout(shape, torch.float32, launch.device, launch.index)
+
+
+class GroupedDgluCall(Call):
+    """A call of grouped_dglu."""
+
+    op = "grouped_dglu"
+    outputs = ()
+    torch_results = {
+        "": ("(Tensor, Tensor)", {"row_scale_grad": False}),
+        "_scale": ("(Tensor, Tensor, Tensor)", {"row_scale_grad": True}),
+    }
+    sources = {"scale": "row_scale"}
+    makes = (
+        Made("dpreact", "dpreact", ("num_rows", "preact_width")),
+        Made("act", "act", ("num_rows", "width")),
+        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale"),
+    )
+    scratch = {"partials": "matrix"}
+
+    @property
+    def wants_d_row_scale(self) -> bool:
+        return self.row_scale is not None and self.row_scale_grad
+
+    def check(self) -> Problem:
+        _, columns = check_x(self.op, self.dy)
+        check_indices(self.op, self.rows, self.dy, of="dy")
+        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        check_flag(self.op, "row_scale_grad", self.row_scale_grad)
+        check_flag(self.op, "transpose_w", self.transpose_w)
+        shape = check_experts(self.op, "w2", self.w2, self.dy, "E I H" if self.transpose_w else "E H I")
+        experts, hidden, width = (shape[0], shape[2], shape[1]) if self.transpose_w else shape
+        if hidden != columns:
+            wanted = (experts, width, columns) if self.transpose_w else (experts, columns, width)
+            other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
+            mismatch(self.op, "w2", shape, wanted, f"dy has {columns} columns{other}")
+        check_width(self.op, "w2", width, runs_kernels(self.dy))
+        preact_width = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
+        if intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout) != width:
+            wanted_width = (
+                width
+                * preact_width
+                // intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
+            )
+            mismatch(self.op, "preact", self.preact.shape, (rows, wanted_width), f"w2 gives I = {width}")
+        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        return Problem(
+            op=self.op,
+            dtype=str(self.dy.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            transpose_w=self.transpose_w,
+        )
+
+    @property
+    def variant(self) -> str:
+        return "_scale" if self.wants_d_row_scale else ""
+
+    def assembled(self, returned: Any) -> GluGradients:
+        return GluGradients(*returned)
+
+    def results(self, problem: Problem) -> GluGradients:
+        """New tensors for the results, uninitialised."""
+        dpreact = self.dy.new_empty(problem.rows, problem.w1_rows)
+        act = self.dy.new_empty(problem.rows, problem.intermediate)
+        d_row_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None  # type: ignore[arg-type]
+        return GluGradients(dpreact, act, d_row_scale)
+
+    def reference(self, problem: Problem) -> GluGradients:
+        results = self.results(problem)
+        form = (self.activation, self.glu_layout, self.params)
+        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
+        given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, form)
+        reference.grouped_dglu(*given, *results, self.transpose_w)
+        return results
+
+    def made(self) -> tuple[Made, ...]:
+        return self.makes if self.wants_d_row_scale else self.makes[:2]
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        return self.scratch if self.wants_d_row_scale and problem.rows else {}
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        widths = {"width": problem.intermediate, "preact_width": problem.w1_rows, "result": GluGradients}
+        return {**widths, **ActivationParams(*map(float, self.params))._asdict()}
+
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        if not self.scratch_of(problem):
+            return {}
+        return {"memory": [(partials_shape(problem.rows, problem.intermediate), torch.float32)]}
+
+
+@operator(GroupedDgluCall)
 def grouped_dglu(
     dy: Tensor,
     w2: Tensor | Sequence[Tensor],
@@ -105,205 +204,4 @@ def grouped_dglu(
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
-    key = plan = failure = None
-    w2_: Any = w2
-    if not unplanned():
-        try:
-            groups: Any = offs if splits is None else splits
-            if w2.__class__ is list:
-                w2_ = find("weight", w2)
-            given = [t for t in (dy, w2_, preact, groups, row_scale, rows) if t is not None]
-            options = (
-                is_grad_enabled(), offs is None, splits is None, rows is None, row_scale is None, activation,
-                glu_layout, limit, alpha, offset, row_scale_grad, transpose_w,
-            )  # fmt: skip
-            key, plan = PLANS.look_up(given, options)
-            if plan is not None:
-                return plan.run(dy, w2_, preact, groups, row_scale, rows)
-        except Exception as error:
-            failure = error
-    if is_grad_enabled():
-        refuse_gradients("grouped_dglu", dy=dy, w2=w2, preact=preact, row_scale=row_scale)
-    call = GroupedDgluCall(
-        dy=dy, w2=w2_, preact=preact, offs=offs, splits=splits, rows=rows, row_scale=row_scale, activation=activation,
-        glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, row_scale_grad=row_scale_grad,
-        transpose_w=transpose_w,
-    )  # fmt: skip
-    try:
-        return GluGradients(*call.settle(key, plan, failure))
-    finally:
-        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
-
-
-def partials_shape(rows: int, intermediate: int) -> tuple[int, int]:
-    """Of the memory for parts of d_row_scale, float32: one a tile of any width."""
-    return -(-intermediate // PARTIAL_COLUMNS), rows
-
-
-def partials_layout(problem: Problem, launch: Launch) -> workspace.Layout:
-    shape = partials_shape(problem.rows, problem.intermediate)
-    return workspace.Layout(shape, torch.float32, launch.device, launch.index)
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedDgluPlan(Launch):
-    """The constants of a grouped_dglu call. `width`: I; `w2_listed`: w2 is an ExpertList, not packed.
-
-    `partials`: memory for parts of d_row_scale; None where that is not wanted.
-    """
-
-    width: int
-    preact_width: int
-    w2_listed: bool
-    params: ActivationParams
-    wants_d_scale: bool
-    partials: workspace.Layout | None
-
-    @by_name(function=signature_of(GroupedDgluSpec()))
-    def run(
-        self, dy: Tensor, w2: Any, preact: Tensor, groups: Tensor, scale: Tensor | None, rows: Tensor | None
-    ) -> GluGradients:
-        if not self.only and gpus.current() != self.index:
-            with torch.cuda.device(self.index):
-                return self.run(dy, w2, preact, groups, scale, rows)
-        groups_at, scale_at, rows_at = groups.data_ptr(), address(scale), address(rows)
-        at = (dy.data_ptr(), w2.data_ptr(), preact.data_ptr(), groups_at, scale_at, rows_at)
-        if at not in self.apart:
-            self.check_apart(at, dy=dy, w2=w2, preact=preact, groups=groups, row_scale=scale, rows=rows)
-        dpreact, act = dy.new_empty(self.rows, self.preact_width), dy.new_empty(self.rows, self.width)
-        w2_table = 0
-        if self.w2_listed:
-            w2_table, w2 = w2.address, w2.lowest
-        if self.rows == 1 or rows is not None:
-            dy, preact = aligned_row(dy), aligned_row(preact)
-        d_scale = scale.new_empty(self.rows) if self.wants_d_scale and scale is not None else None
-        d_scale_at = partials_at = 0
-        if d_scale is not None and self.partials is not None:
-            partials = workspace.take(self.partials)
-            d_scale_at, partials_at = d_scale.data_ptr(), partials.data_ptr()
-        limit, alpha, offset = self.params
-        self.function(
-            dy=dy, w2=w2, preact=preact, dpreact=dpreact, act=act, rows=rows_at,
-            groups=groups_at, group_form=self.group_form, num_groups=self.experts,
-            w2_table=w2_table, scale=scale_at, d_scale=d_scale_at, partials=partials_at,
-            limit=limit, alpha=alpha, offset=offset,
-            num_sms=self.sm_count,
-        )  # fmt: skip
-        return GluGradients(dpreact, act, d_scale)
-
-
-PLANS: Plans[GroupedDgluPlan] = Plans()
-
-
-@dataclasses.dataclass
-class GroupedDgluCall(Call):
-    """The arguments of one call of grouped_dglu."""
-
-    op = "grouped_dglu"
-    operator = staticmethod(grouped_dglu)
-    plans = PLANS
-    matrices = ("dy", "preact")
-    outputs = ()
-    weights = ("w2",)
-    biases = ()
-    scales = ("row_scale", "rows")
-    reads = ("dy", "w2", "preact", "groups", "row_scale", "rows")
-    rowwise = ("dy", "rows", "preact", "row_scale")
-
-    dy: Tensor
-    w2: Experts
-    preact: Tensor
-    rows: Tensor | None
-    row_scale: Tensor | None
-    activation: str
-    glu_layout: str
-    limit: float
-    alpha: float
-    offset: float
-    row_scale_grad: bool
-    transpose_w: bool
-
-    @property
-    def params(self) -> ActivationParams:
-        return ActivationParams(self.limit, self.alpha, self.offset)
-
-    @property
-    def wants_d_row_scale(self) -> bool:
-        return self.row_scale is not None and self.row_scale_grad
-
-    def check(self) -> Problem:
-        _, columns = check_x(self.op, self.dy)
-        check_indices(self.op, self.rows, self.dy, of="dy")
-        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
-        check_flag(self.op, "row_scale_grad", self.row_scale_grad)
-        check_flag(self.op, "transpose_w", self.transpose_w)
-        shape = check_experts(self.op, "w2", self.w2, self.dy, "E I H" if self.transpose_w else "E H I")
-        experts, hidden, width = (shape[0], shape[2], shape[1]) if self.transpose_w else shape
-        if hidden != columns:
-            wanted = (experts, width, columns) if self.transpose_w else (experts, columns, width)
-            other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
-            mismatch(self.op, "w2", shape, wanted, f"dy has {columns} columns{other}")
-        check_width(self.op, "w2", width, runs_kernels(self.dy))
-        preact_width = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
-        if intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout) != width:
-            wanted_width = (
-                width
-                * preact_width
-                // intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
-            )
-            mismatch(self.op, "preact", self.preact.shape, (rows, wanted_width), f"w2 gives I = {width}")
-        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
-        check_scale(self.op, "row_scale", self.row_scale, like)
-        return Problem(
-            op=self.op,
-            dtype=str(self.dy.dtype).removeprefix("torch."),
-            rows=rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            transpose_w=self.transpose_w,
-        )
-
-    @property
-    def form(self) -> str:
-        return f"{self.op}_scale" if self.wants_d_row_scale else self.op
-
-    def assembled(self, returned: Any) -> GluGradients:
-        return GluGradients(*returned, *([] if self.wants_d_row_scale else [None]))
-
-    def results(self, problem: Problem) -> GluGradients:
-        """New tensors for the results, uninitialised."""
-        dpreact = self.dy.new_empty(problem.rows, problem.w1_rows)
-        act = self.dy.new_empty(problem.rows, problem.intermediate)
-        d_row_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None  # type: ignore[arg-type]
-        return GluGradients(dpreact, act, d_row_scale)
-
-    def reference(self, problem: Problem) -> GluGradients:
-        results = self.results(problem)
-        form = (self.activation, self.glu_layout, self.params)
-        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
-        given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, form)
-        reference.grouped_dglu(*given, *results, self.transpose_w)
-        return results
-
-    def plan(self, problem: Problem, launch: Launch) -> GroupedDgluPlan:
-        return GroupedDgluPlan(
-            **vars(launch),
-            width=problem.intermediate,
-            preact_width=problem.w1_rows,
-            w2_listed=isinstance(self.w2, ExpertList),
-            params=ActivationParams(*map(float, self.params)),
-            wants_d_scale=self.wants_d_row_scale,
-            **self.sizes(problem, launch),
-        )
-
-    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        wanted = self.wants_d_row_scale and problem.rows
-        return {"partials": partials_layout(problem, launch) if wanted else None}
-
-    def run(self, plan: GroupedDgluPlan) -> GluGradients:
-        return plan.run(self.dy, self.w2, self.preact, self.groups, self.row_scale, self.rows)
+    raise NotImplementedError  # `front` writes the body

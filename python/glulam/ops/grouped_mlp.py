@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from cute_kernels.chains import signature_of
-from cute_kernels.specs import GroupedMlpSpec
-
-from .. import device as gpus
-from .. import recipes, reference, workspace
-from ..activations import ActivationParams, KernelParams, kernel_params
-from ..by_name import by_name
+from .. import recipes, reference
+from ..activations import kernel_params
 from ..call import Call
-from ..experts import ExpertList, GateUp, find
+from ..front import operator
 from ..groups import Splits
+from ..launch import Made
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..plan import Launch, address, addresses, aligned_row
-from ..plans import Plans, unplanned
 from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
-    Experts,
-    any_requires_grad,
     check_activation,
     check_bias,
     check_experts,
@@ -43,12 +33,100 @@ from ..signature import (
     mismatch,
     runs_kernels,
 )
-from .grouped_mlp_mxfp8 import Mxfp8MlpCall, quantised_mlp
-from .rows import NO_SUMS, check_tokens, sums_of, take_rows
+from .grouped_mlp_mxfp8 import mlp_in_mxfp8, mlp_of_plain_tensors
+from .rows import take_rows
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
 
 
+class GroupedMlpCall(Call):
+    """A call of grouped_mlp in 16 bits."""
+
+    op = "grouped_mlp"
+    differentiable = True
+    sources = {"scale": "row_scale"}
+    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "width")),)
+    scratch = {"mid": "matrix"}
+
+    def again(self) -> Any:
+        check_recipe(self.op, self.recipe)
+        return super().again()
+
+    def check(self) -> Problem:
+        for name in ("x", "w1", "w2"):
+            if isinstance(getattr(self, name), (FoldedWeight, MXFP8Tensor)):
+                raise TypeError(
+                    f"{self.op}: {name} is in MXFP8, and recipe is 'bf16'; choose a recipe that takes it, as 'mxfp8', "
+                    f"or give {name}.dequantize() in 16 bits"
+                )
+        _, columns = check_x(self.op, self.x)
+        check_indices(self.op, self.rows, self.x)
+        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        check_recipe(self.op, self.recipe)
+        check_flag(self.op, "recompute", self.recompute)
+        check_flag(self.op, "transpose_w", self.transpose_w)
+        form = (self.activation, self.glu_layout, self.transpose_w)
+        experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
+        shape = check_experts(self.op, "w2", self.w2, self.x, "E I H" if self.transpose_w else "E H I")
+        out_features = shape[2 if self.transpose_w else 1]
+        wanted = (experts, width, out_features) if self.transpose_w else (experts, out_features, width)
+        if shape != wanted:
+            mismatch(self.op, "w2", shape, wanted, f"w1 gives E = {experts}, I = {width}")
+        check_width(self.op, "w2", out_features, runs_kernels(self.x))
+        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
+        check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
+        check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        self.check_result(out_features, like)
+        return Problem(
+            op=GroupedMlpCall.op,
+            dtype=str(self.x.dtype).removeprefix("torch."),
+            rows=self.num_rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            out_features=out_features,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            transpose_w=self.transpose_w,
+        )
+
+    def check_result(self, width: int, like: Tensor) -> None:
+        """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
+        check_out(self.op, "out", self.out, like, width)
+
+    def results(self, problem: Problem) -> Tensor:
+        return self.x.new_empty(problem.rows, problem.out_features)
+
+    def reference(self, problem: Problem) -> Tensor:
+        return self.reference_rows(self.results(problem) if self.out is None else self.out)
+
+    def reference_rows(self, out: Tensor) -> Tensor:
+        form = (self.activation, self.glu_layout, self.params)
+        ends = self.host_ends()
+        x = self.x if self.rows is None else take_rows(self.x, self.rows)
+        reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out, self.transpose_w)
+        return out
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        params = kernel_params(self.activation, self.glu_layout, self.params)
+        return {"width": problem.out_features, **params._asdict()}
+
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        return {"memory": [((problem.rows, problem.intermediate), self.lead.dtype)]}
+
+
+def by_recipe(recipe: str | Recipe, **arguments: Any) -> Tensor:
+    """grouped_mlp by another recipe than "bf16", or by what stands for that."""
+    found = recipes.find(GroupedMlpCall.op, recipe)
+    if found is recipes.BF16:
+        return grouped_mlp(**arguments, recipe=found.name)
+    return mlp_in_mxfp8(mlp_of_plain_tensors, GroupedMlpCall.op, found, **arguments)
+
+
+@operator(GroupedMlpCall, unless='recipe != "bf16"', otherwise=by_recipe)
 def grouped_mlp(
     x: Tensor | MXFP8Tensor,
     w1: Weights,
@@ -121,263 +199,4 @@ def grouped_mlp(
         CaptureError: host splits under CUDA graph capture, or weights that would have to be prepared there; but those
             that are trained the graph prepares at each replay.
     """
-    if recipe != "bf16":
-        if (found := recipes.find("grouped_mlp", recipe)) is not recipes.BF16:
-            return quantised_mlp(
-                Mxfp8MlpCall, found, x, w1, w2, offs, splits, rows, None, None, row_scale, b1, b2, activation,
-                glu_layout, limit, alpha, offset, recompute, transpose_w, out,
-            )  # fmt: skip
-        recipe = found.name
-    return call_mlp(
-        GroupedMlpCall, x, w1, w2, offs, splits, rows, None, None, row_scale, b1, b2, activation, glu_layout, limit,
-        alpha, offset, recipe, recompute, transpose_w, out,
-    )  # fmt: skip
-
-
-def call_mlp(
-    kind: type[GroupedMlpCall], x: Any, w1: Any, w2: Any, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any,
-    row_scale: Any, b1: Any, b2: Any, activation: Any, glu_layout: Any, limit: Any, alpha: Any, offset: Any,
-    recipe: Any, recompute: Any, transpose_w: Any, out: Any,
-) -> Tensor:  # fmt: skip
-    """A grouped_mlp in 16 bits, or a layer of tokens: `layer.moe` has a `kind` of its own, row_of and a residual."""
-    key = plan = failure = None
-    is_planned = not unplanned()
-    x_: Any = x
-    w1_: Any = w1
-    w2_: Any = w2
-    b1_: Any = b1
-    b2_: Any = b2
-    if is_planned:
-        try:
-            groups: Any = offs if splits is None else splits
-            if w1.__class__ is list:
-                w1_ = find("weight", w1)
-            if w2.__class__ is list:
-                w2_ = find("weight", w2)
-            if b1 is not None and b1.__class__ is list:
-                b1_ = find("bias", b1)
-            if b2 is not None and b2.__class__ is list:
-                b2_ = find("bias", b2)
-            given = [
-                t for t in (x_, w1_, w2_, groups, row_scale, b1_, b2_, out, rows, row_of, residual) if t is not None
-            ]
-            options = (
-                is_grad_enabled(), offs is None, splits is None, rows is None, row_of is None, residual is None,
-                row_scale is None, b1 is None, b2 is None, out is None, activation, glu_layout, limit, alpha, offset,
-                recipe, recompute, transpose_w,
-            )  # fmt: skip
-            key, plan = PLANS.look_up(given, options)
-            if plan is not None and rows is None:
-                return plan.run(x_, w1_, w2_, groups, b1_, b2_, row_scale, out)  # type: ignore[no-any-return]
-            if plan is not None:
-                return plan.run(  # type: ignore[no-any-return]
-                    x_, w1_, w2_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
-                )
-        except Exception as error:
-            failure = error
-    needs = is_planned and is_grad_enabled() and any_requires_grad(x, w1, w2, row_scale, b1, b2, residual)
-    if needs:
-        w1_, w2_, b1_, b2_ = w1, w2, b1, b2  # autograd is given the experts themselves
-    of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
-    call = kind(
-        x=x_, w1=w1_, w2=w2_, offs=offs, splits=splits, rows=rows, row_scale=row_scale, b1=b1_, b2=b2_,
-        activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe,
-        recompute=recompute, transpose_w=transpose_w, out=out, **of_tokens,
-    )  # fmt: skip
-    try:
-        if needs:
-            return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
-        return call.settle(key, plan, failure)  # type: ignore[no-any-return]
-    finally:
-        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedMlpPlan(Launch):
-    """The constants of a grouped_mlp call. `width`: of the result; `mid`: of the activation between the two GEMMs.
-
-    `w1_listed`, `w2_listed`: an ExpertList, not a packed tensor.
-    """
-
-    width: int
-    mid: workspace.Layout
-    w1_listed: bool
-    w2_listed: bool
-    params: KernelParams
-
-    @by_name(function=signature_of(GroupedMlpSpec()))
-    def run(
-        self, x: Tensor, w1: Any, w2: Any, groups: Tensor, b1: Any, b2: Any, scale: Tensor | None, out: Tensor | None,
-        rows: Tensor | None = None, row_of: Tensor | None = None, residual: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        if not self.only and gpus.current() != self.index:
-            with torch.cuda.device(self.index):
-                return self.run(x, w1, w2, groups, b1, b2, scale, out, rows, row_of, residual)
-        b1_at = b1_table = b1_mark = b2_at = b2_table = b2_mark = 0
-        if b1 is not None:
-            b1_at, b1_table, b1_mark = addresses(b1)
-        if b2 is not None:
-            b2_at, b2_table, b2_mark = addresses(b2)
-        groups_at, scale_at = groups.data_ptr(), 0 if scale is None else scale.data_ptr()
-        out_at = 0 if out is None else out.data_ptr()
-        rows_at = 0 if rows is None else rows.data_ptr()
-        at: Any = (x.data_ptr(), w1.data_ptr(), w2.data_ptr(), groups_at, scale_at, b1_mark, b2_mark, rows_at, out_at)
-        if row_of is not None:
-            at = (*at[:-1], row_of.data_ptr(), address(residual), out_at)
-        if at not in self.apart:
-            of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
-            if row_of is not None:
-                check_tokens(self.op, row_of.shape[0], x=x, residual=residual, out=out)
-            self.check_apart(
-                at, out, x=x, w1=w1, w2=w2, groups=groups, row_scale=scale, b1=b1, b2=b2, rows=rows, **of_tokens
-            )
-        if self.rows == 1 or rows is not None:
-            x = aligned_row(x)
-        if row_of is None:
-            y = out = x.new_empty(self.rows, self.width) if out is None else out
-            sums = NO_SUMS
-        else:
-            y = x.new_empty(self.rows, self.width)
-            out = x.new_empty(row_of.shape[0], self.width) if out is None else out
-            sums = sums_of(row_of, residual, out)
-        if self.rows == 1:
-            y = aligned_row(y)
-        w1_table = w1_up = w2_table = 0
-        if self.w1_listed:
-            w1_table, w1 = w1.address, w1.lowest
-        elif w1.__class__ is GateUp:
-            w1, w1_up = w1.gate, w1.up.data_ptr()
-        if self.w2_listed:
-            w2_table, w2 = w2.address, w2.lowest
-        kind, layout, limit, alpha, offset = self.params
-        tickets = self.tickets() if self.draws_tickets else 0
-        self.function(
-            x=x, rows=rows_at, w1=w1, w2=w2, mid=workspace.take(self.mid), y=y,
-            groups=groups_at, group_form=self.group_form, num_groups=self.experts, tickets=tickets,
-            w1_table=w1_table, w1_up=w1_up, b1=b1_at, b1_table=b1_table, w2_table=w2_table, b2=b2_at, b2_table=b2_table,
-            scale=scale_at, kind=kind, glu_layout=layout, limit=limit, alpha=alpha, offset=offset,
-            row_of=sums.row_of, residual=sums.residual, out=sums.out, tokens=sums.tokens, k=sums.k,
-            num_sms=self.sm_count,
-        )  # fmt: skip
-        return out
-
-
-PLANS: Plans[Any] = Plans()
-"""GroupedMlpPlans, and `backward.planned_mlp.MlpTrainingPlan`s where an argument requires a gradient."""
-
-
-@dataclasses.dataclass
-class GroupedMlpCall(Call):
-    """The arguments of one call of grouped_mlp."""
-
-    op = "grouped_mlp"
-    operator: ClassVar[Callable[..., Any]] = staticmethod(grouped_mlp)
-    plans = PLANS
-    weights = ("w1", "w2")
-    biases = ("b1", "b2")
-    scales: ClassVar[tuple[str, ...]] = ("row_scale", "rows")
-    reads: ClassVar[tuple[str, ...]] = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "rows")
-    rowwise: ClassVar[tuple[str, ...]] = ("x", "rows", "out", "row_scale")
-    given = ("x", "w1", "w2", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of", "residual")
-    of_any_rows: ClassVar[tuple[str, ...]] = ("x",)
-
-    x: Tensor
-    out: Tensor | None
-    w1: Experts
-    w2: Experts
-    rows: Tensor | None
-    row_scale: Tensor | None
-    b1: Experts | None
-    b2: Experts | None
-    activation: str
-    glu_layout: str
-    limit: float
-    alpha: float
-    offset: float
-    recipe: str
-    recompute: bool
-    transpose_w: bool
-
-    @property
-    def params(self) -> ActivationParams:
-        return ActivationParams(self.limit, self.alpha, self.offset)
-
-    def again(self) -> Any:
-        check_recipe(self.op, self.recipe)
-        return super().again()
-
-    def check(self) -> Problem:
-        for name in ("x", "w1", "w2"):
-            if isinstance(getattr(self, name), (FoldedWeight, MXFP8Tensor)):
-                raise TypeError(
-                    f"{self.op}: {name} is in MXFP8, and recipe is 'bf16'; choose a recipe that takes it, as 'mxfp8', "
-                    f"or give {name}.dequantize() in 16 bits"
-                )
-        _, columns = check_x(self.op, self.x)
-        check_indices(self.op, self.rows, self.x)
-        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
-        check_recipe(self.op, self.recipe)
-        check_flag(self.op, "recompute", self.recompute)
-        check_flag(self.op, "transpose_w", self.transpose_w)
-        form = (self.activation, self.glu_layout, self.transpose_w)
-        experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
-        shape = check_experts(self.op, "w2", self.w2, self.x, "E I H" if self.transpose_w else "E H I")
-        out_features = shape[2 if self.transpose_w else 1]
-        wanted = (experts, width, out_features) if self.transpose_w else (experts, out_features, width)
-        if shape != wanted:
-            mismatch(self.op, "w2", shape, wanted, f"w1 gives E = {experts}, I = {width}")
-        check_width(self.op, "w2", out_features, runs_kernels(self.x))
-        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
-        check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
-        check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
-        check_scale(self.op, "row_scale", self.row_scale, like)
-        self.check_result(out_features, like)
-        return Problem(
-            op=GroupedMlpCall.op,
-            dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=self.num_rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            out_features=out_features,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            transpose_w=self.transpose_w,
-        )
-
-    def check_result(self, width: int, like: Tensor) -> None:
-        """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
-        check_out(self.op, "out", self.out, like, width)
-
-    def results(self, problem: Problem) -> Tensor:
-        return self.x.new_empty(problem.rows, problem.out_features)
-
-    def reference(self, problem: Problem) -> Tensor:
-        return self.reference_rows(self.results(problem) if self.out is None else self.out)
-
-    def reference_rows(self, out: Tensor) -> Tensor:
-        form = (self.activation, self.glu_layout, self.params)
-        ends = self.host_ends()
-        x = self.x if self.rows is None else take_rows(self.x, self.rows)
-        reference.grouped_mlp(x, self.w1, self.w2, ends, self.b1, self.b2, self.row_scale, form, out, self.transpose_w)
-        return out
-
-    def plan(self, problem: Problem, launch: Launch) -> GroupedMlpPlan:
-        return GroupedMlpPlan(
-            **vars(launch),
-            width=problem.out_features,
-            w1_listed=isinstance(self.w1, ExpertList),
-            w2_listed=isinstance(self.w2, ExpertList),
-            params=kernel_params(self.activation, self.glu_layout, self.params),
-            **self.sizes(problem, launch),
-        )
-
-    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        shape = (problem.rows, problem.intermediate)
-        return {"mid": workspace.Layout(shape, launch.dtype, launch.device, launch.index)}
-
-    def run(self, plan: GroupedMlpPlan) -> Tensor:
-        tensors: Any = (self.x, self.w1, self.w2, self.groups, self.b1, self.b2, self.row_scale, self.out)
-        return plan.run(*tensors, *self.by_index())
+    raise NotImplementedError  # `front` writes the body

@@ -6,31 +6,31 @@ operators are. A weight is what a caller gave (`scale` None: to be prepared) or 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from cute_kernels.specs import DECODED
+from cute_kernels.chains import signature_of
+from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
 
 from .. import device as gpus
-from .. import kernels, recipes, workspace
-from ..activations import ActivationParams, kernel_params
+from .. import kernels, recipes
+from ..activations import kernel_params
 from ..call import Call
 from ..changed import changed
 from ..errors import GradientNotSupported
-from ..experts import GateUp, find
+from ..experts import GateUp
+from ..front import operator
+from ..launch import Made
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
-from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE
+from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, scale_bytes
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
-from ..plan import Launch, launch_nothing
-from ..plans import Plans, unplanned
+from ..plan import launch_nothing
 from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
-    Experts,
     any_requires_grad,
     check_activation,
     check_bias,
@@ -45,39 +45,19 @@ from ..signature import (
     check_x,
     intermediate_width,
     mismatch,
-    requiring_grad,
     runs_kernels,
-)
-from .mxfp8_mlp_plans import (
-    ExactPlan,
-    Mxfp8MlpPlan,
-    QuantisedPlan,
-    ReadyPlan,
-    WeightOnlyPlan,
-    layout,
-    layouts_in_mxfp8,
 )
 from .rows import take_rows
 
 
-def quantised_mlp(
-    kind: type[Mxfp8MlpCall], recipe: Recipe, x: Any, w1: Any, w2: Any, offs: Any, splits: Any, rows: Any, row_of: Any,
-    residual: Any, row_scale: Any, b1: Any, b2: Any, activation: Any, glu_layout: Any, limit: Any, alpha: Any,
-    offset: Any, recompute: Any, transpose_w: Any, out: Any,
-) -> Tensor:  # fmt: skip
-    """`call_mlp` of `ops.grouped_mlp` with a recipe that quantises."""
-    op = kind.op
-    refuse_transposed(op, recipe, transpose_w)
-    x_, x_scale, dtype = _rows(op, x, recipe, out, b1, b2)
-    w1_, w1_scale = _weight(op, "w1", w1, recipe)
-    w2_, w2_scale = _weight(op, "w2", w2, recipe)
-    if rows is not None and row_of is None and recipe.operands in DECODED and isinstance(x_, Tensor):
-        check_indices(op, rows, x_)
-        x_, rows = take_rows(x_, rows), None
-    return call_flat(
-        kind, x_, x_scale, w1_, w1_scale, w2_, w2_scale, offs, splits, rows, row_of, residual, row_scale, b1, b2,
-        activation, glu_layout, limit, alpha, offset, recipe.name, recompute, dtype, out,
-    )  # fmt: skip
+def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, **arguments: Any) -> Tensor:
+    """A call by a recipe that quantises, of `front`, which takes plain tensors."""
+    flat = flat_arguments(recipe, op=op, **arguments)
+    x, rows = flat["x"], flat["rows"]
+    if rows is not None and "row_of" not in flat and recipe.operands in DECODED and isinstance(x, Tensor):
+        check_indices(op, rows, x)
+        flat["x"], flat["rows"] = take_rows(x, rows), None
+    return front(**flat)
 
 
 def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
@@ -162,81 +142,17 @@ def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | N
     return w, None
 
 
-def _ready(form: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
-    """A weight as kernels read it, if it is that or was prepared before; else a KeyError."""
-    if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
-        return w, scale
-    return prepared.PREPARED.find(form, w, scale)
-
-
 def _form(recipe: str) -> str:
     """How a recipe's forward reads weights: one of `prepared.FORMS`."""
     return FOLDED_ROWS if recipe == recipes.MXFP8.name else BLOCKS
 
 
-def call_flat(
-    kind: type[Mxfp8MlpCall], x: Any, x_scale: Any, w1: Any, w1_scale: Any, w2: Any, w2_scale: Any, offs: Any,
-    splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any, b1: Any, b2: Any, activation: Any,
-    glu_layout: Any, limit: Any, alpha: Any, offset: Any, recipe: Any, recompute: Any, dtype: Any, out: Any,
-) -> Tensor:  # fmt: skip
-    """The same, of plain tensors."""
-    key = plan = failure = None
-    is_planned = not unplanned()
-    needs = requiring_grad(x, w1, w2, row_scale, b1, b2, residual) if is_planned and is_grad_enabled() else None
-    if is_planned:
-        try:
-            groups: Any = offs if splits is None else splits
-            if needs is None:
-                form = _form(recipe)
-                w1_, w1_scale_ = _ready(form, w1, w1_scale)
-                w2_, w2_scale_ = _ready(form, w2, w2_scale)
-                b1_ = find("bias", b1) if b1.__class__ is list else b1
-                b2_ = find("bias", b2) if b2.__class__ is list else b2
-            else:
-                w1_, w1_scale_, w2_, w2_scale_, b1_, b2_ = w1, w1_scale, w2, w2_scale, b1, b2
-            tensors = (
-                x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, row_scale, b1_, b2_, out, rows, row_of, residual
-            )  # fmt: skip
-            given = [t for t in tensors if t is not None]
-            options = (
-                needs, x_scale is None, w1_scale_ is None, w2_scale_ is None, offs is None, splits is None,
-                rows is None, row_of is None, residual is None, row_scale is None, b1 is None, b2 is None, out is None,
-                activation, glu_layout, limit, alpha, offset, recipe, recompute, dtype,
-            )  # fmt: skip
-            key, plan = PLANS.look_up(given, options)
-            if plan is not None and needs is None:
-                return plan.run(  # type: ignore[no-any-return]
-                    x, x_scale, w1_, w1_scale_, w2_, w2_scale_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
-                )
-            if plan is not None:
-                return plan.run(  # type: ignore[no-any-return]
-                    x, w1_, w2_, groups, b1_, b2_, row_scale, out, rows, row_of, residual
-                )
-        except Exception as error:
-            failure = error
-    of_tokens = {} if row_of is None else {"row_of": row_of, "residual": residual}
-    call = kind(
-        x=x, x_scale=x_scale, w1=w1, w1_scale=w1_scale, w2=w2, w2_scale=w2_scale, offs=offs, splits=splits, rows=rows,
-        row_scale=row_scale, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-        offset=offset, recipe=recipe, recompute=recompute, dtype=dtype, out=out, **of_tokens,
-    )  # fmt: skip
-    try:
-        if needs is not None:
-            return call.differentiate(key, plan, failure)  # type: ignore[no-any-return]
-        found: dict[str, Any] = {}
-        if key is not None:
-            found = {"w1": w1_, "w1_scale": w1_scale_, "w2": w2_, "w2_scale": w2_scale_, "b1": b1_, "b2": b2_}
-        return call.settle(key, plan, failure, found)  # type: ignore[no-any-return]
-    finally:
-        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
-
-
-def _again(**arguments: Any) -> Tensor:
-    return call_flat(Mxfp8MlpCall, row_of=None, residual=None, **arguments)
-
-
-PLANS: Plans[Any] = Plans()
-"""Mxfp8MlpPlans, and `backward.planned_mlp.Mxfp8TrainingPlan`s where an argument requires a gradient."""
+def ready(recipe: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
+    """A weight as kernels read it, if it was prepared before; else itself."""
+    form = _form(recipe)
+    if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
+        return w, scale
+    return prepared.PREPARED.find(form, w, scale) or (w, scale)
 
 
 def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
@@ -267,53 +183,15 @@ def _check_scale(op: str, name: str, scale: Tensor, shape: tuple[int, ...], data
         raise ValueError(f"{op}: {name}'s scale must be contiguous, and on {data.device} as its data")
 
 
-@dataclasses.dataclass
 class Mxfp8MlpCall(Call):
-    """The arguments of one call. `dtype`: of the result, where x is in MXFP8."""
+    """A call by a recipe that quantises. `dtype`: of the result, where x is in MXFP8."""
 
     op = "grouped_mlp"
-    operator: ClassVar[Callable[..., Any]] = staticmethod(_again)
-    plans = PLANS
-    weights = ("w1", "w2")
-    biases = ("b1", "b2")
-    scales: ClassVar[tuple[str, ...]] = ("row_scale", "x_scale", "w1_scale", "w2_scale", "rows")
-    rowwise: ClassVar[tuple[str, ...]] = ("x", "x_scale", "rows", "out", "row_scale")
-    reads: ClassVar[tuple[str, ...]] = (
-        "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2", "rows"
-    )  # fmt: skip
-    given = (
-        "x", "x_scale", "w1", "w1_scale", "w2", "w2_scale", "groups", "row_scale", "b1", "b2", "out", "rows", "row_of",
-        "residual",
-    )  # fmt: skip
-    of_any_rows: ClassVar[tuple[str, ...]] = ("x", "x_scale")
-
-    x: Tensor
-    x_scale: Tensor | None
-    w1: Experts
-    w1_scale: Tensor | None
-    w2: Experts
-    w2_scale: Tensor | None
-    rows: Tensor | None
-    row_scale: Tensor | None
-    b1: Experts | None
-    b2: Experts | None
-    activation: str
-    glu_layout: str
-    limit: float
-    alpha: float
-    offset: float
-    recipe: str
-    recompute: bool
-    dtype: torch.dtype | None
-    out: Tensor | None
-
-    @property
-    def form(self) -> str:
-        return f"{self.op}_mxfp8" if self.out is None else f"{self.op}_mxfp8_out"
-
-    @property
-    def params(self) -> ActivationParams:
-        return ActivationParams(self.limit, self.alpha, self.offset)
+    torch_op = "grouped_mlp_mxfp8"
+    differentiable = True
+    sources = {"scale": "row_scale"}
+    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "width"), dtype="out_dtype"),)
+    ready = staticmethod(ready)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -434,37 +312,64 @@ class Mxfp8MlpCall(Call):
             return self.x, scale
         return take_rows(self.x, rows), None if scale is None else take_rows(scale, rows)
 
-    def plan(self, problem: Problem, launch: Launch) -> Mxfp8MlpPlan:
-        common = {
-            **vars(launch), "dtype": self.result_dtype, "width": problem.out_features,
-            "params": kernel_params(self.activation, self.glu_layout, self.params), **self.sizes(problem, launch),
-        }  # fmt: skip
-        if problem.operands == "mxfp8_weight_only":
-            return WeightOnlyPlan(**common)
-        if problem.operands == "mxfp8_exact":
-            return ExactPlan(**common, round=self._rounding(problem, launch))
-        return QuantisedPlan(**common) if self.x_scale is None else ReadyPlan(**common)
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        params = kernel_params(self.activation, self.glu_layout, self.params)
+        return {"width": problem.out_features, "out_dtype": self.result_dtype, **params._asdict()}
 
-    def sizes(self, problem: Problem, launch: Launch) -> dict[str, Any]:
-        x, mid = (self.x.shape[0], problem.in_features), (problem.rows, problem.intermediate)
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
         if problem.operands == "mxfp8":
-            shapes = [mid] if self.x_scale is not None else [x, mid]
-            return {"memory": workspace.Layouts(*layouts_in_mxfp8(launch, *shapes))}
-        shapes = [mid, x] if problem.operands == "mxfp8_exact" else [mid]
-        if self.of_tokens:  # a copy of each row's token
-            shapes.append((problem.rows, problem.in_features))
-        return {"memory": workspace.Layouts(*(layout(launch, shape, self.result_dtype) for shape in shapes))}
+            quantised = {"mid": "matrix", "mid_scale": "bytes"}
+            return quantised if problem.quantized else {"x8": "matrix", "x8_scale": "bytes", **quantised}
+        rows = {"rounded": "matrix"} if problem.operands == "mxfp8_exact" else {}
+        return {"mid": "matrix", **rows, **({"copied": "matrix"} if self.of_tokens else {})}
 
-    def _rounding(self, problem: Problem, launch: Launch) -> Callable[..., Any]:
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        x, of_rows = self.x.shape[0], (problem.rows, problem.in_features)
+        shapes = {"x8": (x, problem.in_features), "rounded": (x, problem.in_features), "copied": of_rows}
+        shapes["mid"] = (problem.rows, problem.intermediate)
+        dtype = DATA_DTYPE if problem.operands == "mxfp8" else self.result_dtype
+        names = self.scratch_of(problem)
+        memory = [scale_bytes(shapes[name[:-6]]) if name.endswith("_scale") else (shapes[name], dtype) for name in names]
+        return {"memory": memory, **({"round": self._rounding(problem)} if "rounded" in names else {})}
+
+    def texts(self, problem: Problem) -> dict[str, str]:
+        names = self.scratch_of(problem)
+        rows = "rounded_memory" if "rounded" in names else "x"
+        if "copied" in names:
+            return {"x": "copied_memory", "x_tokens": f"{rows}.data_ptr()"}
+        return {"x": rows} if "rounded" in names else {}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        names = self.scratch_of(problem)
+        if "rounded" in names:
+            until = self.offs is not None and self.rows is None
+            end = {"offs": "groups_at", "num_groups": "num_groups"} if until else {"offs": "0", "num_groups": "1"}
+            given = signature_of(QuantizeMxfp8Spec(rounded=True)).pack(x="aligned_row(x)", out="rounded_memory", **end)
+            return (f"round({', '.join(given)})",)
+        return ("x = x if x.is_contiguous() else x.contiguous()",) if "copied" in names else ()
+
+    def _rounding(self, problem: Problem) -> Callable[..., Any]:
         """The kernel that rounds x to MXFP8 values."""
         if not problem.rows:
             return launch_nothing
         rows, columns = self.x.shape
         wanted = Problem("quantize_mxfp8", problem.dtype, rows, 1, columns, axis="row", rounded=True)
-        return kernels.serving(wanted, gpus.gpu(launch.index)).at(rows).function
+        return kernels.serving(wanted, gpus.gpu(self.lead.get_device())).at(rows).function
 
-    def run(self, plan: Any) -> Any:
-        return plan.run(
-            self.x, self.x_scale, self.w1, self.w1_scale, self.w2, self.w2_scale, self.groups, self.b1, self.b2,
-            self.row_scale, self.out, *self.by_index(),
-        )  # fmt: skip
+    @staticmethod
+    def look(op: str, outs: list[Any], **read: Any) -> None:
+        x, scale = read["x"], read.get("x_scale")
+        if scale is not None and len(scale) != len(x):
+            mismatch(op, "x's scale", scale.shape, (len(x), scale.shape[1]), "x has so many rows")
+
+
+@operator(Mxfp8MlpCall)
+def mlp_of_plain_tensors(
+    x: Tensor, x_scale: Tensor | None, w1: Any, w1_scale: Tensor | None, w2: Any, w2_scale: Tensor | None, *, offs: Any,
+    splits: Any, rows: Tensor | None, row_scale: Tensor | None, b1: Any, b2: Any, activation: str, glu_layout: str,
+    limit: float, alpha: float, offset: float, recipe: str, recompute: bool, dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Any:  # fmt: skip
+    """grouped_mlp by a recipe that quantises. An argument in MXFP8 is two: data and scale."""
+    raise NotImplementedError  # `front` writes the body

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from cute_kernels.chains import signature_of
-from cute_kernels.specs import GroupedWgradSpec
-
-from .. import device as gpus
 from .. import reference
-from ..by_name import by_name
 from ..call import Call
-from ..experts import ExpertList, find
+from ..experts import ExpertList
+from ..front import operator
 from ..groups import Splits
-from ..plan import Launch, address, aligned_row
-from ..plans import Plans, unplanned
+from ..launch import Made
 from ..problem import Problem
 from ..signature import (
-    Experts,
     check_flag,
     check_gradient_buffers,
     check_indices,
@@ -31,150 +24,19 @@ from ..signature import (
     check_rows_like,
     check_x,
     count_groups,
-    refuse_gradients,
 )
 from .rows import take_rows
 
 
-def grouped_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    *,
-    offs: Tensor | None = None,
-    splits: Splits | None = None,
-    dy_rows: Tensor | None = None,
-    x_rows: Tensor | None = None,
-    out: Tensor | Sequence[Tensor] | None = None,
-    accumulate: bool = False,
-    mask: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
-
-    Rows are sorted by expert. Rows behind the last group are not read into a result. Every element is summed in one
-    fixed order, so the same inputs give the same bits.
-
-    Args:
-        dy: [T, N] and x: [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
-            padded. N and K are multiples of 8 on a GPU.
-        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Its length is E;
-            out and mask, where given, must agree with it, and without them nothing else tells E.
-        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
-        dy_rows, x_rows: int32 [T] on x's device, of one of the two: its row t is dy[dy_rows[t]], or x[x_rows[t]], and
-            no copy of the rows is made. An index out of range is clamped.
-        out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
-            inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
-        accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype, and where experts have
-            many rows dw_e is before.
-        mask: bool [E] on x's device: add where it is True, overwrite elsewhere; instead of `accumulate`.
-        out_dtype: of a new result: x's dtype (default), or float32.
-
-    Returns:
-        [E, N, K]; `out` where given.
-
-    Raises:
-        ValueError, TypeError: an argument that does not fit; nothing was launched.
-        GradientNotSupported: grad mode is on and an argument requires a gradient.
-        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
-        CaptureError: host splits under CUDA graph capture.
-    """
-    key = plan = failure = None
-    if not unplanned():
-        try:
-            groups: Any = offs if splits is None else splits
-            out_: Any = find("gradient", out) if out.__class__ is list else out
-            given = [t for t in (dy, x, groups, mask, out_, dy_rows, x_rows) if t is not None]
-            options = (
-                is_grad_enabled(),
-                offs is None,
-                splits is None,
-                dy_rows is None,
-                x_rows is None,
-                mask is None,
-                out is None,
-                accumulate,
-                out_dtype,
-            )
-            key, plan = PLANS.look_up(given, options)
-            if plan is not None:
-                dw = plan.run(dy, x, groups, out_, mask, dy_rows, x_rows)
-                return dw if out is None else out
-        except Exception as error:
-            failure = error
-    if is_grad_enabled():
-        refuse_gradients("grouped_wgrad", dy=dy, x=x, out=out)
-    call = GroupedWgradCall(
-        dy=dy, x=x, offs=offs, splits=splits, dy_rows=dy_rows, x_rows=x_rows, out=out, accumulate=accumulate, mask=mask,
-        out_dtype=out_dtype,
-    )  # fmt: skip
-    try:
-        dw = call.settle(key, plan, failure, {"out": out_} if key else {})
-        return dw if out is None else out
-    finally:
-        del failure  # its traceback holds this frame: a cycle that would keep all arguments until the next collection
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedWgradPlan(Launch):
-    """The constants of a grouped_wgrad call. `shape`, `out_dtype`: of the result; `listed`: it is an ExpertList."""
-
-    shape: tuple[int, int, int]
-    out_dtype: torch.dtype
-    listed: bool
-    accumulate: int
-
-    @by_name(function=signature_of(GroupedWgradSpec()))
-    def run(
-        self, dy: Tensor, x: Tensor, groups: Tensor, out: Any, mask: Tensor | None, dy_rows: Tensor | None,
-        x_rows: Tensor | None,
-    ) -> Any:  # fmt: skip
-        if not self.only and gpus.current() != self.index:
-            with torch.cuda.device(self.index):
-                return self.run(dy, x, groups, out, mask, dy_rows, x_rows)
-        groups_at, mask_at, dy_rows_at, x_rows_at = groups.data_ptr(), address(mask), address(dy_rows), address(x_rows)
-        at = (dy.data_ptr(), x.data_ptr(), groups_at, mask_at, dy_rows_at, x_rows_at, address(out))
-        if at not in self.apart:
-            self.check_apart(at, out, dy=dy, x=x, groups=groups, mask=mask, dy_rows=dy_rows, x_rows=x_rows)
-        if out is None:
-            out = x.new_empty(self.shape, dtype=self.out_dtype)
-        if self.rows == 1 or dy_rows is not None or x_rows is not None:
-            dy, x = aligned_row(dy), aligned_row(x)
-        dw, table = (out.lowest, out.address) if self.listed else (out, 0)
-        self.function(
-            dy=dy, x=x, dw=dw, dy_rows=dy_rows_at, x_rows=x_rows_at,
-            groups=groups_at, group_form=self.group_form, num_groups=self.experts,
-            dw_table=table, mask=mask_at, accumulate=self.accumulate,
-            num_sms=self.sm_count,
-        )  # fmt: skip
-        return out
-
-
-PLANS: Plans[GroupedWgradPlan] = Plans()
-
-
-@dataclasses.dataclass
 class GroupedWgradCall(Call):
-    """The arguments of one call of grouped_wgrad."""
+    """A call of grouped_wgrad."""
 
     op = "grouped_wgrad"
-    operator = staticmethod(grouped_wgrad)
-    plans = PLANS
-    matrices = ("dy", "x")
     gradients = ("out",)
-    weights = ()
-    biases = ()
-    scales = ("mask", "dy_rows", "x_rows")
-    reads = ("dy", "x", "groups", "mask", "dy_rows", "x_rows")
-    rowwise = ("dy", "x", "dy_rows", "x_rows")
-
-    dy: Tensor
-    x: Tensor
-    dy_rows: Tensor | None
-    x_rows: Tensor | None
-    out: Experts | None
-    accumulate: bool
-    mask: Tensor | None
-    out_dtype: torch.dtype | None
+    torch_types = {"out": "Tensor(a!)[]"}
+    settled_without_out = {"accumulate": False, "mask": None}
+    settled_with_out = {"out_dtype": None}
+    makes = (Made("out", "dw", ("num_groups", "n", "k"), dtype="dtype"),)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -262,14 +124,52 @@ class GroupedWgradCall(Call):
         reference.grouped_wgrad(dy, x, self.host_ends(), adds, out)
         return out
 
-    def plan(self, problem: Problem, launch: Launch) -> GroupedWgradPlan:
-        return GroupedWgradPlan(
-            **vars(launch),
-            shape=(problem.experts, problem.out_features, problem.in_features),
-            out_dtype=self.result_dtype,
-            listed=isinstance(self.out, ExpertList),
-            accumulate=int(self.accumulate),
-        )
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        sizes = {"n": problem.out_features, "k": problem.in_features}
+        return {**sizes, "dtype": self.result_dtype, "accumulate": int(self.accumulate)}
 
-    def run(self, plan: GroupedWgradPlan) -> Any:
-        return plan.run(self.dy, self.x, self.groups, self.out, self.mask, self.dy_rows, self.x_rows)
+
+@operator(GroupedWgradCall)
+def grouped_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    offs: Tensor | None = None,
+    splits: Splits | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
+    out: Tensor | Sequence[Tensor] | None = None,
+    accumulate: bool = False,
+    mask: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
+
+    Rows are sorted by expert. Rows behind the last group are not read into a result. Every element is summed in one
+    fixed order, so the same inputs give the same bits.
+
+    Args:
+        dy: [T, N] and x: [T, K], of one dtype, bfloat16 or float16; on the CPU also float32 or float64. Rows may be
+            padded. N and K are multiples of 8 on a GPU.
+        offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits. Its length is E;
+            out and mask, where given, must agree with it, and without them nothing else tells E.
+        splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
+        dy_rows, x_rows: int32 [T] on x's device, of one of the two: its row t is dy[dy_rows[t]], or x[x_rows[t]], and
+            no copy of the rows is made. An index out of range is clamped.
+        out: the result's buffer [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype, or float32 for 16-bit
+            inputs. By default a new tensor. An expert without rows gets zeros, or keeps what it has where it adds.
+        accumulate: add to `out` instead of overwriting it. The sum is rounded to out's dtype, and where experts have
+            many rows dw_e is before.
+        mask: bool [E] on x's device: add where it is True, overwrite elsewhere; instead of `accumulate`.
+        out_dtype: of a new result: x's dtype (default), or float32.
+
+    Returns:
+        [E, N, K]; `out` where given.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+        CaptureError: host splits under CUDA graph capture.
+    """
+    raise NotImplementedError  # `front` writes the body

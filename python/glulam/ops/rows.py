@@ -1,32 +1,10 @@
-"""Rows by index: what a layer's tokens are checked for, and the copy that the CPU reference makes of them."""
+"""Rows by index: the copy that the CPU reference makes of them, and what a layer's tokens are checked for."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from torch import Tensor, uint8
 
 from ..signature import check_alignment, mismatch
-
-
-class Sums(NamedTuple):
-    """What adds up rows to tokens: addresses of `row_of`, the residual and the result, the tokens and the rows of each.
-    All 0: nothing does.
-    """
-
-    row_of: int = 0
-    residual: int = 0
-    out: int = 0
-    tokens: int = 0
-    k: int = 0
-
-
-NO_SUMS = Sums()
-
-
-def sums_of(row_of: Tensor, residual: Tensor | None, out: Tensor) -> Sums:
-    tokens, k = row_of.shape
-    return Sums(row_of.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr(), tokens, k)
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

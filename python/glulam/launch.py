@@ -1,0 +1,241 @@
+"""Launches: the text that passes a call's arguments to an exported function, written once for each way to call it.
+
+A `Shape` of call says which arguments are there, which are lists, what the function takes and what is made; from it
+comes a few lines of Python without a branch or a loop, compiled once. A `Plan` is that code over the constants of one
+signature: widths, the function, memory. `text_of` shows the lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_kernels.signatures import ADDRESS, Argument
+
+from . import device as gpus
+from . import tickets, workspace
+from .plan import aligned_row, check_apart
+
+LINE = 116
+TICKETS = "counters(device, index) if draws_tickets else 0"
+
+
+class Made(NamedTuple):
+    """A tensor that a call makes, unless it is given.
+
+    Attributes:
+        name: of the argument that may give it; else of the result.
+        kernel: what the function calls it.
+        shape: names of constants, one of each size, or of the sizes together.
+        like: the argument that has its device, and its dtype; the leading one by default.
+        dtype: the name of a constant, where it has another.
+        returned: False of what only the function needs.
+    """
+
+    name: str
+    kernel: str
+    shape: tuple[str, ...] | str
+    like: str = ""
+    dtype: str = ""
+    returned: bool = True
+
+
+class Shape(NamedTuple):
+    """What the text of a launch depends on.
+
+    Attributes:
+        takes: the tensor arguments of `run`; `present`: those that are not None.
+        lists: those that are ExpertLists; `halves`: GateUps; `loose`: lists of tensors, whose addresses nobody looks at.
+        unpacks: the argument that is all that is made, as a list; empty where none is.
+        arguments: of the function.
+        sources: by the function's name of an argument, the operator's; `texts`: or the text of its value.
+        makes: see `Made`. scratch: by the function's names, whether it is a "matrix" or "bytes" of the plan's memory.
+        constants: names.
+        before: lines in front of the call.
+        checked: whether new addresses are looked at.
+        single_gpu: whether the process sees one GPU; `aligned`: whether a matrix may have one row, of any stride.
+        result: the name of a constant that is called with the results.
+    """
+
+    takes: tuple[str, ...]
+    present: frozenset[str]
+    lists: frozenset[str]
+    halves: frozenset[str]
+    loose: frozenset[str]
+    unpacks: str
+    arguments: tuple[Argument, ...]
+    sources: tuple[tuple[str, str], ...]
+    texts: tuple[tuple[str, str], ...]
+    makes: tuple[Made, ...]
+    scratch: tuple[tuple[str, str], ...]
+    constants: frozenset[str]
+    before: tuple[str, ...]
+    checked: bool
+    single_gpu: bool
+    aligned: bool
+    result: str
+
+
+class _Values:
+    """Texts of the values that a function's arguments get."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.sources, self.texts, self.scratch = dict(shape.sources), dict(shape.texts), dict(shape.scratch)
+        self.made = {made.kernel: made for made in shape.makes}
+
+    def of(self, argument: Argument) -> str:
+        name = argument.name
+        if name in self.texts:
+            return self.texts[name]
+        if name in self.scratch:
+            return f"{name}_memory" + ".data_ptr()" * (argument.kind == ADDRESS and self.scratch[name] == "matrix")
+        if name in self.made:
+            return self._result(self.made[name], argument)
+        if name in self.shape.constants:
+            return name
+        if name == "tickets":
+            return TICKETS
+        for end, kinds, part in (("_table", self.shape.lists, "address"), ("_up", self.shape.halves, "up.data_ptr()")):
+            if name.endswith(end):
+                source = self._source(name.removesuffix(end))
+                return f"{source}.{part}" if source in kinds else "0"
+        return self._given(argument)
+
+    def _source(self, name: str) -> str:
+        return self.made[name].name if name in self.made else self.sources.get(name, name)
+
+    def _result(self, made: Made, argument: Argument) -> str:
+        if argument.kind == ADDRESS:
+            return f"{made.name}.data_ptr()"
+        if made.name in self.shape.lists:
+            return f"{made.name}.lowest"
+        return f"aligned_row({made.name})" if self._may_lie_anyhow(made.name, argument) else made.name
+
+    def _given(self, argument: Argument) -> str:
+        name = self._source(argument.name)
+        if name not in self.shape.present:
+            if not argument.optional:
+                raise TypeError(f"nothing gives {argument.name}, which the function needs")
+            return str(argument.absent)
+        if argument.kind == ADDRESS:
+            return "0" if name in self.shape.lists else f"{name}_at"
+        if name in self.shape.lists:
+            return f"{name}.lowest"
+        if name in self.shape.halves:
+            return f"{name}.gate"
+        return f"aligned_row({name})" if self._may_lie_anyhow(name, argument) else name
+
+    def returned(self, made: Made) -> str:
+        return f"{made.name}.tensors" if made.name in self.shape.lists else made.name
+
+    def _may_lie_anyhow(self, name: str, argument: Argument) -> bool:
+        """Whether a matrix is given whose single row has a stride of torch's choice."""
+        return self.shape.aligned and name in self.shape.present and len(argument.shape) == 2
+
+
+def wrapped(begin: str, items: list[str], end: str) -> list[str]:
+    """One statement, on a line or on several."""
+    if len(begin) + len(", ".join(items)) + len(end) <= LINE:
+        return [begin + ", ".join(items) + end]
+    inner = textwrap.wrap(", ".join(items) + ",", LINE - 4, break_long_words=False, break_on_hyphens=False)
+    return [begin, *(f"    {line}" for line in inner), end.removeprefix(",")]
+
+
+@functools.lru_cache(maxsize=4096)
+def text_of(shape: Shape) -> str:
+    """The function `run`, as Python."""
+    values = _Values(shape)
+    call = [*shape.before, *wrapped("function(", [values.of(argument) for argument in shape.arguments], ")")]
+    returned = ", ".join(values.returned(made) for made in shape.makes if made.returned)
+    lines = [
+        *_on_its_device(shape), *_looks(shape, "\n".join(call)), *_makes(shape),
+        *call, f"return {shape.result}({returned})" if shape.result else f"return {returned}",
+    ]  # fmt: skip
+    takes = [f"{name}=None" for name in shape.takes]
+    return "\n".join([*wrapped("def run(", takes, "):"), *(f"    {line}" for line in lines)])
+
+
+def _on_its_device(shape: Shape) -> list[str]:
+    if shape.single_gpu:
+        return []
+    return ["if current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
+
+
+def _looks(shape: Shape, call: str) -> list[str]:
+    """Takes addresses, of which new ones are looked at, unless nobody else could have given them."""
+    outs = [made.name for made in shape.makes if made.name in shape.present]
+    read = [name for name in shape.takes if name in shape.present and name not in (*outs, shape.unpacks)]
+    names = [name for name in read if name not in shape.loose] + outs
+    if not shape.checked:
+        names = [name for name in names if f"{name}_at" in call]
+    lines = [f"{', '.join(outs)} = {shape.unpacks}"] if shape.unpacks else []
+    lines += [f"{name}_at = {name}.data_ptr()" for name in names]
+    if shape.checked:
+        looked_at = ["at", f"[{', '.join(outs)}]", *[f"{name}={name}" for name in read]]
+        lines += wrapped("at = (", [f"{name}_at" for name in names], ",)")
+        lines += ["if at not in apart:", *(f"    {line}" for line in wrapped("check_apart(", looked_at, ")"))]
+    return lines
+
+
+def _makes(shape: Shape) -> list[str]:
+    """Allocates results, and takes memory that the call needs besides."""
+    lines = []
+    for made in shape.makes:
+        if made.name not in shape.present:
+            dtype = f", dtype={made.dtype}" if made.dtype else ""
+            sizes = made.shape if isinstance(made.shape, str) else f"({', '.join(made.shape)},)"
+            lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")
+    if shape.scratch:
+        lines.append("".join(f"{name}_memory, " for name, _ in shape.scratch) + "= take_all(memory)")
+    return lines
+
+
+@functools.lru_cache(maxsize=4096)
+def _code(shape: Shape) -> CodeType:
+    compiled = compile(text_of(shape), "<launch>", "exec")
+    return next(constant for constant in compiled.co_consts if isinstance(constant, CodeType))
+
+
+_NAMES: dict[str, Any] = {
+    "take_all": workspace.take_all,
+    "aligned_row": aligned_row,
+    "counters": tickets.counters,
+    "current": lambda: gpus.current(),
+    "on": torch.cuda.device,
+}
+
+
+class Plan:
+    """What a call needs once its arguments were checked. `run` launches it.
+
+    Attributes:
+        op: the operator's name, for messages.
+        shape: of its text; `constants`: what the text calls by name.
+        serving: finds the function for another number of rows.
+        extents, out_extents, apart: see `plan.check_apart`.
+        aligned: arguments that begin at multiples of 16 bytes.
+        look: checks what no metadata tells of arguments at addresses that were not seen before.
+    """
+
+    def __init__(
+        self, op: str, shape: Shape, constants: Mapping[str, Any], serving: Any, extents: tuple[int, ...],
+        out_extents: tuple[int, ...], look: Callable[..., None], aligned: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self.op, self.shape, self.serving, self.look = op, shape, serving, look
+        self.extents, self.out_extents, self.aligned = extents, out_extents, aligned
+        self.apart: set[tuple[int, ...]] = set()
+        self.constants = dict(constants)
+        names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
+        self.run = names["run"] = FunctionType(_code(shape), names, "run", (None,) * len(shape.takes))
+
+    def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
+        """Of addresses that were not seen before: all are memory, and no output overlaps an argument."""
+        self.look(self.op, outs, **read)
+        check_apart(self, at, outs, read, self.aligned)
+

@@ -1,0 +1,327 @@
+"""What a trained MLP is made of: its forward, which keeps the preactivation, and its data gradients.
+
+In 16 bits they serve plans of autograd alone (`backward.planned_mlp`). Those in MXFP8 are operators as well, of torch's
+too, so that a trace sees each as one, but no part of the public interface: they take the weights that are trained, in
+16 bits or float32, and prepare them themselves: forward folds rows, backward folds columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import recipes
+from ..activations import kernel_params
+from ..call import Call
+from ..changed import changed
+from ..front import operator
+from ..launch import Made
+from ..mxfp8 import mlp_reference, prepared
+from ..mxfp8.layout import DATA_DTYPE, scale_bytes
+from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
+from ..problem import Problem
+from ..recipes import Recipe
+from ..signature import (
+    check_activation,
+    check_flag,
+    check_groups,
+    check_indices,
+    check_out,
+    check_params,
+    check_rows_like,
+    check_scale,
+    check_x,
+    intermediate_width,
+    mismatch,
+)
+from .grouped_dglu import partials_shape
+from .grouped_mlp import GroupedMlpCall
+from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
+from .grouped_wgrad import GroupedWgradCall
+from .rows import take_rows
+
+PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
+
+
+class DataGradients(NamedTuple):
+    """What a backward makes beside weight gradients; dx and d_row_scale where they are wanted."""
+
+    dpreact: Tensor
+    act: Tensor
+    dx: Tensor | None = None
+    d_row_scale: Tensor | None = None
+
+
+def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Prepared, Prepared]:
+    """Weights as forward reads them. `trained`: whether one is; see `PreparedWeights.get`."""
+    get = prepared.PREPARED.get
+    return get(FOLDED_ROWS, w1, None, trained), get(FOLDED_ROWS, w2, None, trained)
+
+
+def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Prepared]:
+    """Weights as data gradients read them; w1 is None where dx is not wanted."""
+    get = prepared.PREPARED.get
+    return None if w1 is None else get(FOLDED_COLUMNS, w1, None, trained), get(FOLDED_COLUMNS, w2, None, trained)
+
+
+_FOLDED = {
+    "w1": "folded_w1.data", "w1_scale": "folded_w1.scale.data_ptr()",
+    "w2": "folded_w2.data", "w2_scale": "folded_w2.scale.data_ptr()",
+}  # fmt: skip
+
+
+class KeepsPreact(Call):
+    """Of a forward: h is a result as well."""
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "preact_width": problem.w1_rows}
+
+
+class FoldsRows(KeepsPreact):
+    """The same in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
+
+    tabled = ()  # a launch looks prepared weights up
+    x_scale = w1_scale = w2_scale = dtype = None
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "trained": self.trained, "folded_rows": folded_rows}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        return ("folded_w1, folded_w2 = folded_rows(w1, w2, trained)",)
+
+    def texts(self, problem: Problem) -> dict[str, str]:
+        return _FOLDED
+
+
+@functools.cache
+def forward_kind(kind: type[Call]) -> type[Call]:
+    """Calls like those of an MLP or a layer, which keep h."""
+    how = FoldsRows if issubclass(kind, Mxfp8MlpCall) else KeepsPreact
+    made: type[Call] = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
+    made.declare(kind.names)
+    return made
+
+
+class Mxfp8ForwardCall(FoldsRows, Mxfp8MlpCall):
+    """The result and h."""
+
+    torch_op = "grouped_mlp_mxfp8_preact"
+    torch_results = {"": ("(Tensor, Tensor)", {})}
+    makes = (*Mxfp8MlpCall.makes, PREACT)
+    recompute = False
+
+    def assembled(self, returned: Any) -> Any:
+        return returned if self.out is None else (self.out, returned)
+
+    def check(self) -> Problem:
+        return changed(super().check(), save_preact=True)
+
+    def results(self, problem: Problem) -> Any:
+        out = super().results(problem) if self.out is None else self.out
+        return out, self.x.new_empty(problem.rows, problem.w1_rows)
+
+    def prepared(self) -> Any:
+        return super(Mxfp8MlpCall, self).prepared()
+
+    def reference(self, problem: Problem) -> Any:
+        out, preact = self.results(problem)
+        form = (self.activation, self.glu_layout, self.params)
+        weights = folded_rows(self.w1, self.w2, self.trained)
+        mlp_reference.grouped_mlp(
+            recipes.RECIPES[self.recipe], self.taken(), weights, self.host_ends(), (self.b1, self.b2),
+            self.row_scale, form, out, preact,
+        )  # fmt: skip
+        return out, preact
+
+
+@operator(Mxfp8ForwardCall)
+def forward(
+    x: Tensor, w1: Any, w2: Any, *, offs: Any = None, splits: Any = None, row_scale: Tensor | None = None,
+    b1: Any = None, b2: Any = None, activation: str, glu_layout: str, limit: float, alpha: float, offset: float,
+    recipe: str, trained: bool, rows: Tensor | None = None, out: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """(y, h), y in `out` where that is given. `trained`: whether a weight is; see `PreparedWeights.get`."""
+    raise NotImplementedError  # `front` writes the body
+
+
+class GradientsCall(Call):
+    """Data gradients in 16 bits. `out`: where dx goes; where `input_grad` is not set, there is none."""
+
+    op = "grouped_mlp_backward"
+    sources = {"scale": "row_scale"}
+    result = DataGradients
+    makes: tuple[Made, ...] = (
+        Made("dpreact", "dpreact", ("num_rows", "preact_width")),
+        Made("act", "act", ("num_rows", "width")),
+        Made("out", "dx", ("num_rows", "hidden")),
+        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale"),
+    )
+
+    row_of: Any = None
+
+    @property
+    def wants_d_row_scale(self) -> bool:
+        return self.row_scale is not None and self.row_scale_grad
+
+    def made(self) -> tuple[Made, ...]:
+        dpreact, act, dx, d_row_scale = self.makes
+        dx_of = (dx,)
+        if self.row_of is not None:  # rows, and the sums of a token's
+            dx_of = dx._replace(name="dx", returned=False), Made("out", "dx_tokens", ("tokens", "hidden"))
+        return dpreact, act, *(dx_of if self.input_grad else ()), *((d_row_scale,) if self.wants_d_row_scale else ())
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        return {"partials": "matrix"} if self.wants_d_row_scale and problem.rows else {}
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        params = kernel_params(self.activation, self.glu_layout, self.params)._asdict()
+        widths = {"width": problem.intermediate, "preact_width": problem.w1_rows, "hidden": problem.out_features}
+        names = [made.name for made in self.made() if made.returned]
+        return {**widths, **params, "result": _gathered(*names)}
+
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        dpreact = (problem.rows, problem.w1_rows)
+        shapes = {"dy8": (self.dy.shape[0], problem.in_features), "dpreact8": dpreact}
+        memory: list[Any] = []
+        for name, kind in self.scratch_of(problem).items():
+            if name == "partials":
+                memory.append((partials_shape(problem.rows, problem.intermediate), torch.float32))
+            else:
+                shape = shapes[name.removesuffix("_scale")]
+                memory.append(scale_bytes(shape) if kind == "bytes" else (shape, DATA_DTYPE))
+        tokens, k = (0, 0) if self.row_of is None else self.row_of.shape
+        return {"memory": memory, "tokens": tokens, "k": k}
+
+
+@functools.cache
+def _gathered(*names: str) -> Any:
+    """What makes DataGradients of some of them, in their order."""
+    fields = ["dx" if name == "out" else name for name in names]
+    return lambda *values: DataGradients(**dict(zip(fields, values, strict=True)))
+
+
+class Mxfp8GradientsCall(GradientsCall):
+    """The same in MXFP8."""
+
+    torch_op = "grouped_mlp_mxfp8_backward"
+    torch_results = {"": ("Tensor[]", {})}
+    torch_types = {"w1": "Tensor[]?"}
+    tabled = ()
+    w1_scale = w2_scale = None  # weights are not in MXFP8
+
+    def check(self) -> Problem:
+        recipe = recipes.find(self.op, self.recipe)
+        _, columns = check_x(self.op, self.dy)
+        check_indices(self.op, self.rows, self.dy, of="dy")
+        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
+        check_activation(self.op, self.activation, self.glu_layout)
+        check_params(self.op, self.params)
+        for name in ("trained", "input_grad", "row_scale_grad"):
+            check_flag(self.op, name, getattr(self, name))
+        width_of_h = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
+        width = intermediate_width(self.op, "preact", width_of_h, self.activation, self.glu_layout)
+        experts, *_ = shape = check_weight(self, "w2", "E H I", recipe)
+        if shape != (experts, columns, width):
+            mismatch(self.op, "w2", shape, (experts, columns, width), "dy and preact have that many columns")
+        hidden = self._check_w1(recipe, experts, width_of_h) if self.input_grad else 0
+        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
+        check_scale(self.op, "row_scale", self.row_scale, like)
+        check_out(self.op, "out", self.out, like, hidden)
+        return Problem(
+            op="grouped_dglu",
+            dtype=str(self.dy.dtype).removeprefix("torch."),
+            rows=rows,
+            experts=experts,
+            in_features=columns,
+            intermediate=width,
+            out_features=hidden,
+            activation=self.activation,
+            glu_layout=self.glu_layout,
+            operands=recipe.operands,
+        )
+
+    def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
+        """The columns of dx."""
+        shape = check_weight(self, "w1", "E 2I H", recipe)
+        if shape[:2] != (experts, rows):
+            mismatch(self.op, "w1", shape, (experts, rows, shape[2]), "preact has that many columns")
+        return shape[2]
+
+    def assembled(self, returned: Any) -> DataGradients:
+        dpreact, act, *others = returned
+        dx = self.out
+        if self.input_grad and dx is None:
+            dx = others.pop(0)
+        return DataGradients(dpreact, act, dx, others[0] if others else None)
+
+    def results(self, problem: Problem) -> DataGradients:
+        rows, dx = problem.rows, self.out
+        if self.input_grad:
+            dx = self.dy.new_zeros(rows, problem.out_features) if dx is None else dx.zero_()
+        d_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None  # type: ignore[arg-type]
+        dpreact, act = (self.dy.new_empty(rows, width) for width in (problem.w1_rows, problem.intermediate))
+        return DataGradients(dpreact, act, dx, d_scale)
+
+    def reference(self, problem: Problem) -> DataGradients:
+        results = self.results(problem)
+        w1, w2 = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
+        form = (self.activation, self.glu_layout, self.params)
+        dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
+        mlp_reference.data_gradients(
+            recipes.RECIPES[self.recipe], dy, (w1, w2), self.preact, self.host_ends(), self.row_scale, form,
+            *results,
+        )  # fmt: skip
+        return results
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        """dy and the gradient of h in MXFP8, and partial sums of d_row_scale."""
+        names = ["dy8", *(["dpreact8"] if self.input_grad else [])]
+        quantised = {key: kind for name in names for key, kind in ((name, "matrix"), (f"{name}_scale", "bytes"))}
+        return {**quantised, **super().scratch_of(problem)}
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "trained": self.trained, "folded_columns": folded_columns}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        w1 = "w1" if self.input_grad else "None"
+        return (f"folded_w1, folded_w2 = folded_columns({w1}, w2, trained)",)
+
+    def texts(self, problem: Problem) -> dict[str, str]:
+        return _FOLDED
+
+
+class WeightGradientCall(GroupedWgradCall):
+    """A weight's, of which an MLP has two by one kernel. `n`, `k`: its sizes."""
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "n": self.n, "k": self.k}
+
+
+_OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")
+_OPTIONS = ("activation", "glu_layout", "limit", "alpha", "offset", "row_scale_grad", "input_grad")
+GradientsCall.declare((*_OF_ROWS, *_OPTIONS, "out"))
+WeightGradientCall.declare(GroupedWgradCall.names)
+
+
+class Mxfp8TokenGradientsCall(Mxfp8GradientsCall):
+    """The same, dx of tokens."""
+
+
+@operator(Mxfp8GradientsCall)
+def backward(
+    dy: Tensor, w1: Any, w2: Any, preact: Tensor, *, offs: Any = None, splits: Any = None,
+    row_scale: Tensor | None = None, activation: str, glu_layout: str, limit: float, alpha: float, offset: float,
+    recipe: str, trained: bool, input_grad: bool, row_scale_grad: bool, rows: Tensor | None = None,
+    out: Tensor | None = None,
+) -> DataGradients:  # fmt: skip
+    """All but weights' and biases' gradients, dx in `out` where that is given. `preact`: as forward returned it.
+
+    `w1`: None will do without input_grad. `rows`: as of `grouped_dglu`, of dy; dx has these rows.
+    """
+    raise NotImplementedError  # `front` writes the body
+
+
+Mxfp8TokenGradientsCall.declare((*_OF_ROWS, *_OPTIONS, "out"))
