@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import torch_arguments
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
 from support.gradients import INPUTS, check_gradients, leaves
@@ -638,10 +639,8 @@ class TestCompile:
 def test_the_registered_operator_is_differentiable(name: str) -> None:
     c = small()
     given, want = leaves(c, (name,)), leaves(c, (name,))
-    form = ("swiglu", "concat", 7.0, 1.702, 1.0)
-    torch.ops.glulam.grouped_mlp(
-        given["x"], [given["w1"]], [given["w2"]], c.offs, None, None, None, None, None, *form, "bf16", False, False
-    ).sum().backward()
+    lists = {"x": given["x"], "w1": [given["w1"]], "w2": [given["w2"]], "offs": c.offs}
+    torch.ops.glulam.grouped_mlp(*torch_arguments("grouped_mlp", **lists)).sum().backward()
     glulam.grouped_mlp(want["x"], want["w1"], want["w2"], offs=c.offs).sum().backward()
     assert_same(grads(given), grads(want))
 

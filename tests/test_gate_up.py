@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import check_glu, check_mlp, check_mm
+from support.checks import check_glu, check_mlp, check_mm, torch_arguments
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
 from support.gradients import INPUTS, check_gradients, leaves
@@ -324,11 +324,9 @@ class TestTraces:
     @torch.no_grad()
     def test_opcheck(self) -> None:
         c = make_case([5, 0, 17], HIDDEN, INTER)
-        form = ("swiglu", "concat", 7.0, 1.702, 1.0)
         halves = list(apart(c.w1))
-        torch.library.opcheck(
-            torch.ops.glulam.grouped_mlp.default,
-            (c.x, halves, [c.w2], c.offs, None, None, None, None, *form, "bf16", False, None, False),
-        )
+        mlp = torch_arguments("grouped_mlp", x=c.x, w1=halves, w2=[c.w2], offs=c.offs)
+        torch.library.opcheck(torch.ops.glulam.grouped_mlp.default, mlp)
         h = torch.randn(c.x.shape[0], 2 * INTER).to(BF16)
-        torch.library.opcheck(torch.ops.glulam.grouped_mm.default, (h, halves, c.offs, None, None, None, True, None))
+        mm = torch_arguments("grouped_mm", x=h, w=halves, offs=c.offs, transpose_w=True)
+        torch.library.opcheck(torch.ops.glulam.grouped_mm.default, mm)

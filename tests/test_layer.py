@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import routes as oracle
+from support.checks import torch_arguments
 from support.fake_gpu import FakeGpu
 from support.routes import RULES, check_rows, options_of, some_logits
 from torch import Tensor
@@ -783,9 +784,10 @@ class TestMoe:
         """Of moe by a recipe that quantises: its operator of torch's."""
         x, w1, w2 = (t.requires_grad_() for t in self.layer(BF16)[:3])
         made = Routing.from_topk(torch.randint(-1, 6, (20, 3)), torch.rand(20, 3), 6)
-        form = ("swiglu", "concat", 7.0, 1.702, 1.0, "mxfp8", False, None)
-        groups, rows = (made.offs, None), (made.token_of_row, made.row_of, torch.randn_like(x), made.weight_of_row)
-        given = (x, None, [w1], None, [w2], None, *groups, *rows, None, None, *form)
+        given = torch_arguments(
+            "moe_mxfp8", x=x, w1=[w1], w2=[w2], offs=made.offs, rows=made.token_of_row, row_of=made.row_of,
+            residual=torch.randn_like(x), row_scale=made.weight_of_row, recipe="mxfp8",
+        )  # fmt: skip
         # Its fourth test compares inputs by torch.allclose, which knows no E8M0.
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(torch.ops.glulam.moe_mxfp8.default, given, test_utils=tests)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import torch_arguments
 from support.criterion import same_bits
 from support.inputs import Case, gradient, make_case, preactivation
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -154,42 +155,30 @@ def indices(c: Case) -> torch.Tensor:
     return torch.arange(c.x.shape[0], dtype=torch.int32, device=c.x.device).flip(0)
 
 
-def arguments_of(name: str, c: Case) -> tuple[Any, ...]:
-    """Positional arguments of torch.ops.glulam.`name`, without `out`."""
-    form = ("swiglu", "concat", 7.0, 1.702, 1.0)
+def arguments_of(name: str, c: Case) -> dict[str, Any]:
+    """Of torch.ops.glulam.`name`, without `out`."""
+    dy, preact = gradient(c), preactivation(c)
     return {
-        "grouped_mm": (c.x, [c.w1], c.offs, None, [c.b1], c.row_scale, False, indices(c)),
-        "grouped_glu": (c.x, list(c.w1), None, c.splits(), None, c.row_scale, *form, indices(c), False),
-        "grouped_glu_preact": (c.x, [c.w1.mT.contiguous()], c.offs, None, list(c.b1), None, *form, None, True),
-        "grouped_dglu": (gradient(c), [c.w2], preactivation(c), c.offs, None, c.row_scale, *form, None, False),
-        "grouped_dglu_scale": (
-            gradient(c),
-            list(c.w2.mT.contiguous()),
-            preactivation(c),
-            None,
-            c.splits(),
-            c.row_scale,
-            *form,
-            indices(c),
-            True,
-        ),
-        "grouped_wgrad": (gradient(c), c.x, c.offs, None, indices(c), None, torch.float32),
-        "grouped_mlp": (
-            c.x,
-            [c.w1],
-            list(c.w2),
-            c.offs,
-            None,
-            c.row_scale,
-            [c.b1],
-            None,
-            *form,
-            "bf16",
-            False,
-            indices(c),
-            False,
-        ),  # fmt: skip
-    }[name]
+        "grouped_mm": {
+            "x": c.x, "w": [c.w1], "offs": c.offs, "bias": [c.b1], "bias_scale": c.row_scale, "rows": indices(c)
+        },
+        "grouped_glu": {
+            "x": c.x, "w1": list(c.w1), "splits": c.splits(), "row_scale": c.row_scale, "rows": indices(c)
+        },
+        "grouped_glu_preact": {
+            "x": c.x, "w1": [c.w1.mT.contiguous()], "offs": c.offs, "bias": list(c.b1), "transpose_w": True
+        },
+        "grouped_dglu": {"dy": dy, "w2": [c.w2], "preact": preact, "offs": c.offs, "row_scale": c.row_scale},
+        "grouped_dglu_scale": {
+            "dy": dy, "w2": list(c.w2.mT.contiguous()), "preact": preact, "splits": c.splits(),
+            "row_scale": c.row_scale, "rows": indices(c), "transpose_w": True,
+        },
+        "grouped_wgrad": {"dy": dy, "x": c.x, "offs": c.offs, "dy_rows": indices(c), "out_dtype": torch.float32},
+        "grouped_mlp": {
+            "x": c.x, "w1": [c.w1], "w2": list(c.w2), "offs": c.offs, "row_scale": c.row_scale, "b1": [c.b1],
+            "rows": indices(c),
+        },
+    }[name]  # fmt: skip
 
 
 OPS = ("grouped_mm", "grouped_glu", "grouped_glu_preact", "grouped_mlp")
@@ -203,11 +192,11 @@ def test_opcheck(name: str, has_out: bool) -> None:
     """Without a tail: opcheck compares whole results, and those are uninitialised there."""
     c = make_case(SIZES, HIDDEN, INTER)
     arguments = arguments_of(name, c)
-    operator = getattr(torch.ops.glulam, name + "_out" if has_out else name)
     if has_out:
         width = {"grouped_mm": 2 * INTER, "grouped_mlp": HIDDEN}.get(name, INTER)
-        arguments += (torch.zeros(c.x.shape[0], width, dtype=c.x.dtype),)
-    torch.library.opcheck(operator.default, arguments)
+        arguments["out"] = torch.zeros(c.x.shape[0], width, dtype=c.x.dtype)
+        name += "_out"
+    torch.library.opcheck(getattr(torch.ops.glulam, name).default, torch_arguments(name, **arguments))
 
 
 def converted(c: Case, convert: Callable[[torch.Tensor], torch.Tensor]) -> Case:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import mxfp8_gradients as oracle
+from support.checks import torch_arguments
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
 from support.gradients import INPUTS, leaves
@@ -492,15 +493,18 @@ class TestTraces:
 
     def test_opcheck(self) -> None:
         c = make_case(SIZES, HIDDEN, INTER)
-        form = ("swiglu", "concat", 7.0, 1.702, 1.0)
-        ops = torch.ops.glulam
-        given = (c.x, [c.w1], list(c.w2), c.offs, None, c.row_scale, [c.b1], None, *form, "mxfp8", True, None)
+        ops, same = torch.ops.glulam, {"offs": c.offs, "row_scale": c.row_scale, "recipe": "mxfp8", "trained": True}
+        forward = {"x": c.x, "w1": [c.w1], "w2": list(c.w2), "b1": [c.b1], **same}
+        given, name = torch_arguments("grouped_mlp_mxfp8_preact", **forward), "grouped_mlp_mxfp8_preact_out"
         torch.library.opcheck(ops.grouped_mlp_mxfp8_preact.default, given)
-        torch.library.opcheck(ops.grouped_mlp_mxfp8_preact_out.default, (*given, torch.zeros_like(c.x)))
+        into = torch_arguments(name, **forward, out=torch.zeros_like(c.x))
+        torch.library.opcheck(ops.grouped_mlp_mxfp8_preact_out.default, into)
         _, h = ops.grouped_mlp_mxfp8_preact(*given)
-        for w1, flags in (([c.w1], (True, True)), (None, (False, True)), ([c.w1], (True, False))):
-            rest = (c.offs, None, c.row_scale, *form, "mxfp8", True, *flags, None)
-            torch.library.opcheck(ops.grouped_mlp_mxfp8_backward.default, (gradient(c), w1, [c.w2], h, *rest))
+        for w1, for_x, for_scale in (([c.w1], True, True), (None, False, True), ([c.w1], True, False)):
+            flags = {"input_grad": for_x, "row_scale_grad": for_scale}
+            backward = {"dy": gradient(c), "w1": w1, "w2": [c.w2], "preact": h, **same, **flags}
+            given = torch_arguments("grouped_mlp_mxfp8_backward", **backward)
+            torch.library.opcheck(ops.grouped_mlp_mxfp8_backward.default, given)
 
     def test_checkpoints(self, place: str) -> None:
         c, given, same = case(), leaves(case()), leaves(case())

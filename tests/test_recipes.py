@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import mxfp8_mlp as oracle
+from support.checks import torch_arguments
 from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
 from support.inputs import Case, make_case, poisoned
@@ -545,23 +546,22 @@ class TestTraces:
     def test_opcheck(self, has_out: bool) -> None:
         c = make_case(SIZES, HIDDEN, INTER)
         w1, w2 = weights_of(c, "mxfp8")
-        form = ("swiglu", "concat", 7.0, 1.702, 1.0)
-        given = (c.x, None, [w1.data], w1.scale, [w2.data], w2.scale, c.offs, None, c.row_scale, [c.b1], None)
-        operator = torch.ops.glulam.grouped_mlp_mxfp8_out if has_out else torch.ops.glulam.grouped_mlp_mxfp8
-        out = (torch.zeros_like(c.x),) if has_out else ()
+        name = "grouped_mlp_mxfp8_out" if has_out else "grouped_mlp_mxfp8"
+        operator = getattr(torch.ops.glulam, name).default
+        out = {"out": torch.zeros_like(c.x)} if has_out else {}
+        same = {"x": c.x, "offs": c.offs, "row_scale": c.row_scale, "b1": [c.b1], "recipe": "mxfp8", **out}
+        scales = {"w1_scale": w1.scale, "w2_scale": w2.scale}
+        given = torch_arguments(name, **same, **scales, w1=[w1.data], w2=[w2.data])
         # Its fourth test compares inputs by torch.allclose, which knows no E4M3.
         tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, None, *out), test_utils=tests)
-        given = (c.x, None, [c.w1], None, [c.w2], None, *given[6:])
-        torch.library.opcheck(operator.default, (*given, *form, "mxfp8", False, None, None, *out))
+        torch.library.opcheck(operator, given, test_utils=tests)
+        torch.library.opcheck(operator, torch_arguments(name, **same, w1=[c.w1], w2=[c.w2]))
 
     def test_the_16_bit_operator_refuses_other_recipes(self) -> None:
         c = case()
-        form = ("swiglu", "concat", 7.0, 1.702, 1.0)
+        given = {"x": c.x, "w1": [c.w1], "w2": [c.w2], "offs": c.offs, "recipe": "mxfp8"}
         with pytest.raises(ValueError, match="recipe is 'mxfp8'; choose one of bf16"):
-            torch.ops.glulam.grouped_mlp(
-                c.x, [c.w1], [c.w2], c.offs, None, None, None, None, *form, "mxfp8", False, None, False
-            )
+            torch.ops.glulam.grouped_mlp(*torch_arguments("grouped_mlp", **given))
 
 
 class TestExplain:

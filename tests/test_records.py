@@ -75,15 +75,15 @@ def described(problem: Problem, spec: Spec) -> dict[str, Any]:
     points = tuple(tuned.Point(rows, spec.name, shipped.name, 2.0, us) for rows in (1.0, 16.0))
     layer = tuned.Layer(tuned.question(problem), {spec.name: spec}, points)
     section = tuned.Section(tuned.stamp_of(GPU), {tuned.key_of(layer.problem): layer})
-    return json.loads(tuned.text([section]))  # type: ignore[no-any-return]
+    return json.loads(tuned.text([section]))
 
 
 def layer_of(data: dict[str, Any]) -> dict[str, Any]:
-    return data["sections"][0]["layers"][0]  # type: ignore[no-any-return]
+    return data["sections"][0]["layers"][0]
 
 
 def point_of(data: dict[str, Any]) -> dict[str, Any]:
-    return layer_of(data)["points"][0]  # type: ignore[no-any-return]
+    return layer_of(data)["points"][0]
 
 
 def chosen_with_one_line(problem: Problem, match: str) -> Spec:

@@ -22,7 +22,7 @@ from .arguments import BIASES, GROUPS, MATRICES, OF_TOKENS, PER_ROW, TENSORS, VE
 from .changed import changed
 from .experts import ExpertList, GateUp
 from .launch import Made, Plan, Shape
-from .plan import ENV_CHECK, Launch, checking, launch_nothing
+from .plan import ENV_CHECK, checking, launch_nothing
 from .plans import Plans, described, unplanned
 from .problem import Problem
 from .signature import (
@@ -58,11 +58,11 @@ class Call:
 
     op: ClassVar[str]
     sources: ClassVar[dict[str, str]] = {}
-    makes: ClassVar[tuple[Made, ...]] = ()
+    makes: tuple[Made, ...] = ()
     scratch: ClassVar[dict[str, str]] = {}
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     gradients: ClassVar[tuple[str, ...]] = ()
-    tabled: ClassVar[tuple[str, ...] | None] = None
+    tabled: tuple[str, ...] | None = None
     differentiable: ClassVar[bool] = False
     data_path: ClassVar[Any] = None
     result: ClassVar[Callable[..., Any] | None] = None  # makes one of several results
@@ -92,7 +92,7 @@ class Call:
     operator: ClassVar[Callable[..., Any]]
     with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # arguments
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -124,11 +124,6 @@ class Call:
         lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
         cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
         cls.plans = Plans() if plans is None else plans
-
-    @classmethod
-    def aligned(cls) -> tuple[str, ...]:
-        """Arguments of which kernels read whole 16 bytes."""
-        return (*cls.matrices, *cls.weights, *cls.outputs)
 
     def check(self) -> Problem:
         """The problem, from metadata alone. Raises ValueError or TypeError."""
@@ -203,7 +198,8 @@ class Call:
     @property
     def num_rows(self) -> int:
         """T, which a trace may have as a symbol."""
-        return (self.lead if self.indices is None else self.indices).shape[0]
+        shape = (self.lead if self.indices is None else self.indices).shape
+        return shape[0] if shape else 0  # a scalar, which checks refuse
 
     @property
     def groups(self) -> Any:
@@ -234,6 +230,12 @@ class Call:
         """Tensors that may be absent: for short, all but the first."""
         names = [name for name in cls.given[1:] if name not in ("groups", *GROUPS)]
         return (*names, *[name for name in GROUPS if name in cls.names])
+
+    def judge(self) -> None:
+        """Called where a launch failed: raises ValueError or TypeError where that is an argument's fault."""
+        self.check_plain()
+        self.check()
+        self.check_addresses()
 
     def answer(self, key: Hashable, known: dict[str, Any]) -> Any:
         """The result of a call for which the front found no plan.
@@ -294,23 +296,6 @@ class Call:
         known = plans.settled(key, (rows,))
         return None if known is None else (changed(known[0], rows=rows), known[1])
 
-    def resized(self, like: Any, rows: int, reads: tuple[str, ...] | None = None, **sizes: Any) -> Any:
-        """A training plan like another one, for a problem with so many rows. `sizes`: of its own fields; `reads`: as of
-        `launch`."""
-        function, draws_tickets = like.serving.at(rows)[:2]
-        rowwise, names = self.rowwise, self.reads if reads is None else reads
-        extents = zip(names, like.extents, strict=True)
-        return changed(
-            like,
-            apart=set(),
-            function=function,
-            draws_tickets=draws_tickets,
-            rows=rows,
-            extents=tuple([_extent(getattr(self, name)) if name in rowwise else size for name, size in extents]),
-            out_extents=self._out_extents() if like.out_extents else (),
-            **sizes,
-        )
-
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
         """Let `settled` know this call, which was checked, and its plan."""
         if problem.rows > 1:
@@ -362,7 +347,11 @@ class Call:
         return ready.run(plan)
 
     def run(self, plan: Any) -> Any:
-        return plan.run(*[getattr(self, name) for name in self.given])
+        try:
+            return plan.run(*[getattr(self, name) for name in self.given])
+        except Exception:
+            self.judge()
+            raise
 
     def plan(self, problem: Problem, checked: bool = True) -> Plan:
         """The plan of a problem, which is this call's. `checked`: see `launch.Shape`."""
@@ -379,7 +368,11 @@ class Call:
             **self._constants_of_rows(problem, serving),
         }
         shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
-        return Plan(self.op, shape, constants, serving, self._read_extents(), self._out_extents(), self.look, self.aligned())
+        return self._plan(shape, constants, serving)
+
+    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any) -> Plan:
+        extents = self._read_extents(), self._out_extents()
+        return Plan(self.op, shape, constants, serving, *extents, self.look)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         served = serving.at(problem.rows)
@@ -397,8 +390,7 @@ class Call:
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
-        extents, outs = self._read_extents(), self._out_extents()
-        return Plan(self.op, like.shape, constants, like.serving, extents, outs, self.look, self.aligned())
+        return self._plan(like.shape, constants, like.serving)
 
     def _present(self) -> list[str]:
         """What is there of what is given."""
@@ -436,7 +428,7 @@ class Call:
             before=self.before(problem),
             checked=checked,
             single_gpu=gpus.is_only_one(),
-            aligned=problem.rows == 1 or self.indices is not None,
+            aligned=checked and (problem.rows == 1 or self.indices is not None),
             result="result" if "result" in constants else "",
         )
 
@@ -460,7 +452,7 @@ class Call:
     def check_addresses(self) -> None:
         """Alignment, on a GPU, and an output that shares no memory with an input."""
         if runs_kernels(self.lead):
-            for name in self.aligned():
+            for name in (*self.matrices, *self.weights, *self.outputs):
                 for label, tensor in tensors_of(name, getattr(self, name)):
                     check_alignment(self.op, label, tensor)
         written = self.written()
@@ -496,33 +488,8 @@ class Call:
             changes["splits"] = groups.on_device(self.op, self.splits, self.num_rows, self.lead.device)
         return changed(self, **changes) if changes else self
 
-    def launch(self, problem: Problem, reads: tuple[str, ...] | None = None) -> Launch:
-        """The kernel that serves a problem, which is this call's or a part of it, and the constants of its calls.
-
-        `reads`: where a plan looks at the addresses of other arguments.
-        """
-        lead, index = self.lead, self.lead.get_device()
-        serving = kernels.serving(problem, gpus.gpu(index))
-        served = serving.at(problem.rows)
-        return Launch(
-            op=self.op,
-            device=lead.device,
-            index=index,
-            only=gpus.is_only_one(),
-            dtype=lead.dtype,
-            group_form=groups.form(self.groups, is_offs=self.splits is None),
-            experts=problem.experts,
-            sm_count=gpus.gpu(index).sm_count,
-            serving=serving,
-            function=served.function if problem.rows else launch_nothing,
-            draws_tickets=served.draws_tickets,
-            rows=problem.rows,
-            extents=self.extents(self.reads if reads is None else reads),
-            out_extents=self._out_extents(),
-        )
-
     def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """The bytes that arguments reach over, as of `Launch.extents`; 0 of one that the operator has not."""
+        """The bytes that arguments reach over, as of `plan.check_apart`; 0 of one that is absent."""
         return tuple(_extent(getattr(self, name, None)) for name in names)
 
     def _out_extents(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from .mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
-from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
+from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 from .problem import Problem
@@ -90,7 +90,8 @@ def explain(
     arguments = dict(bound.arguments)
     recipe = recipes.find(name, arguments.get("recipe", recipes.BF16))
     if recipe is not recipes.BF16:
-        call_type, arguments = Mxfp8MlpCall, flat_arguments(**{**arguments, "recipe": recipe})
+        call_type = Mxfp8MlpCall
+        flatten(recipe, name, arguments)
     elif "recipe" in arguments:
         arguments["recipe"] = recipe.name
     lead = arguments[leading(name)]

@@ -17,7 +17,7 @@ import torch
 from . import arguments as known_arguments
 from . import experts
 from .call import Call
-from .launch import wrapped
+from .launch import indented, wrapped
 from .plans import Plans, unplanned
 from .signature import any_requires_grad
 
@@ -39,14 +39,14 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
     """Arguments that may be lists of experts, of which a table is kept, with the kind of table."""
     weights = kind.weights if kind.tabled is None else kind.tabled
-    return {**dict.fromkeys(weights, "weight"), **dict.fromkeys(kind.biases, "bias"), **dict.fromkeys(kind.gradients, "gradient")}
+    of_kinds = {"weight": weights, "bias": kind.biases, "gradient": kind.gradients}
+    return {name: what for what, names in of_kinds.items() for name in names}
 
 
 def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") -> str:
     """The body of an operator's function, as Python."""
     lists = _kinds_of_lists(kind)
     prepared = {name: f"{name}_scale" for name in kind.weights if f"{name}_scale" in kind.given}
-    replaced = [*lists, *prepared.values()]
     renamed = {name: f"{name}_" for name in [*lists, *prepared, *prepared.values()]}
     given = [renamed.get(name, name) for name in kind.given]
     options = [
@@ -55,7 +55,7 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
     everything = [f"{name}={name}" for name in kind.names]
     lines: list[str] = []
     if unless:
-        lines += [f"if {unless}:", *_indented(wrapped("return otherwise(", everything, ")"))]
+        lines += [f"if {unless}:", *indented(wrapped("return otherwise(", everything, ")"))]
     lines += ["key = plan = None", *[f"{other} = {name}" for name, other in renamed.items()], "try:"]
     inner = ["groups = offs if splits is None else splits"] if "splits" in kind.names else []
     find = []
@@ -66,21 +66,22 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
         find.append(f"{name}_, {scale}_ = ready(recipe, {name}, {scale})")
     if prepared:  # what is trained is prepared by its plan
         trained = ", ".join(name for name in kind.given if name in known_arguments.TENSORS and name not in kind.outputs)
-        find = [f"if not (is_grad_enabled() and any_requires_grad({trained})):", *_indented(find)]
+        find = [f"if not (is_grad_enabled() and any_requires_grad({trained})):", *indented(find)]
     inner += find
     inner += wrapped("given = [t for t in (", given, ") if t is not None]")
-    inner += wrapped("options = (", options, ",)")
+    inner += wrapped("options = (", options, ")")
     inner.append("key, plan = look_up(given, options)")
-    lines += _indented(["if not unplanned():", *_indented(inner)])
-    lines += ["except Exception:", "    key = plan = None  # an argument without a tensor's metadata, which checks name"]
-    lines += ["if plan is not None:", *_indented(wrapped("return plan.run(", given, ")"))]
+    lines += indented(["if not unplanned():", *indented(inner)])
+    lines += [
+        "except Exception:",
+        "    key = plan = None  # an argument without a tensor's metadata, which checks name",
+    ]
+    run = ["try:", *indented(wrapped("return plan.run(", given, ")"))]
+    run += ["except Exception:", *indented(wrapped("kind(", everything, ").judge()")), "    raise"]
+    lines += ["if plan is not None:", *indented(run)]
     lines += wrapped("call = kind(", everything, ")")
     lines.append(f"return call.answer(key, {{{', '.join(f'{name!r}: {other}' for name, other in renamed.items())}}})")
-    return "\n".join([*wrapped(f"def {function.__name__}(", _parameters(function), "):"), *_indented(lines)])
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]
+    return "\n".join([*wrapped(f"def {function.__name__}(", _parameters(function), "):"), *indented(lines)])
 
 
 def operator(
@@ -106,7 +107,7 @@ def operator(
             "otherwise": otherwise,
         }
         # What the text calls is in a closure: torch.compile takes globals for a module's.
-        body = [f"def made({', '.join(names)}):", *_indented(text_of(kind, function, unless).split("\n"))]
+        body = [f"def made({', '.join(names)}):", *indented(text_of(kind, function, unless).split("\n"))]
         scope: dict[str, Any] = {"__name__": function.__module__}
         exec(compile("\n".join([*body, f"    return {function.__name__}"]), f"<{function.__name__}>", "exec"), scope)
         front = functools.update_wrapper(scope["made"](**names), function)

@@ -66,9 +66,7 @@ class Serving:
         spec = self._chooser.spec(rows)
         found = self._found.get(id(spec))
         if found is None:
-            found = self._found[id(spec)] = spec, Served(
-                find(spec).function, draws_tickets(spec), signature_of(spec)
-            )
+            found = self._found[id(spec)] = spec, Served(find(spec).function, draws_tickets(spec), signature_of(spec))
         return found[1]
 
 

@@ -8,7 +8,6 @@ signature: widths, the function, memory. `text_of` shows the lines.
 from __future__ import annotations
 
 import functools
-import textwrap
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ class Shape(NamedTuple):
 
     Attributes:
         takes: the tensor arguments of `run`; `present`: those that are not None.
-        lists: those that are ExpertLists; `halves`: GateUps; `loose`: lists of tensors, whose addresses nobody looks at.
+        lists: those that are ExpertLists; `halves`: GateUps; `loose`: lists of tensors, of which no address is taken.
         unpacks: the argument that is all that is made, as a list; empty where none is.
         arguments: of the function.
         sources: by the function's name of an argument, the operator's; `texts`: or the text of its value.
@@ -88,6 +87,7 @@ class _Values:
         self.shape = shape
         self.sources, self.texts, self.scratch = dict(shape.sources), dict(shape.texts), dict(shape.scratch)
         self.made = {made.kernel: made for made in shape.makes}
+        self.results = {made.name for made in shape.makes}
 
     def of(self, argument: Argument) -> str:
         name = argument.name
@@ -119,7 +119,7 @@ class _Values:
 
     def _given(self, argument: Argument) -> str:
         name = self._source(argument.name)
-        if name not in self.shape.present:
+        if name not in self.shape.present or name in self.results:  # a buffer is where what it is for is made
             if not argument.optional:
                 raise TypeError(f"nothing gives {argument.name}, which the function needs")
             return str(argument.absent)
@@ -143,8 +143,16 @@ def wrapped(begin: str, items: list[str], end: str) -> list[str]:
     """One statement, on a line or on several."""
     if len(begin) + len(", ".join(items)) + len(end) <= LINE:
         return [begin + ", ".join(items) + end]
-    inner = textwrap.wrap(", ".join(items) + ",", LINE - 4, break_long_words=False, break_on_hyphens=False)
-    return [begin, *(f"    {line}" for line in inner), end.removeprefix(",")]
+    lines = [""]
+    for item in items:
+        if len(lines[-1]) + len(item) + 2 > LINE - 4:
+            lines.append("")
+        lines[-1] += f"{' ' * bool(lines[-1])}{item},"
+    return [begin, *(f"    {line}" for line in lines), end]
+
+
+def indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,7 +166,7 @@ def text_of(shape: Shape) -> str:
         *call, f"return {shape.result}({returned})" if shape.result else f"return {returned}",
     ]  # fmt: skip
     takes = [f"{name}=None" for name in shape.takes]
-    return "\n".join([*wrapped("def run(", takes, "):"), *(f"    {line}" for line in lines)])
+    return "\n".join([*wrapped("def run(", takes, "):"), *indented(lines)])
 
 
 def _on_its_device(shape: Shape) -> list[str]:
@@ -178,8 +186,8 @@ def _looks(shape: Shape, call: str) -> list[str]:
     lines += [f"{name}_at = {name}.data_ptr()" for name in names]
     if shape.checked:
         looked_at = ["at", f"[{', '.join(outs)}]", *[f"{name}={name}" for name in read]]
-        lines += wrapped("at = (", [f"{name}_at" for name in names], ",)")
-        lines += ["if at not in apart:", *(f"    {line}" for line in wrapped("check_apart(", looked_at, ")"))]
+        lines += wrapped("at = (", [f"{name}_at" for name in names], ")" if len(names) > 1 else ",)")
+        lines += ["if at not in apart:", *indented(wrapped("check_apart(", looked_at, ")"))]
     return lines
 
 
@@ -189,7 +197,7 @@ def _makes(shape: Shape) -> list[str]:
     for made in shape.makes:
         if made.name not in shape.present:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
-            sizes = made.shape if isinstance(made.shape, str) else f"({', '.join(made.shape)},)"
+            sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")
     if shape.scratch:
         lines.append("".join(f"{name}_memory, " for name, _ in shape.scratch) + "= take_all(memory)")
@@ -219,16 +227,15 @@ class Plan:
         shape: of its text; `constants`: what the text calls by name.
         serving: finds the function for another number of rows.
         extents, out_extents, apart: see `plan.check_apart`.
-        aligned: arguments that begin at multiples of 16 bytes.
         look: checks what no metadata tells of arguments at addresses that were not seen before.
     """
 
     def __init__(
         self, op: str, shape: Shape, constants: Mapping[str, Any], serving: Any, extents: tuple[int, ...],
-        out_extents: tuple[int, ...], look: Callable[..., None], aligned: tuple[str, ...],
+        out_extents: tuple[int, ...], look: Callable[..., None],
     ) -> None:  # fmt: skip
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
-        self.extents, self.out_extents, self.aligned = extents, out_extents, aligned
+        self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()
         self.constants = dict(constants)
         names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
@@ -237,5 +244,4 @@ class Plan:
     def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
         """Of addresses that were not seen before: all are memory, and no output overlaps an argument."""
         self.look(self.op, outs, **read)
-        check_apart(self, at, outs, read, self.aligned)
-
+        check_apart(self, at, outs, read)

@@ -1,30 +1,19 @@
-"""Plans: what a call needs once its arguments were checked.
+"""What no metadata tells of a call: where its tensors lie.
 
-A plan serves calls of equal metadata (`plans`), which were checked once. What no metadata tells, the addresses, each
-call looks at (`Launch.apart`).
+A plan serves calls of equal metadata (`plans`), which were checked once. Addresses are looked at whenever they are new:
+allocators give the same ones again and again, and a look at a set takes 0.1 us, at all tensors 1 us and more.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import tickets
 from .experts import ExpertList, GateUp
-from .kernels import Serving
-from .signature import (
-    ALIGNMENT_ELEMENTS,
-    LOWEST_ADDRESS,
-    check_alignment,
-    check_no_overlap,
-    check_plain,
-    tensors_of,
-)
+from .signature import ALIGNMENT_ELEMENTS, LOWEST_ADDRESS, check_no_overlap, tensors_of
 
 ENV_CHECK = "GLULAM_CHECK"
 
@@ -72,86 +61,26 @@ def is_near(
     return near
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What every plan holds: the kernel's function and the constants of its call.
-
-    Attributes:
-        op: the operator's name, for messages.
-        function: takes tensors, addresses and numbers, as its signature lists them.
-        serving: finds the function for another number of rows.
-        index: of the device; `only`: the process sees no other GPU.
-        group_form: how to read group sizes (`groups.form`).
-        draws_tickets: whether the function's kernels do, and so take `tickets`.
-        sm_count: of the device, the size of the kernels' persistent grid.
-        rows: T.
-        extents: for each argument that is read, in the order of the call's `reads`, the bytes from its first element
-            to behind its last; 0 of one that is absent, empty or an ExpertList.
-        out_extents: the same of given outputs.
-        apart: addresses of calls, in the order of `extents` and then of given outputs, that were looked at: all are
-            memory, and no output overlaps anything. Allocators give the same ones again and again, and a look at the
-            set takes 0.1 us, at the extents 1 us and more.
-    """
-
-    op: str
-    function: Callable[..., Any]
-    device: torch.device
-    index: int
-    only: bool
-    dtype: torch.dtype
-    group_form: int
-    draws_tickets: bool
-    experts: int
-    sm_count: int
-    serving: Serving
-    rows: int
-    extents: tuple[int, ...]
-    out_extents: tuple[int, ...]
-    apart: set[tuple[int, ...]] = field(default_factory=set, kw_only=True)
-
-    def tickets(self) -> int:
-        """The address of the counters that the call's kernels draw tickets from, or 0."""
-        return tickets.counters(self.device, self.index)
-
-    def check_apart(self, at: tuple[int, ...], *out: Any, **read: Any) -> None:
-        """Of addresses `at` that are not in `apart`: all are memory, and no output overlaps an argument.
-
-        Args:
-            at: of what is read, in the order of `extents`, and of outputs, 0 for a new one; of an ExpertList its mark.
-            out: the outputs; None for a new one.
-            read: what is read, by the names that errors give it.
-
-        Raises:
-            FreedStorage, ValueError: they are not.
-        """
-        check_apart(self, at, [one for one in out if one is not None], read)
-
-
-def check_apart(
-    plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any], aligned: tuple[str, ...] = ()
-) -> None:
-    """As `Launch.check_apart`, of any plan with `op`, `extents`, `out_extents` and `apart`.
+def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
+    """Of addresses that a plan has not seen: all are memory, and no output overlaps an argument.
 
     Args:
-        out: given outputs.
-        aligned: names of what begins at multiples of 16 bytes.
+        plan: has `op`; `extents`, for each argument that is read the bytes from its first element to behind its last, 0
+            of one that is absent, empty or an ExpertList; `out_extents`, of given outputs; and `apart`, a set that
+            takes `at`.
+        at: addresses of what is read, in the order of `extents`, and of outputs; of an ExpertList its mark.
+        out: given outputs. read: by the names that errors give them.
+
+    Raises:
+        FreedStorage, ValueError: they are not.
     """
-    for name, value in (*read.items(), *(("out", one) for one in out)):
-        for label, tensor in tensors_of(name, value) if name in aligned else ():
-            check_alignment(plan.op, label, tensor)
     begins = at[: len(plan.extents)]
     lists = [value for value in read.values() if value.__class__ in SPREAD]
-    try:
-        is_near(plan.op, begins, plan.extents, lists=lists)
-        for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
-            begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
-            if is_near(plan.op, begins, plan.extents, begin, size, lists):
-                check_overlaps(plan.op, "out" if len(out) == 1 else f"out[{index}]", one, read)
-    except FreedStorage:
-        for name, value in (*read.items(), *(("out", one) for one in out)):
-            for label, tensor in tensors_of(name, value):
-                check_plain(plan.op, label, tensor)  # which names it
-        raise
+    is_near(plan.op, begins, plan.extents, lists=lists)
+    for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
+        begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
+        if is_near(plan.op, begins, plan.extents, begin, size, lists):
+            check_overlaps(plan.op, "out" if len(out) == 1 else f"out[{index}]", one, read)
     if len(plan.apart) >= MAX_APART:
         plan.apart.clear()
     plan.apart.add(at)
@@ -163,20 +92,6 @@ def check_overlaps(op: str, name: str, out: Any, read: Mapping[str, Any]) -> Non
         for other_name, other in read.items():
             for other_label, part in tensors_of(other_name, other):
                 check_no_overlap(op, label, tensor, other_label, part)
-
-
-def addresses(bias: Any) -> tuple[int, int, int]:
-    """A bias as the kernels take it: the address of a packed one and of a list's table, 0 for the other; and the number
-    that tells where it lies, as of `Launch.check_apart`."""
-    if bias.__class__ is ExpertList:
-        return 0, bias.address, bias.mark
-    at = 0 if bias is None else bias.data_ptr()
-    return at, 0, at
-
-
-def address(tensor: Tensor | None) -> int:
-    """0 for none."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def launch_nothing(*_: Any) -> None:

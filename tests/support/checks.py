@@ -7,9 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glulam import library
+
 from . import oracle
 from .criterion import assert_close
 from .inputs import Case
+
+
+def torch_arguments(name: str, **given: Any) -> tuple[Any, ...]:
+    """The positional arguments of torch.ops.glulam.`name`, those that are not given None, flags False, and forms of the
+    activation their defaults."""
+    defaults = {"activation": "swiglu", "glu_layout": "concat", "limit": 7.0, "alpha": 1.702, "offset": 1.0}
+    flags = dict.fromkeys(("recompute", "transpose_w", "accumulate"), False)
+    form = library.FORMS[name]
+    assert given.keys() <= set(form.names), given.keys() - set(form.names)
+    return tuple({**defaults, **flags, "recipe": "bf16", **given}.get(each) for each in form.names)
+
 
 Form = tuple[str, str]
 SWIGLU: Form = ("swiglu", "concat")

@@ -139,8 +139,8 @@ class QuantisedPath(DataPath):
         self, given: dict[str, Any], form: dict[str, Any], b2: Any, out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return mxfp8.forward(
-            given["x"], given["w1"], given["w2"], **groups_of(given), row_scale=given["row_scale"], b1=given["b1"], b2=b2,
-            recipe=self.recipe, trained=self.trained, out=out, rows=given.get("rows"), **form,
+            given["x"], given["w1"], given["w2"], **groups_of(given), row_scale=given["row_scale"], b1=given["b1"],
+            b2=b2, recipe=self.recipe, trained=self.trained, out=out, rows=given.get("rows"), **form,
         )  # fmt: skip
 
     def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:

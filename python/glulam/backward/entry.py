@@ -38,9 +38,7 @@ def requires_grad(call: Call) -> bool:
     return any_requires_grad(*(getattr(call, name) for name in names))
 
 
-def differentiate(
-    call: Any, key: Hashable = None, targets: Targets = ORDINARY
-) -> Any:
+def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) -> Any:
     """The result of a call of which an argument requires a gradient, with a backward.
 
     Args:
@@ -75,9 +73,7 @@ def differentiate(
                 return result
         return maker.general(call, targets)
     except Exception:
-        call.check_plain()
-        call.check()  # so that the error names this operator and its arguments, not those that it is made of
-        call.check_addresses()
+        call.judge()  # so that the error names this operator and its arguments, not those that it is made of
         raise
 
 

@@ -66,7 +66,7 @@ def apply(call: Any, targets: Targets = ORDINARY) -> Tensor:
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     arguments = {name: getattr(call, name) for name in (*INPUTS, *call.of_tokens)}
     layout, flat = flatten({**arguments, **groups})
-    return GroupedMlp.apply(layout, chosen, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    return GroupedMlp.apply(layout, chosen, *flat)  # type: ignore[no-untyped-call]
 
 
 class GroupedMlp(torch.autograd.Function):

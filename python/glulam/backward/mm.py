@@ -31,7 +31,7 @@ def apply(call: GroupedMmCall, targets: Targets = ORDINARY) -> Tensor:
     groups = tensor_groups(OP, call.offs, call.splits, call.x)
     arguments = {"x": call.x, "w": call.w, "bias": call.bias, "bias_scale": call.bias_scale, **groups}
     layout, flat = flatten(arguments)
-    return GroupedMm.apply(layout, call.transpose_w, targets, *flat)  # type: ignore[no-any-return, no-untyped-call]
+    return GroupedMm.apply(layout, call.transpose_w, targets, *flat)  # type: ignore[no-untyped-call]
 
 
 class GroupedMm(torch.autograd.Function):

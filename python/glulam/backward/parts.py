@@ -72,14 +72,14 @@ class Targets:
         buffer: Any = self.grad_input
         if not gpus.is_traced(dy):
             check_no_overlap("backward", "grad_input", buffer, "the incoming gradient", dy)
-        return buffer  # type: ignore[no-any-return]
+        return buffer
 
 
 ORDINARY = Targets()
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()
-"""Addresses of calls whose buffers were found good, as of `Launch.apart`, by the layouts of all tensors."""
+"""Addresses of calls whose buffers were found good, as of `plan.check_apart`, by the layouts of all tensors."""
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:

@@ -99,12 +99,12 @@ class TrainingPlan:
         if at not in self.apart:
             read = self.named(given)
             self.kind.look(self.op, [], **read)
-            check_apart(self, at, [], read, self.kind.aligned())
+            check_apart(self, at, [], read)
         if has_functorch_transforms():
             groups = {"offs": None, "splits": None}
             call = self.kind(**{**self.arguments, **groups, "out": None, **self.by_argument(self.all_named(given))})
             return self.maker.general(call, targets)
-        return self.maker.apply(self, targets, *given)  # type: ignore[no-any-return]
+        return self.maker.apply(self, targets, *given)
 
     def all_named(self, given: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.names, given, strict=True))
@@ -136,8 +136,7 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
     plan = plans.find(key) if common else None
     if plan is None:
         if common and (settled := call.settled(key, plans)):
-            problem, like = settled
-            plan = _plan(call, problem, maker, like)
+            plan = _plan(call, settled[0], maker, settled[1])
         else:
             call.check_plain()
             problem = maker.check(call) if common else None

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..changed import changed
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.mlp_training import (
-    DataGradients,
     GradientsCall,
     Mxfp8TokenGradientsCall,
     WeightGradientCall,
@@ -87,8 +85,8 @@ class PlannedMlp(torch.autograd.Function):
             made["rows"] = indices
         if scale is not None:
             made["row_scale"] = scale
-        gradients: DataGradients = parts["gradients"].run(dy=dy, w2=w2, preact=preact, groups=groups, **made)
-        dpreact, act, dx, d_scale = gradients
+        gradients = parts["gradients"].run(dy=dy, w2=w2, preact=preact, groups=groups, **made)
+        dpreact, act, d_x, d_scale = gradients
         if targets.grad_input is not None:
             torch.autograd.graph.increment_version(targets.grad_input)
         # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
@@ -110,7 +108,7 @@ class PlannedMlp(torch.autograd.Function):
             db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
         if b2 is not None and d_scale is not None:
             d_scale += scale_of_bias_grad(dy, b2, by_groups)
-        by_name = {"x": dx, "w1": dw1, "w2": dw2, "row_scale": d_scale, "b1": db1, "b2": db2, "residual": d_result}
+        by_name = {"x": d_x, "w1": dw1, "w2": dw2, "row_scale": d_scale, "b1": db1, "b2": db2, "residual": d_result}
         return None, None, *[by_name.get(name) if need[name] else None for name in plan.names]
 
 
@@ -161,15 +159,17 @@ def _parts(call: Call, problem: Problem) -> dict[str, Part]:
     trained = requires(call, "w1") or requires(call, "w2")
     x, tokens = call.x, getattr(call, "row_of", None)
     rows_first = {} if in_mxfp8 or not copies else {"rows": None}
-    forward = forward_kind(type(call))(**{**call.arguments(), **rows_first, "out": x}, trained=trained)
+    kind: Any = type(call)
+    forward = forward_kind(kind)(**{**call.arguments(), **rows_first, "out": x}, trained=trained)
     groups = {"offs": call.offs, "splits": call.splits}
     rows = None if copies else call.indices
     lead = x if rows is not None or not copies else x.new_empty(problem.rows, 0)
+    same = ("w2", "row_scale", "activation", "glu_layout", "limit", "alpha", "offset")
+    for_x = requires(call, "x")
     gradients = (Mxfp8TokenGradientsCall if in_mxfp8 else GradientsCall)(
-        **{name: getattr(call, name) for name in ("w2", "row_scale", "activation", "glu_layout", "limit", "alpha", "offset")},
-        **groups, dy=lead, preact=x, w1=call.w1 if requires(call, "x") else None, rows=rows,
-        row_of=tokens if requires(call, "x") else None, out=x if requires(call, "x") else None,
-        row_scale_grad=requires(call, "row_scale"), input_grad=requires(call, "x"), trained=trained,
+        **{name: getattr(call, name) for name in same}, **groups, dy=lead, preact=x, rows=rows,
+        w1=call.w1 if for_x else None, row_of=tokens if for_x else None, out=x if for_x else None,
+        row_scale_grad=requires(call, "row_scale"), input_grad=for_x, trained=trained,
     )  # fmt: skip
     parts = {"forward": Part(forward, problems.forward), "gradients": Part(gradients, problems.data_gradients)}
     for name, by, (n, k) in zip(("w1", "w2"), ("x_rows", "dy_rows"), problem.weights, strict=True):

@@ -18,7 +18,7 @@ from ..groups import part_of
 from ..launch import Made
 from ..mhc.checks import check_like
 from ..ops.grouped_mlp import GroupedMlpCall
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments, mlp_in_mxfp8, mlp_of_plain_tensors
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors
 from ..ops.rows import check_tokens
 from ..problem import Problem
 from ..recipes import BF16, Recipe
@@ -61,36 +61,36 @@ def moe(
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
     """
-    given = arguments_of(
-        x, routing, w1=w1, w2=w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-        offset=offset, recompute=recompute, transpose_w=transpose_w, residual=residual, out=out,
-    )  # fmt: skip
+    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     if recipe in (BF16.name, BF16):
-        return layer(**given, recipe=BF16.name)  # type: ignore[no-any-return]
+        return layer(
+            x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
+            row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
+            offset=offset, recipe=BF16.name, recompute=recompute, transpose_w=transpose_w, out=out,
+        )  # fmt: skip
     found = recipes.find(MoeCall.op, recipe)
-    others = (x, w1, w2, b1, b2, routing.weight_of_row)
-    if is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(*others):
+    given = {
+        "x": x, "w1": w1, "w2": w2, "offs": routing.offs, "splits": None, "rows": rows, "row_scale": weights, "b1": b1,
+        "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
+        "recompute": recompute, "transpose_w": transpose_w, "out": out,
+    }  # fmt: skip
+    if is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(x, w1, w2, b1, b2, weights):
         with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            of_rows = {name: value for name, value in given.items() if name not in ("row_of", "residual")}
-            rows = mlp_in_mxfp8(mlp_of_plain_tensors, MoeCall.op, found, **{**of_rows, "out": None})
-            return combine(rows, routing, residual, out=out)
-    return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, **given)
-
-
-def arguments_of(x: Tensor, routing: Routing, **others: Any) -> dict[str, Any]:
-    """The arguments of a call, with what a routing says in place of it."""
-    rows = row_indices(MoeCall.op, x, routing)
-    of_rows = {"rows": rows, "row_of": routing.row_of, "row_scale": routing.weight_of_row}
-    return {"x": x, "offs": routing.offs, "splits": None, **of_rows, **others}
+            y = mlp_in_mxfp8(mlp_of_plain_tensors, MoeCall.op, found, {**given, "out": None})
+            return combine(y, routing, residual, out=out)
+    given.update(row_of=row_of, residual=residual)
+    return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, given)
 
 
 def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | Mxfp8MoeCall:
     """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
-    fields = arguments_of(x, routing, **{"out": None, "recompute": False, **options})
+    rows = {"rows": row_indices(MoeCall.op, x, routing), "row_of": routing.row_of, "row_scale": routing.weight_of_row}
+    given = {"x": x, "offs": routing.offs, "splits": None, **rows, "out": None, "recompute": False, **options}
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
-        return MoeCall(**{"transpose_w": False, **fields}, recipe=found.name)
-    return Mxfp8MoeCall(**flat_arguments(found, op=MoeCall.op, **fields))
+        return MoeCall(**{"transpose_w": False, **given}, recipe=found.name)
+    flatten(found, MoeCall.op, given)
+    return Mxfp8MoeCall(**given)
 
 
 class PathOfTokens(DataPath):
@@ -148,7 +148,7 @@ class QuantisedPathOfTokens(PathOfTokens, QuantisedPath):
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """Those of each token's rows."""
     tensors = (rows.view(*row_of.shape, rows.shape[1]), row_of, residual)
-    return COMBINE(tensors, (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
+    return COMBINE(tensors, (), None if out is None else (out,))[0]
 
 
 class OfTokens(Call):
@@ -157,6 +157,7 @@ class OfTokens(Call):
     """
 
     op = "moe"
+
     def check_result(self, width: int, like: Tensor) -> None:
         shape, why = (len(self.row_of), width), "the result has a row for each token"
         for name, tensor in (("residual", self.residual), ("out", self.out)):

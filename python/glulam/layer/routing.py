@@ -235,7 +235,7 @@ class RouteForward(LayerOperator):
         return Layout(logits, self.kernel, _capacity(experts), numbers, tokens > 0, counts)
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        return Route.apply(*tensors, *options)  # type: ignore[no-untyped-call, no-any-return]
+        return Route.apply(*tensors, *options)  # type: ignore[no-untyped-call]
 
 
 class RouteBackward(LayerOperator):
@@ -308,7 +308,7 @@ class SortForward(LayerOperator):
 
     def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
         ids, weights, _ = tensors
-        return Sort.apply(ids, weights, *options)  # type: ignore[no-untyped-call, no-any-return]
+        return Sort.apply(ids, weights, *options)  # type: ignore[no-untyped-call]
 
 
 class RowWeightsBackward(LayerOperator):
@@ -341,7 +341,7 @@ def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor)
     if d_rows is None:
         return d_weights
     by_rows = ROW_WEIGHTS_BACKWARD((usable(d_rows).view(row_of.shape), row_of))[0]
-    return by_rows if d_weights is None else by_rows + d_weights  # type: ignore[no-any-return]
+    return by_rows if d_weights is None else by_rows + d_weights
 
 
 class Route(torch.autograd.Function):

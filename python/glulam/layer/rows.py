@@ -65,8 +65,8 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
         _check_rows_of(y, row_of)
         raise
     if is_grad_enabled() and recorded("combine", out, y, residual):
-        return Combine.apply(y, row_of, residual)  # type: ignore[no-any-return, no-untyped-call]
-    return COMBINE((y, row_of, residual), (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
+        return Combine.apply(y, row_of, residual)  # type: ignore[no-untyped-call]
+    return COMBINE((y, row_of, residual), (), None if out is None else (out,))[0]
 
 
 def _check_rows_of(y: Any, row_of: Tensor) -> None:
@@ -182,7 +182,7 @@ class Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(row_of)
-        return PERMUTE((x, row_of))[0]  # type: ignore[no-any-return]
+        return PERMUTE((x, row_of))[0]
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> Any:
@@ -197,7 +197,7 @@ class Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, row_of: Tensor, residual: Tensor | None) -> Tensor:
         ctx.save_for_backward(row_of)
-        return COMBINE((y, row_of, residual))[0]  # type: ignore[no-any-return]
+        return COMBINE((y, row_of, residual))[0]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:

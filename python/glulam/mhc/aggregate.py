@@ -32,8 +32,8 @@ def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     if is_grad_enabled() and recorded("aggregate", out, x, h_pre):
-        return Aggregate.apply(x, h_pre)  # type: ignore[no-any-return, no-untyped-call]
-    return AGGREGATE((x, h_pre), (), None if out is None else (out,))[0]  # type: ignore[no-any-return]
+        return Aggregate.apply(x, h_pre)  # type: ignore[no-untyped-call]
+    return AGGREGATE((x, h_pre), (), None if out is None else (out,))[0]
 
 
 def _numbers(x: Tensor, h_pre: Tensor, tokens: int) -> dict[str, float]:
@@ -95,7 +95,7 @@ class Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, h_pre: Tensor) -> Tensor:
         ctx.save_for_backward(x, h_pre)
-        return AGGREGATE((x, h_pre))[0]  # type: ignore[no-any-return]
+        return AGGREGATE((x, h_pre))[0]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:

@@ -49,8 +49,8 @@ def post_mix(
     """
     tensors = (residual, h_res, h_post, x, bias)
     if is_grad_enabled() and recorded("post_mix", out, *tensors):
-        return PostMix.apply(*tensors, transpose_res)  # type: ignore[no-any-return, no-untyped-call]
-    return POST_MIX(tensors, (transpose_res,), None if out is None else (out,))[0]  # type: ignore[no-any-return]
+        return PostMix.apply(*tensors, transpose_res)  # type: ignore[no-untyped-call]
+    return POST_MIX(tensors, (transpose_res,), None if out is None else (out,))[0]
 
 
 def _numbers(residual: Tensor, params: tuple[Tensor | None, ...], transpose: bool, tokens: int) -> dict[str, float]:
@@ -129,7 +129,7 @@ class PostMix(torch.autograd.Function):
     def forward(ctx: Any, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Any, flag: bool) -> Tensor:
         ctx.transpose_res = flag
         ctx.save_for_backward(residual, h_res, h_post, x, bias)
-        return POST_MIX((residual, h_res, h_post, x, bias), (flag,))[0]  # type: ignore[no-any-return]
+        return POST_MIX((residual, h_res, h_post, x, bias), (flag,))[0]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:

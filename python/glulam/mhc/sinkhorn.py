@@ -38,8 +38,8 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor 
     """
     options = (iters, eps)
     if is_grad_enabled() and recorded("sinkhorn", out, logits):
-        return Sinkhorn.apply(logits, *options)  # type: ignore[no-any-return, no-untyped-call]
-    return SINKHORN((logits,), options, None if out is None else (out,))[0]  # type: ignore[no-any-return]
+        return Sinkhorn.apply(logits, *options)  # type: ignore[no-untyped-call]
+    return SINKHORN((logits,), options, None if out is None else (out,))[0]
 
 
 class _Normalising(MhcOperator):
@@ -100,7 +100,7 @@ class Sinkhorn(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
         ctx.options = (iters, eps)
         ctx.save_for_backward(logits)
-        return SINKHORN((logits,), ctx.options)[0]  # type: ignore[no-any-return]
+        return SINKHORN((logits,), ctx.options)[0]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> Any:

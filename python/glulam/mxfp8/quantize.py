@@ -118,7 +118,7 @@ class QuantizeMxfp8Call(Call):
     splits = None
 
     def again(self) -> tuple[Tensor, ...]:
-        return quantize_to(**self.arguments())  # type: ignore[no-any-return]
+        return quantize_to(**self.arguments())
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class QuantizeMxfp8Call(Call):
 
     def sizes(self, problem: Problem) -> dict[str, Any]:
         shapes = zip(self.made(), self._shapes(), strict=True)
-        return {made.shape: shape for made, (shape, _) in shapes}
+        return {str(made.shape): shape for made, (shape, _) in shapes}
 
 
 @operator(QuantizeMxfp8Call)

@@ -15,7 +15,7 @@ from ..activations import ActivationParams
 from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from ..recipes import BF16, Recipe
 from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
 from .linear import GroupedLinear, check_placement, check_sizes, is_ordinary, outside_traces, refuse_export
@@ -138,10 +138,10 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
             if self.recipe.name == BF16.name:
                 call = GroupedMlpCall(x=x, w1=w1, w2=w2, rows=None, transpose_w=False, out=None, **given)
             else:
-                call = Mxfp8MlpCall(
-                    **flat_arguments(x=x, w1=w1, w2=w2, rows=None, out=None, **{**given, "recipe": self.recipe})
-                )
-            return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+                given = {"x": x, "w1": w1, "w2": w2, "rows": None, "out": None, **given}
+                flatten(self.recipe, Mxfp8MlpCall.op, given)
+                call = Mxfp8MlpCall(**given)
+            return outside_traces(call, Targets(out, grad_input, writers))
         except TypeError:
             if self.recipe.name == BF16.name:  # others read float32 too
                 check_placement(NAME, fc1.parameter_list("weight")[0])

@@ -161,7 +161,7 @@ class MoE(nn.Module):
         writers = experts.grad_writers(tokens)
         if writers:
             refuse_export(NAME)
-            return outside_traces(moe_call(tokens, routing, **given), Targets(weights=writers))  # type: ignore[no-any-return]
+            return outside_traces(moe_call(tokens, routing, **given), Targets(weights=writers))
         return moe(tokens, routing, **given)
 
     def _shared(self, tokens: Tensor) -> Tensor | None:

@@ -71,7 +71,7 @@ def grouped_bias_grad(
         _check(dy, offs, splits, rows, row_scale, out_dtype)
         raise
     sums = by_column[:, 0] if row_scale is None else by_column.sum(dim=1)
-    return sums.to(out_dtype or dy.dtype)  # type: ignore[no-any-return]
+    return sums.to(out_dtype or dy.dtype)
 
 
 def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype: Any) -> None:

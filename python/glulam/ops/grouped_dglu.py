@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import reference, workspace
+from .. import reference
 from ..activations import ActivationParams
 from ..call import Call
 from ..front import operator
 from ..groups import Splits
 from ..launch import Made
-from ..plan import Launch
 from ..problem import Problem
 from ..signature import (
     check_activation,
@@ -54,11 +53,6 @@ class GluGradients(NamedTuple):
 def partials_shape(rows: int, intermediate: int) -> tuple[int, int]:
     """Of the memory for parts of d_row_scale, float32: one a tile of any width."""
     return -(-intermediate // PARTIAL_COLUMNS), rows
-
-
-def partials_layout(problem: Problem, launch: Launch) -> workspace.Layout:
-    shape = partials_shape(problem.rows, problem.intermediate)
-    return workspace.Layout(shape, torch.float32, launch.device, launch.index)
 
 
 class GroupedDgluCall(Call):
@@ -130,7 +124,7 @@ class GroupedDgluCall(Call):
         """New tensors for the results, uninitialised."""
         dpreact = self.dy.new_empty(problem.rows, problem.w1_rows)
         act = self.dy.new_empty(problem.rows, problem.intermediate)
-        d_row_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None  # type: ignore[arg-type]
+        d_row_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None
         return GluGradients(dpreact, act, d_row_scale)
 
     def reference(self, problem: Problem) -> GluGradients:

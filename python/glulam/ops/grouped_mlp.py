@@ -123,7 +123,7 @@ def by_recipe(recipe: str | Recipe, **arguments: Any) -> Tensor:
     found = recipes.find(GroupedMlpCall.op, recipe)
     if found is recipes.BF16:
         return grouped_mlp(**arguments, recipe=found.name)
-    return mlp_in_mxfp8(mlp_of_plain_tensors, GroupedMlpCall.op, found, **arguments)
+    return mlp_in_mxfp8(mlp_of_plain_tensors, GroupedMlpCall.op, found, arguments)
 
 
 @operator(GroupedMlpCall, unless='recipe != "bf16"', otherwise=by_recipe)

@@ -50,14 +50,14 @@ from ..signature import (
 from .rows import take_rows
 
 
-def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, **arguments: Any) -> Tensor:
-    """A call by a recipe that quantises, of `front`, which takes plain tensors."""
-    flat = flat_arguments(recipe, op=op, **arguments)
-    x, rows = flat["x"], flat["rows"]
-    if rows is not None and "row_of" not in flat and recipe.operands in DECODED and isinstance(x, Tensor):
+def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, given: dict[str, Any]) -> Tensor:
+    """A call by a recipe that quantises, of `front`, which takes plain tensors: as these are given, by name."""
+    flatten(recipe, op, given)
+    x, rows = given["x"], given["rows"]
+    if rows is not None and "row_of" not in given and recipe.operands in DECODED and isinstance(x, Tensor):
         check_indices(op, rows, x)
-        flat["x"], flat["rows"] = take_rows(x, rows), None
-    return front(**flat)
+        given["x"], given["rows"] = take_rows(x, rows), None
+    return front(**given)
 
 
 def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
@@ -69,20 +69,17 @@ def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
         )
 
 
-def flat_arguments(recipe: Recipe, x: Any, w1: Any, w2: Any, op: str = "grouped_mlp", **rest: Any) -> dict[str, Any]:
-    """The arguments as plain tensors, as the fields of `Mxfp8MlpCall` are.
+def flatten(recipe: Recipe, op: str, given: dict[str, Any]) -> None:
+    """Arguments by name as plain tensors, in place.
 
     Raises:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
-    refuse_transposed(op, recipe, rest.pop("transpose_w", False))
-    x, x_scale, dtype = _rows(op, x, recipe, *(rest[name] for name in ("out", "b1", "b2")))
-    w1, w1_scale = _weight(op, "w1", w1, recipe)
-    w2, w2_scale = _weight(op, "w2", w2, recipe)
-    return {
-        "x": x, "x_scale": x_scale, "w1": w1, "w1_scale": w1_scale, "w2": w2, "w2_scale": w2_scale,
-        "recipe": recipe.name, "dtype": dtype, **rest,
-    }  # fmt: skip
+    refuse_transposed(op, recipe, given.pop("transpose_w", False))
+    given["x"], given["x_scale"], given["dtype"] = _rows(op, given["x"], recipe, given["out"], given["b1"], given["b2"])
+    given["w1"], given["w1_scale"] = _weight(op, "w1", given["w1"], recipe)
+    given["w2"], given["w2_scale"] = _weight(op, "w2", given["w2"], recipe)
+    given["recipe"] = recipe.name
 
 
 def _result_dtype(*others: Any) -> torch.dtype:
@@ -330,7 +327,9 @@ class Mxfp8MlpCall(Call):
         shapes["mid"] = (problem.rows, problem.intermediate)
         dtype = DATA_DTYPE if problem.operands == "mxfp8" else self.result_dtype
         names = self.scratch_of(problem)
-        memory = [scale_bytes(shapes[name[:-6]]) if name.endswith("_scale") else (shapes[name], dtype) for name in names]
+        memory = [
+            scale_bytes(shapes[name[:-6]]) if name.endswith("_scale") else (shapes[name], dtype) for name in names
+        ]
         return {"memory": memory, **({"round": self._rounding(problem)} if "rounded" in names else {})}
 
     def texts(self, problem: Problem) -> dict[str, str]:

@@ -77,7 +77,7 @@ class GroupedMmCall(Call):
         for name in ("bias", "bias_scale", "rows"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{self.op}: {name} is given beside a GateUp; leave it out")
-        experts, n, k = check_halves(self.op, "w", self.w, self.x, "E N K")  # type: ignore[arg-type]
+        experts, n, k = check_halves(self.op, "w", self.w, self.x, "E N K")
         check_width(self.op, "w.gate", n, runs_kernels(self.x))
         return experts, 2 * n, k
 

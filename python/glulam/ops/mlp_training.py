@@ -38,7 +38,6 @@ from ..signature import (
     mismatch,
 )
 from .grouped_dglu import partials_shape
-from .grouped_mlp import GroupedMlpCall
 from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
 from .grouped_wgrad import GroupedWgradCall
 from .rows import take_rows
@@ -97,10 +96,10 @@ class FoldsRows(KeepsPreact):
 
 
 @functools.cache
-def forward_kind(kind: type[Call]) -> type[Call]:
-    """Calls like those of an MLP or a layer, which keep h."""
+def forward_kind(kind: Any) -> Any:
+    """The kind of calls that are like those of an MLP or a layer, and keep h."""
     how = FoldsRows if issubclass(kind, Mxfp8MlpCall) else KeepsPreact
-    made: type[Call] = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
+    made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
     made.declare(kind.names)
     return made
 
@@ -168,7 +167,7 @@ class GradientsCall(Call):
 
     def made(self) -> tuple[Made, ...]:
         dpreact, act, dx, d_row_scale = self.makes
-        dx_of = (dx,)
+        dx_of: tuple[Made, ...] = (dx,)
         if self.row_of is not None:  # rows, and the sums of a token's
             dx_of = dx._replace(name="dx", returned=False), Made("out", "dx_tokens", ("tokens", "hidden"))
         return dpreact, act, *(dx_of if self.input_grad else ()), *((d_row_scale,) if self.wants_d_row_scale else ())
@@ -261,7 +260,7 @@ class Mxfp8GradientsCall(GradientsCall):
         rows, dx = problem.rows, self.out
         if self.input_grad:
             dx = self.dy.new_zeros(rows, problem.out_features) if dx is None else dx.zero_()
-        d_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None  # type: ignore[arg-type]
+        d_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None
         dpreact, act = (self.dy.new_empty(rows, width) for width in (problem.w1_rows, problem.intermediate))
         return DataGradients(dpreact, act, dx, d_scale)
 
