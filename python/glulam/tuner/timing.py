@@ -10,12 +10,14 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
 Sampler = Callable[[], float]
 Call = Callable[[int], object]  # takes the number of the call, to rotate buffers by
+Name = TypeVar("Name", bound=Hashable)
 
 SAMPLE_US = 1000.0  # one device sample lasts about this long
 MAX_CALLS_PER_SAMPLE = 50
@@ -53,15 +55,15 @@ def summarise(samples: list[float]) -> Summary:
 
 
 def interleave(
-    samplers: Mapping[str, Sampler],
+    samplers: Mapping[Name, Sampler],
     budget_s: float,
     min_rounds: int = MIN_ROUNDS,
     max_rounds: int = 200,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Summary]:
+) -> dict[Name, Summary]:
     """Rounds of one sample each until the budget is spent, within the bounds on rounds."""
     names = list(samplers)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[Name, list[float]] = {name: [] for name in names}
     deadline = clock() + budget_s
     for done in range(max_rounds):
         if done >= min_rounds and clock() >= deadline:
