@@ -37,6 +37,7 @@ TILE = TileConfig(128, 192, 64)
 MM = Problem("grouped_mm", "bfloat16", 256, 16, 1024, 0, 2048)
 GLU = Problem("grouped_glu", "bfloat16", 256, 16, 1024, 512, 0, "swiglu")
 SPEC = GroupedMmSpec(tile=TILE)
+GLU_SPEC = GroupedGluSpec(tile=TILE)
 OTHER_FORMS: dict[str, Spec] = {
     "transposed": GroupedMmSpec(transpose_w=True, tile=TILE),
     "of another dtype": GroupedMmSpec("float16", tile=TILE),
@@ -237,10 +238,9 @@ class TestTables:
 
 def prefer(spec: Spec) -> Path:
     """The file of a preference, as a later process finds it."""
-    before = set(known.folder().glob("*"))
     known.prefer(spec)
     kernels.forget_choices()
-    (path,) = set(known.folder().glob("*")) - before
+    (path,) = known.folder().glob("*.json")
     return path
 
 
@@ -262,12 +262,13 @@ class TestPreferences:
             (lambda data: data.update(schema=1), "another version of Glulam"),
             (lambda data: data.update(format="glulam-preferred"), "another version of Glulam"),
             (lambda data: data.update(more=1), "other fields than format, schema"),
-            (lambda data: data.update(sections=[]), "other layers than one"),
             (lambda data: layer_of(data).update(problem=3), "problem=3 is a int; give an object"),
             (lambda data: layer_of(data).update(kernels=[{"op": "grouped_mm"}]), "lacks fields"),
             (lambda data: layer_of(data).update(kernels=[]), "of another form than it says"),
             (lambda data: layer_of(data).update(problem=to_dict(SPEC)), "of another form than it says"),
-            (lambda data: layer_of(data).update(points=[point_of(described(MM, SPEC))]), "or has points"),
+            (lambda data: layer_of(data).update(points=[point_of(described(MM, SPEC))]), "or it has points"),
+            (lambda data: layer_of(data).update(problem=tables.layer_of(MM)), "op|lacks fields|has no field"),
+            (lambda data: layer_of(data)["kernels"].append(to_dict(GroupedMmSpec())), "of another form than it says"),
         ],
     )
     def test_what_compile_does_not_write_is_said(self, change: Callable[[dict[str, Any]], Any], words: str) -> None:
@@ -275,13 +276,38 @@ class TestPreferences:
         data = json.loads(path.read_text())
         change(data)
         path.write_text(json.dumps(data))
-        assert chosen_with_one_line(MM, f"{path} is ignored: .*{words}.*; run `glulam cache clear --pref") != SPEC
+        assert chosen_with_one_line(MM, f"{path} is .*{words}.*; .*run `glulam cache clear --pref") != SPEC
         assert known.clear_preferences() == 1 and not path.exists()
 
-    def test_a_file_is_named_by_its_form(self) -> None:
+    def test_the_rest_of_a_file_serves(self) -> None:
+        prefer(GLU_SPEC)
         path = prefer(SPEC)
-        path.rename(path.with_name("grouped_glu-0123456789abcdef.json"))
-        assert chosen_with_one_line(MM, f"of this form is named {path.name}") != SPEC
+        data = json.loads(path.read_text())
+        data["sections"][0]["layers"][0]["kernels"] = []
+        path.write_text(json.dumps(data))
+        with pytest.warns(RuntimeWarning, match="is ignored in part.*layer 1") as seen:
+            assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
+        assert len(seen) == 1
+
+    @pytest.mark.parametrize("content", [b"\xff", b"[]", b'{"format": "glulam-tuned", "schema": 1}'])
+    def test_a_damaged_file_is_replaced_by_the_next_preference(self, content: bytes) -> None:
+        path = prefer(GLU_SPEC)
+        path.write_bytes(content)
+        assert prefer(SPEC) == path
+        assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
+
+    def test_what_earlier_versions_wrote_is_said_and_cleared(self) -> None:
+        """A file for each form."""
+        path = prefer(SPEC)
+        old = path.with_name("grouped_glu-0123456789abcdef.json")
+        form = to_dict(family_of(GLU_SPEC))
+        told = {"format": "glulam-preferred", "schema": 2, "glulam": "0.1.0", "form": form, "spec": to_dict(GLU_SPEC)}
+        old.write_text(json.dumps(told))
+        with pytest.warns(
+            RuntimeWarning, match=f"{old} .*another version.*it is ignored, run `glulam cache clear"
+        ):
+            assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
+        assert known.clear_preferences() == 2 and not old.exists() and not path.exists()
 
     @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"[]", b'{"format": "glulam-bundle"}'])
     def test_clearing_removes_what_is_certainly_ours(self, tmp_path: Path, content: bytes) -> None:
@@ -301,7 +327,7 @@ class TestPreferences:
         assert sorted(str(each.message).split()[2] for each in seen) == sorted(map(str, left))
         assert all(str(each.message).endswith("; remove it") for each in seen)
         assert known.clear_preferences() == 1
-        assert sorted(known.folder().iterdir()) == sorted(left) and (tmp_path / "victim").read_text() == text
+        assert sorted(known.folder().glob("*.json")) == sorted(left) and (tmp_path / "victim").read_text() == text
 
     def test_a_folder_that_is_a_link_is_left(self, tmp_path: Path) -> None:
         path = prefer(SPEC)
@@ -369,7 +395,6 @@ def mutated(data: Any, draw: Callable[..., Any]) -> bytes:
 
 
 FUZZ = settings(max_examples=1000, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-GLU_SPEC = GroupedGluSpec(tile=TILE)
 
 
 def choose_with_warnings(monkeypatch: pytest.MonkeyPatch) -> int:

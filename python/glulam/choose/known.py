@@ -1,36 +1,33 @@
 """What is known here of kernels for problems: what `glulam.compile` prefers, then what tuned tables say.
 
-Preferences lie in the folder `preferred` of the kernels' cache, a file for each family of kernels, named by it and
-replaced as a whole, so that any number of processes may write and read. Tables are the files at the places that
-$GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read when the first
-kernel is chosen, once; one warning names each that is passed over. A kernel that this machine has not compiled is
-passed over as well: choosing never compiles.
+Both are tables (`table`). Preferences are one in the folder `preferred` of the kernels' cache. The tuner's are at the
+places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read when
+the first kernel is chosen, once; one warning names each that is passed over. A kernel that this machine has not compiled
+is passed over as well: choosing never compiles.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cute_kernels.specs import Spec, to_dict
+from cute_kernels.specs import Spec
 
 from ..problem import Problem
 from . import loadable, records, table
 from .estimates import interpolated
 from .shipped import families_like, family_of
-from .table import Layer, Point
+from .table import Layer, Point, Section
 
 ENV_TUNED = "GLULAM_TUNED"
-FOLDER = "preferred"
-FORMATS = (table.FORMAT, "glulam-preferred")  # the second is that of earlier versions
-NAME = re.compile(r"[a-z0-9_]+-[0-9a-f]{16}\.json")
+FOLDER, FILE = "preferred", "kernels.json"
+NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # the second is that of earlier versions
 CLEAR = "run `glulam cache clear --preferred`"
 REACH = 2.0
 """How far beyond the fewest and the most rows that were tuned their kernels are taken, as a factor."""
@@ -39,18 +36,24 @@ NOISE = 0.01
 
 
 class Held(NamedTuple):
-    """Layers that hold, each with its file: preferences by their family, others by `Layer.key`; and a line for each
-    thing that was passed over.
-    """
+    """Layers that hold, by `Layer.key`, each with its file; and a line for each thing that was passed over."""
 
-    layers: dict[Any, tuple[Layer, Path]]
+    layers: dict[str, tuple[Layer, Path]]
     ignored: tuple[str, ...]
+
+    @property
+    def preferred(self) -> dict[Spec, Spec]:
+        """By family, the kernels of layers that are preferences."""
+        layers = (layer for layer, _ in self.layers.values() if not layer.points)
+        return {family_of(spec): spec for layer in layers for spec in layer.kernels.values()}
 
 
 _held: dict[str, Held] = {}
-"""What was read, by the GPU's name; preferences under the empty one."""
+"""What tables say, by the GPU's name; what is preferred under the empty one."""
+_preferred: dict[Spec, Spec] = {}
+"""What was preferred before, by family, less what was asked for already."""
 _ours: dict[Spec, Spec] = {}
-"""What this process prefers, by family. It certainly can be loaded."""
+"""What is preferred, by family, and certainly can be loaded."""
 _absent: set[Spec] = set()
 _lock = threading.Lock()
 
@@ -85,82 +88,54 @@ def tables() -> list[Path]:
     return found
 
 
-def _path(family: Spec) -> Path:
-    digest = hashlib.sha256(json.dumps(to_dict(family), sort_keys=True).encode()).hexdigest()
-    return folder() / f"{family.op}-{digest[:16]}.json"
+def _is_ours(path: Path) -> bool:
+    """Whether `glulam compile` wrote a file of preferences, of whatever version."""
+    with contextlib.suppress(ValueError):
+        is_named = NAME.fullmatch(path.name) and not os.path.islink(path)
+        return bool(is_named) and records.read(path).get("format") in table.FORMATS
+    return False
 
 
 def _preferences() -> list[Path]:
-    """Whatever has the ending of a preference. A folder that is a link is somebody else's."""
+    """Whatever has the ending of a table of preferences. A folder that is a link is somebody else's."""
     return [] if os.path.islink(folder()) else sorted(folder().glob("*.json"))
 
 
-def _certainly_ours(path: Path) -> dict[str, Any]:
-    """What is in a file that `glulam compile` wrote, of whatever version. Raises ValueError."""
-    if os.path.islink(path):
-        raise ValueError("it is a symbolic link")
-    data = records.read(path)
-    if not NAME.fullmatch(path.name) or data.get("format") not in FORMATS:
-        raise ValueError("`glulam compile` did not write it")
-    return data
-
-
-def _preference(path: Path) -> tuple[Spec, Layer]:
-    """A family and the layer that names its kernel. Raises ValueError, in one line with a remedy, where `compile` of
-    this version did not write the file.
-    """
-    remedy = "remove it"
-    try:
-        data = _certainly_ours(path)
-        remedy = CLEAR
-        if (data["format"], data.get("schema")) != (table.FORMAT, table.SCHEMA):
-            raise ValueError("another version of Glulam wrote it than is installed")
-        sections, wrong = table.parsed(data)
-        wrong += [why for each in sections if (why := each.stamp.unlike(table.stamp_of("")))]
-        layers = [layer for each in sections for layer in each.layers.values()]
-        if wrong or len(layers) != 1:
-            raise ValueError(table.first_of(wrong or ["it has other layers than one"]))
-        (spec,) = layers[0].kernels.values()
-        if path.name != _path(family_of(spec)).name:
-            raise ValueError(f"a preference of this form is named {_path(family_of(spec)).name}")
-        return family_of(spec), layers[0]
-    except ValueError as error:
-        raise ValueError(f"the preference {records.shown(path)} is ignored: {error}; {remedy}") from error
-
-
 def read_preferences() -> Held:
-    """What the folder of preferences has now."""
-    layers: dict[Any, tuple[Layer, Path]] = {}
-    ignored = []
-    for path in _preferences():
-        try:
-            family, layer = _preference(path)
-            layers[family] = layer, path
-        except ValueError as error:
-            ignored.append(str(error))
-    return Held(layers, tuple(ignored))
+    """What is preferred on disk now."""
+    paths = _preferences()
+    ours = [path for path in paths if _is_ours(path)]
+    others = (records.shown(path) for path in paths if path not in ours)
+    ignored = [f"the preference {path} is ignored: `glulam compile` did not write it; remove it" for path in others]
+    held = _read(ours, "", (CLEAR, CLEAR, CLEAR))
+    return Held(held.layers, (*ignored, *held.ignored))
 
 
 def read_tables(gpu: str) -> Held:
-    """What the tables have now for a GPU of this name."""
+    """What the tables on disk say now for a GPU of this name."""
+    return _read(tables(), gpu, ("remove it", "run `glulam tune` here", "tune anew into another file"))
+
+
+def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> Held:
+    """remedies: for what is no table, for one of another GPU or version, for one that is wrong in part."""
     here = table.stamp_of(gpu)
-    layers: dict[Any, tuple[Layer, Path]] = {}
+    layers: dict[str, tuple[Layer, Path]] = {}
     ignored: list[str] = []
-    for path in tables():
+    no_table, outdated, wrong_in_part = remedies
+    for path in paths:
         try:
             sections, wrong = table.content(path)
         except ValueError as error:
-            ignored.append(f"{error}; it is ignored, remove it")
+            ignored.append(f"{error}; it is ignored, {no_table}")
             continue
-        fitting = [each for each in sections if gpu and not each.stamp.unlike(here)]
+        fitting = [each for each in sections if not each.stamp.unlike(here)]
         for each in fitting:
             layers.update({key: (layer, path) for key, layer in each.layers.items()})
         name = f"the tuned table {records.shown(path)} is ignored"
-        if sections and not fitting:
-            ignored.append(f"{name}: {sections[-1].stamp.unlike(here)}; run `glulam tune` here")
-        elif wrong:
-            why = f"which `glulam tune` did not write: {table.first_of(wrong)}; tune anew into another file"
-            ignored.append(f"{name} in part, {why}")
+        if wrong and (fitting or not sections):
+            ignored.append(f"{name} in part, which Glulam did not write: {table.first_of(wrong)}; {wrong_in_part}")
+        elif sections and not fitting:
+            ignored.append(f"{name}: {sections[-1].stamp.unlike(here)}; {outdated}")
     return Held(layers, tuple(ignored))
 
 
@@ -172,6 +147,8 @@ def _known(gpu: str = "") -> Held:
                 held = read_tables(gpu) if gpu else read_preferences()
                 for line in held.ignored:
                     warnings.warn(line, RuntimeWarning, stacklevel=6)
+                if not gpu:
+                    _preferred.update(held.preferred)
                 _held[gpu] = held
     return _held[gpu]
 
@@ -183,7 +160,7 @@ def ignored(gpu: str = "") -> tuple[str, ...]:
 
 def forget() -> None:
     """Forget what this process knows; files are read again when the next kernel is chosen."""
-    for each in (_held, _ours, _absent):
+    for each in (_held, _preferred, _ours, _absent):
         each.clear()
 
 
@@ -192,20 +169,26 @@ def ignore_preferences() -> None:
     _held[""] = Held({}, ())
 
 
+def _sections(path: Path) -> list[Section]:
+    """What of a file of preferences is worth keeping."""
+    with contextlib.suppress(ValueError):
+        return table.content(path).sections if _is_ours(path) else []
+    return []
+
+
 def prefer(spec: Spec, keep: bool = True) -> None:
     """Let `spec` serve every problem of its family, whatever the number of rows, here and, with `keep`, in later
     processes as well.
 
     Where it serves this process alone, a warning says so, and later ones go on with what they preferred.
     """
-    family = family_of(spec)
-    _ours[family] = spec
-    path, why_not = _path(family), "its kernel was not kept"
+    _ours[family_of(spec)] = spec
+    why_not = "its kernel was not kept"
     if keep:
         try:
-            return records.write(path, table.text([table.preference(spec)]))
+            return table.write(folder() / FILE, [table.preference(spec)], _sections)
         except OSError as error:
-            why_not = f"{records.shown(path)} cannot be written: {error.strerror}"
+            why_not = f"{records.shown(folder() / FILE)} cannot be written: {error.strerror}"
     warnings.warn(f"{spec.name} is preferred in this process alone ({why_not})", RuntimeWarning, stacklevel=3)
 
 
@@ -217,13 +200,9 @@ def clear_preferences() -> int:
         OSError: one cannot be removed.
     """
     removed = 0
-    for path in _preferences():
-        try:
-            _certainly_ours(path)
-        except ValueError:
-            continue
+    for path in filter(_is_ours, _preferences()):
+        removed += sum(len(section.layers) for section in _sections(path)) or 1
         path.unlink(missing_ok=True)
-        removed += 1
     forget()
     return removed
 
@@ -243,15 +222,15 @@ def preferred(problem: Problem, shipped: Spec) -> Spec | None:
     """What a user prefers for a problem that `shipped` serves otherwise: for its very activation and layout, else for
     several.
     """
-    if not _ours and not _known().layers:  # making the families, up to six, takes longer
+    _known()
+    if not _ours and not _preferred:  # making the families, up to six, takes longer
         return None
-    found = map(_preferred, families_like(shipped, problem))
-    return next((spec for spec in found if spec), None)
+    return next((spec for family in families_like(shipped, problem) if (spec := _preferred_of(family))), None)
 
 
-def _preferred(family: Spec) -> Spec | None:
-    if family not in _ours and family in _known().layers:
-        (spec,) = _known().layers[family][0].kernels.values()
+def _preferred_of(family: Spec) -> Spec | None:
+    spec = _preferred.pop(family, None)
+    if spec is not None and family not in _ours:
         otherwise = (
             f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
             f"compile it again with `glulam.compile`, or {CLEAR}"
@@ -326,5 +305,6 @@ def tuned_specs(gpu: str) -> list[Spec]:
 
 def every(gpu: str = "") -> Iterator[Spec]:
     """All that calls may get without compiling."""
-    yield from filter(None, map(_preferred, {**_ours, **_known().layers}))
+    _known()
+    yield from filter(None, map(_preferred_of, {**_ours, **_preferred}))
     yield from filter(loadable.is_loadable, tuned_specs(gpu))

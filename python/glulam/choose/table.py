@@ -15,7 +15,7 @@ import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from ffi_bridge import __version__, toolchain
 from ..problem import Problem
 from . import records, shipped, specs
 
-FORMAT, SCHEMA = "glulam-tuned", 2
+FORMAT, SCHEMA = "glulam-tuned", 3
+FORMATS = (FORMAT, "glulam-preferred")  # the second is that of preferences of earlier versions
 WIDTHS = {
     "grouped_mm": ("in_features", "out_features"),
     "grouped_glu": ("in_features", "intermediate"),
@@ -211,17 +212,17 @@ def read(path: Path) -> list[Section]:
 def content(path: Path) -> Content:
     """What a file holds. Raises ValueError, in one line, where it is no table or of another schema."""
     try:
-        return parsed(records.read(path))
+        return _parsed(records.read(path))
     except ValueError as error:
         raise ValueError(f"{records.shown(path)} is no table of tuned kernels: {error}") from error
 
 
-def parsed(data: dict[str, Any]) -> Content:
-    """What a file's JSON says. Raises ValueError where it is no table or of another schema."""
-    if data.get("format") != FORMAT:
+def _parsed(data: dict[str, Any]) -> Content:
+    if data.get("format") not in FORMATS:
         raise ValueError("not written by `glulam tune`")
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"its schema is {records.brief(data.get('schema'))}, this Glulam reads {SCHEMA}")
+    if (data["format"], data.get("schema")) != (FORMAT, SCHEMA):
+        schema = records.brief(data.get("schema"))
+        raise ValueError(f"another version of Glulam wrote it: its schema is {schema}, this one reads {SCHEMA}")
     if data.keys() != {"format", "schema", "sections"} or not isinstance(data["sections"], list):
         raise ValueError("it has other fields than format, schema and a list of sections")
     found = Content([], [])
@@ -264,8 +265,8 @@ def _layer(data: _Written, stamp: Stamp, is_ours: bool) -> Layer:
     kernels = [specs.described(each) for each in data.kernels]
     if stamp.gpu:
         _check_families(_problem(data.problem), kernels)
-    elif points or len(kernels) != 1 or shipped.family_of(kernels[0]) != specs.described(data.problem):
-        raise ValueError(f"{[spec.name for spec in kernels]} is of another form than it says, or has points")
+    elif points or [shipped.family_of(spec) for spec in kernels] != [specs.described(data.problem)]:
+        raise ValueError("its kernel is of another form than it says, or it has points")
     named = {spec.name: spec for spec in kernels}
     if other := [point.chosen for point in points if point.chosen not in named]:
         raise ValueError(f"no kernel is described that is named {other[0]}")
@@ -307,6 +308,8 @@ def merged(sections: Iterable[Section]) -> list[Section]:
 
 
 def _both(old: Layer, new: Layer) -> Layer:
+    if not new.points:  # a preference, or a run that measured nothing
+        return new if not old.points else old
     points = {point.rows_per_expert: point for point in (*old.points, *new.points)}
     others = tuple(each for each in old.others if each not in new.others)
     ascending = tuple(points[rows] for rows in sorted(points))
@@ -342,8 +345,8 @@ def _indented(value: Any, depth: int = 0) -> str:
     return json.dumps(value)
 
 
-def write(path: Path, sections: Sequence[Section]) -> None:
-    """Adds sections to a file, which other processes may be doing as well. Raises ValueError, as `read` does."""
+def write(path: Path, sections: Sequence[Section], read: Callable[[Path], list[Section]] = read) -> None:
+    """Adds sections to a file, which other processes may be doing as well. Raises OSError, and what `read` raises."""
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
