@@ -303,9 +303,7 @@ class TestPreferences:
         form = to_dict(family_of(GLU_SPEC))
         told = {"format": "glulam-preferred", "schema": 2, "glulam": "0.1.0", "form": form, "spec": to_dict(GLU_SPEC)}
         old.write_text(json.dumps(told))
-        with pytest.warns(
-            RuntimeWarning, match=f"{old} .*another version.*it is ignored, run `glulam cache clear"
-        ):
+        with pytest.warns(RuntimeWarning, match=f"{old} .*another version.*it is ignored, run `glulam cache clear"):
             assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
         assert known.clear_preferences() == 2 and not old.exists() and not path.exists()
 

@@ -1,9 +1,9 @@
 """What is known here of kernels for problems: what `glulam.compile` prefers, then what tuned tables say.
 
 Both are tables (`table`). Preferences are one in the folder `preferred` of the kernels' cache. The tuner's are at the
-places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read when
-the first kernel is chosen, once; one warning names each that is passed over. A kernel that this machine has not compiled
-is passed over as well: choosing never compiles.
+places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read
+once, when the first kernel is chosen; one warning names each that is passed over. A kernel that this machine has not
+compiled is passed over as well: choosing never compiles.
 """
 
 from __future__ import annotations
