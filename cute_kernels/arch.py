@@ -66,18 +66,21 @@ class Reasons(NamedTuple):
 class Room(Protocol):
     """The module `policy` of an architecture's folder.
 
-    capability: of the GPUs that run its kernels; gpus: examples of them, in words. measured: a JSON file of times of
-    the shipped tiles (`python -m perf table`), which need not exist.
-
-    tiles: those that ship for a problem. rows_decide: whether its number of rows chooses among them. ruled: the one
-    that a rule takes; None where times are compared. reasons: for a tile that a rule took. advice: what would be faster
-    than any tile. second_tile: beside a tile, that of FC2 or of the data gradient. glu_form: what activations and gate
-    layouts the kernel of an FC1 is compiled for.
-
-    time_us: modelled microseconds of a GEMM, the mean over even and skewed routing, or of even routing alone.
-
-    all_tiles: every tile of a depth that can be. tile_of: the tile that (m, n, k), a cluster and a schedule describe.
-    check: of a spec, whether its kernels can run. The last two raise SpecError, which names the limit.
+    Attributes:
+        CAPABILITY: compute capability of the GPUs that run its kernels.
+        GPUS: examples of them, in words.
+        MEASURED: a JSON file of times of the shipped tiles (`python -m perf table`), which need not exist.
+        tiles: those that ship for a problem.
+        rows_decide: whether a problem's number of rows chooses among them.
+        ruled: the tile that a rule takes; None where times are compared.
+        reasons: for a tile that a rule took.
+        advice: what would be faster than any tile.
+        second_tile: beside a tile, that of FC2 or of the data gradient.
+        glu_form: what activations and gate layouts the kernel of an FC1 is compiled for.
+        time_us: modelled microseconds of a GEMM, the mean over even and skewed routing; even_us: of even routing.
+        all_tiles: every tile that can be for elements of so many bits.
+        tile_of: the tile that (m, n, k), a cluster and a schedule describe. Raises SpecError, which names the limit.
+        check: raises SpecError, which names the limit, where a spec's kernels cannot run.
     """
 
     CAPABILITY: tuple[int, int]

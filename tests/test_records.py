@@ -252,7 +252,7 @@ class TestPreferences:
         layer_of(data)["kernels"] = [to_dict(OTHER_FORMS[name])]
         path.write_text(json.dumps(data))
         assert chosen_with_one_line(MM, "is of another form.*cache clear --preferred") != SPEC
-        assert list(known.every()) == []
+        assert list(known.all_loadable()) == []
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -411,8 +411,8 @@ def choose_with_warnings(monkeypatch: pytest.MonkeyPatch) -> int:
             forms = {family_of(each) for each in (spec, *looked_for)}
             assert forms <= set(families_of(problem, ARCH))
             looked_for.clear()
-        list(known.every())
-        list(known.every(GPU))
+        list(known.all_loadable())
+        list(known.all_loadable(GPU))
     assert {each.category for each in seen} <= {RuntimeWarning}
     return len(seen)
 

@@ -156,11 +156,11 @@ def even_us(gemm: Gemm, tile: TileConfig) -> float:
 
 
 @functools.cache
-def all_tiles(k: int = TILE_K[16]) -> tuple[TileConfig, ...]:
+def all_tiles(bits: int) -> tuple[TileConfig, ...]:
     tiles = []
     for m, n, cluster, schedule, adaptive in itertools.product(TILE_M, TILE_N, CLUSTERS, SCHEDULES, (False, True)):
         try:
-            tiles.append(TileConfig(m, n, k, *cluster, schedule, adaptive))
+            tiles.append(TileConfig(m, n, TILE_K[bits], *cluster, schedule, adaptive))
         except SpecError:
             continue
     return tuple(tiles)

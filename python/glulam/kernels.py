@@ -110,8 +110,8 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
         The spec of the kernel.
 
     Raises:
-        SpecError (a ValueError): an unknown field or value, or a tile that breaks a limit of shared memory, registers,
-            wgmma or clusters, which the message names together with the nearest valid choice.
+        SpecError (a ValueError): an unknown field or value, or a tile that breaks a limit of the hardware, which the
+            message names together with the nearest valid choice.
         TypeError: both a spec and keywords, something else as the spec, a tile that is no tuple of integers, or a
             TileConfig together with a cluster or schedule.
         CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
@@ -189,7 +189,7 @@ def preload(device: torch.device | str | int | None = None) -> int:
     gpu = gpus.gpu(index)
     bundle = ffi_bridge.load(gpu.arch)
     shipped = {from_dict(entry.spec): bundle.function(name) for name, entry in bundle.manifest.functions.items()}
-    functions = {**{spec: find(spec).function for spec in known.every(gpu.name)}, **_compiled, **shipped}
+    functions = {**{spec: find(spec).function for spec in known.all_loadable(gpu.name)}, **_compiled, **shipped}
     with torch.cuda.device(index):
         tickets.prepare(torch.device("cuda", index), index)
         for spec, function in functions.items():

@@ -131,7 +131,7 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
         fitting = [each for each in sections if not each.stamp.unlike(here)]
         for each in fitting:
             layers.update({key: (layer, path) for key, layer in each.layers.items()})
-        name = f"the tuned table {records.shown(path)} is ignored"
+        name = f"the table {records.shown(path)} is ignored"
         if wrong and (fitting or not sections):
             ignored.append(f"{name} in part, which Glulam did not write: {table.first_of(wrong)}; {wrong_in_part}")
         elif sections and not fitting:
@@ -303,7 +303,7 @@ def tuned_specs(gpu: str) -> list[Spec]:
     return list(dict.fromkeys(layer.kernels[point.chosen] for layer in layers for point in layer.points))
 
 
-def every(gpu: str = "") -> Iterator[Spec]:
+def all_loadable(gpu: str = "") -> Iterator[Spec]:
     """All that calls may get without compiling."""
     _known()
     yield from filter(None, map(_preferred_of, {**_ours, **_preferred}))

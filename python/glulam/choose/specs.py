@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from cute_kernels.arch import room
 from cute_kernels.specs import ARCHS, GroupedGluSpec, GroupedMlpSpec, Spec, from_dict, to_dict
-from cute_kernels.tiles import TILE_K, SpecError, TileConfig, require
+from cute_kernels.tiles import SpecError, TileConfig, require
 
 from . import records
 
@@ -83,7 +83,7 @@ def spec_of(op: Any, fields: Mapping[str, Any]) -> Spec:
     if "tile" not in types:
         return from_dict({"op": op, **given})
     make = functools.partial(_spec_on, {"op": op, **given})
-    tile = shape.pop("tile", (128, 256, 64))
+    tile = shape.pop("tile", (TileConfig.m, TileConfig.n, TileConfig.k))
     if isinstance(tile, TileConfig):
         if shape:
             raise TypeError(f"compile: {next(iter(shape))} is given beside a TileConfig, which says what it is")
@@ -122,9 +122,9 @@ def _is_valid(make: MakeSpec, tile: TileConfig) -> bool:
     return True
 
 
-def valid_tiles(make: MakeSpec, arch: str, k: int = TILE_K[16]) -> list[TileConfig]:
-    """Every tile of a depth that the kernel which `make` describes can have."""
-    return [tile for tile in room(arch).all_tiles(k) if _is_valid(make, tile)]
+def valid_tiles(make: MakeSpec, arch: str, bits: int = 16) -> list[TileConfig]:
+    """Every tile for elements of so many bits that the kernel which `make` describes can have."""
+    return [tile for tile in room(arch).all_tiles(bits) if _is_valid(make, tile)]
 
 
 def _distance(
@@ -154,7 +154,7 @@ def _tile_for(
         check(make(wanted))
         return wanted
     except SpecError as error:
-        valid = valid_tiles(make, arch) or valid_tiles(make, arch, TILE_K[8])
+        valid = valid_tiles(make, arch) or valid_tiles(make, arch, bits=8)
         if not valid:  # whatever the tile
             raise
         nearest = min(valid, key=functools.partial(_distance, shape, cluster, schedule))

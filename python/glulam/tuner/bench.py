@@ -19,7 +19,7 @@ from . import routing as routings
 from .tensors import Tensors, num_bytes
 from .timing import Call, Sampler, device_us
 
-ROTATION_BYTES = 2**29  # 9 times the L2 of an H200
+ROTATION_BYTES = 2**29  # many times any L2
 MAX_SETS = 4
 FREE_SHARE = 0.8  # of the GPU's free memory may be filled
 SAMPLE_US = 400.0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cute_kernels.arch import Gemm, room
 from cute_kernels.specs import GroupedDgluSpec, GroupedMlpSpec, Spec
-from cute_kernels.tiles import TILE_K, SpecError, TileConfig
+from cute_kernels.tiles import SpecError, TileConfig
 
 from ..choose import specs
 from ..choose.shipped import shipped_specs, spec_on
@@ -52,7 +52,7 @@ def works(problem: Problem, arch: str) -> tuple[Work, ...]:
 
 def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
     """Every valid spec of a problem, by its modelled time, the fastest first."""
-    timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(TILE_K[16])] for work in works(problem, arch)]
+    timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(16)] for work in works(problem, arch)]
     for chosen in sorted(itertools.product(*timed), key=lambda chosen: sum(us for us, _ in chosen)):
         try:
             spec = spec_on(problem, arch, *(tile for _, tile in chosen))
