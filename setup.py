@@ -15,7 +15,6 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.absolute()
-ARCHS = ("sm_90a",)
 
 sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, a zip's oldest date: the same wheel from any checkout
@@ -38,7 +37,7 @@ class BuildWithBundle(build_py):
         from ffi_bridge.progress import shown_past_pip
 
         with shown_past_pip():
-            for arch in ARCHS:
+            for arch in profiles.CONFIGS:
                 build.build(profiles.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .arch import FOLDERS
 from .specs import (
     DECODED,
     DgluSpec,
@@ -17,7 +18,6 @@ from .specs import (
 )
 from .tiles import SpecError
 
-FOLDERS = {"sm_90a": "sm90"}
 _MODULES: dict[type, str] = {
     TailSpec: "stages.tail",
     GroupedWgradSpec: "stages.wgrad",

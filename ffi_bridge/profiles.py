@@ -6,9 +6,9 @@ import fnmatch
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 
+from cute_kernels.arch import FOLDERS
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec
-from cute_kernels.stages import FOLDERS
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
 CONFIGS = {arch: f"cute_kernels.{folder}.configs" for arch, folder in FOLDERS.items()}

@@ -120,14 +120,14 @@ def measure(arguments: argparse.Namespace) -> Result:
 
     if not torch.cuda.is_available():
         raise RuntimeError("measuring needs a CUDA GPU; without one, `python -m perf report` shows earlier results")
-    from glulam import preferences, tuned
+    from glulam.choose import known
 
     from .limits import measure_limits
     from .stamp import make_stamp
     from .suites import SUITES
 
-    os.environ.setdefault(tuned.ENV_TUNED, "")  # what ships is what is measured
-    preferences.ignore()
+    os.environ.setdefault(known.ENV_TUNED, "")  # what ships is what is measured
+    known.ignore_preferences()
     options = chosen(arguments)
     stamp = make_stamp(command_line(arguments.command, options), arguments.commit)
     limits = measure_limits()

@@ -7,8 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cute_kernels.sm90.configs import ARCH
-from glulam.choice import FOLDER
+from cute_kernels.sm90.policy import MEASURED
 
 from .results import RESULTS, Result, read
 
@@ -52,12 +51,11 @@ def text(table: dict[str, Any]) -> str:
     return f'{{"stamp": {json.dumps(table["stamp"])},\n"shapes": [\n{lines}\n]}}\n'
 
 
-def write_table(source: Path = RESULTS / "tiles-h200.json", folder: Path = FOLDER) -> Path:
-    """Writes <arch>.json from a result file. Raises ValueError where that is not of the tiles suite."""
+def write_table(source: Path = RESULTS / "tiles-h200.json", path: Path = MEASURED) -> Path:
+    """Writes the measurements that ship, from a result file. Raises ValueError where that is not of the tiles suite."""
     result = read(source)
     if result["suite"] != "tiles":
         raise ValueError(f"{source} is a result of suite {result['suite']!r}; a table is made of one of 'tiles'")
-    path = folder / f"{ARCH}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(make_table(result)))
     return path

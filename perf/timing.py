@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from glulam.tuner.timing import (
-    ENQUEUE_US,
-    MIN_ROUNDS,
-    WARM_UP_CALLS,
     Call,
     Sampler,
     Summary,
-    device_sampler,
     device_us,
     interleave,
-    measure_device,
     percentile,
     sleep_cycles,
     summarise,
@@ -43,7 +39,30 @@ __all__ = [
     "summarise",
 ]
 
+SAMPLE_US = 1000.0  # one device sample lasts about this long
+MAX_CALLS_PER_SAMPLE = 50
+ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest contestant
+WARM_UP_CALLS = 3
+MIN_ROUNDS = 5
 HOST_CALLS_PER_SAMPLE = 100  # two launches each stay well inside the queue of 1024
+
+
+def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
+    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw.
+
+    enqueue_us: more than the host needs to enqueue one call.
+    """
+    for number in range(WARM_UP_CALLS):
+        call(number)
+    calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
+    return lambda: device_us(call, calls, enqueue_us)
+
+
+def measure_device(
+    calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
+) -> dict[str, Summary]:
+    """Device time of each call, CUDA events, interleaved; microseconds."""
+    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)
 
 
 def host_sampler(call: Callable[[], object], calls: int = HOST_CALLS_PER_SAMPLE, *, drain: bool = False) -> Sampler:

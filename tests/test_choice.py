@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from cute_kernels.arch import Gemm
+from cute_kernels.sm90 import cost, policy
 from cute_kernels.sm90.configs import LARGE, SMALL, TILES
+from cute_kernels.sm90.cost import EVEN, SKEWED
 from cute_kernels.tiles import TileConfig
-from glulam import choice, cost, dispatch, shipped_kernels
-from glulam.choice import MODELLED, Curve, Part, Table, estimates
-from glulam.cost import EVEN, SKEWED, Gemm
-from glulam.dispatch import choose
-from glulam.problem import Problem
+from glulam.choose import choose, known, shipped
+from glulam.choose import estimates as times
+from glulam.choose.estimates import MODELLED, Curve, Measured, estimates
+from glulam.problem import Part, Problem
 from perf import choices
 from perf.cases import OTHER_MODELS, PREFILL
 from perf.results import RESULTS, read
@@ -172,12 +174,12 @@ class TestRule:
 
 class TestTable:
     def test_the_shipped_table_is_that_of_the_stored_result(self) -> None:
-        held = (choice.FOLDER / f"{ARCH}.json").read_text()
+        held = policy.MEASURED.read_text()
         assert held == choices.text(choices.make_table(RESULT))
-        assert json.loads(held)["stamp"]["gpu"] == choice.table(ARCH).gpu == "NVIDIA H200"
+        assert json.loads(held)["stamp"]["gpu"] == times.measured(ARCH).gpu == "NVIDIA H200"
 
     def test_it_holds_every_shipped_tile_for_every_model(self) -> None:
-        curves = choice.table(ARCH).curves
+        curves = times.measured(ARCH).curves
         assert len(curves) == 3 * len(MODELS)
         assert all({tile.name for tile in TILES} <= curve.us.keys() for curve in curves.values())
 
@@ -196,7 +198,7 @@ class TestTable:
     def test_a_layer_is_measured_or_modelled_as_a_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
         parts = (Part("glu", Gemm(32, 8, 64, 64, 32)), Part("nt", Gemm(32, 8, 64, 32, 64)))
         curves = {parts[0].key: Curve([1, 8], {LARGE.name: [3.0, 4.0], SMALL.name: [2.0, 2.0]})}
-        monkeypatch.setattr(choice, "table", lambda arch: Table("a GPU", curves))
+        monkeypatch.setattr(times, "measured", lambda arch: Measured("a GPU", curves))
         assert {found.source for found in estimates(parts, TILES, ARCH)} == {MODELLED}
         curves[parts[1].key] = Curve([1, 8], {LARGE.name: [5.0, 5.0], SMALL.name: [7.0, 7.0]})
         best, other = estimates(parts, TILES, ARCH)
@@ -207,19 +209,18 @@ class TestTable:
         record = RECORDS[0]
         assert MODELLED in choose(problem_of({**record, "k": record["k"] + 64}), ARCH).why
         assert MODELLED in choose(problem_of(record, rows=record["experts"] // 2), ARCH).why
-        assert choice.table("sm_1") == Table("", {})
 
     def test_only_a_result_of_the_sweep_makes_a_table(self, tmp_path: Any) -> None:
         with pytest.raises(ValueError, match="a result of suite 'forward'"):
             choices.write_table(RESULTS / "forward-h200.json", tmp_path)
-        path = choices.write_table(folder=tmp_path / "new")
-        assert path.read_text() == (choice.FOLDER / path.name).read_text()
+        path = choices.write_table(path=tmp_path / "new" / "measured.json")
+        assert path.read_text() == policy.MEASURED.read_text()
 
 
 class TestPurity:
     def test_the_host_knows_all_that_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Numbers and names in, the same choice out, and not a question to torch."""
-        for module in (choice, cost, dispatch, shipped_kernels):
+        for module in (times, cost, policy, known, shipped):
             assert not any(getattr(value, "__name__", "").startswith("torch") for value in vars(module).values())
         for name in ("is_available", "current_device", "synchronize", "get_device_properties"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked the device"))

@@ -19,8 +19,10 @@ from cute_kernels.sm90.configs import SMALL, shipped_specs
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import cache, jit, loader, manifest, toolchain
-from glulam import kernels, loadable, preferences, records, shipped_kernels, tuned, validity
-from glulam.dispatch import choose
+from glulam import kernels
+from glulam.choose import choose, known, loadable, records, specs
+from glulam.choose import table as tables
+from glulam.choose.shipped import shipped_choice
 from glulam.problem import Problem
 
 ARCH = "sm_90a"
@@ -112,7 +114,7 @@ class TestLimits:
             glulam.compile(op="grouped_mm", tile=(128, 256, 64))
         assert "tile=(64, 192, 64)" in str(no.value)
         with pytest.raises(SpecError, match="grouped_dglu on t128x128"):
-            validity.check(GroupedDgluSpec(tile=TileConfig(128, 128, 64)))
+            specs.check(GroupedDgluSpec(tile=TileConfig(128, 128, 64)))
 
     def test_other_mistakes_name_no_tile(self, empty: Path) -> None:
         with pytest.raises(SpecError, match="activation='swish'") as refused:
@@ -121,7 +123,7 @@ class TestLimits:
 
     def test_every_shipped_spec_is_valid(self) -> None:
         for spec in shipped_specs():
-            validity.check(spec)
+            specs.check(spec)
         tiles = [found for spec in shipped_specs() for found in budget.budgets(spec)]
         assert {found.stages for found in tiles} == {4, 5, 6, 8}
 
@@ -136,7 +138,7 @@ class TestLimits:
     @pytest.mark.parametrize("spec", [GroupedMmSpec(), GroupedGluSpec(), GroupedWgradSpec(), GroupedDgluSpec()])
     def test_every_tile_that_can_be_has_its_stages(self, spec: Spec) -> None:
         make = lambda tile: dataclasses.replace(spec, tile=tile)  # noqa: E731
-        valid = validity.valid_tiles(make)
+        valid = specs.valid_tiles(make, ARCH)
         assert len(valid) == {"grouped_wgrad": 45, "grouped_dglu": 56}.get(spec.op, 60)
         assert all(b.stages >= 3 and b.smem_bytes <= budget.SMEM_BYTES for t in valid for b in budget.budgets(make(t)))
 
@@ -192,7 +194,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         kernels.forget_choices()
         with pytest.warns(RuntimeWarning, match=f"preferred kernel {SPEC.name} is not in the cache") as seen:
             found = [choose(MM, ARCH).spec for _ in range(3)]
-        assert len(seen) == 1 and set(found) == {shipped_kernels.shipped_choice(MM, ARCH).spec}
+        assert len(seen) == 1 and set(found) == {shipped_choice(MM, ARCH).spec}
 
     def test_the_last_preference_counts_and_clearing_forgets_it(
         self, empty: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +206,7 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
         glulam.compile(GroupedMmSpec(tile=TileConfig()), prefer=False)
         kernels.forget_choices()
         assert choose(MM, ARCH).spec == GroupedMmSpec(tile=SMALL)
-        assert preferences.clear() == 1 and choose(MM, ARCH).spec == shipped_kernels.shipped_choice(MM, ARCH).spec
+        assert known.clear_preferences() == 1 and choose(MM, ARCH).spec == shipped_choice(MM, ARCH).spec
 
     def test_a_folder_that_cannot_be_written_costs_a_warning(
         self, empty: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -218,16 +220,16 @@ print(json.dumps(dict(source=told.source, name=told.spec.name, why=told.why, cut
 
     @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "glulam-preferred", "schema": 1, "form": 3}'])
     def test_what_does_not_parse_is_left_out(self, empty: Path, content: str) -> None:
-        preferences.folder().mkdir(parents=True)
-        (preferences.folder() / "grouped_mm-0.json").write_text(content)
+        known.folder().mkdir(parents=True)
+        (known.folder() / "grouped_mm-0.json").write_text(content)
         with pytest.warns(RuntimeWarning, match="preference .*grouped_mm-0.json is ignored: .*; remove it") as seen:
-            assert {choose(MM, ARCH).spec for _ in range(3)} == {shipped_kernels.shipped_choice(MM, ARCH).spec}
+            assert {choose(MM, ARCH).spec for _ in range(3)} == {shipped_choice(MM, ARCH).spec}
         assert len(seen) == 1
 
     def test_a_users_choice_stands_above_a_table(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(jit, "get", lambda spec, **_: lambda *_: None)
         monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
-        monkeypatch.setattr(tuned, "layer", lambda *_: pytest.fail("looked into tables"))
+        monkeypatch.setattr(known, "read_tables", lambda *_: pytest.fail("looked into tables"))
         glulam.compile(SPEC)
         assert choose(MM, ARCH, "a GPU").spec == SPEC
 
@@ -236,17 +238,17 @@ SERVING = """
 import json, random, subprocess, sys
 import torch, tvm_ffi
 import glulam
-from glulam import dispatch, kernels, shipped_kernels
+from glulam import choose, kernels
 from glulam.problem import Problem
 subprocess.Popen.__init__ = lambda *a, **k: sys.exit("a process was started")
 rng, specs = random.Random(0), set()
 for _ in range(3000):
     problem = Problem("grouped_mm", "bfloat16", rng.randrange(1, 1 << 20), rng.randrange(1, 300), 1024, 0, 2048)
-    specs.add(dispatch.choose(problem, "sm_90a", "NVIDIA Fake").spec)
+    specs.add(choose.choose(problem, "sm_90a", "NVIDIA Fake").spec)
 for rows in (1, 77, 100_000):
     for op in ("grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad"):
         problem = Problem(op, "bfloat16", rows, 7, 1024, 512, 1024, "swiglu", out_dtype="bfloat16")
-        dispatch.choose(problem, "sm_90a", "NVIDIA Fake")
+        choose.choose(problem, "sm_90a", "NVIDIA Fake")
 sources = {kernels.find(spec).source for spec in specs if spec.tile.n == 192}
 heavy = ("cutlass", "rich", "typer", "filelock")
 new = sorted(name for name in set(sys.modules) if name.split(".")[0] in heavy)
@@ -271,16 +273,15 @@ class TestServing:
         (tmp_path / "cache").mkdir()
         (entry,) = cache.entries(compiled["root"])
         (tmp_path / "cache" / entry.name).symlink_to(entry.folder)
-        ship = shipped_kernels.shipped_choice(MM, ARCH).spec.name
+        ship = shipped_choice(MM, ARCH).spec.name
         us = {SPEC.name: {"uniform": 10.0}, ship: {"uniform": 20.0}}
-        points = tuple(tuned.Point(1 << n, SPEC.name, ship, 2.0, us) for n in range(13))
-        layers = {}
+        points = tuple(tables.Point(1 << n, SPEC.name, ship, 2.0, us) for n in range(13))
+        layers = []
         for experts in range(1, 300):
             problem = Problem("grouped_mm", "bfloat16", 0, experts, 1024, 0, 2048)
-            question = tuned.question(problem)
-            layers[tuned.key_of(question)] = tuned.Layer(question, {SPEC.name: SPEC}, points)
+            layers.append(tables.Layer(tables.layer_of(problem), {SPEC.name: SPEC}, points))
         table = tmp_path / "table.json"
-        tuned.write(table, [tuned.Section(tuned.stamp_of("NVIDIA Fake"), layers)])
+        tables.write(table, [tables.section(tables.stamp_of("NVIDIA Fake"), *layers)])
         told = in_process(
             SERVING, GLULAM_CACHE_DIR=str(tmp_path / "cache"), GLULAM_BUNDLE="/nowhere", GLULAM_TUNED=str(table)
         )
@@ -288,7 +289,7 @@ class TestServing:
 
     def test_choosing_looks_at_no_file_again(self, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[Any] = []
-        for module, name in ((records, "read"), (tuned, "files"), (preferences, "_files")):
+        for module, name in ((records, "read"), (known, "tables"), (known, "_preferences")):
             look = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *args, look=look: looks.append(look) or look(*args))
         choose(MM, ARCH, "NVIDIA Fake")

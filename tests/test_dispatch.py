@@ -22,8 +22,9 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, activatio
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import dispatch, kernels, loadable, preferences, shipped_kernels, tickets
-from glulam.dispatch import choose
+from glulam import kernels, tickets
+from glulam.choose import choose, known, loadable
+from glulam.choose.shipped import family_of
 from glulam.problem import Problem
 
 pytest_plugins = ["support.fixtures"]
@@ -135,22 +136,22 @@ def test_hardly_any_rows_an_expert(rows: int, experts: int) -> None:
 
 
 def test_every_choice_is_shipped() -> None:
-    shipped = set(shipped_specs())
+    ships = set(shipped_specs())
     for rows in (8, 2000, 100_000):
         for dtype in ("bfloat16", "float16"):
             for transpose_w in (False, True):
                 mm = problem(op="grouped_mm", rows=rows, dtype=dtype, transpose_w=transpose_w, activation="none")
-                assert choose(mm, ARCH).spec in shipped
+                assert choose(mm, ARCH).spec in ships
             for out_dtype in (dtype, "float32"):
                 wgrad = problem(op="grouped_wgrad", rows=rows, dtype=dtype, out_dtype=out_dtype, activation="none")
-                assert choose(wgrad, ARCH).spec in shipped
+                assert choose(wgrad, ARCH).spec in ships
             for (activation, layout), width in itertools.product(activation_forms(), (64, 72)):
                 form = {"rows": rows, "dtype": dtype, "activation": activation, "glu_layout": layout}
                 form |= {"intermediate": width}
-                assert choose(problem(**form), ARCH).spec in shipped
-                assert choose(problem(op="grouped_dglu", **form), ARCH).spec in shipped
+                assert choose(problem(**form), ARCH).spec in ships
+                assert choose(problem(op="grouped_dglu", **form), ARCH).spec in ships
                 for preact in (False, True):
-                    assert choose(problem(op="grouped_glu", save_preact=preact, **form), ARCH).spec in shipped
+                    assert choose(problem(op="grouped_glu", save_preact=preact, **form), ARCH).spec in ships
 
 
 def test_a_preferred_kernel_of_several_activations_serves_each_at_any_number_of_rows(
@@ -161,13 +162,13 @@ def test_a_preferred_kernel_of_several_activations_serves_each_at_any_number_of_
     wide = {"in_features": 2048, "intermediate": 2048, "out_features": 2048}
     asked = [problem(rows=rows, activation="geglu", glu_layout="interleaved", **wide) for rows in (8, 100_000)]
     few, many = (choose(one, ARCH).spec for one in asked)
-    assert shipped_kernels.form(few) != shipped_kernels.form(many)
+    assert family_of(few) != family_of(many)
     for preferred in (many, few):  # the narrower form stands above
-        dispatch.prefer(preferred, keep=False)
+        known.prefer(preferred, keep=False)
         assert [choose(one, ARCH).spec for one in asked] == [preferred] * 2
     other = problem(rows=8, activation="reglu", glu_layout="concat", **wide)
     assert choose(other, ARCH).spec == many
-    preferences.forget()
+    known.forget()
 
 
 class TestExplain:

@@ -12,6 +12,9 @@ import pytest
 import cute_kernels
 import ffi_bridge
 import glulam
+from cute_kernels.arch import FOLDERS, Room, by_capability, room
+from ffi_bridge import sources
+from ffi_bridge.profiles import all_stages, shipped_specs
 
 
 def modules(package: str, root: Path) -> dict[str, Path]:
@@ -40,3 +43,27 @@ def test_no_import_is_part_of_a_circle(package: object) -> None:
     assert len(graph) > 10 and sum(map(len, graph.values())) > len(graph)
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
     assert order.index(name) > 0
+
+
+def test_the_front_knows_no_architecture_by_name() -> None:
+    """But for what hyper-connections ask of theirs."""
+    root = Path(glulam.__file__).parent  # type: ignore[arg-type]
+    naming = {path.relative_to(root).parts[0] for path in root.rglob("*.py") if "cute_kernels.sm90" in path.read_text()}
+    assert naming == {"mhc"}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_architecture_answers_for_itself(name: str) -> None:
+    answers = room(name)
+    assert all(hasattr(answers, each) for each in Room.__annotations__)
+    assert by_capability()[answers.CAPABILITY] == name
+
+
+def test_no_kernel_is_made_of_a_policy() -> None:
+    """Editing one compiles nothing."""
+    known = sources.of("cute_kernels")
+    tracers = {sources.tracer_of(spec) for arch in FOLDERS for spec in all_stages(shipped_specs(arch))}
+    files = {file.name for tracer in tracers for file in known.closure(tracer.partition(":")[0])}
+    assert len(files) > 20
+    for folder in FOLDERS.values():
+        assert files.isdisjoint({"arch.py", f"{folder}/policy.py", f"{folder}/cost.py", f"{folder}/configs.py"})

@@ -14,11 +14,11 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
-from glulam import call, dispatch, kernels, mhc, plans, shipped_kernels, tuned, workspace
+from glulam import call, kernels, mhc, plans, workspace
 from glulam.addressed import Operator
 from glulam.addressed import Plan as MhcPlan
 from glulam.backward.planned import TrainingPlan
-from glulam.dispatch import Chooser, choose
+from glulam.choose import Chooser, choose, known, shipped
 from glulam.launch import Plan
 from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.problem import Problem
@@ -315,29 +315,29 @@ class TestChooser:
     def test_estimates_no_size_twice(self, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """From 1 to 1024 rows an expert, each number of rows: at most 16 sizes an octave."""
         asked: list[Problem] = []
-        chosen = dispatch.shipped_choice
-        monkeypatch.setattr(dispatch, "shipped_choice", lambda p, arch: asked.append(p) or chosen(p, arch))
+        chosen = shipped.shipped_choice
+        monkeypatch.setattr(shipped, "shipped_choice", lambda p, arch: asked.append(p) or chosen(p, arch))
         chooser = Chooser(problem_of(form), "sm_90a")
         for rows in range(problem_of(form).experts, 1024 * problem_of(form).experts):
             chooser.spec(rows)
-        assert len(asked) <= 10 * shipped_kernels.SIZES_AN_OCTAVE + 2
+        assert len(asked) <= 10 * shipped.SIZES_AN_OCTAVE + 2
 
     def test_powers_of_two_an_expert_are_compared_as_they_are(self) -> None:
         """Those were measured."""
         for experts in (1, 3, 8, 60, 256):
             problem = dataclasses.replace(problem_of("mm"), experts=experts)
             for rows in (experts << d for d in range(13)):
-                assert shipped_kernels._estimated_rows(dataclasses.replace(problem, rows=rows)) == rows
+                assert shipped.estimated_rows(dataclasses.replace(problem, rows=rows)) == rows
             for rows in range(1, 9999, 7):
-                near = shipped_kernels._estimated_rows(dataclasses.replace(problem, rows=rows))
+                near = shipped.estimated_rows(dataclasses.replace(problem, rows=rows))
                 assert abs(near - rows) < 0.022 * rows + 0.5
 
     def test_asks_a_table_for_each_number_of_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """But for its layer once."""
         asked: list[Any] = []
         layer = (object(), "a file")
-        monkeypatch.setattr(tuned, "layer", lambda problem, gpu: asked.append(gpu) or layer)
-        monkeypatch.setattr(tuned, "fastest", lambda told, problem, shipped: asked.append(problem.rows))
+        monkeypatch.setattr(known, "tuned", lambda problem, gpu: asked.append(gpu) or layer)
+        monkeypatch.setattr(known, "fastest", lambda told, problem, shipped: asked.append(problem.rows))
         chooser = Chooser(problem_of("dglu"), "sm_90a", "a GPU")
         specs = {chooser.spec(rows) for rows in (1, 2, 3)}
-        assert asked == ["a GPU", 1, 2, 3] and specs == {dispatch.shipped_choice(problem_of("dglu"), "sm_90a").spec}
+        assert asked == ["a GPU", 1, 2, 3] and specs == {shipped.shipped_choice(problem_of("dglu"), "sm_90a").spec}

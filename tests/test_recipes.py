@@ -32,7 +32,7 @@ from cute_kernels.sm90.configs import (
     SMALL_W8,
     TINY_W8,
     activation_forms,
-    fc2_tile,
+    second_tile,
 )
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, recipes
@@ -242,7 +242,7 @@ class TestHostPath:
             for average, tile in [(1, SMALL8), (64, SMALL8), (64.5, LARGE8)] if recipe == "mxfp8" else decoded:
                 told = glulam.explain("grouped_mlp", (round(512 * average), 256), *weights, recipe=recipe)
                 assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == tile
-                assert told.spec.fc2.tile == fc2_tile(tile)
+                assert told.spec.fc2.tile == second_tile(tile)
                 assert told.why.endswith(tile.name)
                 assert len(told.why_not) == (1 if recipe == "mxfp8" else 3)
 

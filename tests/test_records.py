@@ -26,8 +26,10 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import cache, loader
-from glulam import dispatch, kernels, loadable, preferences, records, shipped_kernels, tuned
-from glulam.dispatch import choose
+from glulam import kernels
+from glulam.choose import choose, known, loadable, records
+from glulam.choose import table as tables
+from glulam.choose.shipped import families_of, family_of, shipped_choice
 from glulam.problem import Problem
 
 ARCH, GPU = "sm_90a", "NVIDIA Fake"
@@ -35,6 +37,7 @@ TILE = TileConfig(128, 192, 64)
 MM = Problem("grouped_mm", "bfloat16", 256, 16, 1024, 0, 2048)
 GLU = Problem("grouped_glu", "bfloat16", 256, 16, 1024, 512, 0, "swiglu")
 SPEC = GroupedMmSpec(tile=TILE)
+GLU_SPEC = GroupedGluSpec(tile=TILE)
 OTHER_FORMS: dict[str, Spec] = {
     "transposed": GroupedMmSpec(transpose_w=True, tile=TILE),
     "of another dtype": GroupedMmSpec("float16", tile=TILE),
@@ -60,7 +63,7 @@ MISMATCHES: list[tuple[Problem, Spec]] = [
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The path of the only table, in an empty world where every kernel is said to be there; none may be opened."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
-    monkeypatch.setenv(tuned.ENV_TUNED, str(tmp_path / "table.json"))
+    monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "table.json"))
     monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
     monkeypatch.setattr(loader, "_open_library", lambda path, needs: pytest.fail(f"opened {path}"))
     kernels.forget_choices()
@@ -70,12 +73,12 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def described(problem: Problem, spec: Spec) -> dict[str, Any]:
     """A table in which a kernel is the fastest for a problem at 1 and 16 rows an expert."""
-    shipped = shipped_kernels.shipped_choice(problem, ARCH).spec
+    shipped = shipped_choice(problem, ARCH).spec
     us = {spec.name: {"uniform": 10.0}, shipped.name: {"uniform": 20.0}}
-    points = tuple(tuned.Point(rows, spec.name, shipped.name, 2.0, us) for rows in (1.0, 16.0))
-    layer = tuned.Layer(tuned.question(problem), {spec.name: spec}, points)
-    section = tuned.Section(tuned.stamp_of(GPU), {tuned.key_of(layer.problem): layer})
-    return json.loads(tuned.text([section]))
+    points = tuple(tables.Point(rows, spec.name, shipped.name, 2.0, us) for rows in (1.0, 16.0))
+    layer = tables.Layer(tables.layer_of(problem), {spec.name: spec}, points)
+    section = tables.section(tables.stamp_of(GPU), layer)
+    return json.loads(tables.text([section]))
 
 
 def layer_of(data: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +87,10 @@ def layer_of(data: dict[str, Any]) -> dict[str, Any]:
 
 def point_of(data: dict[str, Any]) -> dict[str, Any]:
     return layer_of(data)["points"][0]
+
+
+def stamp_of(data: dict[str, Any]) -> dict[str, Any]:
+    return data["sections"][0]["stamp"]
 
 
 def chosen_with_one_line(problem: Problem, match: str) -> Spec:
@@ -99,9 +106,9 @@ class TestTables:
     @pytest.mark.parametrize(("problem", "spec"), MISMATCHES, ids=[spec.name for _, spec in MISMATCHES])
     def test_a_kernel_of_another_form_is_never_chosen(self, table: Path, problem: Problem, spec: Spec) -> None:
         table.write_text(json.dumps(described(problem, spec)))
-        shipped = shipped_kernels.shipped_choice(problem, ARCH).spec
+        shipped = shipped_choice(problem, ARCH).spec
         assert chosen_with_one_line(problem, f"{table} is ignored in part.*{spec.name} is of another form") == shipped
-        assert tuned.specs(GPU) == []
+        assert known.tuned_specs(GPU) == []
 
     def test_the_one_that_is_sound_is(self, table: Path) -> None:
         table.write_text(json.dumps(described(MM, SPEC)))
@@ -118,7 +125,7 @@ class TestTables:
         table.write_text(json.dumps(data).replace("Infinity", "1e400"))
         assert chosen_with_one_line(MM, "layer 1: .* is .*, not a number") != SPEC
         with pytest.raises(ValueError, match=f"{table} holds what `glulam tune` does not write"):
-            tuned.read(table)
+            tables.read(table)
 
     @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
     def test_json_has_no_such_numbers(self, table: Path, constant: str) -> None:
@@ -129,26 +136,29 @@ class TestTables:
         ("change", "words"),
         [
             (lambda data: layer_of(data)["points"].append(point_of(data)), "two points have the same number of rows"),
-            (lambda data: point_of(data).pop("gain"), "a point lacks 'gain'"),
-            (lambda data: point_of(data).update(more=1), "unknown field 'more'"),
+            (lambda data: point_of(data).pop("gain"), "one of points lacks 'gain'"),
+            (lambda data: point_of(data).update(more=1), "one of points has no field 'more'"),
             (lambda data: point_of(data).update(us={}), "the chosen kernel of a point has no times"),
             (lambda data: point_of(data)["us"].update({SPEC.name: {}}), "a kernel has no times"),
             (lambda data: point_of(data)["us"].update({SPEC.name: {"other": 1}}), "times of different routings"),
-            (lambda data: layer_of(data).update(points=3), "points is a int"),
+            (lambda data: layer_of(data).update(points=3), "points=3 is a int; give a list"),
             (lambda data: layer_of(data).update(kernels=[]), "no kernel is described that is named"),
-            (lambda data: layer_of(data).update(kernels=[[]]), "described by a list"),
+            (lambda data: layer_of(data).update(kernels=[[]]), "one of kernels=.* is a list; give an object"),
             (lambda data: layer_of(data)["kernels"][0].pop("arch"), "lacks fields"),
-            (lambda data: layer_of(data)["kernels"][0]["tile"].update(m=128.0), "m=128.0 is a float; give a int"),
+            (lambda data: layer_of(data)["kernels"][0]["tile"].update(m=128.0), "m=128.0 is a float; give"),
             (lambda data: layer_of(data)["kernels"][0].update(transpose_w="no"), "transpose_w='no' is a str"),
-            (lambda data: layer_of(data)["kernels"][0].update(op=["grouped_mm"]), "op=.* is not supported"),
+            (lambda data: layer_of(data)["kernels"][0].update(op=["grouped_mm"]), "op is a list; give text"),
             (lambda data: layer_of(data)["problem"].update(experts=0), "grouped_mm needs experts, got 0"),
-            (lambda data: layer_of(data)["problem"].update(experts="16"), "experts is a str"),
+            (lambda data: layer_of(data)["problem"].update(experts="16"), "experts='16' is a str; give a int"),
             (lambda data: layer_of(data)["problem"].update(out_features=1 << 40), "out_features is"),
-            (lambda data: layer_of(data)["problem"].update(rows=16), "other fields than"),
+            (lambda data: layer_of(data)["problem"].update(rows=16), "names rows"),
             (lambda data: layer_of(data)["problem"].update(op="conv"), "op is 'conv'"),
             (lambda data: layer_of(data)["problem"].update(dtype="int8"), "dtype='int8'"),
             (lambda data: layer_of(data)["problem"].update(save_preact=False), "by default"),
-            (lambda data: data["sections"][0]["stamp"].update(gpu=["x"]), "section 1: gpu is a list"),
+            (
+                lambda data: data["sections"][0]["stamp"].update(gpu=["x"]),
+                "section 1: gpu is a list; give a str",
+            ),
             (lambda data: data["sections"][0]["stamp"].update(gpu="\x1b[2J"), "section 1: gpu is .*x1b"),
             (lambda data: data["sections"][0]["stamp"].update(date="\ud800"), "section 1: date is .*ud800"),
             (lambda data: data["sections"][0].update(layers={}), "section 1: layers is a dict"),
@@ -169,7 +179,7 @@ class TestTables:
         layers += [3, layer_of(described(GLU, glu)), copy.deepcopy(layer_of(data))]
         data["sections"] += ["nothing", copy.deepcopy(data["sections"][0])]
         table.write_text(json.dumps(data))
-        with pytest.warns(RuntimeWarning, match=r"layer 2: it is a int.*\(and 3 more\)") as seen:
+        with pytest.warns(RuntimeWarning, match=r"layer 2: it=3 is a int.*\(and 3 more\)") as seen:
             assert [choose(problem, ARCH, GPU).spec for problem in (MM, GLU)] == [SPEC, glu]
         assert len(seen) == 1
 
@@ -188,7 +198,7 @@ class TestTables:
     def test_what_is_no_file_is_said(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
         place = tmp_path / "tuned"
         place.mkdir()
-        monkeypatch.setenv(tuned.ENV_TUNED, str(place))
+        monkeypatch.setenv(known.ENV_TUNED, str(place))
         strange = place / "x.json"
         {"folder": strange.mkdir, "link": lambda: strange.symlink_to("nowhere"), "pipe": lambda: os.mkfifo(strange)}[
             kind
@@ -203,16 +213,16 @@ class TestTables:
         point_of(data)["gain"] = 0
         table.write_text(json.dumps(data))
         with pytest.raises(ValueError, match="gain is 0, not a number"):
-            tuned.write(table, [])
+            tables.write(table, [])
         assert json.loads(table.read_text()) == data
 
     def test_writing_follows_no_link_and_leaves_nothing(self, table: Path) -> None:
         victim = table.with_name("victim")
         victim.write_text("mine")
         table.with_name(f".{table.name}.new").symlink_to(victim)
-        (section,) = (tuned.Section(tuned.stamp_of(GPU), {}),)
-        tuned.write(table, [section])
-        assert victim.read_text() == "mine" and tuned.read(table) == [section] and not table.is_symlink()
+        (section,) = (tables.Section(tables.stamp_of(GPU), {}),)
+        tables.write(table, [section])
+        assert victim.read_text() == "mine" and tables.read(table) == [section] and not table.is_symlink()
         assert not [path for path in table.parent.glob(".*.new") if not path.is_symlink()]
 
     def test_a_section_of_another_version_is_kept(self, table: Path) -> None:
@@ -222,16 +232,15 @@ class TestTables:
         layer_of(data)["problem"]["temperature"] = 3
         layer_of(data)["kernels"].append({"op": "grouped_mm", "swizzle": {"of": 3}})
         table.write_text(json.dumps(data))
-        tuned.write(table, [tuned.Section(tuned.stamp_of(GPU), {})])
+        tables.write(table, [tables.Section(tables.stamp_of(GPU), {})])
         assert json.loads(table.read_text())["sections"][0] == data["sections"][0]
 
 
 def prefer(spec: Spec) -> Path:
     """The file of a preference, as a later process finds it."""
-    before = set(preferences.folder().glob("*"))
-    dispatch.prefer(spec)
+    known.prefer(spec)
     kernels.forget_choices()
-    (path,) = set(preferences.folder().glob("*")) - before
+    (path,) = known.folder().glob("*.json")
     return path
 
 
@@ -240,31 +249,63 @@ class TestPreferences:
     def test_a_kernel_of_another_form_is_never_chosen(self, name: str) -> None:
         path = prefer(SPEC)
         data = json.loads(path.read_text())
-        path.write_text(json.dumps({**data, "spec": to_dict(OTHER_FORMS[name])}))
+        layer_of(data)["kernels"] = [to_dict(OTHER_FORMS[name])]
+        path.write_text(json.dumps(data))
         assert chosen_with_one_line(MM, "is of another form.*cache clear --preferred") != SPEC
-        assert preferences.every() == []
+        assert list(known.all_loadable()) == []
 
     @pytest.mark.parametrize(
-        ("changes", "words"),
+        ("change", "words"),
         [
-            ({"glulam": "0.0.1"}, "another version of Glulam"),
-            ({"schema": 1}, "another version of Glulam"),
-            ({"more": 1}, "unknown field 'more'"),
-            ({"form": 3}, "described by a int"),
-            ({"spec": {"op": "grouped_mm"}}, "lacks fields"),
-            ({"form": to_dict(SPEC)}, "another form than the file says"),
+            (lambda data: stamp_of(data)["versions"].update(glulam="0.0.1"), "written with glulam 0.0.1, installed is"),
+            (lambda data: stamp_of(data).update(gpu=GPU), "measured on NVIDIA Fake"),
+            (lambda data: data.update(schema=1), "another version of Glulam"),
+            (lambda data: data.update(format="glulam-preferred"), "another version of Glulam"),
+            (lambda data: data.update(more=1), "other fields than format, schema"),
+            (lambda data: layer_of(data).update(problem=3), "problem=3 is a int; give an object"),
+            (lambda data: layer_of(data).update(kernels=[{"op": "grouped_mm"}]), "lacks fields"),
+            (lambda data: layer_of(data).update(kernels=[]), "of another form than it says"),
+            (lambda data: layer_of(data).update(problem=to_dict(SPEC)), "of another form than it says"),
+            (lambda data: layer_of(data).update(points=[point_of(described(MM, SPEC))]), "or it has points"),
+            (lambda data: layer_of(data).update(problem=tables.layer_of(MM)), "op|lacks fields|has no field"),
+            (lambda data: layer_of(data)["kernels"].append(to_dict(GroupedMmSpec())), "of another form than it says"),
         ],
     )
-    def test_what_compile_does_not_write_is_said(self, changes: dict[str, Any], words: str) -> None:
+    def test_what_compile_does_not_write_is_said(self, change: Callable[[dict[str, Any]], Any], words: str) -> None:
         path = prefer(SPEC)
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-        assert chosen_with_one_line(MM, f"{path} is ignored: .*{words}.*; run `glulam cache clear --pref") != SPEC
-        assert preferences.clear() == 1 and not path.exists()
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data))
+        assert chosen_with_one_line(MM, f"{path} is .*{words}.*; .*run `glulam cache clear --pref") != SPEC
+        assert known.clear_preferences() == 1 and not path.exists()
 
-    def test_a_file_is_named_by_its_form(self) -> None:
+    def test_the_rest_of_a_file_serves(self) -> None:
+        prefer(GLU_SPEC)
         path = prefer(SPEC)
-        path.rename(path.with_name("grouped_glu-0123456789abcdef.json"))
-        assert chosen_with_one_line(MM, f"of this form is named {path.name}") != SPEC
+        data = json.loads(path.read_text())
+        data["sections"][0]["layers"][0]["kernels"] = []
+        path.write_text(json.dumps(data))
+        with pytest.warns(RuntimeWarning, match="is ignored in part.*layer 1") as seen:
+            assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
+        assert len(seen) == 1
+
+    @pytest.mark.parametrize("content", [b"\xff", b"[]", b'{"format": "glulam-tuned", "schema": 1}'])
+    def test_a_damaged_file_is_replaced_by_the_next_preference(self, content: bytes) -> None:
+        path = prefer(GLU_SPEC)
+        path.write_bytes(content)
+        assert prefer(SPEC) == path
+        assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
+
+    def test_what_earlier_versions_wrote_is_said_and_cleared(self) -> None:
+        """A file for each form."""
+        path = prefer(SPEC)
+        old = path.with_name("grouped_glu-0123456789abcdef.json")
+        form = to_dict(family_of(GLU_SPEC))
+        told = {"format": "glulam-preferred", "schema": 2, "glulam": "0.1.0", "form": form, "spec": to_dict(GLU_SPEC)}
+        old.write_text(json.dumps(told))
+        with pytest.warns(RuntimeWarning, match=f"{old} .*another version.*it is ignored, run `glulam cache clear"):
+            assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
+        assert known.clear_preferences() == 2 and not old.exists() and not path.exists()
 
     @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"[]", b'{"format": "glulam-bundle"}'])
     def test_clearing_removes_what_is_certainly_ours(self, tmp_path: Path, content: bytes) -> None:
@@ -283,21 +324,21 @@ class TestPreferences:
             assert choose(MM, ARCH).spec == SPEC
         assert sorted(str(each.message).split()[2] for each in seen) == sorted(map(str, left))
         assert all(str(each.message).endswith("; remove it") for each in seen)
-        assert preferences.clear() == 1
-        assert sorted(preferences.folder().iterdir()) == sorted(left) and (tmp_path / "victim").read_text() == text
+        assert known.clear_preferences() == 1
+        assert sorted(known.folder().glob("*.json")) == sorted(left) and (tmp_path / "victim").read_text() == text
 
     def test_a_folder_that_is_a_link_is_left(self, tmp_path: Path) -> None:
         path = prefer(SPEC)
-        preferences.folder().rename(tmp_path / "elsewhere")
-        preferences.folder().symlink_to(tmp_path / "elsewhere")
-        assert choose(MM, ARCH).spec != SPEC and preferences.clear() == 0
+        known.folder().rename(tmp_path / "elsewhere")
+        known.folder().symlink_to(tmp_path / "elsewhere")
+        assert choose(MM, ARCH).spec != SPEC and known.clear_preferences() == 0
         assert (tmp_path / "elsewhere" / path.name).exists()
 
     def test_what_is_not_kept_replaces_nothing(self) -> None:
         path = prefer(SPEC)
         text = path.read_text()
         with pytest.warns(RuntimeWarning, match="in this process alone .its kernel was not kept"):
-            dispatch.prefer(GroupedMmSpec(), keep=False)
+            known.prefer(GroupedMmSpec(), keep=False)
         assert choose(MM, ARCH).spec == GroupedMmSpec() and path.read_text() == text
         kernels.forget_choices()
         assert choose(MM, ARCH).spec == SPEC
@@ -352,7 +393,6 @@ def mutated(data: Any, draw: Callable[..., Any]) -> bytes:
 
 
 FUZZ = settings(max_examples=1000, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-GLU_SPEC = GroupedGluSpec(tile=TILE)
 
 
 def choose_with_warnings(monkeypatch: pytest.MonkeyPatch) -> int:
@@ -364,16 +404,15 @@ def choose_with_warnings(monkeypatch: pytest.MonkeyPatch) -> int:
     with warnings.catch_warnings(record=True) as seen, monkeypatch.context() as patch:
         warnings.simplefilter("always")
         patch.setattr(loadable, "is_loadable", lambda spec: looked_for.append(spec) or True)
-        tuned.tables(GPU)
-        preferences.ignored()
+        known.ignored(GPU)
         assert not looked_for, "reading alone asks for nothing"
         for problem in (MM, dataclasses.replace(MM, rows=3), GLU):
             spec = choose(problem, ARCH, GPU).spec
-            forms = {shipped_kernels.form(each) for each in (spec, *looked_for)}
-            assert forms <= set(shipped_kernels.forms_of(problem, ARCH))
+            forms = {family_of(each) for each in (spec, *looked_for)}
+            assert forms <= set(families_of(problem, ARCH))
             looked_for.clear()
-        preferences.every()
-        tuned.specs(GPU)
+        list(known.all_loadable())
+        list(known.all_loadable(GPU))
     assert {each.category for each in seen} <= {RuntimeWarning}
     return len(seen)
 
@@ -393,12 +432,12 @@ def test_any_table_is_served_or_warned_of_once(
     table.write_bytes(mutated(sound_table, data.draw))
     assert choose_with_warnings(monkeypatch) <= 1
     try:
-        sections = tuned.read(table)
+        sections = tables.read(table)
     except ValueError as error:
         assert str(error).isprintable()
     else:
-        table.write_text(tuned.text(sections))
-        assert tuned.read(table) == sections
+        table.write_text(tables.text(sections))
+        assert tables.read(table) == sections
 
 
 @pytest.fixture

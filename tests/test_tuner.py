@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,15 @@ from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError
-from glulam import kernels, loadable, shipped_kernels, tuned
-from glulam.dispatch import choose
+from glulam import kernels
+from glulam.choose import choose, known, loadable
+from glulam.choose import table as tables
+from glulam.choose.shipped import families_of, family_of, shipped_choice, shipped_specs
+from glulam.choose.table import Point
 from glulam.problem import Problem
-from glulam.tuned import Point, Section
 from glulam.tuner import candidates as space
 from glulam.tuner import entry, routing
-from glulam.tuner.session import Options, Session, decide
+from glulam.tuner.session import Options, decide
 from glulam.tuner.tensors import Tensors, num_bytes
 from glulam.tuner.timing import Summary
 from perf.results import RESULTS, read
@@ -64,7 +66,7 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache and no table but the one at the path given; every kernel can be loaded."""
     table = tmp_path / "table.json"
     monkeypatch.setenv("GLULAM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(tuned.ENV_TUNED, str(table))
+    monkeypatch.setenv(known.ENV_TUNED, str(table))
     monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
     kernels.forget_choices()
     yield table
@@ -72,9 +74,11 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def tune(bench: FakeBench, places: Path, problem: Problem = MM, makes: Any = None, options: Options = OPTIONS) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry, "Session", lambda *a: Session(*a, clock=bench.clock))
-        return entry.run([problem], bench, makes or FakeMakes(), options, places)
+    return entry.run([problem], bench, makes or FakeMakes(), options, places, clock=bench.clock)
+
+
+def layer_of(section: dict[str, Any]) -> dict[str, Any]:
+    return section["layers"][0]
 
 
 def candidate(problem: Problem, rows: int) -> Spec:
@@ -92,11 +96,11 @@ class TestCandidates:
     def test_are_what_ships_and_then_the_models_best(self, name: str, average: int) -> None:
         problem = rows_of(PROBLEMS[name], average)
         found = space.candidates(problem, ARCH)
-        assert len(set(found)) == len(found) == len(space.shipped(problem, ARCH)) + space.DEFAULT_COUNT
+        assert len(set(found)) == len(found) == len(shipped_specs(problem, ARCH)) + space.DEFAULT_COUNT
         assert found[0] == choose(problem, ARCH).spec
-        assert {shipped_kernels.form(spec) for spec in found} <= set(shipped_kernels.forms_of(problem, ARCH))
+        assert {family_of(spec) for spec in found} <= set(families_of(problem, ARCH))
         ranks = list(space.ranked(problem, ARCH))
-        others = [ranks.index(spec) for spec in found if spec not in space.shipped(problem, ARCH)]
+        others = [ranks.index(spec) for spec in found if spec not in shipped_specs(problem, ARCH)]
         assert others == sorted(others) and others[0] < 3
 
     def test_two_gemms_may_have_two_tiles(self) -> None:
@@ -201,7 +205,7 @@ class TestSession:
 
         with pytest.raises(KeyboardInterrupt):
             tune(FakeBench(interrupt), places)
-        (section,) = tuned.read(places)
+        (section,) = tables.read(places)
         (layer,) = section.layers.values()
         assert [point.rows_per_expert for point in layer.points] == [1, 16]
 
@@ -215,9 +219,18 @@ class TestSession:
         tune(fresh, places)
         assert len(fresh.contests) >= 6, "a finished run was taken for an unfinished one"
 
-    @pytest.mark.parametrize("damage", [b"\xff", b"", b"[" * 100_000, None])
-    def test_what_was_kept_of_it_is_checked(self, places: Path, damage: bytes | None) -> None:
-        """A damaged file, or one of another problem, is measured anew and written over."""
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda section: layer_of(section)["unfinished"].update(asked="something else"),
+            lambda section: layer_of(section)["unfinished"].update(rows=[3.0]),
+            lambda section: layer_of(section).update(unfinished=None),
+            lambda section: layer_of(section)["problem"].update(experts=8),
+            lambda section: section["stamp"]["versions"].update(glulam="0.0.1"),
+        ],
+    )
+    def test_only_the_same_run_goes_on(self, places: Path, change: Callable[[Any], None]) -> None:
+        """Points of other commands, problems and versions, and of runs that ended, are measured anew."""
         calls = itertools.count()
 
         def interrupt(spec: Spec, rows: int, routing: str) -> float:
@@ -227,19 +240,42 @@ class TestSession:
 
         with pytest.raises(KeyboardInterrupt):
             tune(FakeBench(interrupt), places)
-        (kept,) = (entry.cache_root() / entry.UNFINISHED).glob("*.json")
-        data = json.loads(kept.read_text())
-        data["sections"][0]["layers"][0]["problem"]["experts"] = 8
-        kept.write_bytes(json.dumps(data).encode() if damage is None else damage)
+        data = json.loads(places.read_text())
+        assert layer_of(data["sections"][0])["unfinished"]["rows"] == [1.0]
+        change(data["sections"][0])
+        places.write_text(json.dumps(data))
         again = FakeBench(lambda *_: 50.0)
         tune(again, places)
         assert {rows for rows, *_ in again.contests} == {average * MM.experts for average in (1, 16, 256)}
+        held = next(section for section in tables.read(places) if not section.stamp.unlike(tables.stamp_of(GPU)))
+        layer = held.layers[tables.layer_key(MM)]
+        assert layer.unfinished is None and layer.points[0].mean_us(layer.points[0].shipped) == pytest.approx(50)
+
+    def test_points_of_earlier_runs_stay_and_are_not_taken_for_measured(self, places: Path) -> None:
+        tune(FakeBench(lambda *_: 100.0), places, options=Options((4, 256), budget_s=0.1))
+        calls = itertools.count()
+
+        def interrupt(spec: Spec, rows: int, routing: str) -> float:
+            if rows == 16 * MM.experts and next(calls) > 5:
+                raise KeyboardInterrupt
+            return 70.0
+
+        with pytest.raises(KeyboardInterrupt):
+            tune(FakeBench(interrupt), places)
+        again = FakeBench(lambda *_: 50.0)
+        report = tune(again, places)
+        assert {rows for rows, *_ in again.contests} == {average * MM.experts for average in (16, 256)}
+        assert [point.rows_per_expert for point in report.layers[0].points] == [1, 16, 256]
+        (section,) = tables.read(places)
+        (layer,) = section.layers.values()
+        us = [point.mean_us(point.shipped) for point in layer.points]
+        assert us == pytest.approx([70, 100, 50, 50])
 
     def test_every_operator_can_be_tuned(self, places: Path) -> None:
         for problem in PROBLEMS.values():
             (layer,) = tune(FakeBench(lambda *_: 100.0), places, problem).layers
-            assert layer.problem == tuned.question(problem) and len(layer.points) == 3
-        (section,) = tuned.read(places)
+            assert layer.problem == tables.layer_of(problem) and len(layer.points) == 3
+        (section,) = tables.read(places)
         assert len(section.layers) == len(PROBLEMS)
 
 
@@ -308,8 +344,8 @@ class TestArguments:
         y = glulam.grouped_mlp(x, w1, w2, offs=offs)
         y.backward(torch.ones_like(y))
         shape = Problem("grouped_mlp", "bfloat16", 0, 4, 64, 48, 64, "swiglu")
-        wanted = {tuned.key_of(tuned.question(problem)) for problem in entry.problems_of("tune", shape, training=True)}
-        assert {tuned.key_of(tuned.question(problem)) for problem in asked} == wanted
+        wanted = {tables.layer_key(problem) for problem in entry.problems_of("tune", shape, training=True)}
+        assert {tables.layer_key(problem) for problem in asked} == wanted
 
     @pytest.mark.parametrize("name", PROBLEMS)
     def test_kernels_get_the_arguments_that_they_take(self, name: str) -> None:
@@ -352,8 +388,8 @@ class TestTable:
             Point(4, a.name, ship.name, 1.2, {a.name: {"u": 10}, b.name: {"u": 20}, ship.name: {"u": 12}}),
             Point(64, b.name, ship.name, 1.2, {a.name: {"u": 60}, b.name: {"u": 40}, ship.name: {"u": 48}}),
         )
-        layer = tuned.Layer(tuned.question(MM), {spec.name: spec for spec in (a, b, ship)}, points)
-        tuned.write(places, [Section(tuned.stamp_of(GPU), {tuned.key_of(layer.problem): layer})])
+        layer = tables.Layer(tables.layer_of(MM), {spec.name: spec for spec in (a, b, ship)}, points)
+        tables.write(places, [tables.section(tables.stamp_of(GPU), layer)])
         chosen = {average: choose(rows_of(MM, average), ARCH, GPU) for average in (1, 2, 4, 8, 40, 64, 128, 200)}
         assert [chosen[n].spec for n in (2, 4, 8)] == [a] * 3 and [chosen[n].spec for n in (40, 64, 128)] == [b] * 3
         assert not chosen[1].is_tuned and not chosen[200].is_tuned
@@ -392,34 +428,34 @@ class TestTable:
             RuntimeWarning, match=f"{fast.name} is not compiled on this machine.*compile --tuned"
         ) as seen:
             told = [choose(rows_of(MM, 16), ARCH, GPU) for _ in range(3)]
-        assert len(seen) == 1 and told[0].spec == shipped_kernels.shipped_choice(rows_of(MM, 16), ARCH).spec
+        assert len(seen) == 1 and told[0].spec == shipped_choice(rows_of(MM, 16), ARCH).spec
 
     def test_tables_merge(self, places: Path, tmp_path: Path) -> None:
         tune(FakeBench(lambda *_: 100.0), places, options=Options((1, 16), budget_s=0.1))
         tune(FakeBench(lambda *_: 50.0), tmp_path / "b.json", options=Options((16, 64), budget_s=0.1))
         tune(FakeBench(lambda *_: 50.0, gpu="NVIDIA Other"), tmp_path / "c.json")
-        sections = tuned.merged(
-            [s for name in (places, tmp_path / "b.json", tmp_path / "c.json") for s in tuned.read(name)]
+        sections = tables.merged(
+            [s for name in (places, tmp_path / "b.json", tmp_path / "c.json") for s in tables.read(name)]
         )
         assert [section.stamp.gpu for section in sections] == [GPU, "NVIDIA Other"]
         (layer,) = sections[0].layers.values()
         assert [point.rows_per_expert for point in layer.points] == [1, 16, 64]
         assert layer.points[1].mean_us(layer.points[1].shipped) == pytest.approx(50)
-        tuned.write(tmp_path / "all.json", sections)
-        assert tuned.read(tmp_path / "all.json") == sections
+        tables.write(tmp_path / "all.json", sections)
+        assert tables.read(tmp_path / "all.json") == sections
         assert str(tmp_path) not in (tmp_path / "all.json").read_text(), "a table holds no path"
 
     def test_places(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv(tuned.ENV_TUNED, f"{tmp_path}:{tmp_path / 'x.json'}")
-        assert tuned.locations() == [tmp_path, tmp_path / "x.json"]
+        monkeypatch.setenv(known.ENV_TUNED, f"{tmp_path}:{tmp_path / 'x.json'}")
+        assert known.locations() == [tmp_path, tmp_path / "x.json"]
         assert entry.default_table(GPU) == tmp_path / "nvidia-fake.json"
-        monkeypatch.setenv(tuned.ENV_TUNED, "")
-        assert tuned.files() == []
+        monkeypatch.setenv(known.ENV_TUNED, "")
+        assert known.tables() == []
         with pytest.raises(ValueError, match="is empty"):
             entry.default_table(GPU)
-        monkeypatch.delenv(tuned.ENV_TUNED)
+        monkeypatch.delenv(known.ENV_TUNED)
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-        assert tuned.locations() == [tmp_path / "glulam" / "tuned"]
+        assert known.locations() == [tmp_path / "glulam" / "tuned"]
 
     def test_choosing_with_a_table_is_quiet_and_pure(self, places: Path) -> None:
         fast = candidate(MM, 16 * 16)

@@ -131,9 +131,12 @@ def glu_forms(
     return list(dict.fromkeys(forms))
 
 
-def fc2_tile(fc1: TileConfig) -> TileConfig:
-    """The tile of FC2 beside one of FC1."""
-    return SMALL8_FC2 if fc1 == SMALL8 else fc1
+_SECOND = {SMALL8: SMALL8_FC2, DGLU8: LARGE8}
+
+
+def second_tile(first: TileConfig) -> TileConfig:
+    """The tile of FC2 beside one of FC1, or of the data gradient beside one of a grouped_dglu."""
+    return _SECOND.get(first, first)
 
 
 _SPILLING: list[Spec] = [
@@ -186,7 +189,7 @@ def mxfp8_specs() -> list[Spec]:
     mxfp8 = "mxfp8"
     specs: list[Spec] = []
     for tile, dtype in product(TILES8, DTYPES):
-        fc2 = GroupedMmSpec(dtype, False, fc2_tile(tile), operands=mxfp8)
+        fc2 = GroupedMmSpec(dtype, False, second_tile(tile), operands=mxfp8)
         specs.append(fc2)
         for form in glu_forms(mxfp8, tile):
             fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=mxfp8)

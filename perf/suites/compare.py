@@ -21,7 +21,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
-from glulam.shipped_kernels import form
+from glulam.choose.shipped import family_of
 
 from ..cases import EVEN_AND_SKEWED, Case, compare_cases
 from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups
@@ -62,7 +62,7 @@ def tiles(spec: Spec) -> str:
 
 def form_name(spec: Spec) -> str:
     """A spec's name without tiles."""
-    return form(spec).name.replace(f"_{TileConfig().name}", "")
+    return family_of(spec).name.replace(f"_{TileConfig().name}", "")
 
 
 def candidates(bundles: dict[str, Any], patterns: tuple[str, ...]) -> list[Candidate]:
@@ -86,7 +86,7 @@ def candidates(bundles: dict[str, Any], patterns: tuple[str, ...]) -> list[Candi
 def by_form(chosen: list[Candidate]) -> dict[Spec, list[Candidate]]:
     groups: dict[Spec, list[Candidate]] = {}
     for candidate in chosen:
-        groups.setdefault(form(candidate.spec), []).append(candidate)
+        groups.setdefault(family_of(candidate.spec), []).append(candidate)
     return groups
 
 

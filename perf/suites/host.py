@@ -20,7 +20,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec
 from ffi_bridge import loader
 from glulam import groups
-from glulam.dispatch import choose
+from glulam.choose import choose
 from glulam.plans import MAX_PLANS
 from glulam.problem import Problem
 

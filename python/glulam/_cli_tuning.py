@@ -13,12 +13,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cute_kernels.arch import FOLDERS
 from cute_kernels.specs import Spec
 from ffi_bridge import cache, manifest, objects
 
 from . import device as gpus
-from . import explanation, kernels, loadable, preferences, records, shipped_kernels, tuned
+from . import explanation, kernels
 from ._cli_output import console, megabytes
+from .choose import known, loadable, records, table
 from .tuner import entry, report
 from .tuner import tune as run_tuner
 from .tuner.session import Options
@@ -55,7 +57,7 @@ def compile_tuned() -> None:
     """Every kernel that tables for this GPU choose, so that the dispatcher can take it."""
     if not torch.cuda.is_available():
         raise ValueError("--tuned needs the GPU whose tables are meant; torch sees none")
-    for spec in tuned.specs(gpus.gpu(torch.cuda.current_device()).name):
+    for spec in known.tuned_specs(gpus.gpu(torch.cuda.current_device()).name):
         _compile(spec, {}, prefer=False)
 
 
@@ -80,7 +82,7 @@ def explain(
     if index is not None and (arch is None or gpu is None):
         here = gpus.gpu(index)
         arch, gpu = arch or here.arch, here.name if gpu is None else gpu
-    arch, gpu = arch or next(iter(shipped_kernels.CONFIGS)), gpu or ""
+    arch, gpu = arch or next(iter(FOLDERS)), gpu or ""
     out = console()
     for problem in entry.problems_of("explain", entry.shape_of(op, **layer), training):
         for total in rows or [count * problem.experts for count in Options.rows_per_expert]:
@@ -93,31 +95,31 @@ def _print(out: Console, *lines: str) -> None:
         out.print(line, soft_wrap=True)
 
 
-def _layer_table(layer: tuned.Layer) -> Table:
-    table = Table(title=report.describe(layer))
+def _layer_table(layer: table.Layer) -> Table:
+    grid = Table(title=report.describe(layer))
     for heading in report.HEADER[:-1]:
-        table.add_column(heading, justify="right")
-    table.add_column(report.HEADER[-1], overflow="fold")
+        grid.add_column(heading, justify="right")
+    grid.add_column(report.HEADER[-1], overflow="fold")
     for row in report.rows_of(layer):
-        table.add_row(*row)
-    return table
+        grid.add_row(*row)
+    return grid
 
 
 def show_tables() -> None:
     out = console()
-    if not tuned.files():
-        places = ", ".join(map(records.shown, tuned.locations())) or f"no place: ${tuned.ENV_TUNED} is empty"
+    if not known.tables():
+        places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
         _print(out, f"no tables in {places}; `glulam tune` makes one")
-    for path in tuned.files():
+    for path in known.tables():
         try:
-            sections, wrong = tuned.content(path)
+            sections, wrong = table.content(path)
         except ValueError as error:
             _print(out, f"ignored: {error}; remove it")
             continue
         name = records.shown(path)
         for section in sections:
             _print(out, f"{name}: {section.stamp.gpu}, {section.stamp.date}")
-            if why := section.stamp.unlike(tuned.stamp_of(section.stamp.gpu)):
+            if why := section.stamp.unlike(table.stamp_of(section.stamp.gpu)):
                 _print(out, f"  ignored: {why}")
             for layer in section.layers.values():
                 out.print(_layer_table(layer))
@@ -127,24 +129,24 @@ def show_tables() -> None:
 def merge(paths: Sequence[Path], out: Path | None) -> None:
     if out is None:
         raise ValueError("--merge needs --out, the file to add to")
-    sections = [section for path in paths for section in tuned.read(path)]
-    tuned.write(out, sections)
-    typer.echo(f"{records.shown(out)}: {len(tuned.read(out))} sections")
+    sections = [section for path in paths for section in table.read(path)]
+    table.write(out, sections)
+    typer.echo(f"{records.shown(out)}: {len(table.read(out))} sections")
 
 
 def cache_list() -> None:
-    stored = preferences.stored()
-    preferred = {spec for spec, _ in stored.specs.values()}
-    table = Table(title=records.shown(cache.cache_root()))
+    stored = known.read_preferences()
+    preferred = {spec for layer, _ in stored.layers.values() for spec in layer.kernels.values()}
+    grid = Table(title=records.shown(cache.cache_root()))
     for heading in ("kernel", "state", ""):
-        table.add_column(heading, overflow="fold")
-    table.add_column("KB", justify="right")
+        grid.add_column(heading, overflow="fold")
+    grid.add_column("KB", justify="right")
     for kept in cache.entries():
         name = kept.spec.name if kept.spec else records.shown(kept.name)
         mark = "preferred" if kept.spec in preferred and kept.state == "sound" else ""
-        table.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
+        grid.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
     out = console()
-    out.print(table)
+    out.print(grid)
     _print(out, _summary(list(objects.entries())))
     _print(out, *(f"preferred from the bundle: {spec.name}" for spec in preferred if loadable.in_bundle(spec)))
     _print(out, *stored.ignored)
@@ -170,7 +172,7 @@ def cache_verify() -> bool:
     for kept in [*found, *(kept for kept in stored if kept.state == "damaged")]:
         if kept.problem:
             typer.echo(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
-    for line in preferences.stored().ignored:
+    for line in known.read_preferences().ignored:
         typer.echo(line)
     typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
     typer.echo(_summary(stored))
@@ -183,12 +185,12 @@ def cache_clear(outdated: bool, preferred: bool) -> None:
     if not preferred:
         states = ("outdated", "damaged", "aside") if outdated else cache.STATES
         removed, dropped = cache.clear(states=states), objects.clear(states)
-    forgotten = 0 if outdated and not preferred else preferences.clear()
+    forgotten = 0 if outdated and not preferred else known.clear_preferences()
     size = sum(kept.size for kept in removed) / 1024
     root = records.shown(cache.cache_root())
     typer.echo(
         f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences, "
         f"{len(dropped)} objects ({_size(dropped)})"
     )
-    for line in preferences.stored().ignored:
+    for line in known.read_preferences().ignored:
         typer.echo(line)

@@ -7,16 +7,15 @@ import ctypes
 import dataclasses
 import os
 import platform
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from cute_kernels.arch import by_capability
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
-from . import preferences, records, tuned
+from .choose import known, records
 
-ARCH_OF_CAPABILITY = {(9, 0): "sm_90a"}
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
 _OLDEST_DRIVER = (13, 0)  # the DSL's run-time library is CUDA 13's
 _INSTALL_TORCH = "pip install 'torch>=2.11'"
@@ -73,7 +72,7 @@ def _find_gpu(torch: Any | None) -> Gpu | None:
     if torch is None or not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
-    return Gpu(torch.cuda.get_device_name(), capability, ARCH_OF_CAPABILITY.get(capability))
+    return Gpu(torch.cuda.get_device_name(), capability, by_capability().get(capability))
 
 
 def _check_gpu(gpu: Gpu | None) -> Check:
@@ -81,7 +80,7 @@ def _check_gpu(gpu: Gpu | None) -> Check:
         return Check("GPU", "note", "none that torch can use: tensors on the CPU are served by the CPU reference")
     named = f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.arch is None:
-        served = ", ".join(f"{major}.{minor}" for major, minor in ARCH_OF_CAPABILITY)
+        served = ", ".join(f"{major}.{minor}" for major, minor in by_capability())
         return Check("GPU", "bad", f"{named}: no kernels for it", f"use a GPU of compute capability {served}")
     return Check("GPU", "ok", f"{named}: served by the {gpu.arch} kernels")
 
@@ -164,19 +163,17 @@ def _check_cache() -> Check:
 
 
 def _check_preferences() -> Check:
-    stored = preferences.stored()
-    summary = f"{len(stored.specs)} kernels of `glulam compile` serve their forms"
+    stored = known.read_preferences()
+    summary = f"{len(stored.layers)} kernels of `glulam compile` serve their forms"
     return _with_ignored("preferences", summary, stored.ignored)
 
 
 def _check_tables(gpu: Gpu | None) -> Check:
     """Tables of tuned kernels, and whether they hold for this GPU."""
-    if not tuned.files():
+    if not known.tables():
         return Check("tuning", "ok", "no tables: kernels are the shipped choice")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = tuned.tables(gpu.name if gpu else "")
-    summary = f"{len(found.layers)} layers in {len(tuned.files())} tables hold for this GPU"
+    found = known.read_tables(gpu.name if gpu else "")
+    summary = f"{len(found.layers)} layers in {len(known.tables())} tables hold for this GPU"
     return _with_ignored("tuning", summary, found.ignored)
 
 

@@ -25,8 +25,9 @@ from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, Manifest, verify
 
-from . import records, validity
 from ._cli_output import console, megabytes
+from .choose import records, specs
+from .choose.shipped import TILED
 from .errors import UnsupportedDevice
 
 
@@ -76,9 +77,9 @@ _NAMED = re.compile(
 
 def _as_typed(error: Exception) -> str:
     """An error's message, in which options are named as they are typed."""
-    if isinstance(error, validity.TileError):
+    if isinstance(error, specs.TileError):
         tile = error.nearest
-        cluster = validity.ADAPTIVE if tile.adaptive else f"{tile.cluster_m}x{tile.cluster_n}"
+        cluster = specs.ADAPTIVE if tile.adaptive else f"{tile.cluster_m}x{tile.cluster_n}"
         nearest = f"--tile {tile.m}x{tile.n}x{tile.k} --cluster {cluster} --schedule {tile.schedule}"
         return f"{error.limit.partition('; choose')[0]}; the nearest valid choice is {nearest}"
     if isinstance(error, UnicodeEncodeError):
@@ -259,7 +260,7 @@ def doctor() -> None:
     raise typer.Exit(0 if diagnosis.usable else 1)
 
 
-_OPS = ", ".join(validity.TILED)
+_OPS = ", ".join(TILED)
 Experts = Annotated[int, typer.Option(min=1)]
 InFeatures = Annotated[int, typer.Option(min=1, help="Columns of x (of a grouped_dglu: of dy).")]
 Intermediate = Annotated[int, typer.Option(min=0, help="Columns of the activation.")]
@@ -280,11 +281,11 @@ OutDtype = Annotated[
 ]
 SavePreact = Annotated[bool, typer.Option("--save-preact", help="Of a grouped_glu: store the preactivation.")]
 TransposeW = Annotated[bool, typer.Option("--transpose-w", help="Forward contracts over weights' rows.")]
-Operator = Annotated[Any, typer.Argument(help=f"One of {_OPS}.", parser=_one_of(*validity.TILED), metavar="OP")]
+Operator = Annotated[Any, typer.Argument(help=f"One of {_OPS}.", parser=_one_of(*TILED), metavar="OP")]
 Training = Annotated[bool, typer.Option("--training", help="Of a grouped_mlp: its training step.")]
 
 
-_CLUSTERS: dict[str, Any] = {**{f"{m}x{n}": (m, n) for m, n in CLUSTERS}, validity.ADAPTIVE: validity.ADAPTIVE}
+_CLUSTERS: dict[str, Any] = {**{f"{m}x{n}": (m, n) for m, n in CLUSTERS}, specs.ADAPTIVE: specs.ADAPTIVE}
 _SCHEDULES = ("cooperative", "pingpong")
 
 
@@ -296,7 +297,7 @@ def _form(
         "dtype": dtype, "activation": activation, "glu_layout": glu_layout, "save_preact": save_preact,
         "transpose_w": transpose_w, "out_dtype": out_dtype,
     }  # fmt: skip
-    known = validity.fields_of(op)
+    known = specs.fields_of(op)
     given = {name: value for name, value in options.items() if value}
     for name in given:
         if name not in known:

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from cute_kernels.arch import by_capability, room
+
 from .errors import UnsupportedDevice
 
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
-ARCHS = {(9, 0): "sm_90a"}  # compute capability: architecture of the kernels that run on it
+ARCHS = by_capability()
 
 
 def _raw_stream(index: int) -> int:
@@ -105,10 +107,12 @@ def gpu(index: int) -> Gpu:
     capability = (properties.major, properties.minor)
     arch = ARCHS.get(capability) if torch.version.cuda else None
     if arch is None:
-        supported = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in ARCHS.items())
+        supported = ", ".join(
+            f"{major}.{minor} ({name}), as {room(name).GPUS}" for (major, minor), name in ARCHS.items()
+        )
         raise UnsupportedDevice(
             f"cuda:{index} is a {properties.name} of compute capability {capability[0]}.{capability[1]}; Glulam has "
-            f"kernels for {supported}, as an H100 or H200; move the tensors there, or to the CPU for the reference"
+            f"kernels for {supported}; move the tensors there, or to the CPU for the reference"
         )
     return Gpu(properties.name, arch, properties.multi_processor_count)
 

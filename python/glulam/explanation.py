@@ -14,8 +14,9 @@ from cute_kernels.specs import Spec
 from ffi_bridge import BundleError
 
 from . import device as gpus
-from . import dispatch, kernels, recipes
+from . import kernels, recipes
 from .call import Call
+from .choose import choose
 from .experts import GateUp
 from .mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
 from .ops.grouped_dglu import GroupedDgluCall
@@ -115,7 +116,7 @@ def explain(
 
 def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanation:
     """What would serve a problem on a GPU of this architecture and name; without a name no tuned table holds."""
-    choice = dispatch.choose(problem, arch, gpu)
+    choice = choose(problem, arch, gpu)
     try:
         source, why = kernels.find(choice.spec).source, choice.why
         source = "tuned" if choice.is_tuned else source

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +10,12 @@ import ffi_bridge
 from cute_kernels.chains import signature_of
 from cute_kernels.signatures import TENSOR, Argument, Signature
 from cute_kernels.specs import Spec, draws_tickets, from_dict
-from cute_kernels.tiles import TileConfig
 from ffi_bridge import BundleError
 
 from . import device as gpus
-from . import dispatch, loadable, preferences, tickets, tuned, validity
-from .loadable import Function
+from . import tickets
+from .choose import Chooser, known, loadable, specs
+from .choose.loadable import Function
 from .plans import Plans, forget_plans
 from .problem import Problem
 
@@ -59,7 +58,7 @@ class Serving:
     """The functions for problems that differ in their rows alone."""
 
     def __init__(self, problem: Problem, gpu: gpus.Gpu) -> None:
-        self._chooser = dispatch.Chooser(problem, gpu.arch, gpu.name)
+        self._chooser = Chooser(problem, gpu.arch, gpu.name)
         self._found: dict[int, tuple[Spec, Served]] = {}  # by ids of specs, which take 1 us to hash
 
     def at(self, rows: int) -> Served:
@@ -88,54 +87,6 @@ def serving(problem: Problem, gpu: gpus.Gpu) -> Serving:
     return found
 
 
-def _integers(name: str, value: Any, length: int) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or len(value) != length or any(type(v) is not int for v in value):
-        raise TypeError(f"compile: {name} is {value!r}; give {length} integers, as a tuple")
-    return tuple(value)
-
-
-def _spec_on(fields: dict[str, Any], tile: TileConfig) -> Spec:
-    """The spec that keywords describe but for its tile; a grouped_mlp uses one tile for both of its GEMMs."""
-    fields = {**fields, "tile": tile}
-    if fields.get("op") != "grouped_mlp":
-        return from_dict(fields)
-    fc2 = {name: value for name, value in fields.items() if name in ("dtype", "arch", "tile", "transpose_w")}
-    return from_dict(
-        {
-            "op": "grouped_mlp",
-            "fc1": from_dict({**fields, "op": "grouped_glu"}),
-            "fc2": from_dict({**fc2, "op": "grouped_mm"}),
-        }
-    )
-
-
-def _spec_from(op: Any, fields: dict[str, Any]) -> Spec:
-    """The spec that keywords describe."""
-    types = validity.fields_of(op)
-    for name in fields.keys() & {"dtype", "out_dtype"}:
-        if isinstance(fields[name], torch.dtype):
-            fields[name] = str(fields[name]).removeprefix("torch.")
-    shape = {name: fields.pop(name) for name in ("tile", "cluster", "schedule") if name in fields and "tile" in types}
-    validity.check_fields(op, fields, types)
-    fields["op"] = op
-    if "tile" not in types:
-        return from_dict(fields)
-    tile = shape.pop("tile", (128, 256, 64))
-    if isinstance(tile, TileConfig):
-        if shape:
-            raise TypeError(f"compile: {next(iter(shape))} is given beside a TileConfig, which says what it is")
-        return _spec_on(fields, tile)
-    m, n, k = _integers("tile", tile, 3)
-    cluster, schedule = shape.get("cluster", (1, 1)), shape.get("schedule", "cooperative")
-    if not isinstance(schedule, str):
-        raise TypeError(f"compile: schedule is {schedule!r}; give 'cooperative' or 'pingpong'")
-    make = functools.partial(_spec_on, fields)
-    if not isinstance(cluster, str):
-        cluster_m, cluster_n = _integers("cluster", cluster, 2)
-        cluster = cluster_m, cluster_n
-    return make(validity.tile_for(make, (m, n, k), cluster, schedule))
-
-
 def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) -> Spec:
     """Make a kernel that the bundle lacks, and prefer it from now on for every call of its form.
 
@@ -160,36 +111,44 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
         The spec of the kernel.
 
     Raises:
-        SpecError (a ValueError): an unknown field or value, or a tile that breaks a limit of shared memory, registers,
-            wgmma or clusters, which the message names together with the nearest valid choice.
+        SpecError (a ValueError): an unknown field or value, or a tile that breaks a limit of the hardware, which the
+            message names together with the nearest valid choice.
         TypeError: both a spec and keywords, something else as the spec, a tile that is no tuple of integers, or a
             TileConfig together with a cluster or schedule.
         CompileError, ToolchainError (RuntimeErrors): it does not compile, or a tool is missing.
     """
-    if spec is not None and type(spec) not in validity.SPECS.values():
-        raise TypeError(
-            f"compile: spec is {spec!r}; give a spec of cute_kernels.specs, or keywords, as op='grouped_mm'"
-        )
-    if spec is not None and fields:
-        raise TypeError(f"compile: give a spec or keywords, not both (got {', '.join(fields)} besides the spec)")
     if not isinstance(prefer, bool):
         raise TypeError(f"compile: prefer is {prefer!r}; give True or False")
-    chosen = _spec_from(fields.pop("op", None), fields) if spec is None else spec
-    validity.check(chosen)
+    chosen = _asked_for(spec, fields)
+    specs.check(chosen)
     if not loadable.in_bundle(chosen):
         from ffi_bridge import jit
 
         _compiled[chosen] = jit.get(chosen)
     if prefer:
-        dispatch.prefer(chosen, keep=loadable.is_loadable(chosen))
+        known.prefer(chosen, keep=loadable.is_loadable(chosen))
         forget_plans()
     return chosen
 
 
+def _asked_for(spec: Spec | None, fields: dict[str, Any]) -> Spec:
+    if spec is None:
+        for name in fields.keys() & {"dtype", "out_dtype"}:
+            if isinstance(fields[name], torch.dtype):
+                fields[name] = str(fields[name]).removeprefix("torch.")
+        return specs.spec_of(fields.pop("op", None), fields)
+    if type(spec) not in specs.SPECS.values():
+        raise TypeError(
+            f"compile: spec is {spec!r}; give a spec of cute_kernels.specs, or keywords, as op='grouped_mm'"
+        )
+    if fields:
+        raise TypeError(f"compile: give a spec or keywords, not both (got {', '.join(fields)} besides the spec)")
+    return spec
+
+
 def forget_choices() -> None:
     """Choose anew: preferences and tuned tables are read again."""
-    preferences.forget()
-    tuned.forget()
+    known.forget()
     forget_plans()
 
 
@@ -231,8 +190,7 @@ def preload(device: torch.device | str | int | None = None) -> int:
     gpu = gpus.gpu(index)
     bundle = ffi_bridge.load(gpu.arch)
     shipped = {from_dict(entry.spec): bundle.function(name) for name, entry in bundle.manifest.functions.items()}
-    wanted_too = (spec for spec in (*preferences.every(), *tuned.specs(gpu.name)) if loadable.is_loadable(spec))
-    functions = {**{spec: find(spec).function for spec in wanted_too}, **_compiled, **shipped}
+    functions = {**{spec: find(spec).function for spec in known.all_loadable(gpu.name)}, **_compiled, **shipped}
     with torch.cuda.device(index):
         tickets.prepare(torch.device("cuda", index), index)
         for spec, function in functions.items():

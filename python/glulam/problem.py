@@ -7,13 +7,22 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from cute_kernels.specs import (
-    GATED,
-)
+from cute_kernels.arch import Gemm
+from cute_kernels.specs import GATED
 
 from .changed import changed
-from .choice import Part
-from .cost import Gemm
+
+
+class Part(NamedTuple):
+    """One GEMM of a problem. family: "glu", "nt" or "nn", the kernels whose times are its own."""
+
+    family: str
+    gemm: Gemm
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What times are found by, beside rows."""
+        return self.family, self.gemm.experts, self.gemm.columns, self.gemm.depth
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,11 @@ class Problem:
 
     @property
     def weights(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of the weights whose gradients a grouped_wgrad makes: one weight's, or both of an MLP."""
+        """(N, K) of an expert's weights: of an MLP's both, else of the one."""
         if not self.intermediate:
             return ((self.out_features, self.in_features),)
-        return (self.w1_rows, self.in_features), (self.out_features, self.intermediate)
+        w1 = self.w1_rows, self.in_features
+        return (w1, (self.out_features, self.intermediate)) if self.out_features else (w1,)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -16,7 +16,8 @@ from cute_kernels import stages
 from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec
 from ffi_bridge import build, cache, jit, loader, manifest
 from ffi_bridge.worker import Worker
-from glulam import cli, preferences
+from glulam import cli
+from glulam.choose import known
 from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, rewrite
 
 SPEC, OTHER, CHAIN = GroupedMmSpec("float16"), GroupedMmSpec(), GroupedMlpSpec()
@@ -36,7 +37,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(loader, "_loaded", {})
     monkeypatch.setattr(stages, "tracer_of", lambda spec: TOY_TRACER)
-    preferences.forget()
+    known.forget()
     return tmp_path / "cache"
 
 
@@ -109,7 +110,7 @@ def test_a_chain_that_changed_is_outdated(root: Path) -> None:
 
 
 def test_list_verify_and_clear(entry: Path) -> None:
-    preferences.prefer(SPEC, SPEC)
+    known.prefer(SPEC)
     listed = _run("list")
     assert listed.exit_code == 0 and f"{SPEC.name} " in listed.output and "preferred" in listed.output
     assert _run("verify").exit_code == 0 and "2 sound, 0 outdated, 0 damaged" in _run("verify").output
@@ -123,7 +124,7 @@ def test_list_verify_and_clear(entry: Path) -> None:
     assert list(_states().values()) == ["sound"]
 
     assert "removed 0 kernels" in _run("clear", "--preferred").output
-    assert list(_states().values()) == ["sound"] and not preferences.stored().specs
+    assert list(_states().values()) == ["sound"] and not known.read_preferences().layers
     assert "removed 1 kernels" in _run("clear").output and not _states()
     assert _run("list").exit_code == 0
 

@@ -17,7 +17,10 @@ import ffi_bridge
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, profiles, toolchain
-from glulam import _doctor, cli, dispatch, kernels, loadable, preferences, tuned, validity
+from glulam import _doctor, cli, kernels
+from glulam.choose import known, loadable
+from glulam.choose import table as tables
+from glulam.choose.shipped import TILED
 from glulam.problem import Problem
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
 
@@ -280,7 +283,7 @@ def test_a_mistake_is_one_line_in_the_words_that_were_typed(arguments: str, word
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder in which are an empty cache and a folder for tables; a bundle of nothing."""
     monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
-    monkeypatch.setenv(tuned.ENV_TUNED, str(tmp_path / "tuned"))
+    monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "tuned"))
     monkeypatch.setenv(loader.ENV_BUNDLE, str(tmp_path / "no bundle"))
     monkeypatch.setattr(kernels, "_compiled", {})
     (tmp_path / "tuned").mkdir()
@@ -297,11 +300,11 @@ def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr(jit, "get", lambda spec: made.append(spec.op))
     monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
     listed = " ".join(_run("compile", "--help").output.replace("\u2502", " ").split())
-    for op in validity.TILED:
+    for op in TILED:
         result = _run("compile", op)
         assert result.exit_code == 0, result.output
         assert op in listed
-    assert made == list(validity.TILED) and "..." not in listed and "fold_mxfp8" not in listed
+    assert made == list(TILED) and "..." not in listed and "fold_mxfp8" not in listed
 
 
 @pytest.mark.parametrize("failure", ["not kept", "does not compile"])
@@ -313,23 +316,23 @@ def test_a_kernel_that_is_not_there_replaces_no_preference(
             raise CompileError("it does not compile")
         return lambda *_: None
 
-    dispatch.prefer(GroupedMmSpec())
-    (before,) = preferences.folder().iterdir()
+    known.prefer(GroupedMmSpec())
+    (before,) = known.folder().glob("*.json")
     content = before.read_bytes()
     monkeypatch.setattr(jit, "get", get)
     result = _run("compile", "grouped_mm")
     assert result.exit_code == 1
     assert result.output.splitlines()[-1].startswith("glulam: ") and failure in result.output
     assert f"in {place / 'cache'}, " not in result.output
-    assert list(preferences.folder().iterdir()) == [before] and before.read_bytes() == content
+    assert list(known.folder().glob("*.json")) == [before] and before.read_bytes() == content
 
 
 def _write_table(path: Path, gpu: str) -> None:
     problem = Problem("grouped_mm", "bfloat16", 0, 8, 64, 0, 64)
     us = {SPEC.name: {"uniform": 1.0}, "another": {"uniform": 2.0}}
-    points = (tuned.Point(4.0, SPEC.name, "another", 2.0, us),)
-    layer = tuned.Layer(tuned.question(problem), {SPEC.name: SPEC}, points)
-    tuned.write(path, [tuned.Section(tuned.stamp_of(gpu), {tuned.key_of(layer.problem): layer})])
+    points = (tables.Point(4.0, SPEC.name, "another", 2.0, us),)
+    layer = tables.Layer(tables.layer_of(problem), {SPEC.name: SPEC}, points)
+    tables.write(path, [tables.section(tables.stamp_of(gpu), layer)])
 
 
 class TestExplain:
@@ -363,9 +366,9 @@ class TestExplain:
 def _damage(place: Path) -> list[Path]:
     """Tables and preferences that nothing can be made of."""
     _write_table(place / "tuned" / "sound.json", "NVIDIA Fake")
-    dispatch.prefer(SPEC)
+    known.prefer(SPEC)
     damaged = []
-    for folder in (place / "tuned", preferences.folder()):
+    for folder in (place / "tuned", known.folder()):
         for name, content in (("deep", b"[" * 100_000), ("bytes", b"\xff\xfe"), ("empty", b""), ("other", b"{}")):
             damaged.append(folder / f"{name}.json")
             damaged[-1].write_bytes(content)
@@ -415,7 +418,7 @@ def test_any_path_can_be_told_of(place: Path, toy_bundle: Path, monkeypatch: pyt
     (folder / f"{os.fsdecode(name)}.json").write_text("{}")
     (folder / f"{os.fsdecode(name)}-0").mkdir()
     monkeypatch.setenv(jit.ENV_CACHE, str(folder))
-    monkeypatch.setenv(tuned.ENV_TUNED, str(folder))
+    monkeypatch.setenv(known.ENV_TUNED, str(folder))
     for command in (
         ["tables"], ["tables", "--merge", str(folder / "t.json"), "--out", str(folder / "u.json")],
         ["explain", "grouped_mm", *LAYER, "--gpu", "NVIDIA Fake"], ["cache", "list"], ["cache", "verify"],

@@ -9,8 +9,10 @@ import torch
 from support.inputs import poison_allocator
 
 from cute_kernels.tiles import TileConfig
-from glulam import choice, workspace
-from glulam.choice import Estimate, Part
+from glulam import workspace
+from glulam.choose import estimates as times
+from glulam.choose.estimates import Estimate
+from glulam.problem import Part
 
 
 @pytest.fixture(autouse=True)
@@ -34,4 +36,4 @@ def both_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             Estimate(1.0, tile, "set by the tests") for tile in sorted(tiles, key=lambda tile: tile.m, reverse=not few)
         ]
 
-    monkeypatch.setattr(choice, "estimates", estimates)
+    monkeypatch.setattr(times, "estimates", estimates)

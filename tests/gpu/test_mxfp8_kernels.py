@@ -18,7 +18,7 @@ from support.mxfp8_mlp import values, weight_values
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, fc2_tile, glu_form
+from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, glu_form, second_tile
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam import tickets
@@ -108,7 +108,7 @@ def forward(
 
 def spec_of(form: tuple[str, str], tile: TileConfig, saves: bool) -> Any:
     fc1 = GroupedGluSpec("bfloat16", *glu_form(*form, INTER, "mxfp8", tile, saves), saves, tile, operands="mxfp8")
-    return GroupedMlpSpec(fc1, GroupedMmSpec(tile=fc2_tile(tile), operands="mxfp8"))
+    return GroupedMlpSpec(fc1, GroupedMmSpec(tile=second_tile(tile), operands="mxfp8"))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,10 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import ToolchainError, build, cache, jit, loader
-from glulam import device, kernels, loadable, preferences, shipped_kernels, tuned
+from glulam import device, kernels
+from glulam.choose import known, loadable
+from glulam.choose import table as tables
+from glulam.choose.shipped import spec_on
 from glulam.problem import Problem
 from glulam.tuner.bench import GpuBench
 from glulam.tuner.candidates import candidates
@@ -59,7 +62,7 @@ needs_compiler = pytest.mark.skipif(not can_compile(), reason="needs nvidia-cutl
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Nothing compiled, preferred or tuned; a place for a table."""
     monkeypatch.setenv(cache.ENV_CACHE, str(tmp_path / "cache"))
-    monkeypatch.setenv(tuned.ENV_TUNED, str(tmp_path / "tuned"))
+    monkeypatch.setenv(known.ENV_TUNED, str(tmp_path / "tuned"))
     monkeypatch.setattr(jit, "_functions", {})
     monkeypatch.setattr(kernels, "_compiled", {})
     monkeypatch.setattr(loadable, "_from_cache", {})
@@ -106,7 +109,7 @@ def test_compiled_kernels_compute_what_shipped_ones_do() -> None:
     ]
     with CompilePool(default_jobs()) as pool:
         specs = [
-            shipped_kernels.SPEC_OF[op](problem, OLD, "sm_90a")
+            spec_on(problem, "sm_90a", OLD)
             for op, problem in (
                 ("grouped_mm", MM),
                 ("grouped_mm", dataclasses.replace(MM, transpose_w=True)),
@@ -233,12 +236,12 @@ def test_a_table_serves_without_a_compiler(places: Path) -> None:
     problem = dataclasses.replace(MM, rows=16 * EXPERTS)
     shipped, other = candidates(problem, "sm_90a", 0)
     us = {shipped.name: {"uniform": 2.0}, other.name: {"uniform": 1.0}}
-    question = tuned.question(problem)
-    layer = tuned.Layer(
-        question, {s.name: s for s in (shipped, other)}, (tuned.Point(16, other.name, shipped.name, 2.0, us),)
+    question = tables.layer_of(problem)
+    layer = tables.Layer(
+        question, {s.name: s for s in (shipped, other)}, (tables.Point(16, other.name, shipped.name, 2.0, us),)
     )
-    stamp = tuned.stamp_of(device.gpu(torch.cuda.current_device()).name)
-    tuned.write(places / "tuned" / "hand.json", [tuned.Section(stamp, {tuned.key_of(question): layer})])
+    stamp = tables.stamp_of(device.gpu(torch.cuda.current_device()).name)
+    tables.write(places / "tuned" / "hand.json", [tables.section(stamp, layer)])
     x, w = torch.randn(256, IN, device="cuda").bfloat16(), torch.randn(EXPERTS, OUT, IN, device="cuda").bfloat16()
     offs = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * 16
     told = glulam.explain("grouped_mm", x, w, offs=offs)
@@ -251,7 +254,7 @@ def test_a_table_serves_without_a_compiler(places: Path) -> None:
 def test_a_serving_process_compiles_nothing(places: Path) -> None:
     """New numbers of rows and experts and new routings: no process, no compiler, no file, not even a folder."""
     shipped = candidates(dataclasses.replace(MM, rows=256), "sm_90a", 0)[-1]
-    preferences.prefer(shipped_kernels.form(shipped), shipped)
+    known.prefer(shipped)
     before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
     told = serve(OUT, IN)
     assert (told["name"], told["heavy"], told["calls"]) == (shipped.name, [], 200)

@@ -1,11 +1,10 @@
-"""Measuring kernels on a GPU. What the session asks of a bench, and the bench that is a GPU."""
+"""Measuring kernels on a GPU."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,39 +13,19 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import Spec
 
 from .. import device as gpus
-from ..loadable import Function
+from ..choose.loadable import Function
 from ..problem import Problem
 from . import routing as routings
 from .tensors import Tensors, num_bytes
 from .timing import Call, Sampler, device_us
 
-ROTATION_BYTES = 2**29  # 9 times the L2 of an H200
+ROTATION_BYTES = 2**29  # many times any L2
 MAX_SETS = 4
 FREE_SHARE = 0.8  # of the GPU's free memory may be filled
 SAMPLE_US = 400.0
 MAX_CALLS_PER_SAMPLE = 16
 ENQUEUE_US = 40.0  # more than the host needs for a bare function's calls of one step
 TOLERANCE = 2.0**-6  # of the largest element: 16-bit results of float32 sums in other orders
-
-
-class Bench(Protocol):
-    """A place to measure on. `gpu`: its name; `driver`: of the GPU, for the stamp."""
-
-    gpu: str
-    arch: str
-    driver: str
-
-    def load(self, problem: Problem) -> None:
-        """Make the tensors of a problem, for as many rows as it has."""
-
-    def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
-        """Those whose results are `first`'s, on skewed routing."""
-
-    def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
-        """What takes a sample of each kernel, in microseconds a step, which takes about `us`."""
-
-    def fits(self, problem: Problem) -> bool:
-        """Whether there is memory for a problem's tensors."""
 
 
 def driver_version() -> str:
@@ -56,7 +35,11 @@ def driver_version() -> str:
 
 
 class GpuBench:
-    """The GPU of an index. One problem's tensors at a time."""
+    """The GPU of an index. One problem's tensors at a time.
+
+    Attributes:
+        gpu: its name. driver: of the GPU, for the stamp.
+    """
 
     def __init__(self, index: int) -> None:
         found = gpus.gpu(index)
@@ -67,11 +50,13 @@ class GpuBench:
         self._offs: dict[tuple[int, str], Tensor] = {}
 
     def fits(self, problem: Problem) -> bool:
+        """Whether there is memory for a problem's tensors."""
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return num_bytes(problem) <= FREE_SHARE * (free + reserved)
 
     def load(self, problem: Problem) -> None:
+        """Make the tensors of a problem, for as many rows as it has."""
         self._sets, self._offs = [], {}
         copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem)), MAX_SETS)
         self._sets = [Tensors(problem, self._device, seed) for seed in range(copies)]
@@ -95,6 +80,7 @@ class GpuBench:
         return call
 
     def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
+        """Those whose results are `first`'s, on skewed routing."""
         made = self._sets[0]
         rows = min(rows, made.problem.rows)
 
@@ -105,13 +91,10 @@ class GpuBench:
             return [result.clone() for result in made.results_of(rows)]
 
         wanted = results(first)
-        others = (spec for spec in functions if spec != first)
-        return [
-            first,
-            *(spec for spec in others if all(_close(a, b) for a, b in zip(results(spec), wanted, strict=True))),
-        ]
+        return [spec for spec in functions if spec == first or all(map(_close, results(spec), wanted))]
 
     def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
+        """What takes a sample of each kernel, in microseconds a step, which takes about `us`."""
         calls = min(max(math.ceil(SAMPLE_US / us), 1), MAX_CALLS_PER_SAMPLE)
         return {
             spec: _sampler(self._call(spec, function, rows, routing), calls) for spec, function in functions.items()

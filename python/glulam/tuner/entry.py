@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cute_kernels.arch import FOLDERS
 from cute_kernels.specs import GATED
-from ffi_bridge.cache import cache_root
 
 from .. import device as gpus
-from .. import kernels, loadable, records, shipped_kernels, tuned
+from .. import kernels
+from ..choose import known, loadable, table
+from ..choose.shipped import families_of
+from ..choose.table import Layer, Point, Stamp, Unfinished
 from ..problem import Problem, training_parts
-from ..tuned import Layer, Point, Section, Stamp
-from .bench import Bench, GpuBench
+from .bench import GpuBench
 from .pool import CompilePool, default_jobs
 from .report import TuneReport
-from .session import Makes, Options, Session
+from .routing import ROUTINGS
+from .session import Options, Session
 
 COMPILE_S = 1.7  # one kernel, with its process
 SETUP_S = 3.0
-UNFINISHED = "tuning"
 
 
 def tune(
@@ -96,18 +96,10 @@ def tune(
     if out is not None and not isinstance(out, (str, os.PathLike)):
         raise TypeError(f"tune: out is {out!r}; give the path of a file")
     shape = shape_of(
-        op,
-        experts=experts,
-        in_features=in_features,
-        intermediate=intermediate,
-        out_features=out_features,
-        dtype=dtype,
-        activation=activation,
-        glu_layout=glu_layout,
-        save_preact=save_preact,
-        transpose_w=transpose_w,
+        op, experts=experts, in_features=in_features, intermediate=intermediate, out_features=out_features, dtype=dtype,
+        activation=activation, glu_layout=glu_layout, save_preact=save_preact, transpose_w=transpose_w,
         out_dtype=out_dtype,
-    )
+    )  # fmt: skip
     problems = problems_of("tune", shape, training)
     options = Options(tuple(rows_per_expert), budget_s=budget_s, count=candidates)
     index = gpus.cuda_index("tune", device)
@@ -130,31 +122,24 @@ def _check_count(name: str, value: Any, least: int) -> None:
 def shape_of(
     op: str,
     *,
-    experts: int,
-    in_features: int,
-    intermediate: int = 0,
-    out_features: int = 0,
     dtype: Any = "bfloat16",
     activation: str = "swiglu",
     glu_layout: str = "concat",
-    save_preact: bool = False,
-    transpose_w: bool = False,
+    out_features: int = 0,
     out_dtype: Any = None,
+    **rest: Any,
 ) -> Problem:
     """The problem of `tune`'s arguments, of no rows."""
+    is_activated = op not in ("grouped_mm", "grouped_wgrad")
     return Problem(
         op=op,
         dtype=_dtype_name(dtype),
         rows=0,
-        experts=experts,
-        in_features=in_features,
-        intermediate=intermediate,
-        out_features=out_features or (in_features if op == "grouped_mlp" else 0),
-        activation=activation if op not in ("grouped_mm", "grouped_wgrad") else "none",
-        glu_layout=glu_layout if activation in GATED and op not in ("grouped_mm", "grouped_wgrad") else "concat",
-        save_preact=save_preact,
-        transpose_w=transpose_w,
+        out_features=out_features or (rest["in_features"] if op == "grouped_mlp" else 0),
+        activation=activation if is_activated else "none",
+        glu_layout=glu_layout if is_activated and activation in GATED else "concat",
         out_dtype=_dtype_name(out_dtype or dtype) if op == "grouped_wgrad" else "",
+        **rest,
     )
 
 
@@ -178,10 +163,10 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
     if training and shape.transpose_w:
         raise ValueError(f"{caller}: training has no transpose_w; leave it out")
     try:
-        tuned.check(shape)
+        table.check(shape)
         problems = list(training_parts(shape)) if training else [shape]
         for problem in problems:
-            shipped_kernels.forms_of(problem, next(iter(shipped_kernels.CONFIGS)))
+            families_of(problem, next(iter(FOLDERS)))
     except ValueError as error:
         raise ValueError(f"{caller}: {error}") from None
     return problems
@@ -189,119 +174,91 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
 
 def default_table(gpu: str) -> Path:
     """Where results go: a file named by the GPU in the first place where the dispatcher looks. Raises ValueError."""
-    places = tuned.locations()
+    places = known.locations()
     if not places:
-        raise ValueError(f"tune: ${tuned.ENV_TUNED} is empty, so no table is read; unset it, or give out")
-    first = places[0]
-    if first.suffix == ".json":
-        return first
-    return first / f"{'-'.join(gpu.lower().split())}.json"
+        raise ValueError(f"tune: ${known.ENV_TUNED} is empty, so no table is read; unset it, or give out")
+    return places[0] if places[0].suffix == ".json" else places[0] / f"{'-'.join(gpu.lower().split())}.json"
 
 
 def run(
-    problems: Sequence[Problem], bench: Bench, makes: Makes, options: Options, path: Path, progress: bool = False
+    problems: Sequence[Problem],
+    bench: GpuBench,
+    pool: CompilePool,
+    options: Options,
+    path: Path,
+    progress: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TuneReport:
-    """Tunes problems on a bench and adds the results to the table at `path`, the finished ones also if interrupted.
+    """Tunes problems on a bench. Each point goes into the table at `path` when it is decided.
 
     Raises:
-        ValueError: there is something else than a table at `path`; nothing was measured.
+        ValueError: there is something else than a table at `path`; there is nothing to measure.
     """
     start = time.perf_counter()
     if path.exists():
-        tuned.read(path)
-    stamp = tuned.stamp_of(bench.gpu, bench.driver)
-    sessions = [Session(problem, bench, makes, options) for problem in problems]
-    layers: list[Layer] = []
-    notes: list[str] = []
-    with torch.no_grad(), _progress(sessions, progress) as advance:
-        for session in sessions:
-            layer = _tuned(session, Unfinished(session, options, stamp), stamp, path, advance)
-            layers.append(layer)
-            notes += session.notes
-    kernels.forget_choices()
-    return TuneReport(tuple(layers), stamp, path, time.perf_counter() - start, tuple(notes))
-
-
-def _tuned(session: Session, unfinished: Unfinished, stamp: Stamp, path: Path, advance: Callable[[], None]) -> Layer:
-    """One session's result, in the table as well."""
-    points = unfinished.points()
-    for _ in range(len(points) * (len(session.routings) + 1)):
-        advance()
+        table.read(path)
+    stamp = table.stamp_of(bench.gpu, bench.driver)
+    sessions = [Session(problem, bench, pool, options, clock) for problem in problems]
     try:
-        for point in session.run(points, advance):
-            points[point.rows_per_expert] = point
-            unfinished.keep(session.layer(list(points.values())))
+        with torch.no_grad(), _progress(sessions, progress) as advance:
+            layers = tuple(_tuned(session, stamp, path, advance) for session in sessions)
     finally:
-        layer = session.layer([points[rows] for rows in sorted(points)])
-        if points:
-            tuned.write(path, [Section(stamp, {tuned.key_of(layer.problem): layer})])
-    unfinished.drop()
-    return layer
+        kernels.forget_choices()
+    notes = tuple(note for session in sessions for note in session.notes)
+    return TuneReport(layers, stamp, path, time.perf_counter() - start, notes)
 
 
-class Unfinished:
-    """The points of a run that has not ended, in a file of the kernels' cache that the same question finds again."""
+def _tuned(session: Session, stamp: Stamp, path: Path, advance: Callable[[int], None]) -> Layer:
+    """One session's result, which is in the table as well; what an interrupted run has measured is taken from there."""
+    asked = json.dumps(dataclasses.asdict(session.options))
+    points = _measured_already(session, asked, stamp, path)
+    advance(len(points) * (len(ROUTINGS) + 1))
 
-    def __init__(self, session: Session, options: Options, stamp: Stamp) -> None:
-        self._stamp = stamp
-        self._key = tuned.key_of(tuned.question(session.problems[0]))
-        self._rows = {problem.rows / problem.experts for problem in session.problems}
-        asked = [tuned.question(session.problems[0]), dataclasses.asdict(options), stamp.holds_for]
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-        self._path = cache_root() / UNFINISHED / f"{digest[:16]}.json"
+    def keep(unfinished: Unfinished | None) -> Layer:
+        layer = session.layer(points.values(), unfinished)
+        table.write(path, [table.section(stamp, layer)])
+        return layer
 
-    def points(self) -> dict[float, Point]:
-        """What an interrupted run measured, by rows an expert; nothing where its file is damaged or another's."""
-        with contextlib.suppress(ValueError):
-            sections = [section for section in tuned.read(self._path) if not section.stamp.unlike(self._stamp)]
-            layers = [section.layers[self._key] for section in sections if self._key in section.layers]
-            points = [point for layer in layers for point in layer.points]
-            return {point.rows_per_expert: point for point in points if point.rows_per_expert in self._rows}
+    for point in session.run(points.keys(), lambda: advance(1)):
+        points[point.rows_per_expert] = point
+        keep(Unfinished(asked, tuple(points)))
+    return keep(None)
+
+
+def _measured_already(session: Session, asked: str, stamp: Stamp, path: Path) -> dict[float, Point]:
+    """By rows an expert, the points of a run that was asked for the same and did not end."""
+    sections = table.read(path) if path.exists() else []
+    held = [section.layers for section in sections if not section.stamp.unlike(stamp)]
+    layer = held[0].get(session.layer([]).key) if held else None
+    if layer is None or layer.unfinished is None or layer.unfinished.asked != asked:
         return {}
-
-    def keep(self, layer: Layer) -> None:
-        section = Section(self._stamp, {tuned.key_of(layer.problem): layer})
-        try:
-            records.write(self._path, tuned.text([section]))
-        except OSError as error:
-            warnings.warn(f"an interrupted run could not go on: {error}", RuntimeWarning, stacklevel=4)
-
-    def drop(self) -> None:
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+    return {point.rows_per_expert: point for point in layer.points if point.rows_per_expert in layer.unfinished.rows}
 
 
 def estimate_s(sessions: Sequence[Session], jobs: int) -> float:
     """About how long sessions take, from their budgets and what is to be compiled."""
     specs = {spec for session in sessions for problem in session.problems for spec in session.candidates(problem)}
     missing = sum(not loadable.is_loadable(spec) for spec in specs)
-    sampling = sum(session.budget_s + SETUP_S for session in sessions)
+    sampling = sum(session.options.budget_s + SETUP_S for session in sessions)
     return sampling + math.ceil(missing / jobs) * COMPILE_S
 
 
 @contextlib.contextmanager
-def _progress(sessions: Sequence[Session], shown: bool) -> Iterator[Callable[[], None]]:
+def _progress(sessions: Sequence[Session], shown: bool) -> Iterator[Callable[[int], None]]:
     """A callable that advances one progress bar on standard error, under a line that says what is coming."""
     if not shown:
-        yield lambda: None
+        yield lambda contests: None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
-    contests = sum(session.contests for session in sessions)
+    contests = sum(len(session.problems) for session in sessions) * (len(ROUTINGS) + 1)
     about = estimate_s(sessions, default_jobs())
     console.print(
         f"{contests} contests; about {about:.0f} s; interrupt at will, the same command goes on", highlight=False
     )
-    columns = (TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
+    counts = progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(progress.TextColumn("tuning"), progress.BarColumn(), *counts, console=console) as bar:
         task = bar.add_task("tuning", total=contests)
-        yield lambda: bar.advance(task)
+        yield lambda contests: bar.advance(task, contests)

@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..tuned import Layer, Point, Stamp
+from ..choose.table import Layer, Point, Stamp
 
 
 def describe(layer: Layer) -> str:
     """A problem in one line."""
     p = layer.problem
-    sizes = [p["in_features"], *(p[name] for name in ("intermediate", "out_features") if name in p)]
-    flags = [name for name, value in p.items() if value is True]
-    words = [p["dtype"], p.get("activation", ""), *flags]
-    return f"{p['op']}, {p['experts']} experts, {' -> '.join(map(str, sizes))} ({', '.join(filter(None, words))})"
+    sizes = [str(p[name]) for name in ("in_features", "intermediate", "out_features") if name in p]
+    words = [str(p[name]) for name in ("dtype", "activation") if name in p]
+    words += [name for name, value in p.items() if value is True]
+    return f"{p.get('op')}, {p.get('experts')} experts, {' -> '.join(sizes)} ({', '.join(words)})"
 
 
 def _us(point: Point, name: str) -> str:

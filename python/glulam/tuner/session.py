@@ -1,4 +1,4 @@
-"""One tuning run of one problem: what is measured in which order, what is decided, what is kept when it is interrupted.
+"""One tuning run of one problem: what is measured in which order, and what is decided.
 
 At each number of rows all candidates compete under each routing, in turns. The winner then runs against the shipped
 kernel alone, on fresh samples, since the best of many samples flatters: it is chosen only where it is faster by more
@@ -8,28 +8,28 @@ than noise over both routings, and slower by more than noise under neither.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 from cute_kernels.specs import Spec
 from ffi_bridge import CompileError
 
-from .. import tuned
-from ..loadable import Function
+from ..choose.known import NOISE
+from ..choose.loadable import Function
+from ..choose.table import Layer, Point, Unfinished, layer_of
 from ..problem import Problem
-from ..tuned import Layer, Point, Us
-from .bench import Bench
-from .candidates import DEFAULT_COUNT, candidates, works
+from .bench import GpuBench
+from .candidates import DEFAULT_COUNT, candidates, rough_us
+from .pool import CompilePool
 from .routing import ROUTINGS
 from .timing import Summary, interleave
 
 ROWS_PER_EXPERT = (1, 4, 16, 64, 128, 256, 1024, 4096)
-MIN_ROUNDS, MAX_ROUNDS = 3, 15
-FINAL_ROUNDS, MAX_FINAL_ROUNDS = 7, 31
 FINAL_SHARE = 0.4  # of the time for one number of rows goes to the final
+ROUNDS, FINAL_ROUNDS = (3, 15), (7, 31)  # at least and at most
 MAX_US = 50e3
 """A longer step is not measured: it is many tiles deep, and the choice of the next shorter one holds."""
 CHECK_ROWS = 48
@@ -37,14 +37,8 @@ CHECK_ROWS = 48
 DIGITS = 4
 
 Times = dict[str, dict[Spec, Summary]]  # by routing
-
-
-class Makes(Protocol):
-    """What compiles: see `pool.CompilePool`."""
-
-    def start(self, spec: Spec) -> Future[Function]: ...
-
-    def wait(self, spec: Spec) -> Function | CompileError: ...
+Functions = dict[Spec, Function]
+Advance = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +46,11 @@ class Options:
     """What a run may cost. budget_s: seconds of sampling; count: candidates beside what ships, at each size."""
 
     rows_per_expert: tuple[int, ...] = ROWS_PER_EXPERT
-    routings: tuple[str, ...] = ROUTINGS
     budget_s: float = 45.0
     count: int = DEFAULT_COUNT
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """chosen: the fastest kernel that is certainly no slower; gain: the shipped one's time over its."""
 
     chosen: Spec
@@ -73,7 +65,7 @@ def mean_us(times: Times, spec: Spec) -> float:
 def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
     """The challenger, where it beats what ships by more than the noise of either, and loses nowhere by more."""
     gain = mean_us(final, shipped) / mean_us(final, challenger)
-    noises = [max(tuned.NOISE, *(side.spread for side in (of[shipped], of[challenger]))) for of in final.values()]
+    noises = [max(NOISE, of[shipped].spread, of[challenger].spread) for of in final.values()]
     loses = any(
         of[challenger].median_us > of[shipped].median_us * (1 + noise)
         for of, noise in zip(final.values(), noises, strict=True)
@@ -86,151 +78,121 @@ def decide(final: Times, shipped: Spec, challenger: Spec) -> Decision:
 class Session:
     """Tunes one problem, whose `rows` do not matter, on a bench.
 
-    `run` yields each point when it is decided. `notes` say why a candidate or a number of rows was left out.
+    Attributes:
+        problems: the problem at each number of rows that can be measured, the fewest first.
+        notes: why candidates and numbers of rows were left out.
+
+    Raises:
+        ValueError: there is nothing to measure.
     """
 
     def __init__(
         self,
         problem: Problem,
-        bench: Bench,
-        makes: Makes,
+        bench: GpuBench,
+        pool: CompilePool,
         options: Options,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._bench, self._makes, self._options, self._clock = bench, makes, options, clock
+        self.options, self._bench, self._pool, self._clock = options, bench, pool, clock
         self.notes: list[str] = []
+        self.problems: list[Problem] = []
         self._judged: dict[Spec, bool] = {}
-        self.problems = self._measurable(problem)
-
-    def _measurable(self, problem: Problem) -> list[Problem]:
-        """The problem at each number of rows, the fewest first. Raises ValueError where there is none."""
-        found = []
-        for average in sorted(set(self._options.rows_per_expert)):
+        for average in sorted(set(options.rows_per_expert)):
             sized = dataclasses.replace(problem, rows=average * problem.experts)
-            if not self._bench.fits(sized):
+            if not bench.fits(sized):
                 self.notes.append(f"{average} rows an expert are left out: the GPU has no memory for them")
-            elif (us := rough_us(sized, self._bench.arch)) > MAX_US:
+            elif (us := rough_us(sized, bench.arch)) > MAX_US:
                 self.notes.append(f"{average} rows an expert are left out: a step takes about {us / 1e3:.0f} ms")
             else:
-                found.append(sized)
-        if not found:
+                self.problems.append(sized)
+        if not self.problems:
             raise ValueError(f"tune: nothing is left to measure: {'; '.join(self.notes)}")
-        return found
 
     def candidates(self, problem: Problem) -> tuple[Spec, ...]:
-        return candidates(problem, self._bench.arch, self._options.count)
+        return candidates(problem, self._bench.arch, self.options.count)
 
-    def layer(self, points: Sequence[Point]) -> Layer:
+    @functools.cached_property
+    def _specs(self) -> dict[str, Spec]:
+        return {spec.name: spec for problem in self.problems for spec in self.candidates(problem)}
+
+    def layer(self, points: Collection[Point], unfinished: Unfinished | None = None) -> Layer:
         """What goes into a table, with those kernels alone that took part."""
         names = {name for point in points for name in point.us}
-        specs = {spec.name: spec for problem in self.problems for spec in self.candidates(problem)}
-        kernels = {name: spec for name, spec in specs.items() if name in names}
-        return Layer(tuned.question(self.problems[0]), kernels, tuple(points))
+        kernels = {name: spec for name, spec in self._specs.items() if name in names}
+        ascending = tuple(sorted(points, key=lambda point: point.rows_per_expert))
+        return Layer(layer_of(self.problems[0]), kernels, ascending, unfinished)
 
-    @property
-    def budget_s(self) -> float:
-        return self._options.budget_s
+    def run(self, known: Collection[float], advance: Advance = lambda: None) -> Iterator[Point]:
+        """Yields each point when it is decided, but for the rows an expert that are `known`.
 
-    @property
-    def routings(self) -> tuple[str, ...]:
-        return self._options.routings
+        `advance` is called after each contest, of which a point has one under each routing and a final.
 
-    @property
-    def contests(self) -> int:
-        """Runs against each other: at each number of rows one under each routing, and a final."""
-        return len(self.problems) * (len(self._options.routings) + 1)
-
-    def run(self, known: Mapping[float, Point], advance: Callable[[], None] = lambda: None) -> Iterator[Point]:
-        """Yields the points that are not `known` yet. `advance` is called after each contest."""
-        waiting = [p for p in self.problems if p.rows / p.experts not in known]
+        Raises:
+            CompileError: the shipped kernel is not in the bundle, and does not compile.
+        """
+        waiting = [problem for problem in self.problems if problem.rows / problem.experts not in known]
         for spec in dict.fromkeys(spec for problem in waiting for spec in self.candidates(problem)):
-            self._makes.start(spec)
-        if not waiting:
-            return
-        deadline = self._clock() + self._options.budget_s
-        self._bench.load(waiting[-1])
+            self._pool.start(spec)
+        deadline = self._clock() + self.options.budget_s
+        if waiting:
+            self._bench.load(waiting[-1])
         for done, problem in enumerate(waiting):
             functions = self._functions(problem)
             budget_s = max(deadline - self._clock(), 0.0) / (len(waiting) - done)
             yield self._point(problem, functions, budget_s, advance)
 
-    def _functions(self, problem: Problem) -> dict[Spec, Function]:
-        """The candidates that compile and compute what the shipped choice does, which comes first.
-
-        Raises:
-            CompileError: the shipped choice is not in the bundle, and does not compile.
-        """
-        shipped, *others = self.candidates(problem)
-        made = {spec: self._makes.wait(spec) for spec in (shipped, *others)}
-        functions = {}
-        for spec, function in made.items():
-            if not isinstance(function, CompileError):
-                functions[spec] = function
-            elif spec == shipped:
-                raise function
-            elif spec not in self._judged:
-                self._judged[spec] = False
-                self.notes.append(f"left out: {str(function).splitlines()[0]}")
-        self._judge(problem, functions, shipped)
-        return {spec: function for spec, function in functions.items() if self._judged[spec]}
-
-    def _judge(self, problem: Problem, functions: dict[Spec, Function], shipped: Spec) -> None:
-        """Runs those that were not run yet, and compares what they compute."""
+    def _functions(self, problem: Problem) -> Functions:
+        """The candidates that compile and compute what the shipped kernel does, which comes first."""
+        made = {spec: self._pool.wait(spec) for spec in self.candidates(problem)}
+        shipped = next(iter(made))
+        if isinstance(error := made[shipped], CompileError):
+            raise error
+        functions = {spec: function for spec, function in made.items() if not isinstance(function, CompileError)}
         self._judged[shipped] = True
-        new = {spec: function for spec, function in functions.items() if spec not in self._judged}
+        new = [spec for spec in made if spec not in self._judged]
         rows = min(CHECK_ROWS * problem.experts, max(sized.rows for sized in self.problems))
-        agreeing = self._bench.agree({shipped: functions[shipped], **new}, shipped, rows) if new else []
+        compared = {spec: functions[spec] for spec in (shipped, *new) if spec in functions}
+        agreeing = self._bench.agree(compared, shipped, rows) if len(compared) > 1 else []
         for spec in new:
             self._judged[spec] = spec in agreeing
-            if spec not in agreeing:
+            if isinstance(error := made[spec], CompileError):
+                self.notes.append(f"left out: {str(error).splitlines()[0]}")
+            elif spec not in agreeing:
                 self.notes.append(f"left out: {spec.name} computes something else than {shipped.name}")
+        return {spec: function for spec, function in functions.items() if self._judged[spec]}
 
-    def _point(
-        self, problem: Problem, functions: dict[Spec, Function], budget_s: float, advance: Callable[[], None]
-    ) -> Point:
+    def _point(self, problem: Problem, functions: Functions, budget_s: float, advance: Advance) -> Point:
         shipped = next(iter(functions))
-        rounds = (MIN_ROUNDS, MAX_ROUNDS)
-        times = self._measured(problem, functions, (1 - FINAL_SHARE) * budget_s, rounds, advance)
+        times = self._measured(problem, functions, (1 - FINAL_SHARE) * budget_s, ROUNDS, advance)
         best = min(functions, key=lambda spec: mean_us(times, spec))
         decision = Decision(shipped, 1.0)
         if best != shipped:
             finalists = {spec: functions[spec] for spec in (shipped, best)}
-            rounds = (FINAL_ROUNDS, MAX_FINAL_ROUNDS)
-            final = self._measured(problem, finalists, FINAL_SHARE * budget_s, rounds, lambda: None)
+            final = self._measured(problem, finalists, FINAL_SHARE * budget_s, FINAL_ROUNDS)
             decision = decide(final, shipped, best)
             times = {routing: {**times[routing], **final[routing]} for routing in times}
         advance()
-        us: Us = {
-            spec.name: {routing: _rounded(of[spec].median_us) for routing, of in times.items()} for spec in functions
-        }
+        us = {spec.name: {routing: _rounded(of[spec].median_us) for routing, of in times.items()} for spec in functions}
         average = problem.rows / problem.experts
         return Point(average, decision.chosen.name, shipped.name, _rounded(decision.gain), us)
 
     def _measured(
         self,
         problem: Problem,
-        functions: dict[Spec, Function],
+        functions: Functions,
         budget_s: float,
         rounds: tuple[int, int],
-        advance: Callable[[], None],
+        advance: Advance = lambda: None,
     ) -> Times:
         """Samples of each function under each routing, in turns."""
         times: Times = {}
         us = rough_us(problem, self._bench.arch)
-        for routing in self._options.routings:
+        for routing in ROUTINGS:
             samplers = self._bench.samplers(functions, problem.rows, routing, us)
-            named = {spec.name: sampler for spec, sampler in samplers.items()}
-            found = interleave(named, budget_s / len(self._options.routings), *rounds, clock=self._clock)
-            times[routing] = {spec: found[spec.name] for spec in functions}
+            times[routing] = interleave(samplers, budget_s / len(ROUTINGS), *rounds, clock=self._clock)
             advance()
         return times
-
-
-def rough_us(problem: Problem, arch: str) -> float:
-    """About how long the shipped kernels take."""
-    spec = candidates(problem, arch, 0)[0]
-    tiles = (getattr(spec, "tile", None) or spec.fc1.tile, getattr(spec, "dgrad", None))  # type: ignore[union-attr]
-    return sum(work.us(tile or tiles[0]) for work, tile in zip(works(problem), tiles, strict=False))
 
 
 def _rounded(value: float) -> float:

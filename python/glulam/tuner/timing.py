@@ -10,19 +10,16 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import torch
 
 Sampler = Callable[[], float]
 Call = Callable[[int], object]  # takes the number of the call, to rotate buffers by
+Name = TypeVar("Name", bound=Hashable)
 
-SAMPLE_US = 1000.0  # one device sample lasts about this long
-MAX_CALLS_PER_SAMPLE = 50
-ENQUEUE_US = 80.0  # more than the host needs to enqueue one call of the slowest contestant
 SLEEP_CYCLES_PER_US = 1980  # of the GPU's highest clock; a longer sleep at a lower one does no harm
-WARM_UP_CALLS = 3
-MIN_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +50,15 @@ def summarise(samples: list[float]) -> Summary:
 
 
 def interleave(
-    samplers: Mapping[str, Sampler],
+    samplers: Mapping[Name, Sampler],
     budget_s: float,
-    min_rounds: int = MIN_ROUNDS,
+    min_rounds: int = 5,
     max_rounds: int = 200,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Summary]:
+) -> dict[Name, Summary]:
     """Rounds of one sample each until the budget is spent, within the bounds on rounds."""
     names = list(samplers)
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    samples: dict[Name, list[float]] = {name: [] for name in names}
     deadline = clock() + budget_s
     for done in range(max_rounds):
         if done >= min_rounds and clock() >= deadline:
@@ -91,21 +88,3 @@ def device_us(call: Call, calls: int, enqueue_us: float) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3 / calls
-
-
-def device_sampler(call: Call, enqueue_us: float = ENQUEUE_US) -> Sampler:
-    """Samples of a call's device time. Warms up first, and sizes a sample by what it saw.
-
-    enqueue_us: more than the host needs to enqueue one call.
-    """
-    for number in range(WARM_UP_CALLS):
-        call(number)
-    calls = min(max(math.ceil(SAMPLE_US / device_us(call, 1, enqueue_us)), 1), MAX_CALLS_PER_SAMPLE)
-    return lambda: device_us(call, calls, enqueue_us)
-
-
-def measure_device(
-    calls: Mapping[str, Call], budget_s: float, enqueue_us: float = ENQUEUE_US, min_rounds: int = MIN_ROUNDS
-) -> dict[str, Summary]:
-    """Device time of each call, CUDA events, interleaved; microseconds."""
-    return interleave({name: device_sampler(call, enqueue_us) for name, call in calls.items()}, budget_s, min_rounds)

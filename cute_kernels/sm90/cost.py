@@ -1,9 +1,9 @@
-"""About how long a grouped GEMM takes on a tile: what tiles are compared by where nothing was measured.
+"""How long a grouped GEMM takes on a tile, by a model: what tiles are compared by where nothing was measured.
 
-A launch, then whichever takes longer: memory, or the rounds in which a persistent grid works off its tiles. Group sizes
-are on the device, so two routings stand for all: as many rows for every expert, and Dirichlet(0.5), where an expert's
-rows are those of a squared normal variable. The constants were fitted to half of the models of
-perf/results/tiles-h200.json, and tests/test_choice.py holds the choices against the other half.
+A launch, plus the slower of two: moving the bytes, or computing the tiles in rounds of a persistent grid. The host does
+not know group sizes, so two routings stand for all: even, and Dirichlet(0.5), where an expert's rows are distributed as
+the square of a normal variable. The constants were fitted to half of the models of perf/results/tiles-h200.json;
+tests/test_choice.py checks the choices on the other half.
 """
 
 from __future__ import annotations
@@ -13,37 +13,27 @@ import math
 import sys
 from dataclasses import dataclass
 
-from cute_kernels.tiles import TileConfig
+from ..arch import Gemm
+from ..tiles import TileConfig
 
 BYTES = 2  # an element
 EVEN, SKEWED = "uniform", "dirichlet"
-RARE = 1e-4  # the probability of more rows at which a sum over row tiles ends
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """[rows, depth] times the transpose of [columns, depth] of a row's expert; `stored` columns are written."""
-
-    rows: int
-    experts: int
-    columns: int
-    depth: int
-    stored: int
-
-    @property
-    def average(self) -> float:
-        """Rows an expert; those of one row where there is none."""
-        return max(self.rows, 1) / self.experts
+RARE = 1e-4  # a sum over row tiles ends where the probability of more rows falls below this
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the kernels reach on a GPU; microseconds, and bytes or FLOP a microsecond.
+    """What the kernels reach on a GPU.
 
-    launch_us: from launch to the first tile, and from the last to the end. cluster_us: more where CTAs form clusters.
-    memory: of the whole GPU, reading. operands: bytes that an SM receives while all ask. flop: of an SM. again: how
-    much of the weights is read twice where two clusters want them. sharpness: how little memory and tiles wait for each
-    other.
+    Attributes:
+        sms: streaming multiprocessors.
+        launch_us: from launch to the first tile, and from the last tile to the end.
+        cluster_us: what a launch takes longer where CTAs form clusters.
+        memory: bytes a microsecond that the whole GPU reads.
+        operands: bytes a microsecond that an SM receives while all SMs load.
+        flop: FLOP a microsecond of an SM.
+        reread: the share of the weights that is read again where two clusters want them.
+        sharpness: exponent of the norm that joins both times; the larger, the better they overlap.
     """
 
     sms: int = 132
@@ -52,7 +42,7 @@ class Machine:
     memory: float = 4.28e6
     operands: float = 60.8e3
     flop: float = 5.2e6
-    again: float = 0.26
+    reread: float = 0.26
     sharpness: float = 6.5
 
 
@@ -73,8 +63,8 @@ def active_share(average: float, routing: str) -> float:
 def row_tiles(average: float, height: int, routing: str) -> float:
     """Tiles of `height` rows that an expert has, on average.
 
-    Skewed: the sum over j of P(rows > j height). Where it is long, Euler and Maclaurin's formula gives it; erfc of a
-    square root has the term 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), which is the 0.2346.
+    Skewed: the sum over j of P(rows > j height). Where it has many terms, the Euler-Maclaurin formula gives it; for
+    erfc of a square root its correction is 2 / sqrt(pi) * -zeta(-1/2) * sqrt(step), which is the 0.2346.
     """
     active = active_share(average, routing)
     if routing == EVEN:
@@ -94,20 +84,19 @@ def _pairs_rows(average: float, tile: TileConfig) -> bool:
 
 
 def _memory_us(gemm: Gemm, average: float, height: int, routing: str, machine: Machine) -> float:
-    """Every row once, weights of experts that have rows once, and in part again where two clusters want them.
-
-    `height`: rows of the row tiles that share weights.
+    """All rows and the weights of experts that have rows are read once, a part of the weights again where two clusters
+    want them. `height`: rows of the row tiles that share weights.
     """
     active = active_share(average, routing)
     readers = row_tiles(average, height, routing) / active
-    weights = gemm.experts * active * gemm.columns * gemm.depth * (1 + machine.again * (min(readers, 2.0) - 1))
+    weights = gemm.experts * active * gemm.columns * gemm.depth * (1 + machine.reread * (min(readers, 2.0) - 1))
     return BYTES * (weights + gemm.rows * (gemm.depth + gemm.stored)) / machine.memory
 
 
 def _tile_us(
     gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, busy: float, machine: Machine
 ) -> float:
-    """One tile among many of a CTA, while the share `busy` of all CTAs has one; its epilogue hides behind the next."""
+    """One of a CTA's tiles while a share `busy` of all CTAs has one. The next tile hides its epilogue."""
     share_weights = tile.cluster_m if pairs_rows else 1
     share_rows = tile.cluster_m * tile.cluster_n // share_weights
     box = tile.box_rows  # boxes that hold any row are loaded
@@ -119,7 +108,7 @@ def _tile_us(
 
 
 def _tiles_us(gemm: Gemm, average: float, tile: TileConfig, pairs_rows: bool, routing: str, machine: Machine) -> float:
-    """The rounds of all clusters. The last is a whole one where sizes are even, and half full on average elsewhere."""
+    """All rounds of all clusters. The last one counts as full under even routing, as half full otherwise."""
     high, wide = (1, 1) if tile.adaptive else (tile.cluster_m, tile.cluster_n)
     across = math.ceil(gemm.columns / (tile.n * wide))
     tiles = gemm.experts * row_tiles(average, tile.m * high, routing) * across

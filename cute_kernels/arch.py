@@ -1,0 +1,112 @@
+"""Architectures that have kernels, and what each answers for itself.
+
+An architecture is a name in `specs.ARCHS` and a folder, whose `configs` say what is built and whose `policy` is its
+`Room`: what is chosen, what can be, and how long it takes. Plain Python that no kernel imports: editing a policy
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+from .specs import ARCHS, Spec
+from .tiles import TileConfig
+
+FOLDERS = {arch: arch.rstrip("af").replace("_", "") for arch in ARCHS}
+"""By architecture: sm_90a lies in sm90."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """[rows, depth] times the transpose of [columns, depth] of a row's expert; `stored` columns are written."""
+
+    rows: int
+    experts: int
+    columns: int
+    depth: int
+    stored: int
+
+    @property
+    def average(self) -> float:
+        """Rows an expert; those of one row where there is none."""
+        return max(self.rows, 1) / self.experts
+
+
+class Problem(Protocol):
+    """What a policy asks of a call. `weights`: (N, K) of one expert's; `gathers`: rows come by index."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def operands(self) -> str: ...
+    @property
+    def save_preact(self) -> bool: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def gathers(self) -> bool: ...
+    @property
+    def weights(self) -> tuple[tuple[int, int], ...]: ...
+
+
+class Reasons(NamedTuple):
+    """Why a rule takes a tile, and why not each of the others."""
+
+    why: str
+    why_not: tuple[str, ...]
+
+
+class Room(Protocol):
+    """The module `policy` of an architecture's folder.
+
+    Attributes:
+        CAPABILITY: compute capability of the GPUs that run its kernels.
+        GPUS: examples of them, in words.
+        MEASURED: a JSON file of times of the shipped tiles (`python -m perf table`), which need not exist.
+        tiles: those that ship for a problem.
+        rows_decide: whether a problem's number of rows chooses among them.
+        ruled: the tile that a rule takes; None where times are compared.
+        reasons: for a tile that a rule took.
+        advice: what would be faster than any tile.
+        second_tile: beside a tile, that of FC2 or of the data gradient.
+        glu_form: what activations and gate layouts the kernel of an FC1 is compiled for.
+        time_us: modelled microseconds of a GEMM, the mean over even and skewed routing; even_us: of even routing.
+        all_tiles: every tile that can be for elements of so many bits.
+        tile_of: the tile that (m, n, k), a cluster and a schedule describe. Raises SpecError, which names the limit.
+        check: raises SpecError, which names the limit, where a spec's kernels cannot run.
+    """
+
+    CAPABILITY: tuple[int, int]
+    GPUS: str
+    MEASURED: Path
+    tiles: Callable[[Problem], tuple[TileConfig, ...]]
+    rows_decide: Callable[[Problem], bool]
+    ruled: Callable[[Problem], TileConfig | None]
+    reasons: Callable[[Problem, TileConfig], Reasons]
+    advice: Callable[[Problem], tuple[str, ...]]
+    second_tile: Callable[[TileConfig], TileConfig]
+    glu_form: Callable[..., tuple[str, str]]
+    time_us: Callable[[Gemm, TileConfig], float]
+    even_us: Callable[[Gemm, TileConfig], float]
+    all_tiles: Callable[[int], tuple[TileConfig, ...]]
+    tile_of: Callable[[tuple[int, int, int], tuple[int, int] | str, str], TileConfig]
+    check: Callable[[Spec], None]
+
+
+@functools.cache
+def room(arch: str) -> Room:
+    """What answers for an architecture. Raises KeyError where it has no folder."""
+    return cast(Room, importlib.import_module(f".{FOLDERS[arch]}.policy", __package__))
+
+
+@functools.cache
+def by_capability() -> dict[tuple[int, int], str]:
+    """The architecture whose kernels run on GPUs of a compute capability."""
+    return {room(arch).CAPABILITY: arch for arch in FOLDERS}

@@ -1,0 +1,187 @@
+"""What Hopper answers for itself (`arch.Room`): which shipped tile serves a call, which tiles can be, and how fast."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..arch import Gemm, Problem, Reasons
+from ..tiles import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
+from . import cost
+from .budget import check as check
+from .configs import (
+    DGLU8,
+    LARGE,
+    LARGE8,
+    LARGE_W8,
+    MEDIUM_W8,
+    NARROW_W8,
+    SMALL8,
+    SMALL_W8,
+    TILES,
+    TINY_W8,
+    WGRAD_TILES,
+)
+from .configs import glu_form as glu_form
+from .configs import second_tile as second_tile
+from .cost import time_us as time_us
+
+CAPABILITY = (9, 0)
+GPUS = "an H100 or H200"
+MEASURED = Path(__file__).with_name("measured.json")
+
+_DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
+MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
+    "mxfp8": {SMALL8: 64, LARGE8: math.inf},
+    "mxfp8_exact": _DECODING,
+    "mxfp8_weight_only": _DECODING,
+}
+"""By operands: tiles in ascending order, each with the most rows an expert that it is for. Weights are decoded again
+for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller
+ones where random routing gives 10, 30 and 50 % of the groups more rows than one of them has.
+"""
+NARROW_SLOWER = 1.35
+"""How much longer an SM decodes as many weights on NARROW_W8 as on TINY_W8."""
+WIDE_PADDING = 0.9
+"""WGRAD_WIDE serves weights where its tiles have at most this share of the elements that WGRAD's have.
+
+It then takes 0.61 to 1.04 times as long. With 0.94 to 0.98 it may be 1.15 times as fast under sustained load and 0.81
+times as fast on a cool GPU (gpt-oss-120b); where neither pads anything, up to 1.2 times as slow under skew.
+"""
+WIDE_PADDING_BY_INDEX = 1.15
+"""The same where rows come by index: it then takes 0.80 to 0.94 times as long, since it has more MMAs for each copy."""
+FASTER = "recipe='mxfp8' would halve the weights' bytes and double the MMA rate, at MXFP8's precision"
+
+
+def tiles(problem: Problem) -> tuple[TileConfig, ...]:
+    """One tile for all numbers of rows where a problem is of training alone, whose experts have many."""
+    if problem.op == "grouped_wgrad":
+        return WGRAD_TILES
+    if problem.op == "grouped_dglu":
+        return (LARGE,) if problem.operands == "16bit" else (DGLU8,)
+    if problem.op == "quantize_mxfp8":  # whose spec has no tile
+        return (LARGE,)
+    if problem.operands == "16bit":
+        return TILES
+    by_rows = tuple(MOST_ROWS[problem.operands])
+    return by_rows[-1:] if problem.save_preact else by_rows
+
+
+def rows_decide(problem: Problem) -> bool:
+    return problem.op != "grouped_wgrad" and len(tiles(problem)) > 1
+
+
+def ruled(problem: Problem) -> TileConfig | None:
+    if not rows_decide(problem):
+        return _by_padding(problem) if problem.op == "grouped_wgrad" else tiles(problem)[0]
+    if problem.operands == "16bit":
+        return None
+    tile = _by_rows(problem)
+    return NARROW_W8 if tile is TINY_W8 and _is_narrow_faster(problem) else tile
+
+
+def _by_rows(problem: Problem) -> TileConfig:
+    limits = MOST_ROWS[problem.operands].items()
+    return next(tile for tile, most in limits if problem.rows <= most * problem.experts)
+
+
+def _most_decoded(problem: Problem, tile: TileConfig) -> int:
+    """Weights that the busiest SM decodes, where each expert with rows has one row tile of them."""
+    active = min(problem.rows, problem.experts)
+    shares = ((math.ceil(active * math.ceil(n / tile.n) / cost.H200.sms), k) for n, k in problem.weights)
+    return sum(count * tile.n * k for count, k in shares)
+
+
+def _is_narrow_faster(problem: Problem) -> bool:
+    """Whether TINY_W8 leaves many SMs without weights: 176 us instead of 153 for two of Mixtral-8x7B's experts."""
+    return NARROW_SLOWER * _most_decoded(problem, NARROW_W8) < _most_decoded(problem, TINY_W8)
+
+
+def _covered(problem: Problem, tile: TileConfig) -> int:
+    """Elements of the tiles that cover the weights."""
+    return sum(tile.padded(n, k) for n, k in problem.weights)
+
+
+def _by_padding(problem: Problem) -> TileConfig:
+    """The tile that cuts weights with less waste."""
+    usual, wide = WGRAD_TILES
+    most = WIDE_PADDING_BY_INDEX if problem.gathers else WIDE_PADDING
+    return wide if _covered(problem, wide) <= most * _covered(problem, usual) else usual
+
+
+def reasons(problem: Problem, tile: TileConfig) -> Reasons:
+    if problem.op == "grouped_wgrad":
+        return _padding_in_words(problem, tile)
+    if not rows_decide(problem):
+        return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
+    return _rows_in_words(problem, tile)
+
+
+def _padding_in_words(problem: Problem, tile: TileConfig) -> Reasons:
+    (other,) = (each for each in WGRAD_TILES if each is not tile)
+    shapes = " and ".join(f"{n} x {k}" for n, k in problem.weights)
+    rows = " by rows that come by index" if problem.gathers else ""
+    share = _covered(problem, other) / _covered(problem, tile)
+    why = f"{tile.name} serves weights of {shapes}{rows}, whatever the number of rows"
+    return Reasons(why, (f"{other.name}: its tiles of them have {share:.2f} times as many elements",))
+
+
+def _rows_in_words(problem: Problem, tile: TileConfig) -> Reasons:
+    usual, limits = _by_rows(problem), MOST_ROWS[problem.operands]
+    spans = dict(zip(limits, itertools.starmap(_span, itertools.pairwise((0, *limits.values()))), strict=True))
+    why_not = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not usual]
+    average = problem.rows / problem.experts
+    why = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert, {spans[usual]}"
+    if tile is not usual:
+        why = f"{why}, and few experts have rows"
+        why_not.insert(0, f"{usual.name}: leaves SMs idle, since so few experts have rows")
+    return Reasons(f"{why}: {tile.name}", tuple(why_not))
+
+
+def _span(above: float, most: float) -> str:
+    """The numbers above one limit, if it is not 0, up to another, if it is finite."""
+    limits = (f"more than {above:.0f}" if above else "", f"at most {most:.0f}" if most < math.inf else "")
+    return " and ".join(limit for limit in limits if limit)
+
+
+def advice(problem: Problem) -> tuple[str, ...]:
+    return (FASTER,) if problem.op == "grouped_mlp" and problem.operands == "16bit" else ()
+
+
+def even_us(gemm: Gemm, tile: TileConfig) -> float:
+    return cost.routed_us(gemm, tile, cost.EVEN)
+
+
+@functools.cache
+def all_tiles(bits: int) -> tuple[TileConfig, ...]:
+    tiles = []
+    for m, n, cluster, schedule, adaptive in itertools.product(TILE_M, TILE_N, CLUSTERS, SCHEDULES, (False, True)):
+        try:
+            tiles.append(TileConfig(m, n, TILE_K[bits], *cluster, schedule, adaptive))
+        except SpecError:
+            continue
+    return tuple(tiles)
+
+
+def tile_of(shape: tuple[int, int, int], cluster: tuple[int, int] | str, schedule: str) -> TileConfig:
+    m, n, k = shape
+    if m not in TILE_M:
+        raise SpecError(
+            f"a tile of {m} rows: a warpgroup's wgmma has 64 rows, and registers hold the accumulators of 64 or 128"
+        )
+    if n not in TILE_N:
+        raise SpecError(
+            f"a tile of {n} weight rows: a wgmma has at most 256 columns, and an epilogue has them in steps of 64"
+        )
+    if k not in TILE_K.values():
+        raise SpecError(
+            f"a tile of depth {k}: an operand's row in shared memory is a swizzle of 128 bytes, 64 elements"
+        )
+    adaptive = cluster == "adaptive"
+    sizes = (2, 1) if adaptive else cluster
+    if isinstance(sizes, str) or sizes not in CLUSTERS:
+        raise SpecError(f"a cluster of {cluster!r}: at most two CTAs share an operand")
+    return TileConfig(m, n, k, *sizes, schedule, adaptive)

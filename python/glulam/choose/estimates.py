@@ -1,0 +1,87 @@
+"""How long a problem takes on each of several tiles: as measured where its shape was, else by the architecture's model.
+
+An architecture's file of measurements holds every tile that was tried on the shapes of known models, at 1 to 4096 rows
+an expert; `python -m perf table` writes it. It is read once, when the first plan is made.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cute_kernels.arch import room
+from cute_kernels.tiles import TileConfig
+
+from ..problem import Part
+
+MODELLED = "by the cost model"
+
+
+def interpolated(x: float, left: tuple[float, float], right: tuple[float, float]) -> float:
+    """y at x between two points (x, y), linear in logarithms."""
+    (x0, y0), (x1, y1) = left, right
+    return y0 * (y1 / y0) ** (math.log(x / x0) / math.log(x1 / x0)) if x1 > x0 else y0
+
+
+class Curve(NamedTuple):
+    """Microseconds by rows an expert, of each tile by its name."""
+
+    rows: list[int]
+    us: dict[str, list[float]]
+
+    def at(self, tile: str, average: float) -> float | None:
+        """Interpolated between the measured numbers of rows; None outside of them, or of another tile."""
+        if tile not in self.us or not self.rows[0] <= average <= self.rows[-1]:
+            return None
+        right = max(bisect.bisect_left(self.rows, average), 1)
+        left, us = right - 1, self.us[tile]
+        return interpolated(average, (self.rows[left], us[left]), (self.rows[right], us[right]))
+
+
+class Measured(NamedTuple):
+    """The GPU that was measured on, and a curve for each `Part.key`."""
+
+    gpu: str
+    curves: dict[tuple[str, int, int, int], Curve]
+
+
+@functools.cache
+def measured(arch: str) -> Measured:
+    """The shipped measurements of an architecture; none where there is no file."""
+    path = room(arch).MEASURED
+    if not path.is_file():
+        return Measured("", {})
+    held: dict[str, Any] = json.loads(path.read_text())
+    shapes = held["shapes"]
+    curves = {(s["form"], s["experts"], s["columns"], s["depth"]): Curve(s["rows_per_expert"], s["us"]) for s in shapes}
+    return Measured(held["stamp"]["gpu"], curves)
+
+
+class Estimate(NamedTuple):
+    """Microseconds on a tile, the mean over even and skewed routing, and how they are known."""
+
+    us: float
+    tile: TileConfig
+    source: str
+
+
+def _measured_us(parts: Sequence[Part], tile: TileConfig, known: Measured) -> float | None:
+    """The sum of all parts; None where one was not measured."""
+    curves = [known.curves.get(part.key) for part in parts]
+    times = [curve and curve.at(tile.name, part.gemm.average) for curve, part in zip(curves, parts, strict=True)]
+    return sum(us for us in times if us) if all(times) else None
+
+
+def estimates(parts: Sequence[Part], tiles: Sequence[TileConfig], arch: str) -> list[Estimate]:
+    """Each tile's time for all parts, the fastest first. All are measured, or all are modelled."""
+    known = measured(arch)
+    times, source = [_measured_us(parts, tile, known) for tile in tiles], f"measured on {known.gpu}"
+    if None in times:
+        model = room(arch).time_us
+        times, source = [sum(model(part.gemm, tile) for part in parts) for tile in tiles], MODELLED
+    found = [Estimate(us, tile, source) for us, tile in zip(times, tiles, strict=True) if us is not None]
+    return sorted(found, key=lambda estimate: estimate.us)

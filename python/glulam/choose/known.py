@@ -1,0 +1,310 @@
+"""What is known here of kernels for problems: what `glulam.compile` prefers, then what tuned tables say.
+
+Both are tables (`table`). Preferences are one in the folder `preferred` of the kernels' cache. The tuner's are at the
+places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read
+once, when the first kernel is chosen; one warning names each that is passed over. A kernel that this machine has not
+compiled is passed over as well: choosing never compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from cute_kernels.specs import Spec
+
+from ..problem import Problem
+from . import loadable, records, table
+from .estimates import interpolated
+from .shipped import families_like, family_of
+from .table import Layer, Point, Section
+
+ENV_TUNED = "GLULAM_TUNED"
+FOLDER, FILE = "preferred", "kernels.json"
+NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # the second is that of earlier versions
+CLEAR = "run `glulam cache clear --preferred`"
+REACH = 2.0
+"""How far beyond the fewest and the most rows that were tuned their kernels are taken, as a factor."""
+NOISE = 0.01
+"""Between tuned numbers of rows, another kernel than the shipped one must be faster by this share."""
+
+
+class Held(NamedTuple):
+    """Layers that hold, by `Layer.key`, each with its file; and a line for each thing that was passed over."""
+
+    layers: dict[str, tuple[Layer, Path]]
+    ignored: tuple[str, ...]
+
+    @property
+    def preferred(self) -> dict[Spec, Spec]:
+        """By family, the kernels of layers that are preferences."""
+        layers = (layer for layer, _ in self.layers.values() if not layer.points)
+        return {family_of(spec): spec for layer in layers for spec in layer.kernels.values()}
+
+
+_held: dict[str, Held] = {}
+"""What tables say, by the GPU's name; what is preferred under the empty one."""
+_preferred: dict[Spec, Spec] = {}
+"""What was preferred before, by family, less what was asked for already."""
+_ours: dict[Spec, Spec] = {}
+"""What is preferred, by family, and certainly can be loaded."""
+_absent: set[Spec] = set()
+_lock = threading.Lock()
+
+
+def folder() -> Path:
+    """Where preferences are."""
+    from ffi_bridge.cache import cache_root
+
+    return cache_root() / FOLDER
+
+
+def locations() -> list[Path]:
+    """Files and folders that tables are searched in: those of $GLULAM_TUNED, separated as in PATH, else the user's."""
+    chosen = os.environ.get(ENV_TUNED)
+    if chosen is not None:
+        return [Path(place) for place in chosen.split(os.pathsep) if place]
+    import platformdirs
+
+    return [platformdirs.user_config_path("glulam") / "tuned"]
+
+
+def tables() -> list[Path]:
+    """Whatever is to be read, and what of `locations` is neither a file nor a folder that can be listed."""
+    found: list[Path] = []
+    for place in locations():
+        try:
+            found += sorted(path for path in place.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found.append(place)
+    return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether `glulam compile` wrote a file of preferences, of whatever version."""
+    with contextlib.suppress(ValueError):
+        is_named = NAME.fullmatch(path.name) and not os.path.islink(path)
+        return bool(is_named) and records.read(path).get("format") in table.FORMATS
+    return False
+
+
+def _preferences() -> list[Path]:
+    """Whatever has the ending of a table of preferences. A folder that is a link is somebody else's."""
+    return [] if os.path.islink(folder()) else sorted(folder().glob("*.json"))
+
+
+def read_preferences() -> Held:
+    """What is preferred on disk now."""
+    paths = _preferences()
+    ours = [path for path in paths if _is_ours(path)]
+    others = (records.shown(path) for path in paths if path not in ours)
+    ignored = [f"the preference {path} is ignored: `glulam compile` did not write it; remove it" for path in others]
+    held = _read(ours, "", (CLEAR, CLEAR, CLEAR))
+    return Held(held.layers, (*ignored, *held.ignored))
+
+
+def read_tables(gpu: str) -> Held:
+    """What the tables on disk say now for a GPU of this name."""
+    return _read(tables(), gpu, ("remove it", "run `glulam tune` here", "tune anew into another file"))
+
+
+def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> Held:
+    """remedies: for what is no table, for one of another GPU or version, for one that is wrong in part."""
+    here = table.stamp_of(gpu)
+    layers: dict[str, tuple[Layer, Path]] = {}
+    ignored: list[str] = []
+    no_table, outdated, wrong_in_part = remedies
+    for path in paths:
+        try:
+            sections, wrong = table.content(path)
+        except ValueError as error:
+            ignored.append(f"{error}; it is ignored, {no_table}")
+            continue
+        fitting = [each for each in sections if not each.stamp.unlike(here)]
+        for each in fitting:
+            layers.update({key: (layer, path) for key, layer in each.layers.items()})
+        name = f"the table {records.shown(path)} is ignored"
+        if wrong and (fitting or not sections):
+            ignored.append(f"{name} in part, which Glulam did not write: {table.first_of(wrong)}; {wrong_in_part}")
+        elif sections and not fitting:
+            ignored.append(f"{name}: {sections[-1].stamp.unlike(here)}; {outdated}")
+    return Held(layers, tuple(ignored))
+
+
+def _known(gpu: str = "") -> Held:
+    """What tables said of a GPU when it was first asked for, or without a name the preferences."""
+    if gpu not in _held:
+        with _lock:
+            if gpu not in _held:
+                held = read_tables(gpu) if gpu else read_preferences()
+                for line in held.ignored:
+                    warnings.warn(line, RuntimeWarning, stacklevel=6)
+                if not gpu:
+                    _preferred.update(held.preferred)
+                _held[gpu] = held
+    return _held[gpu]
+
+
+def ignored(gpu: str = "") -> tuple[str, ...]:
+    """A line for each thing that was passed over."""
+    return (*_known().ignored, *(_known(gpu).ignored if gpu else ()))
+
+
+def forget() -> None:
+    """Forget what this process knows; files are read again when the next kernel is chosen."""
+    for each in (_held, _preferred, _ours, _absent):
+        each.clear()
+
+
+def ignore_preferences() -> None:
+    """Leave aside what earlier processes preferred, for as long as this one runs: benchmarks measure what ships."""
+    _held[""] = Held({}, ())
+
+
+def _sections(path: Path) -> list[Section]:
+    """What of a file of preferences is worth keeping."""
+    with contextlib.suppress(ValueError):
+        return table.content(path).sections if _is_ours(path) else []
+    return []
+
+
+def prefer(spec: Spec, keep: bool = True) -> None:
+    """Let `spec` serve every problem of its family, whatever the number of rows, here and, with `keep`, in later
+    processes as well.
+
+    Where it serves this process alone, a warning says so, and later ones go on with what they preferred.
+    """
+    _ours[family_of(spec)] = spec
+    why_not = "its kernel was not kept"
+    if keep:
+        try:
+            return table.write(folder() / FILE, [table.preference(spec)], _sections)
+        except OSError as error:
+            why_not = f"{records.shown(folder() / FILE)} cannot be written: {error.strerror}"
+    warnings.warn(f"{spec.name} is preferred in this process alone ({why_not})", RuntimeWarning, stacklevel=3)
+
+
+def clear_preferences() -> int:
+    """Forget all preferences, here and on disk: files that `compile` wrote, of whatever version. Returns how many were
+    removed.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    removed = 0
+    for path in filter(_is_ours, _preferences()):
+        removed += sum(len(section.layers) for section in _sections(path)) or 1
+        path.unlink(missing_ok=True)
+    forget()
+    return removed
+
+
+def _is_there(spec: Spec, otherwise: str) -> bool:
+    """Whether a kernel can be had without compiling; a warning says once what happens otherwise."""
+    if spec in _absent:
+        return False
+    if loadable.is_loadable(spec):
+        return True
+    _absent.add(spec)
+    warnings.warn(otherwise, RuntimeWarning, stacklevel=6)
+    return False
+
+
+def preferred(problem: Problem, shipped: Spec) -> Spec | None:
+    """What a user prefers for a problem that `shipped` serves otherwise: for its very activation and layout, else for
+    several.
+    """
+    _known()
+    if not _ours and not _preferred:  # making the families, up to six, takes longer
+        return None
+    return next((spec for family in families_like(shipped, problem) if (spec := _preferred_of(family))), None)
+
+
+def _preferred_of(family: Spec) -> Spec | None:
+    spec = _preferred.pop(family, None)
+    if spec is not None and family not in _ours:
+        otherwise = (
+            f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
+            f"compile it again with `glulam.compile`, or {CLEAR}"
+        )
+        if _is_there(spec, otherwise):
+            _ours[family] = spec
+    return _ours.get(family)
+
+
+class Tuned(NamedTuple):
+    """A kernel for a problem, its time, the shipped one's where that is known, and the file that says so."""
+
+    spec: Spec
+    us: float
+    shipped_us: float | None
+    path: Path
+
+
+def tuned(problem: Problem, gpu: str) -> tuple[Layer, Path] | None:
+    """What tables say of a problem, whatever its rows, and the file that says so; None where they have no word of it.
+
+    `gpu`: the GPU's name; without one no table holds.
+    """
+    layers = _known(gpu).layers if gpu else {}
+    return layers.get(table.layer_key(problem)) if layers else None
+
+
+def fastest(told: tuple[Layer, Path], problem: Problem, shipped: Spec) -> Tuned | None:
+    """The kernel that a layer gives its problem; None where it has none, or none that can be had without compiling.
+
+    `shipped`: what serves the problem otherwise.
+    """
+    layer, path = told
+    ranked = _ranked(layer, shipped.name, max(problem.rows, 1) / problem.experts)
+    for name, us in ranked:
+        otherwise = (
+            f"the tuned kernel {name} is not compiled on this machine, the next best serves; "
+            "run `glulam compile --tuned`"
+        )
+        if (spec := layer.kernels.get(name)) and _is_there(spec, otherwise):
+            return Tuned(spec, us, dict(ranked).get(shipped.name), path)
+    return None
+
+
+def _ranked(layer: Layer, shipped: str, average: float) -> list[tuple[str, float]]:
+    """Kernels that were chosen near a number of rows, and the shipped one, with their times there; best first."""
+    if not layer.points:
+        return []
+    left = next((p for p in reversed(layer.points) if p.rows_per_expert <= average), layer.points[0])
+    right = next((p for p in layer.points if p.rows_per_expert >= average), layer.points[-1])
+    if left is right and not 1 / REACH <= average / left.rows_per_expert <= REACH:
+        return []
+    times = {name: _between(left, right, name, average) for name in (left.chosen, right.chosen, shipped)}
+    # At a measured number of rows, or beyond all, what was chosen there is chosen again.
+    handicap = {left.chosen: 0.0} if left is right else {shipped: 1 - NOISE}
+    known = [(name, us) for name, us in times.items() if us is not None]
+    return sorted(known, key=lambda timed: timed[1] * handicap.get(timed[0], 1.0))
+
+
+def _between(left: Point, right: Point, name: str, average: float) -> float | None:
+    y0, y1 = left.mean_us(name), right.mean_us(name)
+    if y0 is None or y1 is None:
+        return None
+    return interpolated(average, (left.rows_per_expert, y0), (right.rows_per_expert, y1))
+
+
+def tuned_specs(gpu: str) -> list[Spec]:
+    """Every kernel that a table for this GPU chooses somewhere."""
+    layers = [layer for layer, _ in _known(gpu).layers.values()] if gpu else []
+    return list(dict.fromkeys(layer.kernels[point.chosen] for layer in layers for point in layer.points))
+
+
+def all_loadable(gpu: str = "") -> Iterator[Spec]:
+    """All that calls may get without compiling."""
+    _known()
+    yield from filter(None, map(_preferred_of, {**_ours, **_preferred}))
+    yield from filter(loadable.is_loadable, tuned_specs(gpu))

@@ -1,0 +1,161 @@
+"""JSON files that other people, processes and versions write: checked when read, replaced as a whole when written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+MOST_BYTES = 16 << 20
+"""A table of 2000 layers has as many. Parsing takes some twenty times the memory."""
+LARGEST = 1e15
+"""Of a number in a file: products and ratios of two such numbers are finite."""
+
+
+def shown(path: Path | str) -> str:
+    """A path in one line of text that every terminal can print: quoted and escaped where it is not that by itself."""
+    return str(path) if str(path).isprintable() else ascii(str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: what is wrong with the file, which the message does not name.
+    """
+    try:
+        data = json.loads(_content(path), parse_constant=_refuse)
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"it does not parse ({error})") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"it holds a {type(data).__name__}, not an object")
+    return data
+
+
+def _content(path: Path) -> str:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("not a regular file")  # reading a pipe would wait for a writer
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES >> 20} MiB")
+    return content.decode()
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
+
+
+@functools.cache
+def types_of(kind: Any) -> Mapping[str, Any]:
+    """The fields of a dataclass, with their types."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def fields(what: str, data: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Those fields of a dataclass that an object has, each of its type.
+
+    Raises:
+        ValueError: it has another field.
+    """
+    types = types_of(kind)
+    if others := data.keys() - types.keys():
+        raise ValueError(f"{what} has no field {brief(min(others))}; it has: {', '.join(sorted(types))}")
+    return {name: typed(name, value, types[name]) for name, value in data.items()}
+
+
+def typed(what: str, data: Any, kind: Any) -> Any:
+    """JSON as a value of a type.
+
+    Args:
+        what: its name in messages.
+        kind: a dataclass (an object of its fields, without those that are as by default), str (a line of text), float
+            (a number above 0), another type, one of these or None, tuple[kind, ...], dict[str, kind], or Any: text,
+            whole numbers, true, false, null and objects of them, kept as they are.
+
+    Raises:
+        ValueError: it is no such value.
+    """
+    if kind is Any:
+        return _plain(what, data)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        return _instance(what, data, kind)
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is dict and isinstance(data, dict):
+        return {typed("a name", name, str): typed(f"{what} of {name}", each, kinds[1]) for name, each in data.items()}
+    if origin is tuple and isinstance(data, list):
+        return tuple(typed(f"one of {what}", each, kinds[0]) for each in data)
+    if kinds and origin not in (dict, tuple):
+        return None if data is None else typed(what, data, kinds[0])
+    if kind is float:
+        if type(data) not in (int, float) or not 0 < data <= LARGEST:  # nor is NaN above 0
+            raise ValueError(f"{what} is {brief(data)}, not a number above 0 to {LARGEST:g}")
+        return float(data)
+    if kind is str and isinstance(data, str) and not data.isprintable():
+        raise ValueError(f"{what} is {brief(data)}, not a line of text")
+    if type(data) is not kind:
+        raise _mistyped(what, data, _in_words(kind))
+    return data
+
+
+def _mistyped(what: str, data: Any, wanted: str) -> ValueError:
+    value = "" if data and isinstance(data, (list, dict)) else f"={brief(data)}"
+    return ValueError(f"{what}{value} is a {type(data).__name__}; give {wanted}")
+
+
+def _in_words(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind):
+        return f"an object of {', '.join(types_of(kind))}"  # type: ignore[arg-type]
+    return {dict: "an object", tuple: "a list"}.get(get_origin(kind), f"a {getattr(kind, '__name__', kind)}")
+
+
+def _instance(what: str, data: Any, kind: Any) -> Any:
+    given = fields(what, data, kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in given and field.default is dataclasses.MISSING:
+            raise ValueError(f"{what} lacks {field.name!r}")
+    return kind(**given)
+
+
+def _plain(what: str, data: Any) -> Any:
+    if isinstance(data, dict):
+        return typed(what, data, dict[str, Any])
+    if isinstance(data, str):
+        return typed(what, data, str)
+    if data is not None and type(data) not in (int, bool):
+        raise _mistyped(what, data, "text or a whole number")
+    return data
+
+
+def brief(value: Any) -> str:
+    """What a file has instead, in a few characters that can be shown."""
+    is_short = isinstance(value, (str, int, float, type(None))) or not value
+    text = ascii(value) if is_short else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces a file by the whole of `text`, or leaves it as it is. Makes its folder. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".new")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(made, 0o644)
+        os.replace(made, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(made)
+        raise

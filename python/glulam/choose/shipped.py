@@ -1,0 +1,165 @@
+"""Which of the shipped kernels serves a problem: a pure function of what the host knows, with no read of device data.
+
+Group sizes are not among it, so that a captured graph replays the kernel that eager mode would choose. What tiles ship,
+and by which rule, is the architecture's own (`cute_kernels.arch.Room`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+
+from cute_kernels.arch import room
+from cute_kernels.specs import (
+    ACTIVATION_FORMS,
+    ACTIVATIONS,
+    BLOCK_ROWS,
+    GLU_LAYOUTS,
+    LAYOUT_FORMS,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    QuantizeMxfp8Spec,
+    Spec,
+)
+from cute_kernels.tiles import TileConfig, require
+
+from ..changed import changed
+from ..problem import Problem
+from . import estimates as times
+
+TILED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad")
+"""Operators whose kernels have tiles, so that there is something to choose."""
+SIZES_AN_OCTAVE = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A spec, why it was chosen, and why nothing faster was. `is_tuned`: a tuned table chose it."""
+
+    spec: Spec
+    why: str
+    why_not: tuple[str, ...]
+    is_tuned: bool = False
+
+
+def spec_on(problem: Problem, arch: str, tile: TileConfig, second: TileConfig | None = None) -> Spec:
+    """The problem's spec on a tile.
+
+    Args:
+        second: the tile of a grouped_mlp's FC2 or of the data gradient that follows a grouped_dglu; by default what
+            ships beside the first.
+
+    Raises:
+        SpecError: there is no such kernel.
+    """
+    p, second = problem, second or room(arch).second_tile(tile)
+    if p.op == "grouped_mm":
+        return GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.operands, p.in_halves)
+    if p.op == "grouped_glu":
+        return _glu(p, tile, arch)
+    if p.op == "grouped_mlp":
+        fc2 = GroupedMmSpec(p.dtype, p.transpose_w, second, arch, p.fc2_operands)
+        return GroupedMlpSpec(_glu(p, tile, arch), fc2, p.quantized)
+    if p.op == "grouped_dglu":
+        dgrad = second if p.out_features else None
+        return GroupedDgluSpec(p.dtype, p.activation, p.glu_layout, tile, dgrad, arch, p.operands, p.transpose_w)
+    if p.op == "grouped_wgrad":
+        return GroupedWgradSpec(p.dtype, p.out_dtype, tile, arch)
+    return QuantizeMxfp8Spec(p.dtype, p.axis, arch, p.rounded)
+
+
+def _glu(p: Problem, tile: TileConfig, arch: str) -> GroupedGluSpec:
+    require("activation", p.activation, ACTIVATIONS)
+    require("glu_layout", p.glu_layout, GLU_LAYOUTS)
+    activation, layout = room(arch).glu_form(
+        p.activation, p.glu_layout, p.intermediate, p.operands, tile, p.save_preact, p.transpose_w
+    )
+    return GroupedGluSpec(p.dtype, activation, layout, p.save_preact, tile, arch, p.operands, p.transpose_w)
+
+
+def family_of(spec: Spec) -> Spec:
+    """The spec with its tiles erased: what it computes, not how it is cut."""
+    if isinstance(spec, GroupedMlpSpec):
+        return replace(spec, fc1=family_of(spec.fc1), fc2=family_of(spec.fc2))  # type: ignore[arg-type]
+    if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
+        return spec
+    # Depth and schedule are those of the operands.
+    any_tile = TileConfig(k=spec.tile.k, schedule="swapped" if spec.tile.swapped else "cooperative")
+    if isinstance(spec, GroupedDgluSpec):
+        return replace(spec, tile=any_tile, dgrad=any_tile if spec.dgrad else None)
+    return replace(spec, tile=any_tile)
+
+
+def families_of(problem: Problem, arch: str) -> list[Spec]:
+    """The families of the kernels that serve a problem, whatever its number of rows: those compiled for its activation
+    and gate layout alone, then those for several. Raises SpecError where there are none.
+    """
+    return families_like(spec_on(problem, arch, room(arch).tiles(problem)[0]), problem)
+
+
+def families_like(spec: Spec, problem: Problem) -> list[Spec]:
+    """The same, of a problem that `spec` serves."""
+    if isinstance(spec, GroupedMlpSpec):
+        return [family_of(replace(spec, fc1=fc1)) for fc1 in families_like(spec.fc1, problem)]  # type: ignore[arg-type]
+    if not isinstance(spec, GroupedGluSpec):
+        return [family_of(spec)]
+    layouts = [problem.glu_layout]
+    if spec.gated and not spec.transpose_w:  # else a kernel has one
+        layouts = _serving(LAYOUT_FORMS, problem.glu_layout)
+    return [
+        family_of(replace(spec, activation=activation, glu_layout=layout))
+        for activation in _serving(ACTIVATION_FORMS, problem.activation)
+        for layout in layouts
+        if layout != "blocked" or problem.intermediate % BLOCK_ROWS == 0
+    ]
+
+
+def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
+    """Those that serve one of this name, the narrowest first."""
+    return sorted((form for form, served in forms.items() if name in served), key=lambda form: len(forms[form]))
+
+
+def microseconds(us: float) -> str:
+    """Three significant digits."""
+    return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
+
+
+def estimated_rows(problem: Problem) -> int:
+    """The rows that times are compared at: near the problem's, 16 sizes an octave, powers of two an expert among them.
+
+    Estimates are off by more than the 2 % between two sizes, and most new numbers of rows need none of their own.
+    """
+    step = round(SIZES_AN_OCTAVE * math.log2(max(problem.rows, 1) / problem.experts))
+    return round(problem.experts * math.pow(2.0, step / SIZES_AN_OCTAVE))
+
+
+def size_of(problem: Problem, arch: str) -> Hashable:
+    """What the shipped tile depends on of the problem's rows, where it depends on them."""
+    return room(arch).ruled(problem) or estimated_rows(problem)
+
+
+def shipped_choice(problem: Problem, arch: str) -> Choice:
+    """What serves a problem where nobody compiled or tuned anything: by a rule, else by times of the shipped tiles."""
+    here = room(arch)
+    if tile := here.ruled(problem):
+        why, why_not = here.reasons(problem, tile)
+        return Choice(spec_on(problem, arch, tile), why, (*why_not, *here.advice(problem)))
+    parts = changed(problem, rows=estimated_rows(problem)).parts
+    best, *others = times.estimates(parts, here.tiles(problem), arch)
+    average = problem.rows / problem.experts
+    rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
+    why = f"{rows}: {best.tile.name} takes about {microseconds(best.us)}, {best.source}"
+    why_not = tuple(
+        f"{one.tile.name}: about {microseconds(one.us)}, {one.us / best.us:.2f} times as long" for one in others
+    )
+    return Choice(spec_on(problem, arch, best.tile), why, (*why_not, *here.advice(problem)))
+
+
+def shipped_specs(problem: Problem, arch: str) -> list[Spec]:
+    """All that ship for a problem, the one that serves it first."""
+    others = (spec_on(problem, arch, tile) for tile in room(arch).tiles(problem))
+    return list(dict.fromkeys([shipped_choice(problem, arch).spec, *others]))

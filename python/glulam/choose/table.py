@@ -1,0 +1,355 @@
+"""Files that say which kernel serves a layer: tables of what the tuner measured, and what `glulam.compile` prefers.
+
+A file has sections, each with a stamp: the GPU, the versions and the kernels' sources that it holds for. A section has
+layers: a problem, kernels, and for each number of rows the times of all that took part. A preference is a layer without
+rows: it names a family of kernels instead of a problem, serves it with its only kernel, and holds for a version on
+whatever GPU.
+
+A file may come from anybody. What the tuner does not write, as a kernel of another family than its layer's, is passed
+over, and said. A section of another version is kept as it is: it may hold problems and kernels that are not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cute_kernels.specs import Spec, to_dict
+from ffi_bridge import __version__, toolchain
+
+from ..problem import Problem
+from . import records, shipped, specs
+
+FORMAT, SCHEMA = "glulam-tuned", 3
+FORMATS = (FORMAT, "glulam-preferred")  # the second is that of preferences of earlier versions
+WIDTHS = {
+    "grouped_mm": ("in_features", "out_features"),
+    "grouped_glu": ("in_features", "intermediate"),
+    "grouped_mlp": ("in_features", "intermediate", "out_features"),
+    "grouped_dglu": ("in_features", "intermediate"),
+    "grouped_wgrad": ("in_features", "out_features"),
+}
+"""Those that a problem of an operator cannot do without."""
+ALIGNMENT = 8
+LARGEST_SIZE = 2**31 - 1
+MOST_ROWS = 2.0**26
+
+Us = dict[str, dict[str, float]]  # by the kernel's name and the routing's
+
+
+@dataclasses.dataclass(frozen=True)
+class Stamp:
+    """What a section holds for: the GPU's name, the versions that code depends on, a hash of the kernels' sources.
+
+    Of preferences, gpu and kernels are empty.
+    """
+
+    gpu: str
+    versions: dict[str, str | None]
+    kernels: str
+    date: str
+    driver: str
+
+    @property
+    def holds_for(self) -> tuple[Any, ...]:
+        return self.gpu, tuple(sorted(self.versions.items())), self.kernels
+
+    def unlike(self, here: Stamp) -> str:
+        """How this differs from what is here; empty where it holds here."""
+        if self.gpu != here.gpu:
+            return f"measured on {self.gpu or 'no GPU'}, this is {here.gpu or 'no GPU'}"
+        made = "measured" if self.gpu else "written"
+        for name in {**here.versions, **self.versions}:
+            if self.versions.get(name) != here.versions.get(name):
+                return f"{made} with {name} {self.versions.get(name)}, installed is {here.versions.get(name)}"
+        return "" if self.kernels == here.kernels else f"{made} with other sources of the kernels"
+
+
+def stamp_of(gpu: str, driver: str = "") -> Stamp:
+    """The stamp of what is measured now on a GPU of this name; without a name, that of a preference."""
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    if not gpu:
+        return Stamp("", {"glulam": __version__}, "", date, "")
+    return Stamp(gpu, toolchain.code_versions(), toolchain.sources_hash("cute_kernels")[:16], date, driver)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What was measured at one number of rows an expert.
+
+    chosen, shipped: names of kernels. gain: the shipped one's time over the chosen one's, in a run of the two alone.
+    us: microseconds of every kernel that took part, by routing.
+    """
+
+    rows_per_expert: float
+    chosen: str
+    shipped: str
+    gain: float
+    us: Us
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rows_per_expert <= MOST_ROWS:
+            raise ValueError(f"rows_per_expert is {self.rows_per_expert}, not a number from 1 to {MOST_ROWS:.0f}")
+        if not all(self.us.values()):
+            raise ValueError("a kernel has no times")
+        if len({frozenset(times) for times in self.us.values()}) > 1:
+            raise ValueError("a point's kernels have times of different routings")
+        for name in ("chosen", "shipped"):
+            if getattr(self, name) not in self.us:
+                raise ValueError(f"the {name} kernel of a point has no times")
+
+    def mean_us(self, name: str) -> float | None:
+        """The geometric mean over the routings; None of a kernel that took no part."""
+        if name not in self.us:
+            return None
+        return math.exp(sum(math.log(us) for us in self.us[name].values()) / len(self.us[name]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfinished:
+    """An interrupted run: what it was asked for, and the rows an expert that it has measured."""
+
+    asked: str
+    rows: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One problem at several numbers of rows, ascending; or a preference, which has no points.
+
+    problem: what tells it from others (`layer_of`). kernels: the specs behind the names. others: descriptions of those
+    that only another version knows.
+    """
+
+    problem: dict[str, Any]
+    kernels: dict[str, Spec]
+    points: tuple[Point, ...] = ()
+    unfinished: Unfinished | None = None
+    others: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def key(self) -> str:
+        return json.dumps(self.problem, sort_keys=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """A layer as a file has it."""
+
+    problem: dict[str, Any]
+    kernels: tuple[dict[str, Any], ...]
+    points: tuple[Point, ...]
+    unfinished: Unfinished | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """What holds on one GPU with one version; layers by their keys."""
+
+    stamp: Stamp
+    layers: dict[str, Layer]
+
+
+def section(stamp: Stamp, *layers: Layer) -> Section:
+    return Section(stamp, {layer.key: layer for layer in layers})
+
+
+def layer_of(problem: Problem) -> dict[str, Any]:
+    """A problem but for its rows: the fields that are not their defaults."""
+    fields = {field.name: field.default for field in dataclasses.fields(problem) if field.name != "rows"}
+    given = {name: getattr(problem, name) for name in fields}
+    return {name: value for name, value in given.items() if value != fields[name]}
+
+
+def layer_key(problem: Problem) -> str:
+    """`Layer.key` of a problem."""
+    return json.dumps(layer_of(problem), sort_keys=True)
+
+
+def check(problem: Problem) -> None:
+    """Raises ValueError where no kernel that has a tile serves a problem, whatever its rows."""
+    if problem.op not in shipped.TILED:
+        raise ValueError(f"op is {problem.op!r}; choose one of {', '.join(shipped.TILED)}")
+    for name in ("experts", "in_features", "intermediate", "out_features"):
+        size = getattr(problem, name)
+        if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
+            raise ValueError(f"{name} is {size!r}; give a whole number, at most {LARGEST_SIZE}")
+        if size < 1 and name in ("experts", *WIDTHS[problem.op]):
+            raise ValueError(f"{problem.op} needs {name}, got {size}")
+        if name != "experts" and size % ALIGNMENT:
+            raise ValueError(f"{name} is {size}; kernels need a multiple of {ALIGNMENT}")
+
+
+class Content(NamedTuple):
+    """What a file holds, and a line for each thing that is wrong with it."""
+
+    sections: list[Section]
+    wrong: list[str]
+
+
+def first_of(lines: Sequence[str]) -> str:
+    return lines[0] if len(lines) == 1 else f"{lines[0]} (and {len(lines) - 1} more)"
+
+
+def read(path: Path) -> list[Section]:
+    """The sections of a file.
+
+    Raises:
+        ValueError: in one line: it is no table, of another schema, or holds something that the tuner does not write.
+    """
+    sections, wrong = content(path)
+    if wrong:
+        told = f"holds what `glulam tune` does not write: {first_of(wrong)}"
+        raise ValueError(f"the tuned table {records.shown(path)} {told}")
+    return sections
+
+
+def content(path: Path) -> Content:
+    """What a file holds. Raises ValueError, in one line, where it is no table or of another schema."""
+    try:
+        return _parsed(records.read(path))
+    except ValueError as error:
+        raise ValueError(f"{records.shown(path)} is no table of tuned kernels: {error}") from error
+
+
+def _parsed(data: dict[str, Any]) -> Content:
+    if data.get("format") not in FORMATS:
+        raise ValueError("not written by `glulam tune`")
+    if (data["format"], data.get("schema")) != (FORMAT, SCHEMA):
+        schema = records.brief(data.get("schema"))
+        raise ValueError(f"another version of Glulam wrote it: its schema is {schema}, this one reads {SCHEMA}")
+    if data.keys() != {"format", "schema", "sections"} or not isinstance(data["sections"], list):
+        raise ValueError("it has other fields than format, schema and a list of sections")
+    found = Content([], [])
+    for number, each in enumerate(data["sections"], 1):
+        try:
+            found.sections.append(_section(found, each, f"section {number}"))
+        except ValueError as error:
+            found.wrong.append(f"section {number}: {error}")
+    return found
+
+
+def _section(found: Content, data: Any, where: str) -> Section:
+    """A section less the layers that are wrong. Raises ValueError where the whole of it is."""
+    if not isinstance(data, dict) or data.keys() != {"stamp", "layers"}:
+        raise ValueError("it is no object of a stamp and layers")
+    stamp = records.typed("its stamp", data["stamp"], Stamp)
+    if any(other.stamp.holds_for == stamp.holds_for for other in found.sections):
+        raise ValueError("it has the stamp of an earlier one")
+    if not isinstance(data["layers"], list):
+        raise ValueError(f"layers is a {type(data['layers']).__name__}, not a list")
+    layers: dict[str, Layer] = {}
+    is_ours = not stamp.unlike(stamp_of(stamp.gpu))
+    for number, each in enumerate(data["layers"], 1):
+        try:
+            layer = _layer(records.typed("it", each, _Written), stamp, is_ours)
+            if layers.setdefault(layer.key, layer) is not layer:
+                raise ValueError("its problem is that of an earlier one")
+        except ValueError as error:
+            found.wrong.append(f"{where}, layer {number}: {error}")
+    return Section(stamp, layers)
+
+
+def _layer(data: _Written, stamp: Stamp, is_ours: bool) -> Layer:
+    """`is_ours`: written by this version, whose problems and kernels are known. Raises ValueError."""
+    points = tuple(sorted(data.points, key=lambda point: point.rows_per_expert))
+    if len({point.rows_per_expert for point in points}) < len(points):
+        raise ValueError("two points have the same number of rows")
+    if not is_ours:
+        return Layer(data.problem, {}, points, data.unfinished, data.kernels)
+    kernels = [specs.described(each) for each in data.kernels]
+    if stamp.gpu:
+        _check_families(_problem(data.problem), kernels)
+    elif points or [shipped.family_of(spec) for spec in kernels] != [specs.described(data.problem)]:
+        raise ValueError("its kernel is of another form than it says, or it has points")
+    named = {spec.name: spec for spec in kernels}
+    if other := [point.chosen for point in points if point.chosen not in named]:
+        raise ValueError(f"no kernel is described that is named {other[0]}")
+    return Layer(data.problem, named, points, data.unfinished)
+
+
+def _problem(data: dict[str, Any]) -> Problem:
+    """The problem, of no rows, whose `layer_of` this is. Raises ValueError."""
+    problem: Problem = records.typed("its problem", {"rows": 0, **data}, Problem)
+    check(problem)
+    if layer_of(problem) != data:
+        raise ValueError("its problem names rows, or what is so by default")
+    return problem
+
+
+def _check_families(problem: Problem, kernels: Sequence[Spec]) -> None:
+    """Raises ValueError where a kernel cannot serve a problem."""
+    families = {arch: shipped.families_of(problem, arch) for arch in {spec.arch for spec in kernels}}
+    for spec in kernels:
+        if shipped.family_of(spec) not in families[spec.arch]:
+            raise ValueError(f"{spec.name} is of another form than its problem, {problem.op} of {problem.dtype}")
+
+
+def preference(spec: Spec) -> Section:
+    """What is written for a preferred kernel."""
+    return section(stamp_of(""), Layer(to_dict(shipped.family_of(spec)), {spec.name: spec}))
+
+
+def merged(sections: Iterable[Section]) -> list[Section]:
+    """One section for each stamp; where two have a point at the same number of rows, the later one's."""
+    result: dict[tuple[Any, ...], Section] = {}
+    for each in sorted(sections, key=lambda each: each.stamp.date):
+        known = result.get(each.stamp.holds_for)
+        layers = dict(known.layers) if known else {}
+        for key, layer in each.layers.items():
+            layers[key] = _both(layers[key], layer) if key in layers else layer
+        result[each.stamp.holds_for] = Section(each.stamp, layers)
+    return list(result.values())
+
+
+def _both(old: Layer, new: Layer) -> Layer:
+    if not new.points:  # a preference, or a run that measured nothing
+        return new if not old.points else old
+    points = {point.rows_per_expert: point for point in (*old.points, *new.points)}
+    others = tuple(each for each in old.others if each not in new.others)
+    ascending = tuple(points[rows] for rows in sorted(points))
+    return Layer(new.problem, {**old.kernels, **new.kernels}, ascending, new.unfinished, others + new.others)
+
+
+def text(sections: Sequence[Section]) -> str:
+    """A file's content: JSON, a point a line."""
+    return _indented({"format": FORMAT, "schema": SCHEMA, "sections": [_to_dict(each) for each in sections]}) + "\n"
+
+
+def _to_dict(section: Section) -> dict[str, Any]:
+    layers = [
+        {
+            "problem": layer.problem,
+            "kernels": [*(to_dict(spec) for spec in layer.kernels.values()), *layer.others],
+            "points": [dataclasses.asdict(point) for point in layer.points],
+            "unfinished": layer.unfinished and dataclasses.asdict(layer.unfinished),
+        }
+        for layer in section.layers.values()
+    ]
+    return {"stamp": dataclasses.asdict(section.stamp), "layers": layers}
+
+
+def _indented(value: Any, depth: int = 0) -> str:
+    """JSON, one line for whatever holds no list of objects."""
+    indent = " " * (depth + 1)
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(indent + _indented(item, depth + 1) for item in value) + "\n" + " " * depth + "]"
+    if isinstance(value, dict) and any(isinstance(item, list) for item in value.values()):
+        items = (f"{indent}{json.dumps(name)}: {_indented(item, depth + 1)}" for name, item in value.items())
+        return "{\n" + ",\n".join(items) + "\n" + " " * depth + "}"
+    return json.dumps(value)
+
+
+def write(path: Path, sections: Sequence[Section], read: Callable[[Path], list[Section]] = read) -> None:
+    """Adds sections to a file, which other processes may be doing as well. Raises OSError, and what `read` raises."""
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(path.with_name(f".{path.name}.lock")):
+        known = read(path) if path.exists() else []
+        records.write(path, text(merged([*known, *sections])))
