@@ -78,11 +78,7 @@ def requiring_grad(*arguments: Any) -> tuple[bool, ...] | None:
 
 
 def refuse_gradients(op: str, **arguments: Any) -> None:
-    """Called where grad mode is on, by operators that have no gradient.
-
-    Raises:
-        GradientNotSupported: an argument requires a gradient.
-    """
+    """Called where grad mode is on, by operators without a gradient; raises GradientNotSupported for what needs one."""
     for name, value in arguments.items():
         if any_requires_grad(value):
             raise GradientNotSupported(
@@ -92,11 +88,7 @@ def refuse_gradients(op: str, **arguments: Any) -> None:
 
 
 def refuse_out(op: str, out: Any) -> None:
-    """Called where a gradient will be recorded: autograd does not see writes to a buffer that it did not make.
-
-    Raises:
-        GradientNotSupported: `out` is given.
-    """
+    """Called where a gradient will be recorded: raises GradientNotSupported, since autograd sees no writes to `out`."""
     if out is not None:
         raise GradientNotSupported(
             f"{op}: out is given, and an argument requires a gradient; leave out out, or call it under torch.no_grad()"
