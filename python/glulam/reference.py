@@ -2,7 +2,7 @@
 
 16-bit inputs compute in float32 and are rounded once, on output; float32 and float64 compute as they are. Rows behind
 the last group are not touched. `experts` arguments hold E tensors: a packed tensor, a list, or what else gives one for
-an expert's number. `form`: activation, glu_layout and their numbers.
+an expert's number. `function`: activation, glu_layout and their numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .activations import ActivationParams, activate, activate_backward
 from .experts import GateUp
 
-Form = tuple[str, str, ActivationParams]
+ActivationArgs = tuple[str, str, ActivationParams]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -60,20 +60,20 @@ def grouped_mm(
 
 
 def grouped_glu(
-    x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, form: Form, out: Tensor,
-    preact: Tensor | None, transpose_w: bool = False,
+    x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: ActivationArgs,
+    out: Tensor, preact: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
     """Writes out [T, I], and preact [T, 2I or I] unless None."""
     for expert, rows in groups_of(ends):
         h = _linear(_wide(x[rows]), w1, bias, expert, None, transpose_w)
-        out[rows] = _scaled(activate(h, *form), _column(row_scale, rows, h)).to(out.dtype)
+        out[rows] = _scaled(activate(h, *function), _column(row_scale, rows, h)).to(out.dtype)
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
 
 
 def grouped_mlp(
-    x: Tensor, w1: Any, w2: Any, ends: Sequence[int], b1: Any, b2: Any, row_scale: Tensor | None, form: Form,
-    out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
+    x: Tensor, w1: Any, w2: Any, ends: Sequence[int], b1: Any, b2: Any, row_scale: Tensor | None,
+    function: ActivationArgs, out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda act: act,
 ) -> None:  # fmt: skip
     """Writes out [T, H], and preact [T, 2I or I] unless None. `rounded`: what FC2 reads of the activation.
@@ -85,19 +85,19 @@ def grouped_mlp(
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
         scale = _column(row_scale, rows, h)
-        mid = rounded(_scaled(activate(h, *form), scale))
+        mid = rounded(_scaled(activate(h, *function), scale))
         out[rows] = _linear(mid, w2, b2, expert, scale, transpose_w).to(out.dtype)
 
 
 def grouped_dglu(
-    dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, form: Form, dpreact: Tensor,
-    out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
+    dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: ActivationArgs,
+    dpreact: Tensor, out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
 ) -> None:  # fmt: skip
     """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
     for expert, rows in groups_of(ends):
         dm = _linear(_wide(dy[rows]), w2, None, expert, None, not transpose_w)
         scale = _column(row_scale, rows, dm)
-        dh, act = activate_backward(_scaled(dm, scale), preact[rows].to(dm.dtype), *form)
+        dh, act = activate_backward(_scaled(dm, scale), preact[rows].to(dm.dtype), *function)
         dpreact[rows] = dh.to(dpreact.dtype)
         out[rows] = _scaled(act, scale).to(out.dtype)
         if d_row_scale is not None:

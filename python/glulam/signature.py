@@ -419,25 +419,28 @@ def check_params(op: str, params: ActivationParams) -> None:
 def check_w1(
     op: str, w1: Any, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
 ) -> tuple[int, int, int]:  # fmt: skip
-    """w1 [E, 2I or I, H], or with `transpose_w` [E, H, 2I or I], where x has H columns: E, 2I or I, and I."""
-    columns = x.shape[1]
-    if isinstance(w1, GateUp):
-        return _check_gate_up(op, w1, x, activation, glu_layout, transpose_w)
-    shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
+    """w1 [E, 2I or I, H], with `transpose_w` [E, H, 2I or I], or a GateUp of [E, I, H], where x has H columns: E, 2I or
+    I, and I.
+    """
+    columns, in_halves = x.shape[1], isinstance(w1, GateUp)
+    name = "w1.gate" if in_halves else "w1"
+    if in_halves:
+        _check_goes_in_halves(op, activation, glu_layout, transpose_w)
+        shape = check_halves(op, "w1", w1, x, "E I H")
+    else:
+        shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
     experts, rows, hidden = (shape[0], shape[2], shape[1]) if transpose_w else shape
     if hidden != columns:
         wanted = (experts, columns, rows) if transpose_w else (experts, rows, columns)
-        other = f", or give transpose_w={not transpose_w}" if rows == columns else ""
-        mismatch(op, "w1", shape, wanted, f"x has {columns} columns{other}")
+        other = f", or give transpose_w={not transpose_w}" if rows == columns and not in_halves else ""
+        mismatch(op, name, shape, wanted, f"x has {columns} columns{other}")
+    rows = 2 * rows if in_halves else rows
     width = intermediate_width(op, "w1", rows, activation, glu_layout, "columns" if transpose_w else "rows")
     check_width(op, "w1 (I)", width, runs_kernels(x))
     return experts, rows, width
 
 
-def _check_gate_up(
-    op: str, w1: GateUp, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
-) -> tuple[int, int, int]:  # fmt: skip
-    """As `check_w1`."""
+def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w: bool) -> None:
     if activation not in GATED:
         raise ValueError(
             f"{op}: w1 is a GateUp, but activation {activation!r} has no gate; give w1 as one tensor [E, I, H]"
@@ -446,12 +449,6 @@ def _check_gate_up(
         raise ValueError(f"{op}: w1 is a GateUp, in two halves, and glu_layout is {glu_layout!r}; leave it out")
     if transpose_w:
         raise ValueError(f"{op}: w1 is a GateUp, which is not transposed; leave out transpose_w, or give one tensor")
-    experts, width, hidden = check_halves(op, "w1", w1, x, "E I H")
-    if hidden != x.shape[1]:
-        wanted = (experts, width, x.shape[1])
-        mismatch(op, "w1.gate", (experts, width, hidden), wanted, f"x has {x.shape[1]} columns")
-    check_width(op, "w1 (I)", width, runs_kernels(x))
-    return experts, 2 * width, width
 
 
 def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:

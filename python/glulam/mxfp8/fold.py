@@ -1,10 +1,7 @@
 """Folding: a weight in MXFP8 with one power of two for each row, instead of one for each 32 elements.
 
-Hopper's tensor cores know no block scales, and scaling each 32-wide partial sum outside of them costs as much as the
-MMA. A power of two can move from a scale into the elements, since E4M3 is a floating-point format: q 2^s = (q 2^(s-S))
-2^S, exactly, down to the spacing of its subnormals, 2^-9. So elements keep all bits but those under 2^-18 of their
-row's maximum, and the epilogue multiplies each element of a result by its row's scale. docs/mxfp8.md tells why a row,
-and not a block of 128 x 128, has one.
+Hopper's tensor cores know no block scales. E4M3 is a floating-point format, so a power of two can move from a scale
+into the elements, exactly down to the spacing of its subnormals: docs/mxfp8.md has the bounds, and the reasons.
 
 On a GPU a kernel folds. Torch does it on the CPU, as the kernel's reference, and measures what the report says.
 """

@@ -33,17 +33,18 @@ class _Values:
         return data.float() * scales_of(scale)[:, None] if scale.dim() == 1 else dequantized(data, scale)
 
 
-def rounded(values: Tensor, form: Format | None) -> Tensor:
+def rounded(values: Tensor, number_format: Format | None) -> Tensor:
     """Rows as the kernels multiply them: the values of a format, in float32 or float64, or as they are."""
-    if form is None:
+    if number_format is None:
         return values
-    data, exponents = quantize_rows(values, BLOCK_SIZES[form.block])
+    data, exponents = quantize_rows(values, BLOCK_SIZES[number_format.block])
     return dequantized(data, exponents).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def grouped_mlp(
     recipe: Recipe, x: tuple[Tensor, Tensor | None], weights: tuple[Prepared, Prepared], ends: Sequence[int],
-    biases: tuple[Any, Any], row_scale: Tensor | None, form: reference.Form, out: Tensor, preact: Tensor | None = None,
+    biases: tuple[Any, Any], row_scale: Tensor | None, function: reference.ActivationArgs, out: Tensor,
+    preact: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out [T, H], and preact [T, 2I or I] unless None.
 
@@ -53,14 +54,14 @@ def grouped_mlp(
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))
     w1, w2 = map(_Values, weights)
     reference.grouped_mlp(
-        rows, w1, w2, ends, *biases, row_scale, form, out,
+        rows, w1, w2, ends, *biases, row_scale, function, out,
         preact=preact, rounded=lambda act: rounded(act, recipe.activation),
     )  # fmt: skip
 
 
 def data_gradients(
     recipe: Recipe, dy: Tensor, weights: tuple[Prepared | None, Prepared], preact: Tensor, ends: Sequence[int],
-    row_scale: Tensor | None, form: reference.Form, dpreact: Tensor, act: Tensor, dx: Tensor | None,
+    row_scale: Tensor | None, function: reference.ActivationArgs, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """As `reference.grouped_dglu`, and dx [T, H] unless None. Weights (w1 for dx alone) are folded along their columns.
@@ -68,9 +69,9 @@ def data_gradients(
     dy is quantised as x is in forward, and so is what is stored of dpreact.
     """
     w1, w2 = weights
-    grad = rounded(dy, recipe.x)
     reference.grouped_dglu(
-        grad, _Values(w2), preact, ends, row_scale, form, dpreact, act, d_row_scale, transpose_w=True
-    )
+        rounded(dy, recipe.x), _Values(w2), preact, ends, row_scale, function, dpreact, act, d_row_scale,
+        transpose_w=True,
+    )  # fmt: skip
     if dx is not None and w1 is not None:
         reference.grouped_mm(rounded(dpreact, recipe.x), _Values(w1), ends, None, None, False, dx)

@@ -139,7 +139,7 @@ class PreparedWeights:
     def find(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
         """What was prepared of this version of a weight, ready for the current stream; else a KeyError."""
         tensors = _tensors(w, scale)
-        weight = self._weights[_addresses(tensors)]
+        weight = self._weights[tuple(map(Tensor.data_ptr, tensors))]
         entry = weight.entries[form]
         if not entry.is_of(tensors) or weight.trained_by_graph:
             raise KeyError(form)
@@ -194,7 +194,7 @@ class PreparedWeights:
 
     def _weight(self, tensors: Sequence[Tensor]) -> _Weight:
         """What is kept of these, until the memory of one of them is gone, which may hold anything from then on."""
-        addresses, weights = _addresses(tensors), self._weights
+        addresses, weights = tuple(map(Tensor.data_ptr, tensors)), self._weights
         with self._lock:
             if addresses not in weights:
                 weights[addresses] = _Weight(tensors, lambda _: weights.pop(addresses, None))
@@ -212,10 +212,6 @@ PREPARED = PreparedWeights()
 def _tensors(w: Any, scale: Tensor | None) -> list[Tensor]:
     tensors = list(w) if isinstance(w, (list, tuple)) else [w]
     return tensors if scale is None else [*tensors, scale]
-
-
-def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def _version(tensor: Tensor) -> int:

@@ -1,14 +1,6 @@
-"""The quantiser in plain torch operators, the format's rules to the bit; the kernels are compared with it.
+"""The quantiser in plain torch operators, by the rules of docs/mxfp8.md to the bit; the kernels are compared with it.
 
-A block's scale is the least power of two that is not below amax / 448, so that no element saturates:
-
-    quotient   fl32(amax * fl32(1/448))
-    exponent   its exponent byte, one up where its mantissa is not 0; but 0xFE stays 0xFE, and a subnormal of mantissa
-               at most 0x400000 gets 0, which is 2^-127
-    NaN, Inf   0xFF, 0xFE. torch's amax knows a NaN anywhere in the block; so do the kernels.
-
-An element is x * 2^(127 - exponent), rounded to nearest even, saturating: exact up to the rounding, since all of those
-powers are float32 numbers. Every NaN is 0x7F.
+torch's amax knows a NaN anywhere in a block, as the kernels do.
 """
 
 from __future__ import annotations
