@@ -23,7 +23,7 @@ from cute_kernels.specs import FoldMxfp8Spec
 from .. import device as gpus
 from .. import kernels
 from ..memory import ALIGNMENT_BYTES
-from ..signature import check_choice, shape_text
+from ..signature import check_choice, runs_kernels, shape_text
 from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, SOURCE_DTYPES
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
 from .tensor import InMXFP8, MXFP8Tensor
@@ -170,7 +170,7 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
     pieces = _pieces(w, axis)
     with torch.no_grad():
         folded = _empty(pieces, axis)
-        by_kernel = not isinstance(w, MXFP8Tensor) and folded.device.type == gpus.KERNEL_DEVICE
+        by_kernel = not isinstance(w, MXFP8Tensor) and runs_kernels(folded.data)
         if by_kernel:
             _fold_by_kernel(pieces, folded)
         if by_kernel and not report:

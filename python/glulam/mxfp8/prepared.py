@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import device as gpus
 from ..errors import CaptureError
+from ..signature import runs_kernels
 from .fold import prepare_mxfp8_weight
 from .layout import AXES, BLOCK, DATA_DTYPE, SCALE_DTYPE
 from .layout import SOURCE_DTYPES as SOURCE_DTYPES
@@ -143,10 +144,11 @@ class PreparedWeights:
         entry = weight.entries[form]
         if not entry.is_of(tensors) or weight.trained_by_graph:
             raise KeyError(form)
-        if _on_gpu(tensors[0]) and gpus.is_capturing():
-            self._keep_for_graph(entry.prepared)
-            return entry.prepared  # a capture begins when the device is idle, so it is ready
-        return entry.use()
+        if not _is_capturing(tensors):
+            return entry.use()
+        if not any(kept is entry.prepared for kept in self._kept_for_graphs):
+            self._kept_for_graphs.append(entry.prepared)
+        return entry.prepared  # a capture begins when the device is idle, so it is ready
 
     def get(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared:
         """The same, prepared now where it was not.
@@ -160,7 +162,7 @@ class PreparedWeights:
             CaptureError: a graph is being captured, which would prepare a weight at every replay that is not trained.
         """
         tensors = _tensors(w, scale)
-        capturing = gpus.is_capturing() if _on_gpu(tensors[0]) else False
+        capturing = _is_capturing(tensors)
         if trained and capturing:
             return self._of_graph(form, w, scale)
         try:
@@ -184,12 +186,11 @@ class PreparedWeights:
         """What the graph that is being captured prepares of this version; the capture records it at its first use."""
         tensors, capture = _tensors(w, scale), gpus.capture_id()
         weight = self._weight(tensors)
-        weight.trained_by_graph = True
         found = weight.in_graphs.pop(form, None)
         if found is None or found.capture != capture or not found.is_of(tensors):
             del found  # before memory is taken, so that what an older version had can serve
             found = _Entry(tensors, _prepare(form, w, scale, report=False), capture=capture)
-        weight.in_graphs[form] = found
+        weight.in_graphs[form], weight.trained_by_graph = found, True
         return found.use()
 
     def _weight(self, tensors: Sequence[Tensor]) -> _Weight:
@@ -199,10 +200,6 @@ class PreparedWeights:
             if addresses not in weights:
                 weights[addresses] = _Weight(tensors, lambda _: weights.pop(addresses, None))
             return weights[addresses]
-
-    def _keep_for_graph(self, prepared: Prepared) -> None:
-        if not any(kept is prepared for kept in self._kept_for_graphs):
-            self._kept_for_graphs.append(prepared)
 
 
 PREPARED = PreparedWeights()
@@ -218,12 +215,12 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == gpus.KERNEL_DEVICE
+def _is_capturing(tensors: Sequence[Tensor]) -> bool:
+    return runs_kernels(tensors[0]) and gpus.is_capturing()
 
 
 def _stream(tensor: Tensor) -> int:
-    return gpus.raw_stream(tensor.get_device()) if _on_gpu(tensor) else 0
+    return gpus.raw_stream(tensor.get_device()) if runs_kernels(tensor) else 0
 
 
 @torch.no_grad()
