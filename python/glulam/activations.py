@@ -95,37 +95,34 @@ def join_halves(a: Tensor, u: Tensor, glu_layout: str, dim: int = 1) -> Tensor:
     return torch.stack(halves, dim=dim + 1).flatten(dim, dim + 2)
 
 
-def _clamped(a: Tensor, u: Tensor, p: ActivationParams) -> tuple[Tensor, Tensor, Tensor]:
-    """clamped_swiglu's two clamped halves, and the sigmoid that gates them."""
-    gate = a.clamp(max=p.limit)
-    return gate, u.clamp(-p.limit, p.limit) + p.offset, torch.sigmoid(p.alpha * gate)
+def _gate_and_linear(activation: str, a: Tensor, u: Tensor, p: ActivationParams) -> tuple[Tensor, Tensor]:
+    """The two factors of a gated activation."""
+    if activation in GATES:
+        return GATES[activation][0](a), u
+    a = a.clamp(max=p.limit)
+    return a * torch.sigmoid(p.alpha * a), u.clamp(-p.limit, p.limit) + p.offset
 
 
 def activate(h: Tensor, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
     """The activation of a preactivation h [T, 2I] (gated) or [T, I]: [T, I]."""
     if activation in UNGATED:
         return UNGATED[activation][0](h)
-    a, u = split_halves(h, glu_layout)
-    if activation in GATES:
-        return GATES[activation][0](a) * u
-    gate, linear, sigmoid = _clamped(a, u, params)
-    return gate * sigmoid * linear
+    gate, linear = _gate_and_linear(activation, *split_halves(h, glu_layout), params)
+    return gate * linear
 
 
 def activate_backward(
     dm: Tensor, h: Tensor, activation: str, glu_layout: str, params: ActivationParams
 ) -> tuple[Tensor, Tensor]:
     """Given the gradient dm [T, I] of the activation of h: (gradient of h, the activation again)."""
-    act = activate(h, activation, glu_layout, params)
     if activation in UNGATED:
-        return dm * UNGATED[activation][1](h), act
+        function, slope = UNGATED[activation]
+        return dm * slope(h), function(h)
     a, u = split_halves(h, glu_layout)
+    gate, linear = _gate_and_linear(activation, a, u, params)
     if activation in GATES:
-        gate, slope = GATES[activation]
-        d_a, d_u = slope(a) * u, gate(a)
-    else:  # zero where clamped
-        clamped, linear, sigmoid = _clamped(a, u, params)
-        slope_ = sigmoid * (1 + params.alpha * clamped * (1 - sigmoid))
-        d_a = (slope_ * linear).masked_fill(a > params.limit, 0.0)
-        d_u = (clamped * sigmoid).masked_fill(u.abs() > params.limit, 0.0)
-    return join_halves(dm * d_a, dm * d_u, glu_layout), act
+        d_a, d_u = GATES[activation][1](a) * linear, gate
+    else:  # a sigmoid(alpha a) has silu's slope at alpha a; zero where clamped
+        d_a = (_d_silu(params.alpha * a) * linear).masked_fill(a > params.limit, 0.0)
+        d_u = gate.masked_fill(u.abs() > params.limit, 0.0)
+    return join_halves(dm * d_a, dm * d_u, glu_layout), gate * linear
