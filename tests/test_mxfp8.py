@@ -741,6 +741,9 @@ class TestFold:
         folded = prepare_mxfp8_weight(torch.nn.Parameter(weight()))
         assert not folded.data.requires_grad and repr(folded).startswith("FoldedWeight([3, 64, 256], axis='row'")
         assert folded.to("cpu") is folded and folded.to("meta").scale.device.type == "meta"
+        assert folded.shape == (3, 64, 256) and folded.nbytes == 3 * 64 * 257 and folded.device.type == "cpu"
+        with pytest.raises(TypeError, match="dequantize\\(torch.bfloat16\\)"):
+            folded.to(BF16)
 
     @pytest.mark.parametrize("axis", ["row", "col"])
     def test_against_the_definition(self, axis: str) -> None:
@@ -756,7 +759,9 @@ class TestFold:
         w = weight()
         axes = ("row", "col") if axis == "both" else (axis,)
         wanted = [oracle.folded_rows(m) for one in axes for m in (w if one == "row" else w.mT)]
-        for source, calls in ((w, 1), (list(w), 3), (w.mT.contiguous().mT, 3), (torch.nn.Parameter(w), 1)):
+        apart = torch.zeros(3, 80, 256, dtype=BF16)[:, :64].copy_(w)
+        sources = ((w, 1), (list(w), 3), (w.mT.contiguous().mT, 3), (apart, 3), (torch.nn.Parameter(w), 1))
+        for source, calls in sources:
             fake_gpu.work.clear()
             folded = prepare_mxfp8_weight(source, axis=axis, report=False)
             copies = folded if axis == "both" else (folded,)

@@ -1,8 +1,7 @@
-"""Activation functions of the CPU reference, their derivatives, and how two halves lie along 2I columns.
+"""Activation functions of the CPU reference with their derivatives, and how two halves lie along 2I columns.
 
-That is the columns of a gated layer, as `split_halves` splits them.
-
-Plain torch operators, in whatever dtype they are given.
+Those are the columns of a gated layer, as `split_halves` splits them. Plain torch operators, in whatever dtype they are
+given.
 """
 
 from __future__ import annotations
@@ -42,25 +41,39 @@ def kernel_params(activation: str, glu_layout: str, params: ActivationParams) ->
     return KernelParams(KINDS[activation], LAYOUTS[glu_layout], *map(float, params))
 
 
-def _clamped_swiglu(a: Tensor, u: Tensor, p: ActivationParams) -> Tensor:
-    gate = a.clamp(max=p.limit)
-    linear = u.clamp(-p.limit, p.limit) + p.offset
-    return gate * torch.sigmoid(p.alpha * gate) * linear
+def _d_silu(a: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(a)
+    return sigmoid * (1 + a * (1 - sigmoid))
 
 
-GATED: dict[str, Callable[[Tensor, Tensor, ActivationParams], Tensor]] = {
-    "swiglu": lambda a, u, p: F.silu(a) * u,
-    "clamped_swiglu": _clamped_swiglu,
-    "geglu": lambda a, u, p: F.gelu(a, approximate="tanh") * u,
-    "reglu": lambda a, u, p: F.relu(a) * u,
+def _d_gelu_tanh(a: Tensor) -> Tensor:
+    scale = math.sqrt(2 / math.pi)
+    tanh = torch.tanh(scale * (a + 0.044715 * a * a * a))
+    return 0.5 * (1 + tanh) + 0.5 * a * (1 - tanh * tanh) * scale * (1 + 3 * 0.044715 * a * a)
+
+
+def _d_gelu(a: Tensor) -> Tensor:
+    cdf = 0.5 * (1 + torch.erf(a * math.sqrt(0.5)))
+    return cdf + a * torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
+
+
+Function = Callable[[Tensor], Tensor]
+_SILU: tuple[Function, Function] = F.silu, _d_silu
+
+UNGATED: dict[str, tuple[Function, Function]] = {
+    "srelu": (lambda a: F.relu(a).square(), lambda a: 2 * F.relu(a)),
+    "silu": _SILU,
+    "gelu": (F.gelu, _d_gelu),
+    "none": (lambda a: a, torch.ones_like),
 }
+"""Activations and their derivatives; relu's is zero at its kink."""
 
-UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "srelu": lambda a: F.relu(a).square(),
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "none": lambda a: a,
+GATES: dict[str, tuple[Function, Function]] = {
+    "swiglu": _SILU,
+    "geglu": (lambda a: F.gelu(a, approximate="tanh"), _d_gelu_tanh),
+    "reglu": (F.relu, lambda a: (a > 0).to(a.dtype)),
 }
+"""What multiplies the linear half, of the activated one; "clamped_swiglu" is by itself."""
 
 
 def split_halves(h: Tensor, glu_layout: str, dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -82,65 +95,34 @@ def join_halves(a: Tensor, u: Tensor, glu_layout: str, dim: int = 1) -> Tensor:
     return torch.stack(halves, dim=dim + 1).flatten(dim, dim + 2)
 
 
+def _gate_and_linear(activation: str, a: Tensor, u: Tensor, p: ActivationParams) -> tuple[Tensor, Tensor]:
+    """The two factors of a gated activation."""
+    if activation in GATES:
+        return GATES[activation][0](a), u
+    a = a.clamp(max=p.limit)
+    return a * torch.sigmoid(p.alpha * a), u.clamp(-p.limit, p.limit) + p.offset
+
+
 def activate(h: Tensor, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
     """The activation of a preactivation h [T, 2I] (gated) or [T, I]: [T, I]."""
-    if activation in GATED:
-        return GATED[activation](*split_halves(h, glu_layout), params)
-    return UNGATED[activation](h)
-
-
-def _with_d_silu(a: Tensor) -> tuple[Tensor, Tensor]:
-    sigmoid = torch.sigmoid(a)
-    return a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
-
-
-def _with_d_gelu_tanh(a: Tensor) -> tuple[Tensor, Tensor]:
-    scale = math.sqrt(2 / math.pi)
-    tanh = torch.tanh(scale * (a + 0.044715 * a * a * a))
-    slope = scale * (1 + 3 * 0.044715 * a * a)
-    return 0.5 * a * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * a * (1 - tanh * tanh) * slope
-
-
-def _with_d_gelu(a: Tensor) -> tuple[Tensor, Tensor]:
-    cdf = 0.5 * (1 + torch.erf(a * math.sqrt(0.5)))
-    pdf = torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
-    return a * cdf, cdf + a * pdf
-
-
-def _gate(act: Tensor, slope: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return act * u, slope * u, act
-
-
-def _d_clamped_swiglu(a: Tensor, u: Tensor, p: ActivationParams) -> tuple[Tensor, Tensor, Tensor]:
-    gate, linear = a.clamp(max=p.limit), u.clamp(-p.limit, p.limit) + p.offset
-    sigmoid = torch.sigmoid(p.alpha * gate)
-    slope = sigmoid * (1 + p.alpha * gate * (1 - sigmoid))
-    d_a = (slope * linear).masked_fill(a > p.limit, 0.0)
-    return gate * sigmoid * linear, d_a, (gate * sigmoid).masked_fill(u.abs() > p.limit, 0.0)
-
-
-GATED_BACKWARD: dict[str, Callable[[Tensor, Tensor, ActivationParams], tuple[Tensor, Tensor, Tensor]]] = {
-    "swiglu": lambda a, u, p: _gate(*_with_d_silu(a), u),
-    "clamped_swiglu": _d_clamped_swiglu,
-    "geglu": lambda a, u, p: _gate(*_with_d_gelu_tanh(a), u),
-    "reglu": lambda a, u, p: _gate(F.relu(a), (a > 0).to(a.dtype), u),
-}
-"""The activation and its derivatives by a and by u; zero where clamped, and at relu's kink."""
-
-UNGATED_BACKWARD: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "srelu": lambda a: (F.relu(a).square(), 2 * F.relu(a)),
-    "silu": _with_d_silu,
-    "gelu": _with_d_gelu,
-    "none": lambda a: (a, torch.ones_like(a)),
-}
+    if activation in UNGATED:
+        return UNGATED[activation][0](h)
+    gate, linear = _gate_and_linear(activation, *split_halves(h, glu_layout), params)
+    return gate * linear
 
 
 def activate_backward(
     dm: Tensor, h: Tensor, activation: str, glu_layout: str, params: ActivationParams
 ) -> tuple[Tensor, Tensor]:
     """Given the gradient dm [T, I] of the activation of h: (gradient of h, the activation again)."""
-    if activation in GATED_BACKWARD:
-        act, d_a, d_u = GATED_BACKWARD[activation](*split_halves(h, glu_layout), params)
-        return join_halves(dm * d_a, dm * d_u, glu_layout), act
-    act, slope = UNGATED_BACKWARD[activation](h)
-    return dm * slope, act
+    if activation in UNGATED:
+        function, slope = UNGATED[activation]
+        return dm * slope(h), function(h)
+    a, u = split_halves(h, glu_layout)
+    gate, linear = _gate_and_linear(activation, a, u, params)
+    if activation in GATES:
+        d_a, d_u = GATES[activation][1](a) * linear, gate
+    else:  # a sigmoid(alpha a) has silu's slope at alpha a; zero where clamped
+        d_a = (_d_silu(params.alpha * a) * linear).masked_fill(a > params.limit, 0.0)
+        d_u = gate.masked_fill(u.abs() > params.limit, 0.0)
+    return join_halves(dm * d_a, dm * d_u, glu_layout), gate * linear

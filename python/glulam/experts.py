@@ -63,49 +63,25 @@ class GateUp(NamedTuple):
         return max(tensor.data_ptr() + tensor.nbytes for tensor in self)
 
 
-class Checked:
-    """What a check found at a table's addresses; it holds none of the tensors, so that weights die when they would.
-
-    Attributes:
-        shape, dtype: of one expert.
-        lowest: index of the expert at the lowest address.
-        begin, end: addresses between which all experts lie.
-        ids: of the tensors, good for as long as all live.
-    """
-
-    __slots__ = ("__weakref__", "_alive", "begin", "dtype", "end", "ids", "lowest", "shape", "table")
-
-    def __init__(self, tensors: Sequence[Tensor], table: Table) -> None:
-        addresses = list(map(_data_ptr, tensors))
-        self.shape = tensors[0].shape
-        self.dtype = tensors[0].dtype
-        self.begin, self.end = min(addresses), max(addresses) + tensors[0].nbytes
-        self.lowest = addresses.index(self.begin)
-        self.ids = list(map(id, tensors))
-        self.table = table
-        this = weakref.ref(self)
-        self._alive = tuple(weakref.ref(tensor, lambda _: _forget(this)) for tensor in tensors)
-        table.checked = self
-
-
-def _forget(checked: weakref.ref[Checked]) -> None:
-    """One of the tensors has died: its memory may hold anything from now on."""
-    entry = checked()
-    if entry is not None and entry.table.checked is entry:
-        entry.table.checked = None
-
-
 class Table:
-    """The addresses of a list, on the device: int64 [E], good for as long as it lives.
+    """The addresses of a list, on the device: int64 [E], good for as long as it lives; and what was last found there.
+
+    It holds none of the tensors, so that weights die when they would.
 
     Attributes:
         address: where it lies. It holds, for weights and gradients, offsets from the lowest expert in 16-byte units;
             for biases, addresses.
         mark: a number that no other table has.
-        checked: what was last found at these addresses; None once any of the tensors has died.
+        shape, dtype: of one expert. The shape is None before any were checked, and once any of those has died.
+        lowest: index of the expert at the lowest address.
+        begin, end: addresses between which all experts lie.
+        ids: of the tensors, good for as long as all live.
     """
 
-    __slots__ = ("address", "checked", "index", "mark", "streams", "values")
+    __slots__ = (
+        "__weakref__", "_alive", "address", "begin", "dtype", "end", "ids", "index", "lowest", "mark", "shape",
+        "streams", "values",
+    )  # fmt: skip
     _marks = itertools.count(1)
 
     def __init__(self, values: Tensor) -> None:
@@ -114,7 +90,22 @@ class Table:
         self.address = values.data_ptr()
         self.index = values.get_device()
         self.streams = {gpus.raw_stream(self.index)}
-        self.checked: Checked | None = None
+        self.shape: Any = None
+
+    def note(self, tensors: Sequence[Tensor]) -> None:
+        """These were checked."""
+        addresses = list(map(_data_ptr, tensors))
+        self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
+        self.begin, self.end = min(addresses), max(addresses) + tensors[0].nbytes
+        self.lowest = addresses.index(self.begin)
+        self.ids = list(map(id, tensors))
+        this = weakref.ref(self)
+        self._alive = tuple(weakref.ref(tensor, lambda _: _forget(this)) for tensor in tensors)
+
+    def is_like(self, tensor: Tensor) -> bool:
+        """Whether a tensor is plain data of the shape and dtype that were checked."""
+        is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
+        return is_plain and tensor.shape == self.shape and tensor.dtype == self.dtype
 
     def use(self) -> None:
         """Keep the table alive for the current stream's work, and for good where that work is being captured."""
@@ -124,6 +115,12 @@ class Table:
         if stream not in self.streams:
             self.streams.add(stream)
             self.values.record_stream(torch.cuda.current_stream(self.index))
+
+
+def _forget(table: weakref.ref[Table]) -> None:
+    """One of the tensors has died: its memory may hold anything from now on."""
+    if (found := table()) is not None:
+        found.shape = None
 
 
 class ExpertList:
@@ -140,15 +137,15 @@ class ExpertList:
 
     __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "mark", "shape", "tensors")
 
-    def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table, checked: Checked) -> None:
+    def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table) -> None:
         self.tensors = tensors
         self.address, self.mark = table.address, table.mark
-        self.begin, self.end = checked.begin, checked.end
+        self.begin, self.end = table.begin, table.end
         self.index = table.index
         self.device = table.values.device
-        self.dtype = checked.dtype
-        self.shape = ("list", len(tensors), *checked.shape)
-        self.lowest = None if kind == "bias" else tensors[checked.lowest].unsqueeze(0)
+        self.dtype = table.dtype
+        self.shape = ("list", len(tensors), *table.shape)
+        self.lowest = None if kind == "bias" else tensors[table.lowest].unsqueeze(0)
 
     def is_contiguous(self) -> bool:
         return True
@@ -164,25 +161,18 @@ class ExpertList:
         return self.mark
 
 
-def _is_like(known: Checked, tensor: Tensor) -> bool:
-    """Whether a tensor is plain data of the shape and dtype that were checked."""
-    is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
-    return is_plain and tensor.shape == known.shape and tensor.dtype == known.dtype
-
-
 def known(kind: str, tensors: Sequence[Tensor]) -> Any:
     """An ExpertList, ready for the current stream, if the list is known at these addresses; else the list itself."""
     first = tensors[0]
     if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
         return tensors
     table = _tables.get((kind, tuple(map(_data_ptr, tensors))))
-    checked = None if table is None else table.checked
-    if table is None or checked is None or not _is_like(checked, first):
+    if table is None or not table.is_like(first):
         return tensors
-    if checked.ids != list(map(id, tensors)) and not all(_is_like(checked, tensor) for tensor in tensors):
-        return tensors  # other views of the same memory
+    if table.ids != list(map(id, tensors)) and not all(map(table.is_like, tensors)):  # other views of the same memory
+        return tensors
     table.use()
-    return ExpertList(kind, tensors, table, checked)
+    return ExpertList(kind, tensors, table)
 
 
 def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
@@ -192,14 +182,16 @@ def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
         CaptureError: pinned memory cannot be had under this capture.
     """
     table = _table(kind, tuple(map(_data_ptr, tensors)), tensors[0].device)
-    return ExpertList(kind, tensors, table, Checked(tensors, table))
+    table.note(tensors)
+    return ExpertList(kind, tensors, table)
 
 
 def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
     if table := _tables.get((kind, addresses)):
         table.use()
         return table
-    values = _table_values(kind, addresses)
+    base, unit = (0, 1) if kind == "bias" else (min(addresses), UNIT_BYTES)
+    values = [(address - base) // unit for address in addresses]
     if gpus.is_capturing():
         return _captured_table(values, device)
     # A blocking copy: once it is done, streams other than this one may read the table too.
@@ -209,13 +201,6 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
             del _tables[next(iter(_tables))]
         _tables[kind, addresses] = table
     return table
-
-
-def _table_values(kind: str, addresses: tuple[int, ...]) -> list[int]:
-    if kind == "bias":
-        return list(addresses)
-    base = min(addresses)
-    return [(address - base) // UNIT_BYTES for address in addresses]
 
 
 def _captured_table(values: list[int], device: torch.device) -> Table:

@@ -1,12 +1,13 @@
 """The CPU reference: what every operator computes, by plain torch operators, one expert at a time.
 
 16-bit inputs compute in float32 and are rounded once, on output; float32 and float64 compute as they are. Rows behind
-the last group are not touched. `experts` arguments hold E tensors: a packed tensor or a list.
+the last group are not touched. `experts` arguments hold E tensors: a packed tensor, a list, or what else gives one for
+an expert's number. `function`: activation, glu_layout and their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,42 +16,37 @@ from torch import Tensor
 from .activations import ActivationParams, activate, activate_backward
 from .experts import GateUp
 
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype.itemsize == 2 else x.dtype
+ActivationArgs = tuple[str, str, ActivationParams]
 
 
-def groups_of(ends: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, with its rows."""
-    begin = 0
-    for expert, end in enumerate(ends):
-        if end > begin:
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype that products are made in."""
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
+def groups_of(ends: Sequence[int], empty: bool = False) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, or with `empty` each expert, and its rows."""
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if empty or end > begin:
             yield expert, slice(begin, end)
-        begin = end
 
 
-def _linear(x: Tensor, w: Tensor, bias: Tensor | None, bias_scale: Tensor | None, transpose_w: bool = False) -> Tensor:
+def _linear(x: Tensor, w: Any, biases: Any, expert: int, scale: Tensor | None, transpose_w: bool = False) -> Tensor:
     """x w^T + bias * scale, or with `transpose_w` x w + ..., of one expert, in x's dtype."""
-    weight = w.to(x.dtype)
-    y = x @ (weight if transpose_w else weight.mT)
-    if bias is None:
+    weight = (torch.cat([half[expert] for half in w]) if isinstance(w, GateUp) else w[expert]).to(x.dtype)
+    y: Tensor = x @ (weight if transpose_w else weight.mT)
+    if biases is None:
         return y
-    addend = bias.to(x.dtype)
-    return y + (addend if bias_scale is None else addend * bias_scale.to(x.dtype)[:, None])
+    bias: Tensor = biases[expert].to(x.dtype)
+    return y + (bias if scale is None else bias * scale)
 
 
-def _weight(w: Any, expert: int) -> Tensor:
-    """An expert's weight; of a GateUp both halves' rows."""
-    weight: Tensor = torch.cat([half[expert] for half in w]) if isinstance(w, GateUp) else w[expert]
-    return weight
+def _column(scale: Tensor | None, rows: slice, like: Tensor) -> Tensor | None:
+    return None if scale is None else scale[rows].to(like.dtype)[:, None]
 
 
-def _one(values: Any, expert: int) -> Any:
-    return None if values is None else values[expert]
-
-
-def _rows(values: Tensor | None, rows: slice) -> Tensor | None:
-    return None if values is None else values[rows]
+def _scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    return values if scale is None else values * scale
 
 
 def grouped_mm(
@@ -58,85 +54,61 @@ def grouped_mm(
 ) -> None:
     """Writes out [T, N]; `ends` are the groups' ends."""
     for expert, rows in groups_of(ends):
-        addend = _one(bias, expert), _rows(bias_scale, rows)
-        out[rows] = _linear(x[rows].to(_compute_dtype(x)), _weight(w, expert), *addend, transpose_w).to(out.dtype)
-
-
-def _glu(h: Tensor, row_scale: Tensor | None, activation: str, glu_layout: str, params: ActivationParams) -> Tensor:
-    act = activate(h, activation, glu_layout, params)
-    return act if row_scale is None else act * row_scale.to(act.dtype)[:, None]
+        values = _wide(x[rows])
+        scale = _column(bias_scale, rows, values)
+        out[rows] = _linear(values, w, bias, expert, scale, transpose_w).to(out.dtype)
 
 
 def grouped_glu(
-    x: Tensor,
-    w1: Any,
-    ends: Sequence[int],
-    bias: Any,
-    row_scale: Tensor | None,
-    form: tuple[str, str, ActivationParams],
-    out: Tensor,
-    preact: Tensor | None,
-    transpose_w: bool = False,
-) -> None:
-    """Writes out [T, I], and preact [T, 2I or I] unless None. `form`: activation, glu_layout and their numbers."""
+    x: Tensor, w1: Any, ends: Sequence[int], bias: Any, row_scale: Tensor | None, function: ActivationArgs,
+    out: Tensor, preact: Tensor | None, transpose_w: bool = False,
+) -> None:  # fmt: skip
+    """Writes out [T, I], and preact [T, 2I or I] unless None."""
     for expert, rows in groups_of(ends):
-        h = _linear(x[rows].to(_compute_dtype(x)), _weight(w1, expert), _one(bias, expert), None, transpose_w)
-        out[rows] = _glu(h, _rows(row_scale, rows), *form).to(out.dtype)
+        h = _linear(_wide(x[rows]), w1, bias, expert, None, transpose_w)
+        out[rows] = _scaled(activate(h, *function), _column(row_scale, rows, h)).to(out.dtype)
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
 
 
 def grouped_mlp(
-    x: Tensor,
-    w1: Any,
-    w2: Any,
-    ends: Sequence[int],
-    b1: Any,
-    b2: Any,
-    row_scale: Tensor | None,
-    form: tuple[str, str, ActivationParams],
-    out: Tensor,
-    transpose_w: bool = False,
-) -> None:
-    """Writes out [T, H]. The row scale multiplies the activation, and so the second bias as well."""
+    x: Tensor, w1: Any, w2: Any, ends: Sequence[int], b1: Any, b2: Any, row_scale: Tensor | None,
+    function: ActivationArgs, out: Tensor, transpose_w: bool = False, preact: Tensor | None = None,
+    rounded: Callable[[Tensor], Tensor] = lambda act: act,
+) -> None:  # fmt: skip
+    """Writes out [T, H], and preact [T, 2I or I] unless None. `rounded`: what FC2 reads of the activation.
+
+    The row scale multiplies the activation, and so the second bias as well.
+    """
     for expert, rows in groups_of(ends):
-        scale = _rows(row_scale, rows)
-        h = _linear(x[rows].to(_compute_dtype(x)), _weight(w1, expert), _one(b1, expert), None, transpose_w)
-        out[rows] = _linear(_glu(h, scale, *form), w2[expert], _one(b2, expert), scale, transpose_w).to(out.dtype)
+        h = _linear(_wide(x[rows]), w1, b1, expert, None, transpose_w)
+        if preact is not None:
+            preact[rows] = h.to(preact.dtype)
+        scale = _column(row_scale, rows, h)
+        mid = rounded(_scaled(activate(h, *function), scale))
+        out[rows] = _linear(mid, w2, b2, expert, scale, transpose_w).to(out.dtype)
 
 
 def grouped_dglu(
-    dy: Tensor,
-    w2: Any,
-    preact: Tensor,
-    ends: Sequence[int],
-    row_scale: Tensor | None,
-    form: tuple[str, str, ActivationParams],
-    dpreact: Tensor,
-    out: Tensor,
-    d_row_scale: Tensor | None,
-    transpose_w: bool = False,
-) -> None:
+    dy: Tensor, w2: Any, preact: Tensor, ends: Sequence[int], row_scale: Tensor | None, function: ActivationArgs,
+    dpreact: Tensor, out: Tensor, d_row_scale: Tensor | None, transpose_w: bool = False,
+) -> None:  # fmt: skip
     """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
-    dtype = _compute_dtype(dy)
     for expert, rows in groups_of(ends):
-        dm = _linear(dy[rows].to(dtype), w2[expert], None, None, not transpose_w)
-        scale = None if row_scale is None else row_scale[rows].to(dtype)[:, None]
-        dh, act = activate_backward(dm if scale is None else dm * scale, preact[rows].to(dtype), *form)
+        dm = _linear(_wide(dy[rows]), w2, None, expert, None, not transpose_w)
+        scale = _column(row_scale, rows, dm)
+        dh, act = activate_backward(_scaled(dm, scale), preact[rows].to(dm.dtype), *function)
         dpreact[rows] = dh.to(dpreact.dtype)
-        out[rows] = (act if scale is None else act * scale).to(out.dtype)
+        out[rows] = _scaled(act, scale).to(out.dtype)
         if d_row_scale is not None:
             d_row_scale[rows] = (dm * act).sum(dim=1).to(d_row_scale.dtype)
 
 
 def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any) -> None:
     """Writes out [E, N, K] or its list; adds where `adds`. An empty group writes zeros, or adds nothing."""
-    dtype = _compute_dtype(x)
-    begin = 0
-    for expert, end in enumerate(ends):
-        start, begin = begin, end
-        dw = dy[start:end].to(dtype).mT @ x[start:end].to(dtype)
+    for expert, rows in groups_of(ends, empty=True):
+        dw = _wide(dy[rows]).mT @ _wide(x[rows])
         if not adds[expert]:
             out[expert].copy_(dw)
-        elif end > start:
+        elif rows.stop > rows.start:
             out[expert].add_(dw.to(out[expert].dtype))

@@ -1,20 +1,17 @@
 """Checks of arguments, the same for every device: each names the argument, what it got and what it needs.
 
-They read metadata only (shapes, dtypes, devices, strides), so they also hold for the fake tensors of a trace;
-`check_plain`, `check_alignment` and `check_no_overlap` look at memory.
+They read metadata only (shapes, dtypes, devices, strides), so they also hold for the fake tensors of a trace; `memory`
+looks at memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 
@@ -22,15 +19,22 @@ from . import device as gpus
 from .activations import INTERLEAVED32_BLOCK, ActivationParams
 from .errors import GradientNotSupported
 from .experts import ExpertList, GateUp
+from .memory import ALIGNMENT_BYTES as ALIGNMENT_BYTES
+from .memory import LOWEST_ADDRESS as LOWEST_ADDRESS
+from .memory import check_alignment as check_alignment
+from .memory import check_disjoint
+from .memory import check_no_overlap as check_no_overlap
+from .memory import check_plain as check_plain
+from .memory import extent as extent
+from .memory import is_transformed as is_transformed
+from .memory import tensors_of as tensors_of
 from .recipes import BF16
 
 MAX_ROWS = 2**26
-ALIGNMENT_BYTES = 16
 ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's stride
-LOWEST_ADDRESS = 2**32
-"""No memory of a GPU or of a 64-bit process lies below. A tensor whose storage was freed points to its offset there."""
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
+SPLITS_DTYPES = (torch.int32, torch.int64)
 
 _LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
 
@@ -43,17 +47,24 @@ def leading(op: str) -> str:
     return _LEADING.get(op, "x")
 
 
+def runs_kernels(x: Tensor) -> bool:
+    return x.device.type == gpus.KERNEL_DEVICE
+
+
 def shape_text(shape: Sequence[Any]) -> str:
-    return f"[{', '.join(str(size) for size in shape)}]"
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def mismatch(op: str, name: str, shape: Sequence[Any], wanted: Sequence[Any], why: str) -> NoReturn:
+    raise ValueError(f"{op}: {name} has shape {shape_text(shape)}; it must be {shape_text(wanted)}, since {why}")
 
 
 def any_requires_grad(*arguments: Any) -> bool:
-    """Whether an argument, or a tensor of a list, requires a gradient."""
+    """Whether an argument, or a tensor of a list, requires a gradient. What is no tensor is refused elsewhere."""
     for argument in arguments:
-        if argument is None:
-            continue
-        if any(map(_requires_grad, argument)) if isinstance(argument, (list, tuple)) else _requires_grad(argument):
-            return True
+        for one in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if getattr(one, "requires_grad", False):
+                return True
     return False
 
 
@@ -61,17 +72,13 @@ def requiring_grad(*arguments: Any) -> tuple[bool, ...] | None:
     """Which arguments require a gradient, or hold a tensor that does; None where none does."""
     try:
         flags = tuple([argument is not None and argument.requires_grad for argument in arguments])
-    except AttributeError:  # a list, or something worse that is told apart later
+    except AttributeError:  # a list, or what is refused elsewhere
         flags = tuple(any_requires_grad(argument) for argument in arguments)
     return flags if True in flags else None
 
 
 def refuse_gradients(op: str, **arguments: Any) -> None:
-    """Called where grad mode is on, by operators that have no gradient.
-
-    Raises:
-        GradientNotSupported: an argument requires a gradient.
-    """
+    """Called where grad mode is on, by operators without a gradient; raises GradientNotSupported for what needs one."""
     for name, value in arguments.items():
         if any_requires_grad(value):
             raise GradientNotSupported(
@@ -81,19 +88,20 @@ def refuse_gradients(op: str, **arguments: Any) -> None:
 
 
 def refuse_out(op: str, out: Any) -> None:
-    """Called where a gradient will be recorded: autograd keeps no track of a buffer that is written behind its back.
-
-    Raises:
-        GradientNotSupported: `out` is given.
-    """
+    """Called where a gradient will be recorded: raises GradientNotSupported, since autograd sees no writes to `out`."""
     if out is not None:
         raise GradientNotSupported(
             f"{op}: out is given, and an argument requires a gradient; leave out out, or call it under torch.no_grad()"
         )
 
 
-def _requires_grad(value: Any) -> bool:
-    return getattr(value, "requires_grad", False)  # what is no tensor is told apart later, with better words
+def check_written(op: str, name: str, out: Tensor) -> None:
+    """Called of outputs that were given. Raises GradientNotSupported where grad mode is on and one is trained."""
+    if torch.is_grad_enabled() and out.requires_grad:
+        raise GradientNotSupported(
+            f"{op}: {name} requires a gradient, and autograd would not know that it was written; give {name}.detach(), "
+            "or call it under torch.no_grad()"
+        )
 
 
 def _tensor(op: str, name: str, value: Any, what: str) -> Tensor:
@@ -102,21 +110,27 @@ def _tensor(op: str, name: str, value: Any, what: str) -> Tensor:
     return value
 
 
-def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
-    """Same dtype and device as x."""
-    if tensor.dtype != x.dtype:
-        of = leading(op)
-        raise TypeError(f"{op}: {name} is {tensor.dtype} but {of} is {x.dtype}; give it {of}'s dtype")
-    _same_device(op, name, tensor, x)
+def check_tensor(
+    op: str, name: str, value: Any, what: str, like: Tensor | None = None, *, dtypes: Sequence[torch.dtype] = (),
+    cast: str = "cast it", shape: Sequence[int] | None = None, why: str = "",
+) -> Tensor:  # fmt: skip
+    """A contiguous tensor.
 
-
-def _like_x_or_wide(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
-    """As x, but a 16-bit x also goes with float32."""
-    valid = gradient_dtypes(x)
-    if tensor.dtype not in valid:
-        names = " or ".join(str(dtype) for dtype in valid)
-        raise TypeError(f"{op}: {name} is {tensor.dtype}; with x of {x.dtype} it must be {names}")
-    _same_device(op, name, tensor, x)
+    Args:
+        what: what errors ask for where it is no tensor.
+        like: whose device it is on; None: any.
+        dtypes: one of these; empty: any. cast: what errors say to do for one.
+        shape: None: any. why: what it comes from.
+    """
+    tensor = _tensor(op, name, value, what)
+    if dtypes and tensor.dtype not in dtypes:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}, so {cast}")
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        mismatch(op, name, tensor.shape, shape, why)
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, others on {like.device}; move it to {like.device}")
+    _check_contiguous(op, name, tensor)
+    return tensor
 
 
 def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> None:
@@ -125,12 +139,33 @@ def _same_device(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor) -> 
         raise ValueError(f"{op}: {name} is on {tensor.device} but {of} is on {x.device}; move it to {x.device}")
 
 
-def runs_kernels(x: Tensor) -> bool:
-    return x.device.type == gpus.KERNEL_DEVICE
+def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bool = False) -> None:
+    """Same dtype and device as x; `wide`: a 16-bit x also goes with float32."""
+    valid = gradient_dtypes(x) if wide else (x.dtype,)
+    if tensor.dtype not in valid:
+        of, dtypes = leading(op), " or ".join(map(str, valid))
+        raise TypeError(f"{op}: {name} is {tensor.dtype} but {of} is {x.dtype}; it must be {dtypes}, so cast it")
+    _same_device(op, name, tensor, x)
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} is not contiguous (strides {shape_text(tensor.stride())}); call .contiguous()")
+
+
+def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
+    return (x.dtype, torch.float32) if x.dtype.itemsize == 2 else (x.dtype,)
+
+
+def check_out_dtype(op: str, dtype: Any, x: Tensor) -> None:
+    """None, x's dtype, or float32 where x is 16-bit."""
+    if dtype is not None and dtype not in gradient_dtypes(x):
+        valid = " or ".join(map(str, gradient_dtypes(x)))
+        raise TypeError(f"{op}: out_dtype is {dtype}; it must be {valid}")
 
 
 def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, int]:
-    """x [T, K], or what leads in its place: its rows and columns. `dtypes`: where an operator takes its own."""
+    """x [T, K], or the operand that leads in its place: its rows and columns. `dtypes`: the operator's own."""
     name = leading(op)
     x = _tensor(op, name, x, "a tensor [T, K]")
     on_gpu = runs_kernels(x)
@@ -174,67 +209,60 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
         )
 
 
+def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
+    """A matrix [T, columns] of x's rows, dtype and device; `columns` None: any number. Its columns."""
+    matrix = _tensor(op, name, matrix, "a tensor [T, columns]")
+    _like_x(op, name, matrix, x)
+    if matrix.dim() != 2 or matrix.shape[0] != x.shape[0] or columns not in (None, matrix.shape[1]):
+        mismatch(op, name, matrix.shape, (x.shape[0], "columns" if columns is None else columns), why)
+    width = int(matrix.shape[1])
+    check_width(op, name, width, runs_kernels(x))
+    _check_rows(op, name, matrix)
+    return width
+
+
+def check_out(op: str, name: str, out: Any, x: Tensor, columns: int) -> None:
+    """An output [T, columns] given by the caller; None passes."""
+    if out is not None:
+        check_rows_like(op, name, out, x, columns, "that is the result's shape")
+
+
 def check_experts(op: str, name: str, value: Any, x: Tensor, letters: str, wide: bool = False) -> tuple[int, ...]:
     """Packed [E, *one] or a list of E tensors, `letters` naming the dimensions, as "E 2I H": the packed shape.
 
     `wide`: float32 will do as well where x is 16-bit.
     """
-    like_x = _like_x_or_wide if wide else _like_x
-    rank = len(letters.split())
-    packed = f"[{', '.join(letters.split())}]"
-    one = f"[{', '.join(letters.split()[1:])}]"
     if isinstance(value, ExpertList):
-        like_x(op, name, value, x)
+        _like_x(op, name, value, x, wide)
         return tuple(value.shape[1:])
-    if isinstance(value, (list, tuple)):
-        return _check_list(op, name, value, x, one, like_x)
-    tensor = _tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
-    if tensor.dim() != rank:
-        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {packed}")
-    if tensor.shape[0] == 0:
-        raise ValueError(f"{op}: {name} has 0 experts (E = 0); give at least one")
-    like_x(op, name, tensor, x)
-    _check_dense(op, name, tensor, is_weight=rank == 3)
-    return tuple(tensor.shape)
-
-
-def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
-    """The shape of either tensor, `letters` naming the dimensions."""
-    for part, tensor in zip(value._fields, value, strict=True):
-        _tensor(op, f"{name}.{part}", tensor, f"a tensor [{', '.join(letters.split())}]")
-    gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
-    if gate != up:
-        mismatch(op, f"{name}.up", up, gate, f"that is the shape of {name}.gate")
-    return gate
-
-
-def _check_list(
-    op: str, name: str, tensors: Sequence[Any], x: Tensor, one: str, like_x: Callable[..., None]
-) -> tuple[int, ...]:
-    rank = one.count(",") + 2
-    if not tensors:
+    dims = letters.split()
+    packed, one = shape_text(dims), shape_text(dims[1:])
+    if not isinstance(value, (list, tuple)):
+        tensor = _tensor(op, name, value, f"a tensor {packed} or a list of E tensors {one}")
+        _check_expert(op, name, tensor, x, dims, is_weight=len(dims) == 3, wide=wide)
+        if tensor.shape[0] == 0:
+            raise ValueError(f"{op}: {name} has 0 experts (E = 0); give at least one")
+        return tuple(tensor.shape)
+    if not value:
         raise ValueError(f"{op}: {name} is an empty list (E = 0); give at least one expert")
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(value):
         label = f"{name}[{index}]"
-        tensor = _tensor(op, label, tensor, f"a tensor {one}")
-        if tensor.dim() != rank - 1:
-            raise ValueError(f"{op}: {label} has shape {shape_text(tensor.shape)}; give {one}")
-        if tensor.shape != tensors[0].shape:
+        _check_expert(op, label, _tensor(op, label, tensor, f"a tensor {one}"), x, dims[1:], len(dims) == 3, wide)
+        if tensor.shape != value[0].shape:
             raise ValueError(
-                f"{op}: {label} has shape {shape_text(tensor.shape)} but {name}[0] has {shape_text(tensors[0].shape)}; "
+                f"{op}: {label} has shape {shape_text(tensor.shape)} but {name}[0] has {shape_text(value[0].shape)}; "
                 "all experts have one shape"
             )
-        like_x(op, label, tensor, x)
-        _check_dense(op, label, tensor, is_weight=rank == 3)
-    return (len(tensors), *tensors[0].shape)
+    return (len(value), *value[0].shape)
 
 
-def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{op}: {name} is not contiguous (strides {shape_text(tensor.stride())}); call .contiguous()")
-
-
-def _check_dense(op: str, name: str, tensor: Tensor, is_weight: bool) -> None:
+def _check_expert(
+    op: str, name: str, tensor: Tensor, x: Tensor, dims: Sequence[str], is_weight: bool, wide: bool
+) -> None:
+    """A packed tensor, or one of a list."""
+    if tensor.dim() != len(dims):
+        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
+    _like_x(op, name, tensor, x, wide)
     _check_contiguous(op, name, tensor)
     # torch calls a tensor contiguous whatever the stride of a dimension of one element; kernels divide it by 8.
     if is_weight and runs_kernels(tensor) and any(stride % ALIGNMENT_ELEMENTS for stride in tensor.stride()[:-1]):
@@ -244,8 +272,14 @@ def _check_dense(op: str, name: str, tensor: Tensor, is_weight: bool) -> None:
         )
 
 
-def mismatch(op: str, name: str, shape: Sequence[Any], wanted: Sequence[Any], why: str) -> NoReturn:
-    raise ValueError(f"{op}: {name} has shape {shape_text(shape)}; it must be {shape_text(wanted)}, since {why}")
+def check_halves(op: str, name: str, value: GateUp, x: Tensor, letters: str) -> tuple[int, ...]:
+    """The shape of either tensor, `letters` naming the dimensions."""
+    for part, tensor in value._asdict().items():
+        _tensor(op, f"{name}.{part}", tensor, f"a tensor {shape_text(letters.split())}")
+    gate, up = (check_experts(op, f"{name}.{part}", one, x, letters) for part, one in value._asdict().items())
+    if gate != up:
+        mismatch(op, f"{name}.up", up, gate, f"that is the shape of {name}.gate")
+    return gate
 
 
 def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: int) -> None:
@@ -257,17 +291,34 @@ def check_bias(op: str, name: str, bias: Any, x: Tensor, experts: int, width: in
         mismatch(op, name, shape, (experts, width), "there is one bias for each expert and weight row")
 
 
+def check_gradient_buffers(op: str, out: Any, x: Tensor, shape: tuple[int, int, int]) -> None:
+    """Weight gradients [E, N, K], packed or a list of E, of x's dtype or, where that is 16-bit, of float32."""
+    got = check_experts(op, "out", out, x, "E N K", wide=True)
+    if got != shape:
+        mismatch(op, "out", got, shape, "that is the result's shape")
+    if isinstance(out, (list, tuple)):
+        if other := next((tensor.dtype for tensor in out if tensor.dtype != out[0].dtype), None):
+            raise TypeError(f"{op}: out holds {out[0].dtype} and {other}; give all experts one dtype")
+        check_disjoint(op, out)
+
+
+def _check_numbers(
+    op: str, name: str, value: Any, what: str, x: Tensor, dtypes: Sequence[torch.dtype], count: int | None, why: str,
+    cast: str = "cast it",
+) -> Tensor:  # fmt: skip
+    """A vector where x is; `count` None: of any length, or of any rank."""
+    shape = None if count is None else (count,)
+    tensor = check_tensor(op, name, value, what, dtypes=dtypes, cast=cast, shape=shape, why=why)
+    _same_device(op, name, tensor, x)
+    return tensor
+
+
 def check_scale(op: str, name: str, scale: Any, x: Tensor) -> None:
     """A float32 number for each row; float64 too where x is float64. None passes."""
-    if scale is None:
-        return
-    scale = _tensor(op, name, scale, "a float32 tensor [T]")
-    if scale.dtype != torch.float32 and not (scale.dtype == x.dtype == torch.float64):
-        raise TypeError(f"{op}: {name} is {scale.dtype}; it must be torch.float32, so call .float()")
-    if scale.dim() != 1 or scale.shape[0] != x.shape[0]:
-        mismatch(op, name, scale.shape, (x.shape[0],), f"it holds a number for each row of {leading(op)}")
-    _same_device(op, name, scale, x)
-    _check_contiguous(op, name, scale)
+    if scale is not None:
+        dtypes = (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
+        why = f"it holds a number for each row of {leading(op)}"
+        _check_numbers(op, name, scale, "a float32 tensor [T]", x, dtypes, x.shape[0], why, "call .float()")
 
 
 def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "x", count: int | None = None) -> None:
@@ -278,17 +329,19 @@ def check_indices(op: str, rows: Any, x: Tensor, name: str = "rows", of: str = "
     """
     if rows is None:
         return
-    rows = _tensor(op, name, rows, "an int32 tensor [T]")
-    if rows.dtype != torch.int32:
-        raise TypeError(f"{op}: {name} is {rows.dtype}; it must be torch.int32, so cast it")
+    why = "the other operand has so many rows"
+    rows = _check_numbers(op, name, rows, "an int32 tensor [T]", x, (torch.int32,), count, why)
     if rows.dim() != 1:
         raise ValueError(f"{op}: {name} has shape {shape_text(rows.shape)}; give [T]")
-    if count not in (None, rows.shape[0]):
-        mismatch(op, name, rows.shape, (count,), "the other operand has so many rows")
     if rows.shape[0] and not x.shape[0]:
         raise ValueError(f"{op}: {name} has {rows.shape[0]} indices, but {of} has no row")
-    _same_device(op, name, rows, x)
-    _check_contiguous(op, name, rows)
+
+
+def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
+    """bool [E] on x's device; None passes."""
+    if mask is not None:
+        why, cast = "there is one flag for each expert", "cast it: whether to add to each group's out"
+        _check_numbers(op, "mask", mask, "a bool tensor [E]", x, (torch.bool,), experts, why, cast)
 
 
 def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
@@ -311,94 +364,21 @@ def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int, count
     if (offs is None) == (splits is None):
         got = "neither offs nor splits" if offs is None else "both offs and splits"
         raise ValueError(f"{op}: got {got}; give offs (cumulative ends, int32 [E]) or splits (row counts), not both")
-    of = f" of {counted}" if counted else ""
-    if isinstance(splits, (list, tuple)):
+    why = "there is one number for each expert" + (f" of {counted}" if counted else "")
+    if splits is None:
+        _check_numbers(op, "offs", offs, "a tensor [E]", x, (torch.int32,), experts, why)
+    elif isinstance(splits, (list, tuple)):
         if len(splits) != experts:
-            mismatch(op, "splits", (len(splits),), (experts,), f"there is one row count for each expert{of}")
-        return
-    name = "offs" if splits is None else "splits"
-    groups = _tensor(op, name, offs if splits is None else splits, "a tensor [E]" + (" or a list" * (offs is None)))
-    valid = (torch.int32,) if splits is None else (torch.int32, torch.int64)
-    if groups.dtype not in valid:
-        names = " or ".join(str(dtype) for dtype in valid)
-        raise TypeError(f"{op}: {name} is {groups.dtype}; it must be {names}, so cast it")
-    if groups.dim() != 1 or groups.shape[0] != experts:
-        mismatch(op, name, groups.shape, (experts,), f"there is one number for each expert{of}")
-    if splits is None or groups.device.type != "cpu":
-        _same_device(op, name, groups, x)
-    _check_contiguous(op, name, groups)
+            mismatch(op, "splits", (len(splits),), (experts,), why)
+    else:
+        on_host = isinstance(splits, Tensor) and splits.device.type == "cpu"
+        like = splits if on_host else x
+        _check_numbers(op, "splits", splits, "a tensor [E] or a list", like, SPLITS_DTYPES, experts, why)
 
 
-def check_out(op: str, name: str, out: Any, x: Tensor, columns: int) -> None:
-    """An output [T, columns] given by the caller; None passes."""
-    if out is not None:
-        check_rows_like(op, name, out, x, columns, "that is the result's shape")
-
-
-def check_rows_like(op: str, name: str, matrix: Any, x: Tensor, columns: int | None, why: str) -> int:
-    """A matrix [T, columns] of x's rows, dtype and device; `columns` None: any number. Its columns."""
-    matrix = _tensor(op, name, matrix, "a tensor [T, columns]")
-    _like_x(op, name, matrix, x)
-    if matrix.dim() != 2 or matrix.shape[0] != x.shape[0] or columns not in (None, matrix.shape[1]):
-        mismatch(op, name, matrix.shape, (x.shape[0], "columns" if columns is None else columns), why)
-    width = int(matrix.shape[1])
-    check_width(op, name, width, runs_kernels(x))
-    _check_rows(op, name, matrix)
-    return width
-
-
-def check_mask(op: str, mask: Any, x: Tensor, experts: int) -> None:
-    """bool [E] on x's device; None passes."""
-    if mask is None:
-        return
-    mask = _tensor(op, "mask", mask, "a bool tensor [E]")
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{op}: mask is {mask.dtype}; it must be torch.bool: whether to add to each group's out")
-    if mask.dim() != 1 or mask.shape[0] != experts:
-        mismatch(op, "mask", mask.shape, (experts,), "there is one flag for each expert")
-    _same_device(op, "mask", mask, x)
-    _check_contiguous(op, "mask", mask)
-
-
-def check_gradient_buffers(op: str, out: Any, x: Tensor, shape: tuple[int, int, int]) -> None:
-    """Weight gradients [E, N, K], packed or a list of E, of x's dtype or, where that is 16-bit, of float32."""
-    got = check_experts(op, "out", out, x, "E N K", wide=True)
-    if got != shape:
-        mismatch(op, "out", got, shape, "that is the result's shape")
-    if isinstance(out, (list, tuple)):
-        if other := next((tensor.dtype for tensor in out if tensor.dtype != out[0].dtype), None):
-            raise TypeError(f"{op}: out holds {out[0].dtype} and {other}; give all experts one dtype")
-        _check_disjoint(op, out)
-
-
-def check_out_dtype(op: str, dtype: Any, x: Tensor) -> None:
-    """None, x's dtype, or float32 where x is 16-bit."""
-    if dtype is None or dtype in gradient_dtypes(x):
-        return
-    valid = " or ".join(str(d) for d in gradient_dtypes(x))
-    raise TypeError(f"{op}: out_dtype is {dtype}; it must be {valid}")
-
-
-def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
-    return (x.dtype, torch.float32) if x.dtype.itemsize == 2 else (x.dtype,)
-
-
-def _check_disjoint(op: str, tensors: Sequence[Tensor]) -> None:
-    if any(gpus.is_traced(tensor) for tensor in tensors):
-        return
-    order = sorted(range(len(tensors)), key=lambda index: tensors[index].data_ptr())
-    for low, high in zip(order, order[1:], strict=False):
-        if tensors[high].data_ptr() - tensors[low].data_ptr() < extent(tensors[low]):
-            raise ValueError(f"{op}: out[{high}] overlaps out[{low}] in memory; give each expert a buffer of its own")
-
-
-def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
-    _choice(op, "activation", activation, ACTIVATIONS)
-    _choice(op, "glu_layout", glu_layout, GLU_LAYOUTS)
-    if activation not in GATED and glu_layout != "concat":
-        raise ValueError(
-            f"{op}: glu_layout is {glu_layout!r}, but activation {activation!r} has no gate to lay out; leave it out"
-        )
+def check_choice(op: str, name: str, got: Any, valid: Sequence[str]) -> None:
+    if not isinstance(got, str) or got not in valid:
+        raise ValueError(f"{op}: {name} is {got!r}; choose one of {', '.join(valid)}")
 
 
 def check_flag(op: str, name: str, value: Any) -> None:
@@ -406,21 +386,30 @@ def check_flag(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} is {value!r}; give True or False")
 
 
+def check_number(op: str, name: str, value: Any) -> None:
+    """A host number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; give a Python float")
+
+
 def check_recipe(op: str, recipe: Any) -> None:
     """Of code that computes in 16 bits: other recipes were told apart before."""
-    _choice(op, "recipe", recipe, (BF16.name,))
+    check_choice(op, "recipe", recipe, (BF16.name,))
 
 
-def _choice(op: str, name: str, got: Any, valid: Sequence[str]) -> None:
-    if not isinstance(got, str) or got not in valid:
-        raise ValueError(f"{op}: {name} is {got!r}; choose one of {', '.join(valid)}")
+def check_activation(op: str, activation: Any, glu_layout: Any) -> None:
+    check_choice(op, "activation", activation, ACTIVATIONS)
+    check_choice(op, "glu_layout", glu_layout, GLU_LAYOUTS)
+    if activation not in GATED and glu_layout != "concat":
+        raise ValueError(
+            f"{op}: glu_layout is {glu_layout!r}, but activation {activation!r} has no gate to lay out; leave it out"
+        )
 
 
 def check_params(op: str, params: ActivationParams) -> None:
     """limit, alpha and offset: host numbers, none of them NaN, limit not negative."""
     for name, value in params._asdict().items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{op}: {name} is a {type(value).__name__}; give a Python float")
+        check_number(op, name, value)
         if math.isnan(value):
             raise ValueError(f"{op}: {name} is NaN; give a number")
     if params.limit < 0:
@@ -430,25 +419,28 @@ def check_params(op: str, params: ActivationParams) -> None:
 def check_w1(
     op: str, w1: Any, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
 ) -> tuple[int, int, int]:  # fmt: skip
-    """w1 [E, 2I or I, H], or with `transpose_w` [E, H, 2I or I], where x has H columns: E, 2I or I, and I."""
-    columns = x.shape[1]
-    if isinstance(w1, GateUp):
-        return _check_gate_up(op, w1, x, activation, glu_layout, transpose_w)
-    shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
+    """w1 [E, 2I or I, H], with `transpose_w` [E, H, 2I or I], or a GateUp of [E, I, H], where x has H columns: E, 2I or
+    I, and I.
+    """
+    columns, in_halves = x.shape[1], isinstance(w1, GateUp)
+    name = "w1.gate" if in_halves else "w1"
+    if in_halves:
+        _check_goes_in_halves(op, activation, glu_layout, transpose_w)
+        shape = check_halves(op, "w1", w1, x, "E I H")
+    else:
+        shape = check_experts(op, "w1", w1, x, "E H 2I" if transpose_w else "E 2I H")
     experts, rows, hidden = (shape[0], shape[2], shape[1]) if transpose_w else shape
     if hidden != columns:
         wanted = (experts, columns, rows) if transpose_w else (experts, rows, columns)
-        other = f", or give transpose_w={not transpose_w}" if rows == columns else ""
-        mismatch(op, "w1", shape, wanted, f"x has {columns} columns{other}")
+        other = f", or give transpose_w={not transpose_w}" if rows == columns and not in_halves else ""
+        mismatch(op, name, shape, wanted, f"x has {columns} columns{other}")
+    rows = 2 * rows if in_halves else rows
     width = intermediate_width(op, "w1", rows, activation, glu_layout, "columns" if transpose_w else "rows")
     check_width(op, "w1 (I)", width, runs_kernels(x))
     return experts, rows, width
 
 
-def _check_gate_up(
-    op: str, w1: GateUp, x: Tensor, activation: str, glu_layout: str, transpose_w: bool
-) -> tuple[int, int, int]:  # fmt: skip
-    """As `check_w1`."""
+def _check_goes_in_halves(op: str, activation: str, glu_layout: str, transpose_w: bool) -> None:
     if activation not in GATED:
         raise ValueError(
             f"{op}: w1 is a GateUp, but activation {activation!r} has no gate; give w1 as one tensor [E, I, H]"
@@ -457,12 +449,6 @@ def _check_gate_up(
         raise ValueError(f"{op}: w1 is a GateUp, in two halves, and glu_layout is {glu_layout!r}; leave it out")
     if transpose_w:
         raise ValueError(f"{op}: w1 is a GateUp, which is not transposed; leave out transpose_w, or give one tensor")
-    experts, width, hidden = check_halves(op, "w1", w1, x, "E I H")
-    if hidden != x.shape[1]:
-        wanted = (experts, width, x.shape[1])
-        mismatch(op, "w1.gate", (experts, width, hidden), wanted, f"x has {x.shape[1]} columns")
-    check_width(op, "w1 (I)", width, runs_kernels(x))
-    return experts, 2 * width, width
 
 
 def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layout: str, of: str = "rows") -> int:
@@ -480,98 +466,3 @@ def intermediate_width(op: str, name: str, rows: int, activation: str, glu_layou
             f"multiple of {INTERLEAVED32_BLOCK}; use another layout or pad I with zeros"
         )
     return width
-
-
-def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of an argument with the names that errors give them."""
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    if isinstance(value, GateUp):
-        return [pair for part, one in value._asdict().items() for pair in tensors_of(f"{name}.{part}", one)]
-    if isinstance(value, ExpertList):
-        value = value.tensors
-    if isinstance(value, (list, tuple)):
-        return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(value) if isinstance(tensor, Tensor)]
-    return []
-
-
-def is_transformed(*tensors: Any) -> bool:
-    """Whether a tensor belongs to a transform of torch.func, or has a tangent of forward-mode AD."""
-    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
-        return False
-    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-    return any(is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None for t in given)
-
-
-def check_plain(op: str, name: str, tensor: Tensor) -> None:
-    """Numbers in memory, as they are: no transform of torch's that a kernel would not see. Tensors without memory, and
-    subclasses, pass: they are the business of torch's dispatcher.
-
-    Raises:
-        GradientNotSupported: a tensor of a torch.func transform, or one with a tangent of forward-mode AD.
-        TypeError: a sparse tensor.
-        ValueError: a lazy negation, conjugation or zero; a storage that was freed, or is too small.
-    """
-    if is_dynamo_compiling() or gpus.is_traced(tensor):
-        return
-    if is_functorch_wrapped_tensor(tensor):
-        raise GradientNotSupported(
-            f"{op}: {name} belongs to a transform of torch.func (grad, vjp, jvp, vmap), which {op} does not support; "
-            "use torch.autograd (backward, grad) and a loop outside of the transform"
-        )
-    if forward_ad.unpack_dual(tensor).tangent is not None:
-        raise GradientNotSupported(
-            f"{op}: {name} has a tangent of forward-mode AD, which {op} does not support; use torch.autograd "
-            f"(backward, grad), or give {name} without it, as torch.autograd.forward_ad.unpack_dual({name}).primal"
-        )
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise TypeError(f"{op}: {name} is {'nested' if tensor.is_nested else tensor.layout}; give a dense tensor")
-    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
-        lazy = "negation" if tensor.is_neg() else "conjugate" if tensor.is_conj() else "zero"
-        remedy = {"negation": "resolve_neg", "conjugate": "resolve_conj"}.get(lazy, "clone")
-        raise ValueError(f"{op}: {name} is a lazy {lazy}, whose memory holds other numbers; give {name}.{remedy}()")
-    held, needed = tensor.untyped_storage().nbytes(), extent(tensor)
-    if needed and held < tensor.storage_offset() * tensor.element_size() + needed:
-        raise ValueError(
-            f"{op}: {name} needs {needed} bytes of a storage that has {held}: it was freed, as FSDP does with "
-            "parameters outside of their module's forward and backward; gather or allocate it again first"
-        )
-
-
-def check_written(op: str, name: str, out: Tensor) -> None:
-    """Called of outputs that were given. Raises GradientNotSupported where grad mode is on and one is trained."""
-    if torch.is_grad_enabled() and out.requires_grad:
-        raise GradientNotSupported(
-            f"{op}: {name} requires a gradient, and autograd would not know that it was written; give {name}.detach(), "
-            "or call it under torch.no_grad()"
-        )
-
-
-def check_alignment(op: str, name: str, tensor: Tensor) -> None:
-    """What TMA asks of a base address."""
-    if address := tensor.data_ptr() % ALIGNMENT_BYTES:
-        raise ValueError(
-            f"{op}: {name} starts {address} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at one, so "
-            "clone() it, or cut the view elsewhere"
-        )
-
-
-def extent(matrix: Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
-    if matrix.is_contiguous():
-        return matrix.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
-    return (last + 1) * matrix.element_size()
-
-
-def check_no_overlap(op: str, name: str, out: Tensor, other_name: str, other: Tensor) -> None:
-    """`out` shares no byte with an input. Two column ranges of one buffer do not overlap, though they interleave."""
-    distance = other.data_ptr() - out.data_ptr()
-    if distance >= extent(out) or -distance >= extent(other):
-        return
-    pitch = out.stride(0) * out.element_size()
-    if other.dim() == out.dim() == 2 and other.stride(0) == out.stride(0):
-        offset = distance % pitch
-        if offset >= out.shape[1] * out.element_size() and offset + other.shape[1] * other.element_size() <= pitch:
-            return
-    raise ValueError(f"{op}: {name} overlaps {other_name} in memory; give a buffer of its own")

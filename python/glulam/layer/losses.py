@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mhc.checks import check_tensor
 from ..mhc.reference import wide
+from ..signature import check_tensor
 from .operator import check_shape
 from .reference import TINY
 from .routing import Routing

@@ -9,8 +9,7 @@ from torch import Tensor
 from cute_kernels.specs import LayerSpec
 
 from ..addressed import Layout, Operator
-from ..mhc.checks import check_tensor
-from ..signature import mismatch, shape_text
+from ..signature import check_tensor, mismatch, shape_text
 
 MAX_ROWS = 2**31 - 1
 

@@ -12,8 +12,7 @@ from cute_kernels.specs import ROUTING_EXPERTS
 
 from ..addressed import Layout, Tensors, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
-from ..mhc.checks import check_tensor
-from ..signature import mismatch, runs_kernels, shape_text
+from ..signature import check_tensor, mismatch, runs_kernels, shape_text
 from . import reference
 from .operator import MAX_ROWS, LayerOperator, check_matrix, check_shape
 

@@ -10,23 +10,12 @@ from torch import Tensor
 from cute_kernels.specs import STREAM_COUNTS
 
 from ..addressed import MAX_TOKENS
-from ..signature import mismatch, runs_kernels, shape_text
+from ..signature import check_number, check_tensor, runs_kernels, shape_text
 
 STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTH_MULTIPLE = 8
 """Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
 would take several times as long: better to pad C than to be slow in silence."""
-
-
-def check_tensor(op: str, name: str, value: Any, what: str, like: Tensor | None = None) -> Tensor:
-    """A dense tensor, on the device of `like`."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; give {what}")
-    if like is not None and value.device != like.device:
-        raise ValueError(f"{op}: {name} is on {value.device}, others on {like.device}; move it to {like.device}")
-    if not value.is_contiguous():
-        raise ValueError(f"{op}: {name} is not contiguous (strides {shape_text(value.stride())}); call .contiguous()")
-    return value
 
 
 def check_dtype(op: str, name: str, tensor: Tensor) -> None:
@@ -37,12 +26,16 @@ def check_dtype(op: str, name: str, tensor: Tensor) -> None:
 
 
 def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
-    """A parameter or coefficient of `shape`: float32, 16-bit or, on the CPU, float64."""
-    tensor = check_tensor(op, name, value, f"a tensor {shape_text(shape)}", like)
+    """A parameter or coefficient of `shape`, of any dtype of `check_dtype`."""
+    tensor = check_tensor(op, name, value, f"a tensor {shape_text(shape)}", like, shape=shape, why=why)
     check_dtype(op, name, tensor)
-    if tuple(tensor.shape) != shape:
-        mismatch(op, name, tensor.shape, shape, why)
     return tensor
+
+
+def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
+    """A tensor of `shape` in the dtype of `like`, on its device."""
+    what = f"a tensor {shape_text(shape)}"
+    return check_tensor(op, name, value, what, like, dtypes=(like.dtype,), shape=shape, why=why)
 
 
 def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
@@ -78,19 +71,8 @@ def check_streams(op: str, name: str, value: Any) -> tuple[tuple[int, ...], int,
     return tuple(lead), n, width
 
 
-def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
-    """A tensor of `shape` in the dtype of `like`, on its device."""
-    tensor = check_tensor(op, name, value, f"a tensor {shape_text(shape)}", like)
-    if tensor.dtype != like.dtype:
-        raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {like.dtype}, so cast it")
-    if tuple(tensor.shape) != shape:
-        mismatch(op, name, tensor.shape, shape, why)
-    return tensor
-
-
 def check_eps(op: str, eps: Any) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"{op}: eps is a {type(eps).__name__}; give a Python float")
+    check_number(op, "eps", eps)
     if not eps >= 0:
         raise ValueError(f"{op}: eps is {eps}; it keeps a divisor above zero, so give a small positive number")
 

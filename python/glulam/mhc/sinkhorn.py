@@ -9,8 +9,9 @@ from torch import Tensor, is_grad_enabled
 
 from ..addressed import Layout, Tensors, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph
+from ..signature import check_tensor
 from . import reference
-from .checks import check_count, check_dtype, check_eps, check_iters, check_tensor
+from .checks import check_count, check_dtype, check_eps, check_iters
 from .operator import MhcOperator
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}

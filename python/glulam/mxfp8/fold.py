@@ -1,22 +1,16 @@
 """Folding: a weight in MXFP8 with one power of two for each row, instead of one for each 32 elements.
 
-Hopper's tensor cores know no block scales, and scaling each 32-wide partial sum outside of them costs as much as the
-MMA. A power of two can move from a scale into the elements, since E4M3 is a floating-point format: q 2^s = (q 2^(s-S))
-2^S, exactly, down to the spacing of its subnormals, 2^-9. So elements keep all bits but those under 2^-18 of their
-row's maximum, and the scale is left to the epilogue, one multiplication for each element of a result.
+Hopper's tensor cores know no block scales. E4M3 is a floating-point format, so a power of two can move from a scale
+into the elements, exactly down to the spacing of its subnormals: docs/mxfp8.md has the bounds, and the reasons.
 
-One power for a row, and not for a block of 128 x 128: the block would enter the promotion of every 128 of the
-contraction; the kernels would have to fetch it along with the operands, and its rows would have to be those of a tile,
-which depends on glu_layout, while a row carries its scale wherever a layout puts it, as it carries a bias. A row that
-is much larger than its neighbours costs them nothing. What a block would confine and a row does not, a massive input
-channel, costs bits only where it is more than 2^10 times the rest, and the report says how many.
+On a GPU a kernel folds. Torch does it on the CPU, as the kernel's reference, and measures what the report says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +22,15 @@ from cute_kernels.specs import FoldMxfp8Spec
 
 from .. import device as gpus
 from .. import kernels
-from ..signature import shape_text
-from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE
+from ..memory import ALIGNMENT_BYTES
+from ..signature import check_choice, runs_kernels, shape_text
+from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, SOURCE_DTYPES
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
-from .tensor import InMXFP8, MXFP8Tensor, pass_through_torch
+from .tensor import InMXFP8, MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 MAX_ERROR = 1e-2
 """Of a block's norm; quantising it to MXFP8 costs 2.6e-2."""
-VECTOR_BYTES = 16
-"""What a kernel's address is a multiple of."""
 WIDE = BLOCK_SIZES["1x128"]
 WIDE_BLOCKS = WIDE // BLOCK
 MAX_BINADES = 32
@@ -65,8 +58,7 @@ class Place(NamedTuple):
     binades: int
 
 
-@dataclasses.dataclass(frozen=True)
-class FoldReport:
+class FoldReport(NamedTuple):
     """What folding changed of a weight in MXFP8.
 
     Attributes:
@@ -115,8 +107,7 @@ class FoldedWeight(InMXFP8):
     report: FoldReport | None
 
     def __post_init__(self) -> None:
-        if self.axis not in AXES:
-            raise ValueError(f"FoldedWeight: axis is {self.axis!r}; choose one of {', '.join(AXES)}")
+        check_choice("FoldedWeight", "axis", self.axis, AXES)
         self.check_parts()
         shape = tuple(self.data.shape)
         if len(shape) != 3 or tuple(self.scale.shape) != shape[:2]:
@@ -130,12 +121,13 @@ class FoldedWeight(InMXFP8):
         values = self.data.float() * scales_of(self.scale.view(torch.uint8))[..., None]
         return values if self.axis == "row" else values.mT.contiguous()
 
-    def to(self, device: torch.device | str | int) -> FoldedWeight:
-        data = self.data.to(device)
-        return self if data is self.data else dataclasses.replace(self, data=data, scale=self.scale.to(device))
-
-    def __repr__(self) -> str:
-        return f"FoldedWeight({shape_text(self.data.shape)}, axis={self.axis!r}, device={str(self.data.device)!r})"
+    @classmethod
+    def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
+        axis, report = form
+        if report is None:
+            return axis, None
+        binades, changed, error, error_bound, worst = report
+        return axis, FoldReport(tuple(binades), changed, error, error_bound, Place(*worst))
 
 
 class FoldedWeights(NamedTuple):
@@ -145,19 +137,7 @@ class FoldedWeights(NamedTuple):
     col: FoldedWeight
 
 
-def _dump(form: tuple[str, FoldReport | None]) -> list[Any]:
-    axis, report = form
-    return [axis, None if report is None else dataclasses.asdict(report)]
-
-
-def _load(dumped: list[Any]) -> tuple[str, FoldReport | None]:
-    axis, report = dumped
-    if report is None:
-        return axis, None
-    return axis, FoldReport(**{**report, "binades": tuple(report["binades"]), "worst": Place(*report["worst"])})
-
-
-pass_through_torch(FoldedWeight, ("axis", "report"), _dump, _load, also=[FoldedWeights, FoldReport, Place])
+torch.serialization.add_safe_globals([FoldedWeights, FoldReport, Place])
 
 
 def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True) -> Any:
@@ -182,22 +162,22 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
         ValueError, TypeError: an argument that does not fit.
         UnsupportedDevice, BundleError (RuntimeErrors): w is on a GPU, but there is no kernel for it.
     """
-    if axis not in (*AXES, "both"):
-        raise ValueError(f"{OP}: axis is {axis!r}; choose one of row, col, both")
+    check_choice(OP, "axis", axis, (*AXES, "both"))
     if not max_error >= 0:
         raise ValueError(f"{OP}: max_error is {max_error!r}; give a number of at least 0")
     if axis == "both":
         return FoldedWeights(*(prepare_mxfp8_weight(w, axis=one, max_error=max_error, report=report) for one in AXES))
-    _check(w, axis)
+    pieces = _pieces(w, axis)
     with torch.no_grad():
-        folded = _empty(w, axis)
-        by_kernel = not isinstance(w, MXFP8Tensor) and folded.data.device.type == gpus.KERNEL_DEVICE
+        folded = _empty(pieces, axis)
+        by_kernel = not isinstance(w, MXFP8Tensor) and runs_kernels(folded.data)
         if by_kernel:
-            _fold_by_kernel(w, folded)
+            _fold_by_kernel(pieces, folded)
         if by_kernel and not report:
             return folded
-        tally = _fold_by_torch(_experts(w, axis), None if by_kernel else folded, report)
-        return folded if tally is None else dataclasses.replace(folded, report=_checked(tally, max_error))
+        exponents = w.plain().scale.view(torch.uint8) if isinstance(w, MXFP8Tensor) else None
+        changes = _fold_by_torch(pieces, exponents, axis, None if by_kernel else folded, report)
+        return dataclasses.replace(folded, report=_report(changes, max_error)) if report else folded
 
 
 def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
@@ -226,163 +206,97 @@ def rebase_mxfp8(q: MXFP8Tensor) -> MXFP8Tensor:
     return MXFP8Tensor(data, scale.view(SCALE_DTYPE), "row", "1x128")
 
 
-class _Expert(NamedTuple):
-    """A matrix whose rows are contracted: numbers to be quantised, or E4M3 with the bytes of its scales."""
-
-    data: Tensor
-    exponents: Tensor | None
-
-    def rows(self, part: slice) -> tuple[Tensor, Tensor]:
-        if self.exponents is None:
-            return quantize_rows(self.data[part], BLOCK)
-        return self.data[part], self.exponents[part]
-
-
-def _check(w: Any, axis: str) -> None:
-    if isinstance(w, MXFP8Tensor):
-        if w.axis != axis:
-            raise ValueError(f"{OP}: w is quantised along its {w.axis}; axis {axis!r} needs a copy along that")
-        _check_shape(w.data, 3)
-        return
-    if not isinstance(w, (Tensor, list, tuple)) or (not isinstance(w, Tensor) and not w):
+def _pieces(w: Any, axis: str) -> list[Tensor]:
+    """The weight as tensors [e, N, K]: a packed one as it is, experts of a list one by one."""
+    is_list = isinstance(w, (list, tuple)) and len(w) > 0
+    if not is_list and not isinstance(w, (Tensor, MXFP8Tensor)):
         raise TypeError(
             f"{OP}: w is {type(w).__name__}; give a tensor [E, N, K], a list of E of [N, K], or MXFP8Tensor"
         )
-    is_packed = isinstance(w, Tensor)
-    for matrix in [w] if is_packed else w:
-        if not isinstance(matrix, Tensor) or matrix.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if isinstance(w, MXFP8Tensor) and w.axis != axis:
+        raise ValueError(f"{OP}: w is quantised along its {w.axis}; axis {axis!r} needs a copy along that")
+    matrices = list(w) if is_list else [w.data if isinstance(w, MXFP8Tensor) else w]
+    valid = (DATA_DTYPE,) if isinstance(w, MXFP8Tensor) else SOURCE_DTYPES
+    for matrix in matrices:
+        if not isinstance(matrix, Tensor) or matrix.dtype not in valid:
             got = matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__
             raise TypeError(f"{OP}: w holds {got}; give torch.bfloat16, torch.float16 or torch.float32")
-        _check_shape(matrix, 3 if is_packed else 2)
-        if not is_packed and (matrix.shape, matrix.device) != (w[0].shape, w[0].device):
+        if matrix.dim() != (2 if is_list else 3) or not all(matrix.shape) or any(n % BLOCK for n in matrix.shape[-2:]):
+            raise ValueError(
+                f"{OP}: w has shape {shape_text(matrix.shape)}; it must be {'[N, K]' if is_list else '[E, N, K]'}, N "
+                f"and K multiples of {BLOCK}, so pad them with zeros"
+            )
+        if (matrix.shape, matrix.device) != (matrices[0].shape, matrices[0].device):
             raise ValueError(f"{OP}: w holds experts of different shapes or devices; all experts have one")
+    return [matrix.detach()[None] if is_list else matrix.detach() for matrix in matrices]
 
 
-def _experts(w: Any, axis: str) -> list[_Expert]:
-    if isinstance(w, MXFP8Tensor):
-        scales = w.plain().scale.view(torch.uint8)
-        pairs = [(d, s) if axis == "row" else (d.mT, s.mT) for d, s in zip(w.data, scales, strict=True)]
-        return [_Expert(d, s) for d, s in pairs]
-    return [_Expert(matrix.detach() if axis == "row" else matrix.detach().mT, None) for matrix in w]
+def _empty(pieces: list[Tensor], axis: str) -> FoldedWeight:
+    rows, columns = pieces[0].shape[1:] if axis == "row" else pieces[0].mT.shape[1:]
+    data = torch.empty(sum(map(len, pieces)), rows, columns, dtype=DATA_DTYPE, device=pieces[0].device)
+    return FoldedWeight(data, torch.empty(data.shape[:2], dtype=SCALE_DTYPE, device=data.device), axis, None)
 
 
-def _check_shape(matrix: Tensor, rank: int) -> None:
-    if matrix.dim() != rank or not all(matrix.shape) or matrix.shape[-1] % BLOCK or matrix.shape[-2] % BLOCK:
-        wanted = "[E, N, K]" if rank == 3 else "[N, K]"
-        raise ValueError(
-            f"{OP}: w has shape {shape_text(matrix.shape)}; it must be {wanted}, N and K multiples of {BLOCK}, so pad "
-            "them with zeros"
-        )
-
-
-class _Tally:
-    """Sums up what the fold of one expert after the other changed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.binades = torch.zeros(MAX_BINADES, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # changed, not zero
-        self.row_error = torch.zeros((), device=device)
-        self.block_errors: list[Tensor] = []  # of each chunk: the largest, where, and how far that block moved
-        self.places: list[tuple[int, int, int]] = []  # of each chunk: expert, first row, blocks of a row
-        self.finite: dict[int, Tensor] = {}  # of each expert
-
-    def add_finite(self, expert: int, is_finite: Tensor) -> None:
-        self.finite[expert] = is_finite & self.finite[expert] if expert in self.finite else is_finite
-
-    def add(self, place: tuple[int, int, int], folded: Tensor, rounded: Tensor, drop: Tensor) -> None:
-        """`folded`, `rounded` [R, blocks, 32]: values before and after rounding. `drop` [R, blocks]: binades moved."""
-        lost = folded - rounded
-        is_zero = folded.eq(0).all(dim=2)
-        steps = drop.clamp(0, MAX_BINADES - 1)[~is_zero]
-        self.binades += torch.bincount(steps, minlength=MAX_BINADES)
-        self.counts += torch.stack([lost.count_nonzero(), folded.count_nonzero()])
-        lost_norms, norms = lost.square().sum(dim=2), folded.square().sum(dim=2)
-        row_errors = lost_norms.sum(dim=1) / norms.sum(dim=1)
-        self.row_error = torch.maximum(self.row_error, row_errors.nan_to_num(0).amax().sqrt())
-        errors = (lost_norms / norms).masked_fill(is_zero | (drop > NEGLIGIBLE_BINADES), 0).sqrt()
-        worst, where = errors.flatten().max(dim=0)
-        self.block_errors.append(torch.stack([n.double() for n in (worst, where, drop.flatten()[where])]))
-        self.places.append(place)
-
-    def report(self) -> FoldReport:
-        errors, where, drops = torch.stack(self.block_errors).cpu().unbind(1)
-        chunk = int(errors.argmax())
-        expert, first, blocks = self.places[chunk]
-        row, block = divmod(int(where[chunk]), blocks)
-        changed, total = self.counts.tolist()
-        return FoldReport(
-            binades=tuple(self.binades.tolist()),
-            changed=changed / max(total, 1),
-            error=float(self.row_error),
-            error_bound=float(errors[chunk]),
-            worst=Place(expert, first + row, block, int(drops[chunk])),
-        )
-
-
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // columns)
-    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
-
-
-def _empty(w: Any, axis: str) -> FoldedWeight:
-    experts = w.data if isinstance(w, MXFP8Tensor) else w
-    rows, columns = experts.shape[1:] if isinstance(experts, Tensor) else experts[0].shape
-    shape = (len(experts), rows, columns) if axis == "row" else (len(experts), columns, rows)
-    device = (experts if isinstance(experts, Tensor) else experts[0]).device
-    data = torch.empty(shape, dtype=DATA_DTYPE, device=device)
-    return FoldedWeight(data, torch.empty(shape[:2], dtype=SCALE_DTYPE, device=device), axis, None)
-
-
-def _fold_by_kernel(w: Any, out: FoldedWeight) -> None:
-    """w [E, N, K] or a list of [N, K]; bit for bit what `_fold_by_torch` makes of finite weights."""
-    data, scale, index = out.data, out.scale, out.data.get_device()
-    arch = gpus.gpu(index).arch
-    pieces: list[tuple[Tensor, Tensor, Tensor]]
-    if isinstance(w, Tensor) and _is_readable(w):
-        pieces = [(w.detach(), data, scale)]
-    else:
-        experts = [matrix.detach() for matrix in w]
-        whole = [m if _is_readable(m) else m.clone(memory_format=torch.contiguous_format) for m in experts]
-        pieces = [(m[None], d[None], s) for m, d, s in zip(whole, data, scale, strict=True)]
-    spec = FoldMxfp8Spec(str(pieces[0][0].dtype).removeprefix("torch."), out.axis, arch)
+def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
+    """Bit for bit what `_fold_by_torch` makes of finite weights."""
+    index, first = out.data.get_device(), 0
+    spec = FoldMxfp8Spec(str(pieces[0].dtype).removeprefix("torch."), out.axis, gpus.gpu(index).arch)
     fold, pack = kernels.find(spec).function, signature_of(spec).pack
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
-        for source, its_data, its_scale in pieces:
-            matrices = (source, its_data) if out.axis == "col" else (source.flatten(0, 1), its_data.flatten(0, 1))
-            fold(*pack(w=matrices[0], data=matrices[1], scale=its_scale.data_ptr()))
+        for w in _readable(pieces):
+            experts = slice(first, first + len(w))
+            data, scale, first = out.data[experts], out.scale[experts], experts.stop
+            matrices = (w, data) if out.axis == "col" else (w.flatten(0, 1), data.flatten(0, 1))
+            fold(*pack(w=matrices[0], data=matrices[1], scale=scale.data_ptr()))
 
 
-def _is_readable(w: Tensor) -> bool:
-    """Whether a kernel can read it where it lies."""
-    return w.is_contiguous() and w.data_ptr() % VECTOR_BYTES == 0
+def _readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same, where a kernel can read it: experts whose place or strides do not fit are copied one by one."""
+    for piece in pieces:
+        if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
+            yield piece
+        elif len(piece) > 1:
+            yield from _readable(piece.split(1))
+        else:
+            yield piece.clone(memory_format=torch.contiguous_format)
 
 
-def _fold_by_torch(experts: list[_Expert], out: FoldedWeight | None, report: bool) -> _Tally | None:
-    """Writes `out`, where there is one; sums up what changed, where it is asked for."""
-    first = experts[0].data
-    tally = _Tally(first.device) if report else None
+class _Change(NamedTuple):
+    """What folding changed of some rows of an expert: numbers as `_measured` gives them. `blocks`: in a row."""
+
+    expert: int
+    first_row: int
+    blocks: int
+    numbers: Tensor
+
+
+def _fold_by_torch(
+    pieces: list[Tensor], exponents: Tensor | None, axis: str, out: FoldedWeight | None, report: bool
+) -> list[_Change]:
+    """Writes `out`, where there is one; what changed, where that is asked for. `exponents`: of elements in E4M3."""
+    changes = []
     scale = None if out is None else out.scale.view(torch.uint8)
-    for index, expert in enumerate(experts):
-        for part in _chunks(*first.shape):
-            elements, exponents = expert.rows(part)
+    for expert, matrix in enumerate(matrix for piece in pieces for matrix in piece):
+        its_exponents = None if exponents is None else exponents[expert]
+        if axis == "col":
+            matrix, its_exponents = matrix.mT, None if its_exponents is None else its_exponents.mT
+        step = max(1, CHUNK_ELEMENTS // matrix.shape[1])
+        for first in range(0, len(matrix), step):
+            rows = slice(first, first + step)
+            if its_exponents is None:
+                elements, powers = quantize_rows(matrix[rows], BLOCK)
+            else:
+                elements, powers = matrix[rows], its_exponents[rows]
             blocks = elements.float().unflatten(1, (-1, BLOCK))
-            folded, target, drop = _rebased(blocks, exponents)
+            folded, target, drop = _rebased(blocks, powers)
             rounded = to_e4m3(folded)
             if out is not None and scale is not None:
-                out.data[index, part], scale[index, part] = rounded.flatten(1), target
-            if tally is not None:
-                tally.add_finite(index, (exponents < E8M0_INF).all() & blocks.isfinite().all())
-                tally.add((index, part.start, blocks.shape[1]), folded, rounded.float(), drop)
-    return tally
-
-
-def _checked(tally: _Tally, max_error: float) -> FoldReport:
-    """The report, if nothing in it is to be refused."""
-    _refuse_infinite(tally.finite)
-    report = tally.report()
-    if report.error_bound > max_error:
-        _refuse(report, max_error)
-    return report
+                out.data[expert, rows], scale[expert, rows] = rounded.flatten(1), target
+            if report:
+                is_finite = (powers < E8M0_INF).all() & blocks.isfinite().all()
+                numbers = _measured(folded, rounded.float(), drop, is_finite)
+                changes.append(_Change(expert, first, blocks.shape[1], numbers))
+    return changes
 
 
 def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -400,18 +314,45 @@ def _rebased(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return blocks * factor[:, :, None], target.to(torch.uint8), -shift
 
 
-def _refuse_infinite(finite: dict[int, Tensor]) -> None:
-    flags = torch.stack(list(finite.values())).tolist()
-    if not all(flags):
-        raise FoldError(f"{OP}: expert {flags.index(False)} has a NaN or an Inf among its weights; mend the checkpoint")
+def _measured(folded: Tensor, rounded: Tensor, drop: Tensor, is_finite: Tensor) -> Tensor:
+    """float64, on the device: seven numbers, as `_report` unpacks them, and how many blocks moved by 0, 1, ... binades.
+
+    `folded`, `rounded` [R, blocks, 32]: values before and after rounding. `drop` [R, blocks]: binades moved.
+    """
+    lost = folded - rounded
+    is_zero = folded.eq(0).all(dim=2)
+    lost_norms, norms = lost.square().sum(dim=2), folded.square().sum(dim=2)
+    row_error = (lost_norms.sum(dim=1) / norms.sum(dim=1)).nan_to_num(0).amax().sqrt()
+    errors = (lost_norms / norms).masked_fill(is_zero | (drop > NEGLIGIBLE_BINADES), 0).sqrt().flatten()
+    worst, place = errors.max(dim=0)
+    changed = lost.count_nonzero(), folded.count_nonzero()
+    numbers = (is_finite, *changed, row_error, worst, place, drop.flatten()[place])
+    binades = torch.bincount(drop.clamp(0, MAX_BINADES - 1)[~is_zero], minlength=MAX_BINADES)
+    return torch.cat([torch.stack([number.double() for number in numbers]), binades.double()])
 
 
-def _refuse(report: FoldReport, max_error: float) -> None:
-    at = report.worst
-    first = at.block * BLOCK
-    raise FoldError(
-        f"{OP}: expert {at.expert}: folding would change {report.error_bound:.1e} of a block's norm, more than "
-        f"max_error = {max_error:g}: row {at.row}, elements {first} to {first + BLOCK - 1} of the "
-        f"contraction lie {at.binades} binades under the row's maximum; use recipe 'mxfp8_exact', which keeps every "
-        "block's scale, or raise max_error"
+def _report(changes: list[_Change], max_error: float) -> FoldReport:
+    """Of all experts. Raises FoldError for what is to be refused."""
+    numbers = torch.stack([change.numbers for change in changes]).cpu()
+    finite, changed, nonzero, row_errors, errors, places, drops = numbers[:, :-MAX_BINADES].unbind(1)
+    if not finite.all():
+        expert = changes[finite.tolist().index(0)].expert
+        raise FoldError(f"{OP}: expert {expert} has a NaN or an Inf among its weights; mend the checkpoint")
+    worst = int(errors.argmax())
+    row, block = divmod(int(places[worst]), changes[worst].blocks)
+    report = FoldReport(
+        binades=tuple(numbers[:, -MAX_BINADES:].sum(dim=0).long().tolist()),
+        changed=float(changed.sum() / nonzero.sum().clamp(min=1)),
+        error=float(row_errors.max()),
+        error_bound=float(errors[worst]),
+        worst=Place(changes[worst].expert, changes[worst].first_row + row, block, int(drops[worst])),
     )
+    if report.error_bound > max_error:
+        first = block * BLOCK
+        raise FoldError(
+            f"{OP}: expert {report.worst.expert}: folding would change {report.error_bound:.1e} of a block's norm, "
+            f"more than max_error = {max_error:g}: row {report.worst.row}, elements {first} to {first + BLOCK - 1} of "
+            f"the contraction lie {report.worst.binades} binades under the row's maximum; use recipe 'mxfp8_exact', "
+            "which keeps every block's scale, or raise max_error"
+        )
+    return report

@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 DATA_DTYPE = torch.float8_e4m3fn
 SCALE_DTYPE = torch.float8_e8m0fnu
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is quantised."""
 AXES = ("row", "col")
 BLOCK = 32
 """Elements that share a scale in the format."""
@@ -32,16 +34,21 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def outer_and_blocks(rows: int, columns: int, axis: str) -> tuple[int, int]:
+    """Of a matrix [rows, columns]."""
+    return (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
+
+
 def scale_shape(rows: int, columns: int, axis: str, scale_layout: str) -> tuple[int, ...]:
     """The shape of the scales of a matrix [rows, columns]. Swizzled ones are a vector of whole atoms."""
-    outer, blocks = (rows, num_blocks(columns)) if axis == "row" else (columns, num_blocks(rows))
+    outer, blocks = outer_and_blocks(rows, columns, axis)
     if scale_layout == "swizzled":
-        return (-(-outer // ATOM_OUTER) * -(-blocks // ATOM_BLOCKS) * ATOM,)
+        return (round_up(outer, ATOM_OUTER) * round_up(blocks, ATOM_BLOCKS),)
     return (outer, blocks) if axis == "row" else (blocks, outer)
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """[..., outer, blocks] bytes to [..., whole atoms]; what an atom has too many of is 0.
+    """[..., outer, blocks] bytes to [..., whole atoms]; what an atom has beyond them is 0.
 
     The scale of (i, j) goes to ((i/128) tiles + j/4) 512 + (i%32) 16 + ((i%128)/32) 4 + j%4, tiles = ceil(blocks/4).
     """

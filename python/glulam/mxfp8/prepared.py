@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import device as gpus
 from ..errors import CaptureError
+from ..signature import runs_kernels
 from .fold import prepare_mxfp8_weight
 from .layout import AXES, BLOCK, DATA_DTYPE, SCALE_DTYPE
+from .layout import SOURCE_DTYPES as SOURCE_DTYPES
 from .quantize import quantize_mxfp8
 from .tensor import MXFP8Tensor
 
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FOLDED_ROWS, FOLDED_COLUMNS = AXES
 BLOCKS = "1x32"
 FORMS = (FOLDED_ROWS, FOLDED_COLUMNS, BLOCKS)
@@ -49,47 +50,33 @@ class Prepared(NamedTuple):
     scale: Tensor
 
 
-Addresses = tuple[int, ...]
-Key = tuple[str, Addresses]
-
-
-class _Steps:
-    """`last`: stands for the last step of an optimizer in this process."""
-
-    def __init__(self) -> None:
-        self.last = object()
-        register_optimizer_step_post_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
-        self.last = object()
-
-
-_steps = _Steps()
-
-
 class _Entry:
-    """What was prepared of one version.
+    """What was prepared of one version, in the capture `capture` or in none.
 
-    `trains`: whether the weight was ever seen to require a gradient; `step`: `_steps.last` as it was prepared.
+    `trains`: whether the weight was ever seen to require a gradient; `step`: `steps` as it was prepared.
     `streams`: on which it may be read; others wait for `ready`.
     """
 
-    __slots__ = ("__weakref__", "dtype", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
+    __slots__ = ("capture", "dtype", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
+    steps: ClassVar[int] = 0
+    """That optimizers took in this process."""
 
-    def __init__(self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False) -> None:
-        self.shape = tensors[0].shape
-        self.dtype = tensors[0].dtype
+    def __init__(
+        self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False, capture: Any = None
+    ) -> None:
+        self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
         self.versions = [_version(tensor) for tensor in tensors]
         self.trains = trains or any(tensor.requires_grad for tensor in tensors)
-        self.step = _steps.last
+        self.step = _Entry.steps
         self.prepared = prepared
+        self.capture = capture
         self.streams = {_stream(prepared.data)}
         self.ready = torch.cuda.current_stream(prepared.data.device).record_event() if prepared.data.is_cuda else None
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         if not self.trains and any(tensor.requires_grad for tensor in tensors):
             self.trains = True
-        if self.trains and self.step is not _steps.last:
+        if self.trains and self.step != _Entry.steps:
             return False
         if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):  # other views of its memory
             return False
@@ -108,11 +95,26 @@ class _Entry:
         return self.prepared
 
 
-class _InGraph(NamedTuple):
-    """What a graph prepares. `capture`: stands for its capture."""
+def _note_step(*_: Any) -> None:
+    _Entry.steps += 1
 
-    capture: Any
-    entry: _Entry
+
+register_optimizer_step_post_hook(_note_step)
+
+
+class _Weight:
+    """What is kept of a weight, by form: entries for eager calls, and those that the last captures made.
+
+    `trained_by_graph`: replays may have changed it. `memory`: of its tensors; once that is gone, so is this.
+    """
+
+    __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph")
+
+    def __init__(self, tensors: Sequence[Tensor], forget: Callable[[Any], object]) -> None:
+        self.entries: dict[str, _Entry] = {}
+        self.in_graphs: dict[str, _Entry] = {}
+        self.trained_by_graph = False
+        self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
 
 class PreparedWeights:
@@ -122,35 +124,31 @@ class PreparedWeights:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Key, _Entry] = {}
-        self._memory: dict[Addresses, list[Any]] = {}
-        self._in_graphs: dict[Key, _InGraph] = {}
-        self._trained_by_graphs: set[Addresses] = set()
+        self._weights: dict[tuple[int, ...], _Weight] = {}
         self._kept_for_graphs: list[Prepared] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """How many were prepared outside of graphs, one for each form."""
+        return sum(len(weight.entries) for weight in self._weights.values())
 
     def clear(self) -> None:
         """Forget all weights; what a captured graph reads stays."""
         with self._lock:
-            for entries in (self._entries, self._memory, self._in_graphs, self._trained_by_graphs):
-                entries.clear()
+            self._weights.clear()
 
     def find(self, form: str, w: Any, scale: Tensor | None) -> Prepared | None:
         """What was prepared of this version of a weight, ready for the current stream."""
         tensors = _tensors(w, scale)
-        addresses = _addresses(tensors)
-        entry = self._entries.get((form, addresses))
-        if entry is None or not entry.is_of(tensors):
+        weight = self._weights.get(tuple(map(Tensor.data_ptr, tensors)))
+        entry = None if weight is None else weight.entries.get(form)
+        if weight is None or entry is None or not entry.is_of(tensors) or weight.trained_by_graph:
             return None
-        if self._trained_by_graphs and addresses in self._trained_by_graphs:
-            return None
-        if _on_gpu(tensors[0]) and gpus.is_capturing():
-            self._keep_for_graph(entry.prepared)
-            return entry.prepared  # a capture begins when the device is idle, so it is ready
-        return entry.use()
+        if not _is_capturing(tensors):
+            return entry.use()
+        if not any(kept is entry.prepared for kept in self._kept_for_graphs):
+            self._kept_for_graphs.append(entry.prepared)
+        return entry.prepared  # a capture begins when the device is idle, so it is ready
 
     def get(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared:
         """The same, prepared now where it was not.
@@ -163,7 +161,8 @@ class PreparedWeights:
             FoldError, ValueError, TypeError: as of `prepare_mxfp8_weight`.
             CaptureError: a graph is being captured, which would prepare a weight at every replay that is not trained.
         """
-        capturing = gpus.is_capturing() if _on_gpu(_tensors(w, scale)[0]) else False
+        tensors = _tensors(w, scale)
+        capturing = _is_capturing(tensors)
         if trained and capturing:
             return self._of_graph(form, w, scale)
         if found := self.find(form, w, scale):
@@ -173,48 +172,32 @@ class PreparedWeights:
                 "a weight was first seen, or has changed, under CUDA graph capture, where it cannot be prepared for "
                 "MXFP8; call the operator once with it before capturing, or pass what prepare_mxfp8_weight returns"
             )
-        tensors = _tensors(w, scale)
-        key = form, _addresses(tensors)
-        old = self._entries.pop(key, None)
+        weight = self._weight(tensors)
+        old = weight.entries.pop(form, None)
         trains = old is not None and old.trains
         del old  # so that its memory can serve
-        entry = _Entry(tensors, gpus.apart(lambda: _prepare(form, w, scale, report=not trained)), trains)
-        with self._lock:
-            self._entries[key] = entry
-            self._watch(key[1], tensors)
-        return entry.prepared
+        prepared = gpus.apart(lambda: _prepare(form, w, scale, report=not trained))
+        weight.entries[form] = _Entry(tensors, prepared, trains)
+        return prepared
 
     def _of_graph(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
         """What the graph that is being captured prepares of this version; the capture records it at its first use."""
-        tensors = _tensors(w, scale)
-        addresses = _addresses(tensors)
-        capture = gpus.capture_id()
-        found = self._in_graphs.pop((form, addresses), None)
-        if found is None or found.capture != capture or not found.entry.is_of(tensors):
+        tensors, capture = _tensors(w, scale), gpus.capture_id()
+        weight = self._weight(tensors)
+        found = weight.in_graphs.pop(form, None)
+        if found is None or found.capture != capture or not found.is_of(tensors):
             del found  # before memory is taken, so that what an older version had can serve
-            found = _InGraph(capture, _Entry(tensors, _prepare(form, w, scale, report=False)))
+            found = _Entry(tensors, _prepare(form, w, scale, report=False), capture=capture)
+        weight.in_graphs[form], weight.trained_by_graph = found, True
+        return found.use()
+
+    def _weight(self, tensors: Sequence[Tensor]) -> _Weight:
+        """What is kept of these, until the memory of one of them is gone, which may hold anything from then on."""
+        addresses, weights = tuple(map(Tensor.data_ptr, tensors)), self._weights
         with self._lock:
-            self._in_graphs[form, addresses] = found
-            self._trained_by_graphs.add(addresses)
-            self._watch(addresses, tensors)
-        return found.entry.use()
-
-    def _watch(self, addresses: Addresses, tensors: Sequence[Tensor]) -> None:
-        """Forget the weight once the memory of one of its tensors is gone, which may hold anything from then on."""
-        if addresses not in self._memory:
-            forget = self._forget
-            self._memory[addresses] = [weakref.ref(t.untyped_storage(), lambda _: forget(addresses)) for t in tensors]
-
-    def _forget(self, addresses: Addresses) -> None:
-        self._memory.pop(addresses, None)
-        self._trained_by_graphs.discard(addresses)
-        for form in FORMS:
-            self._entries.pop((form, addresses), None)
-            self._in_graphs.pop((form, addresses), None)
-
-    def _keep_for_graph(self, prepared: Prepared) -> None:
-        if not any(kept is prepared for kept in self._kept_for_graphs):
-            self._kept_for_graphs.append(prepared)
+            if addresses not in weights:
+                weights[addresses] = _Weight(tensors, lambda _: weights.pop(addresses, None))
+            return weights[addresses]
 
 
 PREPARED = PreparedWeights()
@@ -226,20 +209,16 @@ def _tensors(w: Any, scale: Tensor | None) -> list[Tensor]:
     return tensors if scale is None else [*tensors, scale]
 
 
-def _addresses(tensors: Sequence[Tensor]) -> Addresses:
-    return tuple([tensor.data_ptr() for tensor in tensors])
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == gpus.KERNEL_DEVICE
+def _is_capturing(tensors: Sequence[Tensor]) -> bool:
+    return runs_kernels(tensors[0]) and gpus.is_capturing()
 
 
 def _stream(tensor: Tensor) -> int:
-    return gpus.raw_stream(tensor.get_device()) if _on_gpu(tensor) else 0
+    return gpus.raw_stream(tensor.get_device()) if runs_kernels(tensor) else 0
 
 
 @torch.no_grad()

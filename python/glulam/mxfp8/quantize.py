@@ -17,11 +17,10 @@ from ..launch import Made
 from ..problem import Problem
 from ..signature import check_x, count_groups, mismatch
 from . import reference
-from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, round_up, scale_shape
+from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, SOURCE_DTYPES, round_up, scale_shape
 from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
 
 OP = "quantize_mxfp8"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Of data and scales of each copy, rows before columns."""
@@ -125,7 +124,7 @@ class QuantizeMxfp8Call(Call):
         return ("row", "col") if self.axis == "both" else (self.axis,)
 
     def check(self) -> Problem:
-        rows, columns = check_x(self.op, self.x, DTYPES)
+        rows, columns = check_x(self.op, self.x, SOURCE_DTYPES)
         check_form(self.op, QUANTIZE_AXES, self.axis, self.block, self.scale_layout)
         if columns % BLOCK:
             raise ValueError(

@@ -1,14 +1,6 @@
-"""The quantiser in plain torch operators, the format's rules to the bit; the kernels are compared with it.
+"""The quantiser in plain torch operators, by the rules of docs/mxfp8.md to the bit; the kernels are compared with it.
 
-A block's scale is the least power of two that is not below amax / 448, so that no element saturates:
-
-    quotient   fl32(amax * fl32(1/448))
-    exponent   its exponent byte, one up where its mantissa is not 0; but 0xFE stays 0xFE, and a subnormal of mantissa
-               at most 0x400000 gets 0, which is 2^-127
-    NaN, Inf   0xFF, 0xFE. torch's amax knows a NaN anywhere in the block; so do the kernels.
-
-An element is x * 2^(127 - exponent), rounded to nearest even, saturating: exact up to the rounding, since all of those
-powers are float32 numbers. Every NaN is 0x7F.
+torch's amax knows a NaN anywhere in a block, as the kernels do.
 """
 
 from __future__ import annotations
@@ -17,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .layout import BLOCK, DATA_DTYPE, GROUP_ALIGNMENT, num_blocks, round_up, swizzled, unswizzled
+from .layout import BLOCK, DATA_DTYPE, GROUP_ALIGNMENT, num_blocks, outer_and_blocks, round_up, swizzled, unswizzled
 
 E4M3_MAX = 448.0
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
@@ -91,16 +83,6 @@ def padded_groups(x: Tensor, ends: list[int]) -> Tensor:
     return x[:rows].masked_fill(is_tail[:, None], 0)
 
 
-def _write_scales(out: Tensor, scales: Tensor, outer: int, blocks: int, is_swizzled: bool) -> None:
-    """Scales [some outer, some blocks] into the first places of `out`, which holds [outer, blocks] as laid out."""
-    if is_swizzled:
-        whole = unswizzled(out, outer, blocks).clone()
-        whole[: scales.shape[0], : scales.shape[1]] = scales
-        out.copy_(swizzled(whole))
-    else:
-        out[: scales.shape[0], : scales.shape[1]] = scales
-
-
 def quantize(
     x: Tensor, axis: str, size: int, is_swizzled: bool, ends: list[int] | None, data: Tensor, scale: Tensor
 ) -> None:
@@ -108,15 +90,15 @@ def quantize(
 
     Along columns, or where a column copy is made too, x is `padded_groups` already.
     """
-    rows, columns = x.shape
+    outer, blocks = outer_and_blocks(data.shape[0], data.shape[1], axis)
     out = scale.view(torch.uint8)
     if axis == "row":
-        written = rows if ends is None else ends[-1]
-        values, scales = quantize_rows(x[:written], size)
-        data[:written] = values
-        _write_scales(out, scales, data.shape[0], num_blocks(columns), is_swizzled)
+        x = x if ends is None else x[: ends[-1]]
     else:
-        values, scales = quantize_rows(x.mT, size)
-        data[:rows] = values.mT
-        blocks = num_blocks(data.shape[0])
-        _write_scales(out if is_swizzled else out.mT, scales, columns, blocks, is_swizzled)
+        x, data, out = x.mT, data.mT, out if is_swizzled else out.mT
+    values, scales = quantize_rows(x, size)
+    data[: values.shape[0], : values.shape[1]] = values
+    plain = unswizzled(out, outer, blocks).clone() if is_swizzled else out
+    plain[: scales.shape[0], : scales.shape[1]] = scales
+    if is_swizzled:
+        out.copy_(swizzled(plain))

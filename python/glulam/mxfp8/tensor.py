@@ -8,49 +8,71 @@ tensors, gradients do not pass through quantised values, and modules keep the tw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..signature import shape_text
-from .layout import (
-    ATOM,
-    ATOM_BLOCKS,
-    ATOM_OUTER,
-    AXES,
-    BLOCK,
-    BLOCK_SIZES,
-    DATA_DTYPE,
-    GROUP_ALIGNMENT,
-    SCALE_DTYPE,
-    SCALE_LAYOUTS,
-    num_blocks,
-    round_up,
-    scale_shape,
-    swizzled,
-    unswizzled,
-)
+from ..signature import check_choice, shape_text
+from . import layout
+from .layout import BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, outer_and_blocks
 from .reference import dequantized
 
 FORM = ("axis", "block", "scale_layout")
+PARTS = ("data", "scale")
+Kind = TypeVar("Kind", bound="InMXFP8")
 
 
 class InMXFP8:
-    """Part of a dataclass of `data` and `scale` in 8-bit floats, and of what describes them: what both kinds do alike.
+    """A dataclass of `data` and `scale` in 8-bit floats, and of fields that say how they lie: what all such share.
 
-    It copies and pickles; `pass_through_torch` lets it pass what torch does to containers.
+    They copy and pickle, and pass torch.load(weights_only=True) and pytree functions, and so containers of them
+    torch.compile and torch.export.
     """
 
     data: Tensor
     scale: Tensor
+    form: ClassVar[tuple[str, ...]]
+    """The fields that are no tensors."""
+
+    def __init_subclass__(cls) -> None:
+        cls.form = tuple(name for name in cls.__annotations__ if name not in PARTS)
+        torch.serialization.add_safe_globals([cls])
+        pytree.register_pytree_node(
+            cls,
+            cls._flat,
+            cls._unflattened,
+            serialized_type_name=f"glulam.{cls.__name__}",
+            to_dumpable_context=list,
+            from_dumpable_context=cls.form_of_json,
+            flatten_with_keys_fn=cls._flat_with_keys,
+        )
+
+    @classmethod
+    def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
+        """The values of `form` as they were before JSON kept them."""
+        return tuple(form)
+
+    def _flat(self) -> tuple[list[Any], Any]:
+        return [self.data, self.scale], tuple(getattr(self, name) for name in self.form)
+
+    def _flat_with_keys(self) -> tuple[list[Any], Any]:
+        parts, form = self._flat()
+        return [(pytree.GetAttrKey(name), part) for name, part in zip(PARTS, parts, strict=True)], form
+
+    @classmethod
+    def _unflattened(cls, parts: Any, form: Any) -> Any:
+        """Unchecked, since pytree functions may have replaced the parts by anything."""
+        result = object.__new__(cls)
+        result.__dict__.update(zip((*PARTS, *cls.form), (*parts, *form), strict=True))
+        return result
 
     def check_parts(self) -> None:
         """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
         kind = type(self).__name__
-        for name, dtype in (("data", DATA_DTYPE), ("scale", SCALE_DTYPE)):
+        for name, dtype in zip(PARTS, (DATA_DTYPE, SCALE_DTYPE), strict=True):
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
                 got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -66,6 +88,34 @@ class InMXFP8:
         """Checked as any other is, since it may come from a file."""
         typed = {"data": state["data"].view(DATA_DTYPE), "scale": state["scale"].view(SCALE_DTYPE)}
         self.__init__(**{**state, **typed})  # type: ignore[misc]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of data and scales together."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
+        """On another device; itself where it is there. The dtype is the format's: `dequantize` gives others."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"to: MXFP8 has no other dtype; call dequantize({device})")
+        if (data := self.data.to(device, non_blocking=non_blocking)) is self.data:
+            return self
+        return self._with(data=data, scale=self.scale.to(device, non_blocking=non_blocking))
+
+    def _with(self: Kind, **changes: Any) -> Kind:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def __repr__(self) -> str:
+        form = "".join(f"{name}={value!r}, " for name, value in vars(self).items() if isinstance(value, str))
+        return f"{type(self).__name__}({shape_text(self.shape)}, {form}device={str(self.device)!r})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -94,56 +144,46 @@ class MXFP8Tensor(InMXFP8):
     scale_layout: str = "plain"
 
     def __post_init__(self) -> None:
-        check_form(type(self).__name__, AXES, **{name: getattr(self, name) for name in FORM})
+        check_form("MXFP8Tensor", layout.AXES, self.axis, self.block, self.scale_layout)
         self.check_parts()
         if self.data.dim() < 2:
             raise ValueError(f"MXFP8Tensor: data has shape {shape_text(self.data.shape)}; give [..., T, K]")
         *batch, rows, columns = self.data.shape
-        wanted = (*batch, *scale_shape(rows, columns, self.axis, self.scale_layout))
+        wanted = (*batch, *layout.scale_shape(rows, columns, self.axis, self.scale_layout))
         if tuple(self.scale.shape) != wanted:
             raise ValueError(
                 f"MXFP8Tensor: scale has shape {shape_text(self.scale.shape)}; {self.scale_layout} scales by "
                 f"{self.axis} of data {shape_text(self.data.shape)} are {shape_text(wanted)}"
             )
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        """Of data and scales together."""
-        return self.data.nbytes + self.scale.nbytes
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values. Exact in float32, but that it has no 2^128, to which E4M3 rounds its very largest numbers."""
-        plain = self.plain()
-        scales = plain.scale.view(torch.uint8)
-        if self.axis == "row":
-            return dequantized(self.data, scales).to(dtype)
-        return dequantized(self.data.mT, scales.mT).mT.contiguous().to(dtype)
+        return self._turned(dequantized(self._turned(self.data), self._scale_bytes())).contiguous().to(dtype)
 
     def plain(self) -> MXFP8Tensor:
         """The same with plain scales; itself where they are."""
         if self.scale_layout == "plain":
             return self
-        outer, blocks = self._outer_and_blocks()
-        scales = unswizzled(self.scale.view(torch.uint8), outer, blocks)
-        by_axis = scales if self.axis == "row" else scales.mT
-        return self._with(scale=by_axis.contiguous().view(SCALE_DTYPE), scale_layout="plain")
+        scale = self._turned(self._scale_bytes()).contiguous().view(SCALE_DTYPE)
+        return self._with(scale=scale, scale_layout="plain")
 
     def swizzled(self) -> MXFP8Tensor:
         """The same with swizzled scales; itself where they are."""
         if self.scale_layout == "swizzled":
             return self
+        return self._with(scale=layout.swizzled(self._scale_bytes()).view(SCALE_DTYPE), scale_layout="swizzled")
+
+    def _turned(self, matrix: Tensor) -> Tensor:
+        """Between the matrix as it lies and one whose blocks lie along its rows."""
+        return matrix if self.axis == "row" else matrix.mT
+
+    def _scale_bytes(self) -> Tensor:
+        """uint8 [..., outer, blocks], as `layout` calls them."""
         scales = self.scale.view(torch.uint8)
-        return self._with(
-            scale=swizzled(scales if self.axis == "row" else scales.mT).view(SCALE_DTYPE), scale_layout="swizzled"
-        )
+        if self.scale_layout == "plain":
+            return self._turned(scales)
+        rows, columns = self.shape[-2:]
+        return layout.unswizzled(scales, *outer_and_blocks(rows, columns, self.axis))
 
     def group(self, index: int, offs: Tensor | Sequence[int]) -> MXFP8Tensor:
         """The rows of one group, views where the scales allow it.
@@ -165,7 +205,7 @@ class MXFP8Tensor(InMXFP8):
         if not 0 <= index < len(ends):
             raise IndexError(f"group: index is {index}, but there are {len(ends)} groups")
         before = ends[index - 1] if index else 0
-        begin = before if self.axis == "row" else round_up(before, GROUP_ALIGNMENT)
+        begin = before if self.axis == "row" else layout.round_up(before, layout.GROUP_ALIGNMENT)
         end = max(begin, ends[index])
         if not 0 <= begin <= end <= self.shape[0] and end > begin:
             raise ValueError(f"group: group {index} is rows {begin} to {end}, but data has {self.shape[0]}")
@@ -175,41 +215,24 @@ class MXFP8Tensor(InMXFP8):
 
     def _scales_of_rows(self, begin: int, end: int) -> Tensor:
         if self.scale_layout == "plain":
-            if self.axis == "row":
-                return self.scale[begin:end]
-            return self.scale[begin // BLOCK : num_blocks(end)]
-        outer, blocks = self._outer_and_blocks()
-        tiles = -(-blocks // ATOM_BLOCKS)
-        atoms = self.scale.view(torch.uint8).view(-1, tiles, ATOM)
-        if self.axis == "row":
-            if begin % ATOM_OUTER:
-                raise ValueError(
-                    f"group: the group begins at row {begin}, inside a 128-row atom of swizzled scales; call .plain() "
-                    "first"
-                )
-            part = atoms[begin // ATOM_OUTER : -(-end // ATOM_OUTER)]
-        else:
-            part = atoms[:, begin // GROUP_ALIGNMENT : -(-end // GROUP_ALIGNMENT)]
-        return part.reshape(-1).view(SCALE_DTYPE)
-
-    def _outer_and_blocks(self) -> tuple[int, int]:
-        rows, columns = self.shape[-2:]
-        return (rows, num_blocks(columns)) if self.axis == "row" else (columns, num_blocks(rows))
+            size = 1 if self.axis == "row" else layout.BLOCK
+            return self.scale[begin // size : -(-end // size)]
+        if self.axis == "row" and begin % layout.ATOM_OUTER:
+            raise ValueError(
+                f"group: the group begins at row {begin}, inside a 128-row atom of swizzled scales; call .plain() first"
+            )
+        rows, columns = self.shape
+        blocks = outer_and_blocks(rows, columns, self.axis)[1]
+        atoms = self.scale.view(torch.uint8).view(-1, -(-blocks // layout.ATOM_BLOCKS), layout.ATOM)
+        size = layout.ATOM_OUTER  # and by columns four blocks of 32 rows
+        part = slice(begin // size, -(-end // size))
+        return (atoms[part] if self.axis == "row" else atoms[:, part]).reshape(-1).view(SCALE_DTYPE)
 
     def __getitem__(self, index: int) -> MXFP8Tensor:
         """One entry of the first leading dimension, as an expert's matrix of [E, N, K]; a view."""
         if self.data.dim() < 3:
             raise IndexError("MXFP8Tensor: a single matrix has no leading dimension to index; see group()")
         return self._with(data=self.data[index], scale=self.scale[index])
-
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> MXFP8Tensor:
-        """On another device; itself where it is there. The dtype is the format's: `dequantize` gives others."""
-        if isinstance(device, torch.dtype):
-            raise TypeError(f"to: MXFP8 has no other dtype; call dequantize({device})")
-        data = self.data.to(device, non_blocking=non_blocking)
-        if data is self.data:
-            return self
-        return self._with(data=data, scale=self.scale.to(device, non_blocking=non_blocking))
 
     def cpu(self) -> MXFP8Tensor:
         return self.to("cpu")
@@ -236,21 +259,14 @@ class MXFP8Tensor(InMXFP8):
             KeyError: an entry is missing.
             ValueError, TypeError: they do not fit together.
         """
-        missing = [f"{prefix}{n}" for n in ("data", "scale") if f"{prefix}{n}" not in tensors]
-        missing += [f"{prefix}{n}" for n in FORM if f"{prefix}{n}" not in metadata]
-        if missing:
-            raise KeyError(f"MXFP8Tensor.from_tensors: there is no entry {missing[0]!r}")
-        scale = tensors[f"{prefix}scale"]
+        for names, entries in ((PARTS, tensors), (FORM, metadata)):
+            for name in names:
+                if f"{prefix}{name}" not in entries:
+                    raise KeyError(f"MXFP8Tensor.from_tensors: there is no entry {prefix + name!r}")
+        data, scale = (tensors[f"{prefix}{name}"] for name in PARTS)
         if scale.dtype == torch.uint8:
             scale = scale.view(SCALE_DTYPE)
-        return cls(tensors[f"{prefix}data"], scale, **{name: metadata[f"{prefix}{name}"] for name in FORM})
-
-    def _with(self, **changes: Any) -> MXFP8Tensor:
-        return dataclasses.replace(self, **changes)
-
-    def __repr__(self) -> str:
-        form = ", ".join(f"{name}={getattr(self, name)!r}" for name in FORM)
-        return f"MXFP8Tensor({shape_text(self.shape)}, {form}, device={str(self.device)!r})"
+        return cls(data, scale, **{name: metadata[f"{prefix}{name}"] for name in FORM})
 
 
 class MXFP8Copies(NamedTuple):
@@ -260,16 +276,14 @@ class MXFP8Copies(NamedTuple):
     col: MXFP8Tensor
 
 
+torch.serialization.add_safe_globals([MXFP8Copies])
+
+
 def check_form(op: str, axes: Sequence[str], axis: Any, block: Any, scale_layout: Any) -> None:
     """Raises ValueError for an axis, block or layout that does not exist."""
-    choices = (
-        ("axis", axis, axes),
-        ("block", block, tuple(BLOCK_SIZES)),
-        ("scale_layout", scale_layout, SCALE_LAYOUTS),
-    )
-    for name, got, valid in choices:
-        if not isinstance(got, str) or got not in valid:
-            raise ValueError(f"{op}: {name} is {got!r}; choose one of {', '.join(valid)}")
+    check_choice(op, "axis", axis, axes)
+    check_choice(op, "block", block, tuple(BLOCK_SIZES))
+    check_choice(op, "scale_layout", scale_layout, layout.SCALE_LAYOUTS)
 
 
 def unchecked(data: Any, scale: Any, axis: str, block: str, scale_layout: str) -> MXFP8Tensor:
@@ -277,41 +291,3 @@ def unchecked(data: Any, scale: Any, axis: str, block: str, scale_layout: str) -
     result = object.__new__(MXFP8Tensor)
     result.__dict__.update(data=data, scale=scale, axis=axis, block=block, scale_layout=scale_layout)
     return result
-
-
-def pass_through_torch(
-    kind: type, form: Sequence[str], dump: Callable[[Any], Any], load: Callable[[Any], Any], also: Sequence[type] = ()
-) -> None:
-    """Let objects of an InMXFP8 class, and of others that they hold, pass torch.load(weights_only=True) and pytree
-    functions, and so containers of them torch.compile and torch.export.
-
-    Args:
-        form: the fields that are no tensors.
-        dump, load: of these fields' values, as a tuple, to what JSON knows, and back.
-        also: classes that are only to be read from files.
-    """
-
-    def flatten(value: Any) -> tuple[list[Any], Any]:
-        return [value.data, value.scale], tuple(getattr(value, name) for name in form)
-
-    def flatten_with_keys(value: Any) -> tuple[list[Any], Any]:
-        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in ("data", "scale")], flatten(value)[1]
-
-    def unflatten(parts: Any, values: Any) -> Any:
-        result: Any = object.__new__(kind)  # unchecked, since pytree functions may have replaced the parts by anything
-        result.__dict__.update(zip(("data", "scale", *form), (*parts, *values), strict=True))
-        return result
-
-    pytree.register_pytree_node(
-        kind,
-        flatten,
-        unflatten,
-        serialized_type_name=f"glulam.{kind.__name__}",
-        to_dumpable_context=dump,
-        from_dumpable_context=load,
-        flatten_with_keys_fn=flatten_with_keys,
-    )
-    torch.serialization.add_safe_globals([kind, *also])
-
-
-pass_through_torch(MXFP8Tensor, FORM, dump=list, load=tuple, also=[MXFP8Copies])
