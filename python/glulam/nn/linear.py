@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,18 +19,11 @@ from ..errors import CaptureError
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
-from .layouts import TENSORS, convert_linear
-from .weight_gradients import (
-    Delayed,
-    DelaysWeightGradients,
-    Put,
-    grad_writer,
-    has_main_grads,
-    main_grad_writer,
-)
+from .state import Converts, Move, layout_move
+from .weight_gradients import DelaysWeightGradients, Put, grad_writer
 
 
-class GroupedLinear(DelaysWeightGradients, nn.Module):
+class GroupedLinear(DelaysWeightGradients, Converts):
     """y = x w_e^T (+ b_e * bias_scale[row]) for rows sorted by expert; see `glulam.grouped_mm`.
 
     Args:
@@ -61,25 +55,29 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(delay_wgrad)
         check_sizes("GroupedLinear", num_experts=num_experts, in_features=in_features, out_features=out_features)
-        for name, flag in (("bias", bias), ("packed", packed), ("delay_wgrad", delay_wgrad)):
-            check_flag("GroupedLinear", name, flag)
-        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
-        self.packed, self.has_bias, self.delay_wgrad = packed, bias, delay_wgrad
-        self._delayed = Delayed()
-        shapes = {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})}
+        check_flags("GroupedLinear", bias=bias, packed=packed, delay_wgrad=delay_wgrad)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         check_placement("GroupedLinear", torch.empty(0, **where), in_features, out_features)
-        for name, shape in shapes.items():
-            if packed:
-                self.register_parameter(name, Parameter(torch.empty(num_experts, *shape, **where)))
-            else:
-                for expert in range(num_experts):
-                    self.register_parameter(f"{name}{expert}", Parameter(torch.empty(*shape, **where)))
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.packed, self.has_bias = packed, bias
+        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        for name in self.parameter_names:
+            for label in self._labels(name):
+                shape = (num_experts, *shapes[name]) if packed else shapes[name]
+                self.register_parameter(label, Parameter(torch.empty(shape, **where)))
         if packed and not bias:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Of parameters where they are packed."""
+        return ("weight", "bias") if self.has_bias else ("weight",)
+
+    def _labels(self, name: str) -> list[str]:
+        return [name] if self.packed else [f"{name}{expert}" for expert in range(self.num_experts)]
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear: every weight and bias uniform within 1 / sqrt(in_features)."""
@@ -90,10 +88,7 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
 
     def parameter_list(self, name: str) -> list[Parameter]:
         """The parameters of "weight" or "bias": one that is packed, or one for each expert; empty without a bias."""
-        if name == "bias" and not self.has_bias:
-            return []
-        names = [name] if self.packed else [f"{name}{expert}" for expert in range(self.num_experts)]
-        return [self._parameters[n] for n in names]  # type: ignore[misc]
+        return [self._parameters[label] for label in self._labels(name)] if name in self.parameter_names else []  # type: ignore[misc]
 
     def experts(self, name: str) -> Any:
         """What operators take as "weight" or "bias": a tensor, a list, or None."""
@@ -124,15 +119,13 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         """
         w, bias = self.experts("weight"), self.experts("bias")
         given: dict[str, Any] = {"offs": offs, "splits": splits, "bias": bias, "bias_scale": bias_scale}
-        put = self._delayed.new_pass() if self.delay_wgrad else None
-        writer = self.grad_writer("weight", x, put)
+        writer = self.grad_writer("weight", x, self.new_pass())
         writers = {} if writer is None else {"w": writer}
         try:
             if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
                 return grouped_mm(x, w, out=out, **given)
-            refuse_export("GroupedLinear")
             call = GroupedMmCall(x=x, w=w, rows=None, transpose_w=False, out=None, **given)
-            return outside_traces(call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+            return elsewhere("GroupedLinear", call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
         except TypeError:
             check_placement("GroupedLinear", self.parameter_list("weight")[0])
             raise
@@ -141,15 +134,16 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
         if put is None and self.packed and getattr(self._parameters["weight"], "main_grad", None) is None:
             return None  # as in most calls
-        weights: list[Any] = self.parameter_list("weight")
+        weights = self.parameter_list("weight")
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None
-        if has_main_grads(label, weights, x):
-            return main_grad_writer(label, weights, self.packed, put)
-        return None if put is None else grad_writer(weights, self.packed, put)
+        return grad_writer(label, weights, self.packed, x, put)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(convert_linear(state_dict, prefix, self, TENSORS), prefix, *args)
+    def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
+        for name in self.parameter_names:
+            move = layout_move(keys, prefix + name, name, self.packed, self.num_experts, moments)
+            if move is not None:
+                yield [move]
 
     def extra_repr(self) -> str:
         text = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -164,23 +158,36 @@ def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: 
     return out is None or not (torch.is_grad_enabled() and any_requires_grad(*arguments))
 
 
-def refuse_export(module: str) -> None:
-    """Called where a result or gradient goes elsewhere, which an exported program cannot do.
+def elsewhere(module: str, call: Any, targets: Targets) -> Any:
+    """A differentiable call whose result or gradients go elsewhere.
 
     Raises:
-        CaptureError: torch.export is tracing.
+        CaptureError: torch.export is tracing; an exported program cannot do that.
     """
     if is_exporting():
         raise CaptureError(
             f"{module}: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where a gradient is "
             "recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
         )
+    return outside_traces(call, targets)
 
 
 @_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
 def outside_traces(call: Any, targets: Targets) -> Any:
-    """A differentiable call whose result or gradients go elsewhere, which is a side effect that no trace has."""
+    """To write elsewhere is a side effect that no trace has."""
     return differentiate(call, targets=targets)
+
+
+def check_flags(module: str, **flags: Any) -> None:
+    for name, flag in flags.items():
+        check_flag(module, name, flag)
+
+
+def changed_options(module: nn.Module, **options: Any) -> str:
+    """Those that are not the defaults of a module's class, for its repr."""
+    parameters = inspect.signature(type(module)).parameters
+    shown = {name: value for name, value in options.items() if value != parameters[name].default}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
 
 
 def check_sizes(module: str, **sizes: Any) -> None:
