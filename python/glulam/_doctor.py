@@ -43,7 +43,7 @@ Finding = tuple[str, ...]
 """A Check but for its name."""
 
 
-def _torch() -> Any | None:
+def installed_torch() -> Any | None:
     try:
         import torch
     except ImportError:
@@ -51,14 +51,14 @@ def _torch() -> Any | None:
     return torch
 
 
-def _find_gpu(torch: Any | None) -> Gpu | None:
+def find_gpu(torch: Any | None) -> Gpu | None:
     if torch is None or not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
     return Gpu(torch.cuda.get_device_name(), capability, ARCH_OF_CAPABILITY.get(capability))
 
 
-def _driver_version() -> tuple[int, int] | None:
+def driver_version() -> tuple[int, int] | None:
     """The newest CUDA that the installed driver runs, or None without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -163,15 +163,15 @@ def _with_ignored(summary: str, ignored: tuple[str, ...]) -> Finding:
 
 def examine() -> Iterator[Check]:
     """Looks at everything that Glulam needs. Loads the bundle, launches nothing, changes nothing."""
-    torch, gpu = _torch(), None
+    torch, gpu = installed_torch(), None
     with contextlib.suppress(RuntimeError):  # a driver that torch cannot initialise is found by its own check
-        gpu = _find_gpu(torch)
+        gpu = find_gpu(torch)
     needed = "bad" if gpu else "note"  # of what only a GPU needs
     archs = [gpu.arch] if gpu and gpu.arch else list(profiles.CONFIGS)
     checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
         ("torch", "bad", _check_torch, (torch,)),
         ("GPU", "bad", _check_gpu, (gpu,)),
-        ("driver", needed, _check_driver, (_driver_version(), needed)),
+        ("driver", needed, _check_driver, (driver_version(), needed)),
         ("TVM-FFI", "bad", _check_tvm_ffi, ()),
         ("run time", "bad", _check_runtime, ()),
         *(("bundle", needed, _check_bundle, (arch,)) for arch in archs),

@@ -148,6 +148,11 @@ def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> 
     )
 
 
+def forget_warnings() -> None:
+    """What was warned of is warned of again."""
+    _warned.clear()
+
+
 def _level_of_user() -> int:
     """`stacklevel` for a function that the caller is in: of the first frame that is neither Glulam's nor torch's."""
     level = 1
