@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from .. import mhc
 from ..mhc.checks import check_count, check_dtype, check_eps, check_iters, check_vectors
 from ..mhc.sinkhorn import MAX_ITERS
-from .linear import changed_options, check_flags, check_sizes
+from .options import check_options, shown_options
 
 ALPHA = 0.01
 WEIGHT_STD = 0.02
@@ -63,12 +63,11 @@ class HyperConnection(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        check_sizes(name, num_streams=num_streams, width=width)
+        check_options(HyperConnection, locals())
+        name = "HyperConnection"
         check_iters(name, iters, MAX_ITERS.get(num_streams))
         check_eps(name, eps)
         check_eps(name, sinkhorn_eps)
-        check_flags(name, transpose_res=transpose_res, norm_weight=norm_weight)
         if sublayer is not None and not callable(sublayer):
             raise TypeError(f"{name}: sublayer is a {type(sublayer).__name__}; give a module or a function")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -119,6 +118,7 @@ class HyperConnection(nn.Module):
         return self.post(made, y, bias)
 
     def extra_repr(self) -> str:
-        changed = changed_options(self, transpose_res=self.transpose_res, norm_weight=self.norm_weight is not None)
-        text = f"num_streams={self.num_streams}, width={self.width}, iters={self.iters}"
-        return text + (f", {changed}" if changed else "")
+        return shown_options(
+            HyperConnection, num_streams=self.num_streams, width=self.width, iters=self.iters,
+            transpose_res=self.transpose_res, norm_weight=self.norm_weight is not None,
+        )  # fmt: skip

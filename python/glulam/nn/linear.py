@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.compiler import is_exporting
+from torch import Tensor
 from torch.nn import Parameter
 
-from .. import device as gpus
-from ..backward import Targets, differentiate
-from ..errors import CaptureError
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
-from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
+from ..signature import any_requires_grad
+from .options import check_options, check_placement, shown_options
 from .state import Converts, Move, layout_move
-from .weight_gradients import DelaysWeightGradients, Put, grad_writer
+from .weight_gradients import DelaysWeightGradients, Put, grad_writer, run
+
+CALL = partial(GroupedMmCall, rows=None, transpose_w=False, out=None)
 
 
 class GroupedLinear(DelaysWeightGradients, Converts):
@@ -56,10 +54,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(delay_wgrad)
-        check_sizes("GroupedLinear", num_experts=num_experts, in_features=in_features, out_features=out_features)
-        check_flags("GroupedLinear", bias=bias, packed=packed, delay_wgrad=delay_wgrad)
+        check_options(GroupedLinear, locals())
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        check_placement("GroupedLinear", torch.empty(0, **where), in_features, out_features)
+        check_placement(GroupedLinear, torch.empty(0, **where), in_features, out_features)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.has_bias = packed, bias
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
@@ -117,17 +114,15 @@ class GroupedLinear(DelaysWeightGradients, Converts):
             ValueError, TypeError: as of `glulam.grouped_mm`; a buffer that does not fit, overlaps an input or requires
                 a gradient; a grad_input although x requires no gradient or grad mode is off.
         """
-        w, bias = self.experts("weight"), self.experts("bias")
-        given: dict[str, Any] = {"offs": offs, "splits": splits, "bias": bias, "bias_scale": bias_scale}
+        given = {
+            "x": x, "w": self.experts("weight"), "offs": offs, "splits": splits, "bias": self.experts("bias"),
+            "bias_scale": bias_scale,
+        }  # fmt: skip
         writer = self.grad_writer("weight", x, self.new_pass())
-        writers = {} if writer is None else {"w": writer}
         try:
-            if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
-                return grouped_mm(x, w, out=out, **given)
-            call = GroupedMmCall(x=x, w=w, rows=None, transpose_w=False, out=None, **given)
-            return elsewhere("GroupedLinear", call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+            return run(grouped_mm, CALL, given, {} if writer is None else {"w": writer}, out, grad_input)  # type: ignore[no-any-return]
         except TypeError:
-            check_placement("GroupedLinear", self.parameter_list("weight")[0])
+            check_placement(GroupedLinear, self.parameter_list("weight")[0])
             raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
@@ -146,67 +141,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
                 yield [move]
 
     def extra_repr(self) -> str:
-        text = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-        text += f", bias={self.has_bias}, packed={self.packed}"
-        return text + (", delay_wgrad=True" if self.delay_wgrad else "")
-
-
-def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: Any) -> bool:
-    """Whether a call is what the operator itself does: no gradient or result that goes to a place of the module's."""
-    if writers or grad_input is not None:
-        return False
-    return out is None or not (torch.is_grad_enabled() and any_requires_grad(*arguments))
-
-
-def elsewhere(module: str, call: Any, targets: Targets) -> Any:
-    """A differentiable call whose result or gradients go elsewhere.
-
-    Raises:
-        CaptureError: torch.export is tracing; an exported program cannot do that.
-    """
-    if is_exporting():
-        raise CaptureError(
-            f"{module}: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where a gradient is "
-            "recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
-        )
-    return outside_traces(call, targets)
-
-
-@_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
-def outside_traces(call: Any, targets: Targets) -> Any:
-    """To write elsewhere is a side effect that no trace has."""
-    return differentiate(call, targets=targets)
-
-
-def check_flags(module: str, **flags: Any) -> None:
-    for name, flag in flags.items():
-        check_flag(module, name, flag)
-
-
-def changed_options(module: nn.Module, **options: Any) -> str:
-    """Those that are not the defaults of a module's class, for its repr."""
-    parameters = inspect.signature(type(module)).parameters
-    shown = {name: value for name, value in options.items() if value != parameters[name].default}
-    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
-
-
-def check_sizes(module: str, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{module}: {name} is {size!r}; give an integer")
-        if size < 1:
-            raise ValueError(f"{module}: {name} is {size}; give 1 or more")
-
-
-def check_placement(module: str, parameter: Tensor, *widths: int) -> None:
-    """What kernels ask for, where parameters lie on a GPU; their dtype anywhere."""
-    on_gpu = parameter.device.type == gpus.KERNEL_DEVICE
-    valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
-    if parameter.dtype not in valid:
-        choices = " or ".join(f"dtype={dtype}" for dtype in valid)
-        raise TypeError(
-            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {choices} at construction, or call "
-            f".to({valid[0]})"
-        )
-    for width in widths:
-        check_width(module, "a weight", width, on_gpu)
+        return shown_options(
+            GroupedLinear, num_experts=self.num_experts, in_features=self.in_features, out_features=self.out_features,
+            bias=self.has_bias, packed=self.packed, delay_wgrad=self.delay_wgrad,
+        )  # fmt: skip

@@ -12,22 +12,14 @@ from cute_kernels.specs import GATED
 
 from .. import recipes
 from ..activations import ActivationParams
-from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flat_arguments
 from ..recipes import BF16, Recipe
 from ..signature import check_activation, check_params, intermediate_width, runs_kernels
-from .linear import (
-    GroupedLinear,
-    changed_options,
-    check_flags,
-    check_placement,
-    check_sizes,
-    elsewhere,
-    is_ordinary,
-)
-from .weight_gradients import DelaysWeightGradients
+from .linear import GroupedLinear
+from .options import check_options, check_placement, shown_options
+from .weight_gradients import DelaysWeightGradients, run
 
 NAME = "GroupedMLP"
 
@@ -77,18 +69,17 @@ class GroupedMLP(DelaysWeightGradients):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(delay_wgrad)
+        check_options(GroupedMLP, locals())
         width = hidden_size if out_features is None else out_features
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "out_features": width}
-        check_sizes(NAME, num_experts=num_experts, **sizes)
         check_activation(NAME, activation, glu_layout)
         check_params(NAME, ActivationParams(limit, alpha, offset))
         self.recipe = chosen = recipes.find(NAME, recipe)
-        check_flags(NAME, bias=bias, packed=packed, recompute=recompute, delay_wgrad=delay_wgrad)
         for name, flag in (("recompute", recompute), ("delay_wgrad", delay_wgrad)):
             if flag and not chosen.trains:
                 raise ValueError(f"{NAME}: {name} is True, but recipe {chosen.name!r} has no gradient; leave it out")
         probe = torch.empty(0, device=device, dtype=dtype)
-        check_placement(NAME, probe, *sizes.values())
+        check_placement(GroupedMLP, probe, *sizes.values())
         recipes.check_fits(NAME, chosen, str(probe.dtype).removeprefix("torch."), runs_kernels(probe), **sizes)
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
@@ -116,23 +107,21 @@ class GroupedMLP(DelaysWeightGradients):
         grad_input: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
-        weights = self.weights()
-        given: dict[str, Any] = {**weights, "offs": offs, "splits": splits, "row_scale": row_scale, **self.form}
-        writers = self.grad_writers(x)
+        given = {
+            "x": x, **self.weights(), "offs": offs, "splits": splits, "row_scale": row_scale, **self.form
+        }  # fmt: skip
         try:
-            if is_ordinary(writers, out, grad_input, x, row_scale, *weights.values()):
-                return grouped_mlp(x, out=out, **given)
-            given.update(x=x, rows=None, out=None)
-            call: Any
-            if self.recipe.name == BF16.name:
-                call = GroupedMlpCall(transpose_w=False, **given)
-            else:
-                call = Mxfp8MlpCall(**flat_arguments(**{**given, "recipe": self.recipe}))
-            return elsewhere(NAME, call, Targets(out, grad_input, writers))  # type: ignore[no-any-return]
+            return run(grouped_mlp, self._call, given, self.grad_writers(x), out, grad_input)  # type: ignore[no-any-return]
         except TypeError:
             if self.recipe.name == BF16.name:  # others read float32 too
-                check_placement(NAME, self.fc1.parameter_list("weight")[0])
+                check_placement(GroupedMLP, self.fc1.parameter_list("weight")[0])
             raise
+
+    def _call(self, **given: Any) -> Any:
+        given.update(rows=None, out=None)
+        if self.recipe.name == BF16.name:
+            return GroupedMlpCall(transpose_w=False, **given)
+        return Mxfp8MlpCall(**flat_arguments(**{**given, "recipe": self.recipe}))
 
     def weights(self) -> dict[str, Any]:
         """As operators take them."""
@@ -149,4 +138,4 @@ class GroupedMLP(DelaysWeightGradients):
         return {name: writer for name, writer in found.items() if writer is not None}
 
     def extra_repr(self) -> str:
-        return changed_options(self, **self.form, delay_wgrad=self.delay_wgrad)
+        return shown_options(GroupedMLP, **self.form, delay_wgrad=self.delay_wgrad)

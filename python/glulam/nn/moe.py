@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backward import Targets
 from ..layer import Routing, moe, route
 from ..layer.moe import moe_call
 from ..layer.routing import LOGITS_DTYPES, check_rule
 from ..signature import runs_kernels, shape_text
 from . import dialects
-from .linear import changed_options, check_flags, check_placement, check_sizes, elsewhere
 from .mlp import GroupedMLP
+from .options import check_options, check_placement, shown_options
 from .state import Converts, Move
+from .weight_gradients import run
 
 NAME = "MoE"
 
@@ -76,12 +76,9 @@ class MoE(Converts):
         **experts: Any,
     ) -> None:
         super().__init__()
-        check_sizes(NAME, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        check_options(MoE, locals())
         check_rule(NAME, num_experts, top_k, score, normalize, num_groups, top_groups, scale, name_of_k="top_k")
-        check_flags(NAME, router_bias=router_bias, choice_bias=choice_bias, shared_gate=shared_gate)
-        if shared_intermediate_size is not None:
-            check_sizes(NAME, shared_intermediate_size=shared_intermediate_size)
-        elif shared_gate:
+        if shared_gate and shared_intermediate_size is None:
             raise ValueError(
                 f"{NAME}: shared_gate is True but there is no shared expert; give shared_intermediate_size"
             )
@@ -91,7 +88,7 @@ class MoE(Converts):
         }  # fmt: skip
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         probe = torch.empty(0, **where)
-        check_placement(NAME, probe, hidden_size, intermediate_size)
+        check_placement(MoE, probe, hidden_size, intermediate_size)
         valid = LOGITS_DTYPES if runs_kernels(probe) else (*LOGITS_DTYPES, torch.float64)
         if router_dtype is not None and router_dtype not in valid:
             raise TypeError(f"{NAME}: router_dtype is {router_dtype}; it must be {', '.join(map(str, valid))}, or None")
@@ -131,21 +128,18 @@ class MoE(Converts):
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
-        return self._sum_of_experts(tokens, routing, self._shared(tokens)).view(x.shape)
+        experts = self.experts
+        given = {
+            "x": tokens, "routing": routing, **experts.weights(), "residual": self._shared(tokens), **experts.form
+        }  # fmt: skip
+        y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
+        return y.view(x.shape)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
         logits = _linear(tokens, self.router, self.router_dtype or tokens.dtype)
         bias = None if self.choice_bias is None else self.choice_bias.float()
         return route(logits, self.top_k, bias=bias, num_tokens=num_tokens, **self.rule)
-
-    def _sum_of_experts(self, tokens: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """The sum of what experts and the shared one make of tokens. Gradients go where the experts' options say."""
-        experts = self.experts
-        given = {**experts.weights(), "residual": shared, **experts.form}
-        if writers := experts.grad_writers(tokens):
-            return elsewhere(NAME, moe_call(tokens, routing, **given), Targets(weights=writers))  # type: ignore[no-any-return]
-        return moe(tokens, routing, **given)
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
@@ -204,11 +198,10 @@ class MoE(Converts):
         return {**self.__dict__, "routing": None}
 
     def extra_repr(self) -> str:
-        options = {**self.rule, "choice_bias": self.choice_bias is not None, "router_dtype": self.router_dtype}
-        changed = changed_options(self, **options)
-        return f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}" + (
-            f", {changed}" if changed else ""
-        )
+        return shown_options(
+            MoE, hidden_size=self.hidden_size, num_experts=self.num_experts, top_k=self.top_k, **self.rule,
+            choice_bias=self.choice_bias is not None, router_dtype=self.router_dtype,
+        )  # fmt: skip
 
 
 def _linear(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:

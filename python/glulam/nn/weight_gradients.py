@@ -1,4 +1,4 @@
-"""Where the gradients of a module's weights go: to autograd, into `main_grad` buffers, now or later.
+"""Where a module's results and gradients go: to autograd, into buffers, into the `main_grad` of weights, now or later.
 
 The main_grad protocol of Megatron-style trainers: a weight that has a `main_grad` (of its dtype or float32) gets its
 gradient added to that by the kernel itself, or written where `overwrite_main_grad` is true; autograd gets none. Where
@@ -15,10 +15,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.compiler import is_exporting
 
+from ..backward import Targets, differentiate
 from ..backward.parts import backward_of
+from ..errors import CaptureError
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..signature import gradient_dtypes, shape_text
+from ..signature import any_requires_grad, gradient_dtypes, shape_text
 
 Job = Callable[[], None]
 Put = Callable[[Job], None]
@@ -77,6 +81,36 @@ class DelaysWeightGradients(nn.Module):
         with backward_of(self.op), torch.no_grad():
             for job in pending:
                 job()
+
+
+def run(
+    operator: Callable[..., Any], call: Callable[..., Any], given: dict[str, Any], writers: dict[str, Any],
+    out: Tensor | None = None, grad_input: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """What an operator makes of what is given, where its result and gradients are to go.
+
+    Args:
+        call: gives a call of the operator, as arguments.
+        writers: of weights' gradients, by the operator's names. out, grad_input: buffers.
+
+    Raises:
+        CaptureError: torch.export is tracing, and something goes where an exported program cannot write.
+    """
+    elsewhere = writers or grad_input is not None
+    if not elsewhere and (out is None or not (torch.is_grad_enabled() and any_requires_grad(*given.values()))):
+        return operator(**given, out=out)
+    if is_exporting():
+        raise CaptureError(
+            f"{operator.__name__} of a module: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where "
+            "a gradient is recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
+        )
+    return outside_traces(call(**given), Targets(out, grad_input, writers))
+
+
+@_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
+def outside_traces(call: Any, targets: Targets) -> Any:
+    """To write elsewhere is a side effect that no trace has."""
+    return differentiate(call, targets=targets)
 
 
 def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
