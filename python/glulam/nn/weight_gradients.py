@@ -101,8 +101,9 @@ def run(
         return operator(**given, out=out)
     if is_exporting():
         raise CaptureError(
-            f"{operator.__name__} of a module: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where "
-            "a gradient is recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
+            f"{operator.__name__} of a module: torch.export traces no main_grad, delay_wgrad or grad_input, nor out "
+            "where a gradient is recorded, since they write outside of a graph; export under torch.no_grad(), or leave "
+            "them out"
         )
     return outside_traces(call(**given), Targets(out, grad_input, writers))
 
