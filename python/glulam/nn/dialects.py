@@ -85,12 +85,12 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
     """None unless a form's keys are there, for each of the module's parameters, and no others beside them."""
     own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.parameter_names}
-    if form.keys() != own or mlp.form["activation"] not in GATED:
+    if form.keys() != own or mlp.call_options["activation"] not in GATED:
         return []
     found = []
     for name, source in form.items():
         rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed)
-        make = partial(_joined, source=source, rank=rank, glu_layout=mlp.form["glu_layout"])
+        make = partial(_joined, source=source, rank=rank, glu_layout=mlp.call_options["glu_layout"])
         for expert in range(1 if source.packed else mlp.fc1.num_experts):
             new = f"{prefix}{part}.{name}" + ("" if source.packed else str(expert))
             found.append(Move([prefix + key.format(expert) for key in source.keys], [new], make))

@@ -60,21 +60,16 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.has_bias = packed, bias
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        self.parameter_names = ("weight", "bias") if bias else ("weight",)  # of parameters where they are packed
+        self._labels: dict[str, list[str]] = {"weight": [], "bias": []}
         for name in self.parameter_names:
-            for label in self._labels(name):
-                shape = (num_experts, *shapes[name]) if packed else shapes[name]
+            shape = (num_experts, *shapes[name]) if packed else shapes[name]
+            self._labels[name] = [name] if packed else [f"{name}{expert}" for expert in range(num_experts)]
+            for label in self._labels[name]:
                 self.register_parameter(label, Parameter(torch.empty(shape, **where)))
         if packed and not bias:
             self.register_parameter("bias", None)
         self.reset_parameters()
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Of parameters where they are packed."""
-        return ("weight", "bias") if self.has_bias else ("weight",)
-
-    def _labels(self, name: str) -> list[str]:
-        return [name] if self.packed else [f"{name}{expert}" for expert in range(self.num_experts)]
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear: every weight and bias uniform within 1 / sqrt(in_features)."""
@@ -85,7 +80,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     def parameter_list(self, name: str) -> list[Parameter]:
         """The parameters of "weight" or "bias": one that is packed, or one for each expert; empty without a bias."""
-        return [self._parameters[label] for label in self._labels(name)] if name in self.parameter_names else []  # type: ignore[misc]
+        return [self._parameters[label] for label in self._labels[name]]  # type: ignore[misc]
 
     def experts(self, name: str) -> Any:
         """What operators take as "weight" or "bias": a tensor, a list, or None."""
@@ -118,7 +113,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
             "x": x, "w": self.experts("weight"), "offs": offs, "splits": splits, "bias": self.experts("bias"),
             "bias_scale": bias_scale,
         }  # fmt: skip
-        writer = self.grad_writer("weight", x, self.new_pass())
+        writer = self.grad_writer("weight", x, self.new_pass() if self.delay_wgrad else None)
         try:
             return run(grouped_mm, CALL, given, {} if writer is None else {"w": writer}, out, grad_input)  # type: ignore[no-any-return]
         except TypeError:

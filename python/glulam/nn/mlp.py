@@ -83,7 +83,7 @@ class GroupedMLP(DelaysWeightGradients):
         recipes.check_fits(NAME, chosen, str(probe.dtype).removeprefix("torch."), runs_kernels(probe), **sizes)
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
-        self.form: dict[str, Any] = {
+        self.call_options: dict[str, Any] = {
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
@@ -108,7 +108,7 @@ class GroupedMLP(DelaysWeightGradients):
     ) -> Tensor:
         """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
         given = {
-            "x": x, **self.weights(), "offs": offs, "splits": splits, "row_scale": row_scale, **self.form
+            "x": x, **self.weights(), "offs": offs, "splits": splits, "row_scale": row_scale, **self.call_options
         }  # fmt: skip
         try:
             return run(grouped_mlp, self._call, given, self.grad_writers(x), out, grad_input)  # type: ignore[no-any-return]
@@ -133,9 +133,9 @@ class GroupedMLP(DelaysWeightGradients):
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
         """Other ways than autograd's for the gradients of weights, by the operators' names, in a forward of x."""
-        put = self.new_pass()
+        put = self.new_pass() if self.delay_wgrad else None
         found = {"w1": self.fc1.grad_writer("fc1.weight", x, put), "w2": self.fc2.grad_writer("fc2.weight", x, put)}
         return {name: writer for name, writer in found.items() if writer is not None}
 
     def extra_repr(self) -> str:
-        return shown_options(GroupedMLP, **self.form, delay_wgrad=self.delay_wgrad)
+        return shown_options(GroupedMLP, **self.call_options, delay_wgrad=self.delay_wgrad)

@@ -130,7 +130,7 @@ class MoE(Converts):
         self.routing = routing = self.route(tokens, num_tokens)
         experts = self.experts
         given = {
-            "x": tokens, "routing": routing, **experts.weights(), "residual": self._shared(tokens), **experts.form
+            "x": tokens, "routing": routing, **experts.weights(), "residual": self._shared(tokens), **experts.call_options
         }  # fmt: skip
         y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
         return y.view(x.shape)

@@ -46,10 +46,8 @@ class DelaysWeightGradients(nn.Module):
         """Copies have nothing pending: jobs write the gradients of the module that made them."""
         return {**self.__dict__, "_pending": deque()}
 
-    def new_pass(self) -> Put | None:
-        """Where a forward's backward leaves its work; None: it does it itself."""
-        if not self.delay_wgrad:
-            return None
+    def new_pass(self) -> Put:
+        """Where a forward's backward leaves its work."""
         jobs: list[Job] = []
 
         def put(job: Job) -> None:
@@ -98,7 +96,7 @@ def run(
     """
     elsewhere = writers or grad_input is not None
     if not elsewhere and (out is None or not (torch.is_grad_enabled() and any_requires_grad(*given.values()))):
-        return operator(**given, out=out)
+        return operator(**given) if out is None else operator(**given, out=out)
     if is_exporting():
         raise CaptureError(
             f"{operator.__name__} of a module: torch.export traces no main_grad, delay_wgrad or grad_input, nor out "
