@@ -107,9 +107,7 @@ class GroupedMLP(DelaysWeightGradients):
         grad_input: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
-        given = {
-            "x": x, **self.weights(), "offs": offs, "splits": splits, "row_scale": row_scale, **self.call_options
-        }  # fmt: skip
+        given = {"x": x, "offs": offs, "splits": splits, "row_scale": row_scale, **self.arguments()}
         try:
             return run(grouped_mlp, self._call, given, self.grad_writers(x), out, grad_input)  # type: ignore[no-any-return]
         except TypeError:
@@ -123,12 +121,12 @@ class GroupedMLP(DelaysWeightGradients):
             return GroupedMlpCall(transpose_w=False, **given)
         return Mxfp8MlpCall(**flat_arguments(**{**given, "recipe": self.recipe}))
 
-    def weights(self) -> dict[str, Any]:
-        """As operators take them."""
+    def arguments(self) -> dict[str, Any]:
+        """Weights and options, as operators take them."""
         fc1, fc2 = self.fc1, self.fc2
         return {
             "w1": fc1.experts("weight"), "w2": fc2.experts("weight"), "b1": fc1.experts("bias"),
-            "b2": fc2.experts("bias"),
+            "b2": fc2.experts("bias"), **self.call_options,
         }  # fmt: skip
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:

@@ -129,9 +129,7 @@ class MoE(Converts):
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
         experts = self.experts
-        given = {
-            "x": tokens, "routing": routing, **experts.weights(), "residual": self._shared(tokens), **experts.call_options
-        }  # fmt: skip
+        given = {"x": tokens, "routing": routing, "residual": self._shared(tokens), **experts.arguments()}
         y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
         return y.view(x.shape)
 
