@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,12 +26,12 @@ class Capture:
 
 
 @pytest.fixture(autouse=True)
-def capture(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> Capture:
+def capture(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> Iterator[Capture]:
     capture = Capture()
     monkeypatch.setattr(gpus, "capture_id", lambda: capture.number)
-    monkeypatch.setattr(tickets, "_kept", tickets._Kept())
-    monkeypatch.setattr(tickets, "_of_graphs", {})
-    return capture
+    tickets.forget()
+    yield capture
+    tickets.forget()
 
 
 def counters(index: int = 0) -> int:
@@ -64,7 +65,7 @@ def test_streams_are_bounded(fake_gpu: FakeGpu) -> None:
         fake_gpu.stream = stream
         counters(0)
         counters(1)
-    assert len(tickets._kept.eager) == 2 * MAX_STREAMS
+    assert tickets.stats().streams == 2 * MAX_STREAMS
 
 
 def test_streams_of_a_capture_have_their_own(fake_gpu: FakeGpu, capture: Capture) -> None:
@@ -88,13 +89,25 @@ def test_those_of_captures_are_never_given_twice(fake_gpu: FakeGpu, capture: Cap
     for capture.number in range(MAX_GRAPH_SETS + 3):
         given.append(counters())
     assert given[-3:] == [0, 0, 0] and all(given[:-3]) and differ_by_a_set(given[:-3])
-    assert len(tickets._kept.captured) <= MAX_STREAMS
+    assert tickets.stats().captured <= MAX_STREAMS
 
 
 def test_a_first_call_under_capture_has_none_unless_prepared(fake_gpu: FakeGpu, capture: Capture) -> None:
     fake_gpu.stream, fake_gpu.capturing = 5, True
-    assert counters() == 0 and not tickets._of_graphs
+    assert counters() == 0 and not tickets.stats().of_graphs
     fake_gpu.capturing = False
     tickets.prepare(CPU, 0)
     fake_gpu.capturing, capture.number = True, 2
     assert counters() != 0
+
+
+def test_what_is_forgotten_stays_the_graphs_own(fake_gpu: FakeGpu, capture: Capture) -> None:
+    tickets.prepare(CPU, 0)
+    fake_gpu.stream, fake_gpu.capturing = 5, True
+    before, memory = counters(), tickets.stats().of_graphs[0]
+    tickets.forget()
+    assert tickets.stats() == (0, 0, {}) and counters() == 0
+    fake_gpu.capturing = False
+    tickets.prepare(CPU, 0)
+    start = tickets.stats().of_graphs[0].data_ptr()
+    assert memory.data_ptr() == before and not start <= before < start + memory.nbytes

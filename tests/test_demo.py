@@ -10,10 +10,8 @@ from support.fake_gpu import FakeGpu
 
 import glulam
 from cute_kernels.sm90.configs import shipped_specs
-from glulam import _demo_layer as demo_layer
 from glulam import demo
-from glulam._demo_layer import QWEN3_30B_A3B, SHRUNK, Size
-from glulam.demo import Error, within_rule
+from glulam.demo import QWEN3_30B_A3B, SHRUNK, Error, Size, within_rule
 
 pytest_plugins = ["support.fixtures"]
 
@@ -23,12 +21,12 @@ FULL = Size(hidden=256, intermediate=256, experts=4, top_k=2, tokens=4096)  # wo
 
 def made(size=TINY):
     torch.manual_seed(1)
-    return demo_layer.make_layer(size, "cpu"), demo_layer.embed(demo_layer.read_words(size.tokens), size.hidden, "cpu")
+    return demo.make_layer(size, "cpu"), demo.make_input(size, "cpu")
 
 
 def moe_token_by_token(layer, x):
     """The layer without sorting: each token through its own experts, in float64."""
-    w1, w2 = demo_layer.weights_of(layer)
+    w1, w2 = demo.weights_of(layer)
     logits = torch.nn.functional.linear(x.float(), layer.router.weight)  # in float64 others might be chosen
     probabilities, experts = logits.double().softmax(dim=-1).topk(TINY.top_k, dim=-1)
     probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
@@ -42,7 +40,7 @@ def moe_token_by_token(layer, x):
 
 def test_the_reference_is_the_layer_itself():
     layer, x = made()
-    exact = demo_layer.exact_moe(layer, x)
+    exact = demo.exact_moe(layer, x)
     assert float(exact.abs().max()) > 0.1
     torch.testing.assert_close(exact, moe_token_by_token(layer, x), rtol=1e-5, atol=1e-7)
 
@@ -50,19 +48,19 @@ def test_the_reference_is_the_layer_itself():
 def test_both_ways_compute_the_layer():
     layer, x = made()
     for call in demo.contestants(layer, x).values():
-        assert demo.error_of(call(), demo_layer.exact_moe(layer, x)).norm < 0.02
+        assert demo.error_of(call(), demo.exact_moe(layer, x)).norm < 0.02
 
 
 def test_both_choose_the_same_experts():
     layer, x = made()
-    routing, (weights, experts) = layer.route(x), demo_layer.choose(layer, x)
+    routing, (weights, experts) = layer.route(x), demo.choose(layer, x)
     assert torch.equal(routing.ids, experts) and sum(routing.counts.tolist()) == TINY.tokens * TINY.top_k
     torch.testing.assert_close(routing.weights, weights)
 
 
 def test_the_profile_holds_what_the_demo_calls_and_no_more(fake_gpu: FakeGpu):
     layer, x = made(FULL)
-    assert demo.error_of(layer(x), demo_layer.exact_moe(layer, x)).norm < 0.02
+    assert demo.error_of(layer(x), demo.exact_moe(layer, x)).norm < 0.02
     assert set(fake_gpu.specs) == set(shipped_specs("demo"))
     hidden, inner, experts, k, tokens = QWEN3_30B_A3B
     shapes = (tokens * k, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner)
@@ -70,25 +68,15 @@ def test_the_profile_holds_what_the_demo_calls_and_no_more(fake_gpu: FakeGpu):
     assert glulam.explain("grouped_mlp", *shapes).spec == mlp and route.experts == experts
 
 
-def test_words_are_real_text_and_repeat_like_it():
-    words = demo_layer.read_words(4096)
-    assert len(words) == 4096 and "the" in words
-    assert max(words.count(word) for word in set(words)) > 50
-    assert words == demo_layer.read_words(4096)
-
-
-def test_words_do_not_run_out_where_python_has_no_sources(monkeypatch):
-    monkeypatch.setattr(demo_layer, "read_text", lambda module: "")
-    assert len(demo_layer.read_words(100)) == 100
-
-
-def test_equal_words_are_equal_tokens_and_other_words_are_not():
+def test_tokens_repeat_as_words_do():
     torch.manual_seed(0)
-    a, b, c = demo_layer.embed(["router", "router", "expert"], 64, "cpu")
-    assert torch.equal(a, b) and not torch.equal(a, c)
+    x = demo.make_input(QWEN3_30B_A3B._replace(hidden=64), "cpu")
+    _, counts = x.unique(dim=0, return_counts=True)
+    assert counts.max() > 50 and len(counts) > 1000, "the most frequent of many"
+    torch.testing.assert_close(x.float().square().mean(1), torch.ones(len(x)), rtol=0.02, atol=0)
 
 
-def test_real_text_routes_unevenly():
+def test_experts_get_uneven_loads():
     layer, x = made(SHRUNK)
     sizes = layer.route(x).counts.tolist()
     assert max(sizes) > 2 * sum(sizes) / len(sizes)

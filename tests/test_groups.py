@@ -22,8 +22,8 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def not_yet_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_warned", set())
+def not_yet_warned() -> None:
+    groups.forget_warnings()
 
 
 def offs_of(*values: int) -> Tensor:
@@ -183,7 +183,7 @@ class TestRowsBehind:
         with pytest.warns(RuntimeWarning, match="the groups end") as seen:
             CALLS["grouped_mm"](offs=offs_of(4, 4, 4, 4))
         advice = str(seen[0].message).partition("silence this by ")[2]
-        groups._warned.clear()
+        groups.forget_warnings()
         with warnings.catch_warnings(record=True) as others:
             warnings.simplefilter("always")
             exec(advice)  # what the message says

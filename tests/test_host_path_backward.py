@@ -24,8 +24,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def fresh_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
+def fresh_workspaces() -> None:
+    workspace.forget()
 
 
 def case(form: tuple[str, str] = ("swiglu", "concat"), dtype: torch.dtype = BF16) -> Case:
@@ -61,7 +61,7 @@ def test_row_sums_are_asked_for_only_where_needed(fake_gpu: FakeGpu) -> None:
         got = glulam.grouped_dglu(
             gradient(c), c.w2, preactivation(c), offs=c.offs, row_scale=scale, row_scale_grad=asked
         )
-        assert got.d_row_scale is None and not workspace._kept.buffers
+        assert got.d_row_scale is None and not workspace.stats().buffers
         last = fake_gpu.launches[-1]
         assert (last["d_scale"], last["partials"]) == (0, 0) and bool(last["scale"]) == (scale is not None)
 

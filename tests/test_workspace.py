@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from support.fake_gpu import FakeGpu
 
 from glulam import workspace
-from glulam.workspace import GRANULE, MAX_STREAMS, MAX_VIEWS, Layout
+from glulam.workspace import ALIGNMENT_BYTES, GRANULE, MAX_STREAMS, MAX_VIEWS, Layout, Layouts
 
 pytest_plugins = ["support.fixtures"]
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> None:
-    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
+def fresh(fake_gpu: FakeGpu) -> Iterator[None]:
+    workspace.forget()
+    yield
+    workspace.forget()
 
 
 def layout(rows: int = 3, columns: int = 8, index: int = 0, dtype: torch.dtype = torch.bfloat16) -> Layout:
@@ -60,7 +63,8 @@ def test_grows_and_then_serves_smaller_ones() -> None:
     assert grown.shape == (GRANULE // 64, 64)
     after = workspace.take(small)
     assert after.data_ptr() == grown.data_ptr() and after is not before
-    assert len(workspace._kept.buffers) == 1
+    (buffer,) = workspace.stats().buffers.values()
+    assert buffer.nbytes == 2 * GRANULE, "bytes of the large one"
 
 
 def test_streams_are_bounded(fake_gpu: FakeGpu) -> None:
@@ -68,14 +72,14 @@ def test_streams_are_bounded(fake_gpu: FakeGpu) -> None:
         fake_gpu.stream = stream
         workspace.take(layout())
         workspace.take(layout(index=1))
-    assert len(workspace._kept.buffers) == 2 * MAX_STREAMS
-    assert {stream for _, stream in workspace._kept.buffers} == set(range(2 * MAX_STREAMS, 3 * MAX_STREAMS))
+    kept = workspace.stats().buffers
+    assert kept.keys() == {(index, stream) for index in (0, 1) for stream in range(2 * MAX_STREAMS, 3 * MAX_STREAMS)}
 
 
 def test_views_are_bounded() -> None:
     for rows in range(3 * MAX_VIEWS):
         workspace.take(layout(rows))
-        assert len(workspace._kept.views) <= MAX_VIEWS
+        assert workspace.stats().num_views <= MAX_VIEWS
 
 
 def test_capture_takes_memory_of_its_own(fake_gpu: FakeGpu) -> None:
@@ -85,8 +89,27 @@ def test_capture_takes_memory_of_its_own(fake_gpu: FakeGpu) -> None:
     captured = workspace.take(shared)
     assert captured.data_ptr() != kept.data_ptr()
     assert workspace.take(shared) is not captured
-    assert (0, 5) not in workspace._kept.buffers
+    assert (0, 5) not in workspace.stats().buffers
 
 
 def test_no_rows() -> None:
     assert workspace.take(layout(0)).shape == (0, 8)
+
+
+def test_several_at_once_lie_apart(fake_gpu: FakeGpu) -> None:
+    several = Layouts(layout(), 5, layout(2, dtype=torch.float32))
+    for capturing in (False, True):
+        fake_gpu.stream, fake_gpu.capturing = 5 * capturing, capturing
+        first, address, last = workspace.take(several)
+        begins = [first.data_ptr(), address, last.data_ptr()]
+        assert begins == [begins[0] + part * ALIGNMENT_BYTES for part in range(3)]
+        assert (first.shape, last.shape, last.dtype) == ((3, 8), (2, 8), torch.float32)
+    fake_gpu.stream, fake_gpu.capturing = 0, False
+    assert workspace.take(several) is workspace.take(several)
+
+
+def test_what_is_forgotten_is_given_back() -> None:
+    workspace.take(layout())
+    assert workspace.stats().num_views == 1 and workspace.stats().buffers[0, 0].nbytes == GRANULE
+    workspace.forget()
+    assert workspace.stats() == ({}, 0)

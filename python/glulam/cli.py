@@ -1,18 +1,20 @@
 """The command `glulam`: build a bundle, show what is in it, compile and tune kernels, say what this machine can do.
 
-Needs no torch to build or to show: only `doctor` imports it.
+A command is a function, and a row for each of its options. Needs no torch to build or to show.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import io
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -23,7 +25,7 @@ from cute_kernels.tiles import CLUSTERS, TILE_K, SpecError
 from ffi_bridge import BundleError, CompileError, ToolchainError, __version__, profiles, toolchain
 from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
-from ffi_bridge.manifest import Function, Manifest, verify
+from ffi_bridge.manifest import Function, verify
 
 from ._cli_output import console, megabytes
 from .choose import records, specs
@@ -32,7 +34,7 @@ from .errors import UnsupportedDevice
 
 
 class _OneLineErrors(TyperGroup):
-    """Tells of a mistake on the command line as of any other: in one line."""
+    """Reports a mistake on the command line as any other: in one line."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         if not extra.get("standalone_mode", True):
@@ -58,6 +60,10 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Fused grouped-GEMM kernels for mixture-of-experts layers.",
 )
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Kernels that were compiled at run time, and objects for builds, on disk."
+)
+app.add_typer(cache_app, name="cache")
 
 
 def _say_error(text: str) -> None:
@@ -101,18 +107,60 @@ def _reported() -> Iterator[None]:
             raise typer.Exit(1) from error
 
 
-def _one_of(*choices: str) -> Any:
-    """What parses one of these words."""
+class Row(NamedTuple):
+    """An option of a command: its type, its default, and what else `typer.Option` takes."""
 
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
-        return text
+    kind: Any
+    default: Any
+    how: dict[str, Any]
+    positional: bool = False
 
-    return parse
+    def parameter(self, name: str) -> inspect.Parameter:
+        typed = f"{option(name)}/--no-{name}" if self.default is True else option(name)
+        info = typer.Argument(**self.how) if self.positional else typer.Option(typed, **self.how)
+        kind: Any = self.kind
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, info]
+        )
 
 
-def _numbers(text: str, separator: str) -> tuple[int, ...]:
+REQUIRED = inspect.Parameter.empty
+
+
+def _row(help: str, kind: Any = str | None, default: Any = None, **how: Any) -> Row:
+    return Row(kind, default, {"help": help, **how})
+
+
+def _flag(help: str) -> Row:
+    return _row(help, bool, False)
+
+
+def _count(help: str, default: Any = None, least: int = 1) -> Row:
+    return _row(help, int | None, default, min=least)
+
+
+def _parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
+    """`form`: what a text that raises ValueError is not."""
+
+    def parser(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {form}") from None
+
+    return _row(help, Any, default, parser=parser, metavar=metavar)
+
+
+def _word(help: str, words: Iterable[str], default: Any = None, metavar: str = "") -> Row:
+    """One of these words."""
+    choices = list(words)
+    return _parsed(
+        help, f"one of {', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
+        lambda text: choices[choices.index(text)], default,
+    )  # fmt: skip
+
+
+def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
     """Whole numbers above 0. Raises ValueError."""
     numbers = tuple(int(part) for part in text.lower().split(separator))
     if min(numbers) < 1:
@@ -120,62 +168,66 @@ def _numbers(text: str, separator: str) -> tuple[int, ...]:
     return numbers
 
 
-def _row_counts(text: str) -> tuple[int, ...]:
-    try:
-        return _numbers(text, ",")
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not of the form 1,16,256") from None
-
-
 def _tile_shape(text: str) -> tuple[int, ...]:
-    with contextlib.suppress(ValueError):
-        m, n, k = _numbers(text, "x")
-        if k == TILE_K[16]:
-            return m, n, k
-    raise typer.BadParameter(f"{text!r} is not of the form 128x256x64, where the last is always 64")
+    m, n, k = _numbers(text, "x")
+    if k != TILE_K[16]:
+        raise ValueError
+    return m, n, k
 
 
-def _choices(words: Any) -> str:
-    return f"[{'|'.join(words)}]"
+def _row_counts(help: str) -> Row:
+    return _parsed(help, "of the form 1,16,256", "N,N,...", _numbers)
 
 
-Archs = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Architecture, repeatable; default: every one.",
-        parser=_one_of(*profiles.CONFIGS),
-        metavar=_choices(profiles.CONFIGS),
-    ),
-]
+def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The command that a function is: an option for each row, and its docstring for help."""
+    group = cache_app if path.startswith("cache ") else app
+    parameters = [row.parameter(option) for option, row in rows.items()]
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**given: Any) -> None:
+            with _reported():
+                function(**given)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__  # whose parameters typer would look at
+        group.command(path.split()[-1])(run)
+        return function
+
+    return register
 
 
-@app.command()
+def _tuning() -> Any:
+    """What imports torch."""
+    from . import _cli_tuning
+
+    return _cli_tuning
+
+
+ARCHS = _word("Architecture, repeatable; default: every one.", profiles.CONFIGS)._replace(kind=list[str] | None)
+
+
+@command(
+    "build",
+    arch=ARCHS,
+    profile=_row("demo: what the demo calls; bf16: all but float16; full: what a wheel has.", str, "bf16"),
+    only=_row("Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.", list[str] | None),
+    jobs=_count("Compile processes; default: one a CPU."),
+    out=_row("Bundle folder; default: inside the installed package.", Path | None),
+    keep=_flag("Leave a bundle as it is that has these functions."),
+)
 def build(
-    arch: Archs = None,
-    profile: Annotated[
-        str, typer.Option(help="demo: what the demo calls; bf16: all but float16; full: what a wheel has.")
-    ] = "bf16",
-    only: Annotated[
-        list[str] | None, typer.Option(help="Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.")
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compile processes; default: one a CPU.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Bundle folder; default: inside the installed package.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave a bundle as it is that has these functions.")] = False,
+    arch: list[str] | None, profile: str, only: list[str] | None, jobs: int | None, out: Path | None, keep: bool
 ) -> None:
     """Compile the shipped kernels and link them into one library per architecture."""
-    with _reported():
-        for one in arch or list(profiles.CONFIGS):
-            root = out or packaged_root()
-            specs = profiles.shipped_specs(one, profile, only or ())
-            manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
-            contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
-            typer.echo(f"{root / one / manifest.library}: {contents}")
-
-
-def _stages(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """The specs that a function runs one after another: a composed one's parts, else itself."""
-    parts = [value for value in spec.values() if isinstance(value, dict) and "tile" in value]
-    return parts or [spec]
+    for one in arch or list(profiles.CONFIGS):
+        root = out or packaged_root()
+        specs = profiles.shipped_specs(one, profile, only or ())
+        manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
+        contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
+        typer.echo(f"{root / one / manifest.library}: {contents}")
 
 
 def _tile(stage: dict[str, Any]) -> str:
@@ -187,281 +239,208 @@ def _tile(stage: dict[str, Any]) -> str:
     return f"{tile['m']}x{tile['n']}x{tile['k']} {cluster} {tile['schedule'][:4]}"
 
 
-def _distinct(values: list[str]) -> str:
-    return " + ".join(dict.fromkeys(values))
-
-
-def _row(function: Function) -> list[str]:
-    stages = _stages(function.spec)
+def _cells(function: Function) -> dict[str, str]:
+    """What `info` shows of a function. A composed one's stages are the specs in its spec."""
+    spec, kernels = function.spec, function.kernels
+    stages = [value for value in spec.values() if isinstance(value, dict) and "tile" in value] or [spec]
     first = stages[0]
     flags = [name for stage in stages for name, value in stage.items() if value is True]
     if "kernel" in first:
         flags += [first["kernel"], *(f"{name}={first[name]}" for name in ("n", "experts") if first.get(name))]
-    return [
-        function.spec["op"],
-        first["dtype"],
-        first.get("activation", "-"),
-        first.get("glu_layout", "-"),
-        _distinct([_tile(stage) for stage in stages]),
-        ", ".join(flags) or "-",
-        " + ".join(str(kernel.registers) for kernel in function.kernels),
-        " + ".join(f"{(kernel.static_smem + kernel.dynamic_smem) / 1024:.1f}" for kernel in function.kernels),
-    ]
+    return {
+        "op": spec["op"],
+        "dtype": first["dtype"],
+        "activation": first.get("activation", "-"),
+        "layout": first.get("glu_layout", "-"),
+        "tile": " + ".join(dict.fromkeys(_tile(stage) for stage in stages)),
+        "options": ", ".join(flags) or "-",
+        "registers": " + ".join(str(kernel.registers) for kernel in kernels),
+        "smem KB": " + ".join(f"{(kernel.static_smem + kernel.dynamic_smem) / 1024:.1f}" for kernel in kernels),
+    }
 
 
-def _table(manifest: Manifest, op: str | None) -> Table:
-    table = Table(title=f"{manifest.arch}: {len(manifest.functions)} functions")
-    for heading in ("op", "dtype", "activation", "layout", "tile", "options"):
-        table.add_column(heading)
-    table.add_column("registers", justify="right")
-    table.add_column("smem KB", justify="right")
-    for function in manifest.functions.values():
-        if op in (None, function.spec["op"]):
-            table.add_row(*_row(function))
-    return table
-
-
-@app.command()
-def info(
-    arch: Archs = None,
-    op: Annotated[str | None, typer.Option(help="Show one operator's functions only, as grouped_mlp.")] = None,
-    bundle: Annotated[Path | None, typer.Option(help=f"Folder; default: ${ENV_BUNDLE}, else the package's.")] = None,
-) -> None:
+@command(
+    "info",
+    arch=ARCHS,
+    op=_row("Show one operator's functions only, as grouped_mlp."),
+    bundle=_row(f"Folder; default: ${ENV_BUNDLE}, else the package's.", Path | None),
+)
+def info(arch: list[str] | None, op: str | None, bundle: Path | None) -> None:
     """Show what the bundle contains; nothing of it is loaded."""
     out = console()
-    with _reported():
-        for one in arch or list(profiles.CONFIGS):
-            folder = bundle_root(bundle) / one
-            manifest = verify(folder, one)
-            out.print(_table(manifest, op))
-            versions = ", ".join(f"{name} {version or '?'}" for name, version in manifest.versions.items())
-            out.print(f"library   {folder / manifest.library} ({megabytes(manifest.size)})", soft_wrap=True)
-            out.print(f"sha256    {manifest.sha256}", soft_wrap=True)
-            out.print(f"built by  {versions}", soft_wrap=True)
-            ranges = ", ".join(f"{name} {wanted}" for name, wanted in toolchain.RUNS_WITH.items())
-            out.print(f"runs with {ranges}, on any {manifest.host} CPU", soft_wrap=True)
+    for one in arch or list(profiles.CONFIGS):
+        folder = bundle_root(bundle) / one
+        manifest = verify(folder, one)
+        functions = manifest.functions.values()
+        table = Table(title=f"{manifest.arch}: {len(functions)} functions")
+        rows = [_cells(function) for function in functions if op in (None, function.spec["op"])]
+        for heading in rows[0] if rows else ():
+            table.add_column(heading, justify="right" if heading in ("registers", "smem KB") else "left")
+        for row in rows:
+            table.add_row(*row.values())
+        out.print(table)
+        versions = ", ".join(f"{name} {version or '?'}" for name, version in manifest.versions.items())
+        ranges = ", ".join(f"{name} {wanted}" for name, wanted in toolchain.RUNS_WITH.items())
+        for line in (
+            f"library   {folder / manifest.library} ({megabytes(manifest.size)})",
+            f"sha256    {manifest.sha256}",
+            f"built by  {versions}",
+            f"runs with {ranges}, on any {manifest.host} CPU",
+        ):
+            out.print(line, soft_wrap=True)
 
 
-@app.command()
+MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red")}
+
+
+@command("doctor")
 def doctor() -> None:
     """Say in plain words what this machine can do, what is missing, and what mends it."""
-    from ._doctor import examine
+    from ._doctor import examine, verdict
 
     out = console()
-    diagnosis = examine()
-    for check in diagnosis.checks:
-        mark, style = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red")}[check.state]
+    checks = []
+    for check in examine():
+        checks.append(check)
+        mark, style = MARKS[check.state]
         out.print(f"{mark:<4}", style=style, end=" ")
         out.print(f"{check.name:<12} {check.finding}", soft_wrap=True)
         if check.remedy:
             out.print(f"{'':<17} -> {check.remedy}", soft_wrap=True)
     out.print()
-    out.print(diagnosis.verdict, soft_wrap=True)
-    raise typer.Exit(0 if diagnosis.usable else 1)
+    out.print(verdict(checks), soft_wrap=True)
+    raise typer.Exit(int(any(check.state == "bad" for check in checks)))
 
 
-_OPS = ", ".join(TILED)
-Experts = Annotated[int, typer.Option(min=1)]
-InFeatures = Annotated[int, typer.Option(min=1, help="Columns of x (of a grouped_dglu: of dy).")]
-Intermediate = Annotated[int, typer.Option(min=0, help="Columns of the activation.")]
-OutFeatures = Annotated[int, typer.Option(min=0, help="Columns of the result; of a grouped_mlp those of x.")]
-RowsPerExpert = Annotated[
-    Any, typer.Option(help="As 1,16,256; default: eight, 1 to 4096.", parser=_row_counts, metavar="N,N,...")
-]
-Activation = Annotated[
-    Any, typer.Option(help="As swiglu (default), geglu, silu.", parser=_one_of(*ACTIVATIONS), metavar="NAME")
-]
-GluLayout = Annotated[
-    Any, typer.Option(help="Default: concat.", parser=_one_of(*GLU_LAYOUTS), metavar=_choices(GLU_LAYOUTS))
-]
-Dtype = Annotated[Any, typer.Option(help="Default: bfloat16.", parser=_one_of(*DTYPES), metavar=_choices(DTYPES))]
-OutDtype = Annotated[
-    Any,
-    typer.Option(help="Of a grouped_wgrad: that of x, or float32.", parser=_one_of(*DTYPES, "float32"), metavar="NAME"),
-]
-SavePreact = Annotated[bool, typer.Option("--save-preact", help="Of a grouped_glu: store the preactivation.")]
-TransposeW = Annotated[bool, typer.Option("--transpose-w", help="Forward contracts over weights' rows.")]
-Operator = Annotated[Any, typer.Argument(help=f"One of {_OPS}.", parser=_one_of(*TILED), metavar="OP")]
-Training = Annotated[bool, typer.Option("--training", help="Of a grouped_mlp: its training step.")]
+OPS = ", ".join(TILED)
+CLUSTERS_BY_NAME: dict[str, Any] = {
+    **{f"{m}x{n}": (m, n) for m, n in CLUSTERS}, specs.ADAPTIVE: specs.ADAPTIVE
+}  # fmt: skip
+OP = _word(f"One of {OPS}.", TILED, REQUIRED, "OP")._replace(positional=True)
+FORM = {
+    "dtype": _word("Default: bfloat16.", DTYPES),
+    "activation": _word("As swiglu (default), geglu, silu.", ACTIVATIONS, metavar="NAME"),
+    "glu_layout": _word("Default: concat.", GLU_LAYOUTS),
+    "save_preact": _flag("Of a grouped_glu: store the preactivation."),
+    "transpose_w": _flag("Forward contracts over weights' rows."),
+    "out_dtype": _word("Of a grouped_wgrad: that of x, or float32.", (*DTYPES, "float32"), metavar="NAME"),
+}
+SIZES = {
+    "experts": _count("", REQUIRED),
+    "in_features": _count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
+    "intermediate": _count("Columns of the activation.", 0, least=0),
+    "out_features": _count("Columns of the result; of a grouped_mlp those of x.", 0, least=0),
+}
+PROBLEM = {
+    "op": OP,
+    **SIZES,
+    "rows_per_expert": _row_counts("As 1,16,256; default: eight, 1 to 4096."),
+    **FORM,
+    "training": _flag("Of a grouped_mlp: its training step."),
+}
 
 
-_CLUSTERS: dict[str, Any] = {**{f"{m}x{n}": (m, n) for m, n in CLUSTERS}, specs.ADAPTIVE: specs.ADAPTIVE}
-_SCHEDULES = ("cooperative", "pingpong")
-
-
-def _form(
-    op: str, dtype: Any, activation: Any, glu_layout: Any, save_preact: bool, transpose_w: bool, out_dtype: Any
-) -> dict[str, Any]:
-    """The options that were given. Raises ValueError where the operator has no such option."""
-    options = {
-        "dtype": dtype, "activation": activation, "glu_layout": glu_layout, "save_preact": save_preact,
-        "transpose_w": transpose_w, "out_dtype": out_dtype,
-    }  # fmt: skip
+def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes, and what was given of FORM. Raises ValueError where the operator has no such option."""
     known = specs.fields_of(op)
-    given = {name: value for name, value in options.items() if value}
-    for name in given:
-        if name not in known:
-            others = ", ".join(option(other) for other in options if other in known)
-            raise ValueError(f"{op} has no option {option(name)}; it has {others}")
+    given = {name: value for name, value in options.items() if name in SIZES or value}
+    for name in given.keys() & FORM.keys() - known:
+        others = ", ".join(option(other) for other in FORM if other in known)
+        raise ValueError(f"{op} has no option {option(name)}; it has {others}")
     return given
 
 
-@app.command("compile")
+@command(
+    "compile",
+    op=OP._replace(default=None),
+    tile=_parsed(
+        "Rows x weight rows x depth of a CTA's tile.", "of the form 128x256x64, where the last is always 64", "MxNxK",
+        _tile_shape, "128x128x64",
+    ),
+    cluster=_word("CTAs along both.", CLUSTERS_BY_NAME, "1x1"),
+    schedule=_word("", ("cooperative", "pingpong"), "cooperative"),
+    **FORM,
+    prefer=_row("Let it serve every call of its form from now on.", bool, True),
+    tuned=_flag("Instead: all kernels that tables for this GPU choose."),
+)  # fmt: skip
 def compile_kernel(
-    op: Operator = None,
-    tile: Annotated[
-        Any, typer.Option(help="Rows x weight rows x depth of a CTA's tile.", parser=_tile_shape, metavar="MxNxK")
-    ] = "128x128x64",
-    cluster: Annotated[
-        Any, typer.Option(help="CTAs along both.", parser=_one_of(*_CLUSTERS), metavar=_choices(_CLUSTERS))
-    ] = "1x1",
-    schedule: Annotated[Any, typer.Option(parser=_one_of(*_SCHEDULES), metavar=_choices(_SCHEDULES))] = "cooperative",
-    dtype: Dtype = None,
-    activation: Activation = None,
-    glu_layout: GluLayout = None,
-    save_preact: SavePreact = False,
-    transpose_w: TransposeW = False,
-    out_dtype: OutDtype = None,
-    prefer: Annotated[bool, typer.Option(help="Let it serve every call of its form from now on.")] = True,
-    tuned: Annotated[
-        bool, typer.Option("--tuned", help="Instead: all kernels that tables for this GPU choose.")
-    ] = False,
+    op: str | None, tile: tuple[int, ...], cluster: str, schedule: str, prefer: bool, tuned: bool, **form: Any
 ) -> None:
     """Make a kernel that the bundle lacks, and keep it in the cache."""
-    from . import _cli_tuning
-
-    with _reported():
-        if tuned == (op is not None):
-            raise ValueError(f"give an operator ({_OPS}) or --tuned, one of the two")
-        if tuned:
-            _cli_tuning.compile_tuned()
-            return
-        form = _form(op, dtype, activation, glu_layout, save_preact, transpose_w, out_dtype)
-        shape = {"tile": tile, "cluster": _CLUSTERS[cluster], "schedule": schedule}
-        _cli_tuning.compile_one({"op": op, **shape, **form}, prefer)
+    if tuned == (op is not None):
+        raise ValueError(f"give an operator ({OPS}) or --tuned, one of the two")
+    if op is None:
+        _tuning().compile_tuned()
+        return
+    shape = {"tile": tile, "cluster": CLUSTERS_BY_NAME[cluster], "schedule": schedule}
+    _tuning().compile_one({"op": op, **shape, **_given(op, form)}, prefer)
 
 
-@app.command()
-def tune(
-    op: Operator,
-    experts: Experts,
-    in_features: InFeatures,
-    intermediate: Intermediate = 0,
-    out_features: OutFeatures = 0,
-    rows_per_expert: RowsPerExpert = None,
-    dtype: Dtype = None,
-    activation: Activation = None,
-    glu_layout: GluLayout = None,
-    save_preact: SavePreact = False,
-    transpose_w: TransposeW = False,
-    out_dtype: OutDtype = None,
-    training: Training = False,
-    budget_s: Annotated[float | None, typer.Option("--budget", help="Seconds of sampling for each problem.")] = None,
-    candidates: Annotated[int | None, typer.Option(min=1, help="Kernels beside the shipped, at each size.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compile processes; default: one a CPU but two.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Table to add to; default: where the dispatcher looks.")] = None,
-) -> None:
+@command(
+    "tune",
+    **PROBLEM,
+    budget_s=_row("Seconds of sampling for each problem.", float | None),
+    candidates=_count("Kernels beside the shipped, at each size."),
+    jobs=_count("Compile processes; default: one a CPU but two."),
+    out=_row("Table to add to; default: where the dispatcher looks.", Path | None),
+)
+def tune(op: str, training: bool, **options: Any) -> None:
     """Measure which kernels serve a layer best on this GPU, and let them serve it from now on."""
-    from . import _cli_tuning
-
-    with _reported():
-        form = _form(op, dtype, activation, glu_layout, save_preact, transpose_w, out_dtype)
-        layer = {"experts": experts, "in_features": in_features, "intermediate": intermediate}
-        cost = {"rows_per_expert": rows_per_expert, "budget_s": budget_s, "candidates": candidates, "jobs": jobs}
-        chosen = {name: value for name, value in {**cost, "out": out}.items() if value is not None}
-        _cli_tuning.tune(op, {**layer, "out_features": out_features, "training": training, **form, **chosen})
+    search = {name: options.pop(name) for name in ("rows_per_expert", "budget_s", "candidates", "jobs", "out")}
+    chosen = {name: value for name, value in search.items() if value is not None}
+    _tuning().tune(op, {"training": training, **_given(op, options), **chosen})
 
 
-@app.command()
+@command(
+    "explain",
+    **PROBLEM,
+    rows=_row_counts("Of all experts together, as 8,4096."),
+    arch=_word("Architecture; default: this GPU's, or where there is none the first.", profiles.CONFIGS),
+    gpu=_row("Name of the GPU whose tables hold; default: this GPU's."),
+)
 def explain(
-    op: Operator,
-    experts: Experts,
-    in_features: InFeatures,
-    intermediate: Intermediate = 0,
-    out_features: OutFeatures = 0,
-    rows: Annotated[
-        Any, typer.Option(help="Of all experts together, as 8,4096.", parser=_row_counts, metavar="N,N,...")
-    ] = None,
-    rows_per_expert: RowsPerExpert = None,
-    dtype: Dtype = None,
-    activation: Activation = None,
-    glu_layout: GluLayout = None,
-    save_preact: SavePreact = False,
-    transpose_w: TransposeW = False,
-    out_dtype: OutDtype = None,
-    training: Training = False,
-    arch: Annotated[
-        Any,
-        typer.Option(
-            help="Architecture; default: this GPU's, or where there is none the first.",
-            parser=_one_of(*profiles.CONFIGS),
-            metavar=_choices(profiles.CONFIGS),
-        ),
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Name of the GPU whose tables hold; default: this GPU's.")] = None,
+    op: str, rows: Any, rows_per_expert: Any, training: bool, arch: str | None, gpu: str | None, **layer: Any
 ) -> None:
     """Show which kernels would serve a layer, and why. Needs no GPU, and launches nothing."""
-    from . import _cli_tuning
-
-    with _reported():
-        if rows and rows_per_expert:
-            raise ValueError("give --rows or --rows-per-expert, not both")
-        form = _form(op, dtype, activation, glu_layout, save_preact, transpose_w, out_dtype)
-        layer = {"experts": experts, "in_features": in_features, "intermediate": intermediate}
-        totals = tuple(count * experts for count in rows_per_expert or ()) or rows
-        _cli_tuning.explain(op, {**layer, "out_features": out_features, **form}, training, totals, arch, gpu)
+    if rows and rows_per_expert:
+        raise ValueError("give --rows or --rows-per-expert, not both")
+    totals = tuple(count * layer["experts"] for count in rows_per_expert or ()) or rows
+    _tuning().explain(op, _given(op, layer), training, totals, arch, gpu)
 
 
-@app.command()
-def tables(
-    merge: Annotated[list[Path] | None, typer.Option(help="Add this file's sections, repeatable.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to add to; with --merge.")] = None,
-) -> None:
-    """Show the tables of tuned kernels that the dispatcher reads, or merge tables into one."""
-    from . import _cli_tuning
-
-    with _reported():
-        if merge:
-            _cli_tuning.merge(merge, out)
-        else:
-            _cli_tuning.show_tables()
-
-
-cache_app = typer.Typer(
-    no_args_is_help=True, help="Kernels that were compiled at run time, and objects for builds, on disk."
+@command(
+    "tables",
+    merge=_row("Add this file's sections, repeatable.", list[Path] | None),
+    out=_row("File to add to; with --merge.", Path | None),
 )
-app.add_typer(cache_app, name="cache")
+def tables(merge: list[Path] | None, out: Path | None) -> None:
+    """Show the tables of tuned kernels that the dispatcher reads, or merge tables into one."""
+    if merge:
+        _tuning().merge(merge, out)
+    else:
+        _tuning().show_tables()
 
 
-@cache_app.command("list")
+@command("cache list")
 def cache_list() -> None:
     """Show every kernel in the cache, its state, which are preferred, and how many objects of builds there are."""
-    from . import _cli_tuning
-
-    with _reported():
-        _cli_tuning.cache_list()
+    _tuning().cache_list()
 
 
-@cache_app.command("verify")
+@command("cache verify")
 def cache_verify() -> None:
     """Check every kernel and object; exit status 1 where one is damaged (it is made anew when next asked for)."""
-    from . import _cli_tuning
-
-    with _reported():
-        sound = _cli_tuning.cache_verify()
-    raise typer.Exit(0 if sound else 1)
+    raise typer.Exit(0 if _tuning().cache_verify() else 1)
 
 
-@cache_app.command("clear")
-def cache_clear(
-    outdated: Annotated[bool, typer.Option("--outdated", help="Only what no installed version can use.")] = False,
-    preferred: Annotated[bool, typer.Option("--preferred", help="Only the preferences; kernels stay.")] = False,
-) -> None:
+@command(
+    "cache clear",
+    outdated=_flag("Only what no installed version can use."),
+    preferred=_flag("Only the preferences; kernels stay."),
+)
+def cache_clear(outdated: bool, preferred: bool) -> None:
     """Remove compiled kernels, objects and preferences; what runs keeps what it has loaded."""
-    from . import _cli_tuning
-
-    with _reported():
-        _cli_tuning.cache_clear(outdated, preferred)
+    _tuning().cache_clear(outdated, preferred)
 
 
 def _print_version(wanted: bool) -> None:

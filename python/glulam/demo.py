@@ -1,9 +1,9 @@
 """One MoE layer of Qwen3-30B-A3B through Glulam's public API: `python -m glulam.demo`, or `make demo`.
 
-The tokens are words of real text, so that some experts get several times the rows of others, as in life. The layer is
-`glulam.nn.MoE`, router included (softmax, top 8 of 128, probabilities renormalised). It is compared with torch's own
-operators: error against float64, and time. Without a GPU that Glulam has kernels for, a shrunk layer runs through the
-CPU reference.
+The layer is `glulam.nn.MoE`, router included (softmax, top 8 of 128, probabilities renormalised). Its tokens repeat as
+words of a text do, so that some experts get several times the rows of others, as in life. It is compared with torch's
+own operators: error against float64, and time. Without a GPU that Glulam has kernels for, a shrunk layer runs through
+the CPU reference.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -24,11 +25,12 @@ from torch import Tensor
 import glulam
 
 from . import device as devices
-from ._demo_layer import QWEN3_30B_A3B, SHRUNK, Size, embed, exact_moe, make_layer, read_words, torch_moe, weights_of
 from .layer import Routing
 from .nn import MoE
 
 SEED = 0
+VOCABULARY = 2**14
+DTYPE = torch.bfloat16
 ROUNDS = {"cuda": 30, "cpu": 5}
 HOST_SAMPLES = 9
 CALLS_PER_HOST_SAMPLE = 20  # few enough that the launch queue never fills and blocks the host
@@ -40,6 +42,22 @@ TORCH_ERRORS_ALLOWED = 2.0
 SCALE_ALLOWED = 1e-5
 LARGEST_TOLERANCE = 0.1
 
+Call = Callable[[], Tensor]
+
+
+class Size(NamedTuple):
+    """Sizes of a layer and its input."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    tokens: int
+
+
+QWEN3_30B_A3B = Size(hidden=2048, intermediate=768, experts=128, top_k=8, tokens=4096)
+SHRUNK = Size(hidden=256, intermediate=96, experts=128, top_k=8, tokens=512)  # a second or two on two cores
+
 
 class Error(NamedTuple):
     """Of an output against float64: the largest, relative to the reference's largest value, and in Frobenius norms."""
@@ -48,7 +66,52 @@ class Error(NamedTuple):
     norm: float
 
 
-Call = Callable[[], Tensor]
+def make_input(size: Size, device: str) -> Tensor:
+    """[tokens, hidden]: embeddings of tokens that are drawn by Zipf's law, normalised as before an MoE layer."""
+    ids = (1 / torch.arange(1, VOCABULARY + 1, device=device)).multinomial(size.tokens, replacement=True)
+    return F.rms_norm(torch.randn(VOCABULARY, size.hidden, device=device)[ids], (size.hidden,)).to(DTYPE)
+
+
+def make_layer(size: Size, device: str) -> MoE:
+    """Random weights, so that activations and logits stay of order 1. float32 logits: 16-bit ones are often equal."""
+    layer = MoE(*size[:4], router_dtype=torch.float32, device=device, dtype=DTYPE).requires_grad_(False)
+    for weight in layer.parameters():
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+    return layer
+
+
+def weights_of(layer: MoE) -> tuple[Tensor, Tensor]:
+    """Of its experts: w1 [E,2I,H] and w2 [E,H,I]."""
+    return layer.experts.fc1.experts("weight"), layer.experts.fc2.experts("weight")
+
+
+def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights in float32 and experts of tokens x [N,H], [N,K] each, by torch."""
+    weights, experts = F.linear(x.float(), layer.router.weight).softmax(-1).topk(layer.top_k)
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def torch_moe(layer: MoE, x: Tensor) -> Tensor:
+    """The layer in torch's own operators: rows sorted by expert, two grouped GEMMs, rows put back, scaled and added."""
+    weights, experts = choose(layer, x)
+    ids, order = experts.flatten().sort(stable=True)
+    offs = torch.searchsorted(ids, torch.arange(layer.num_experts, device=x.device), right=True, out_int32=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    w1, w2 = weights_of(layer)
+    gate, up = F.grouped_mm(x.index_select(0, order // layer.top_k), w1.mT, offs=offs).chunk(2, dim=1)
+    rows = F.grouped_mm(F.silu(gate) * up, w2.mT, offs=offs).index_select(0, back)
+    return (rows.view(*experts.shape, -1) * weights.to(x.dtype)[..., None]).sum(1)
+
+
+def exact_moe(layer: MoE, x: Tensor) -> Tensor:
+    """The layer in float64, one expert after the other."""
+    weights, experts = choose(layer, x)
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for expert, (w1, w2) in enumerate(zip(*weights_of(layer), strict=True)):
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        gate, up = (x[token].double() @ w1.double().T).chunk(2, dim=1)
+        out.index_add_(0, token, weights[token, choice, None] * ((F.silu(gate) * up) @ w2.double().T))
+    return out
 
 
 def contestants(layer: MoE, x: Tensor) -> dict[str, Call]:
@@ -71,12 +134,14 @@ def within_rule(ours: Error, torchs: Error) -> bool:
     return all(o <= t <= LARGEST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
 
 
-def sample_ms(call: Call, device: str) -> float:
-    """One call's time: between CUDA events on a GPU, on the clock on a CPU."""
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+def clock_ms(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def gpu_ms(call: Call) -> float:
+    """One call's time between CUDA events."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     call()
@@ -85,23 +150,26 @@ def sample_ms(call: Call, device: str) -> float:
     return float(first.elapsed_time(last))
 
 
-def median_ms(calls: Collection[Call], device: str) -> list[float]:
-    """Median time of each call; they take turns."""
-    rounds = [[sample_ms(call, device) for call in calls] for _ in range(ROUNDS[device])]
-    return [statistics.median(samples) for samples in zip(*rounds, strict=True)]
-
-
 def host_us(call: Call) -> float:
     """Median time until a call returns to the host, while the GPU works on."""
 
-    def sample() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+    def calls() -> Tensor:
         for _ in range(CALLS_PER_HOST_SAMPLE):
-            call()
-        return (time.perf_counter() - start) / CALLS_PER_HOST_SAMPLE * 1e6
+            result = call()
+        return result
 
-    return statistics.median(sample() for _ in range(HOST_SAMPLES))
+    samples = []
+    for _ in range(HOST_SAMPLES):
+        torch.cuda.synchronize()
+        samples.append(clock_ms(calls) / CALLS_PER_HOST_SAMPLE * 1e3)
+    return statistics.median(samples)
+
+
+def median_ms(calls: Iterable[Call], device: str) -> list[float]:
+    """Median time of each call; they take turns."""
+    sample = gpu_ms if device == "cuda" else clock_ms
+    rounds = [[sample(call) for call in calls] for _ in range(ROUNDS[device])]
+    return [statistics.median(samples) for samples in zip(*rounds, strict=True)]
 
 
 def choose_device(wanted: str | None) -> tuple[str, str]:
@@ -118,28 +186,6 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
     return "cuda", name
 
 
-def show_problem(console: Console, size: Size, sizes: list[int]) -> None:
-    shrunk = "" if size == QWEN3_30B_A3B else " (shrunk for a CPU)"
-    mean = sum(sizes) / len(sizes)
-    console.print(f"layer    Qwen3-30B-A3B{shrunk}: " + ", ".join(f"{k} {v}" for k, v in size._asdict().items()))
-    console.print(
-        f"routing  {sum(sizes)} rows; an expert gets {mean:.0f} on average, {min(sizes)} to {max(sizes)}: "
-        f"{max(sizes) / mean:.1f} times the mean at most; {sizes.count(0)} experts are empty"
-    )
-
-
-def show_kernels(console: Console, layer: MoE, x: Tensor, routing: Routing) -> None:
-    """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
-    arguments = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
-    text = [str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments))]
-    if x.device.type == "cpu":
-        size = QWEN3_30B_A3B
-        rows, gates = (size.tokens * size.top_k, size.hidden), (size.experts, 2 * size.intermediate, size.hidden)
-        downs = (size.experts, size.hidden, size.intermediate)
-        text += ["at its real sizes on a Hopper GPU:", str(glulam.explain("grouped_mlp", rows, gates, downs))]
-    console.print("\n".join(text), markup=False, soft_wrap=True)
-
-
 @contextmanager
 def few_threads(device: str) -> Iterator[None]:
     """On a CPU, one thread: an expert's matrices are too small to share, and beside other work two were seen to be
@@ -154,54 +200,56 @@ def few_threads(device: str) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def measure(calls: Collection[Call], errors: list[Error], device: str) -> dict[str, list[str]]:
-    """The result table's columns, one cell a contestant."""
-    columns = {
-        "largest error": [f"{error.largest:.2e}" for error in errors],
-        "error's norm": [f"{error.norm:.2e}" for error in errors],
-        "time ms": [f"{ms:.3f}" for ms in median_ms(calls, device)],
-    }
-    if device == "cuda":
-        columns["host us a call"] = [f"{host_us(call):.1f}" for call in calls]
-    return columns
+def problem_text(size: Size, sizes: list[int]) -> str:
+    shrunk = "" if size == QWEN3_30B_A3B else " (shrunk for a CPU)"
+    mean = sum(sizes) / len(sizes)
+    return (
+        f"layer    Qwen3-30B-A3B{shrunk}: " + ", ".join(f"{k} {v}" for k, v in size._asdict().items()) + "\n"
+        f"routing  {sum(sizes)} rows; an expert gets {mean:.0f} on average, {min(sizes)} to {max(sizes)}: "
+        f"{max(sizes) / mean:.1f} times the mean at most; {sizes.count(0)} experts are empty"
+    )
 
 
-def show_results(console: Console, names: Iterable[str], columns: dict[str, list[str]]) -> None:
-    table = Table(pad_edge=False, box=None)
-    table.add_column()
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for row in zip(names, *columns.values(), strict=True):
-        table.add_row(*row)
-    console.print(table)
-
-
-def show_verdict(console: Console, correct: bool, columns: dict[str, list[str]], device: str) -> None:
-    rule = "at most twice torch's own error against float64, plus 1e-5 of the scale"
-    console.print(f"error    {'[green]ok[/]' if correct else '[red]FAILED[/]'}: the rule is {rule}")
-    if device == "cuda":
-        ours, torchs = (float(ms) for ms in columns["time ms"])
-        console.print(f"speed    torch's time over ours: {torchs / ours:.2f}")
-    else:
-        console.print("speed    this is the CPU reference, plain torch operators in float32: no claim about speed")
+def kernels_text(layer: MoE, x: Tensor, routing: Routing) -> str:
+    """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
+    arguments = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
+    text = str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments))
+    if x.device.type == "cuda":
+        return text
+    hidden, inner, experts, k, tokens = QWEN3_30B_A3B
+    shapes = (tokens * k, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner)
+    return f"{text}\nat its real sizes on a Hopper GPU:\n{glulam.explain('grouped_mlp', *shapes)}"
 
 
 def run(console: Console, device: str, reason: str) -> bool:
     """The whole demonstration; whether the error is within the rule."""
     torch.manual_seed(SEED)
     size = QWEN3_30B_A3B if device == "cuda" else SHRUNK
-    layer, x = make_layer(size, device), embed(read_words(size.tokens), size.hidden, device)
+    layer, x = make_layer(size, device), make_input(size, device)
     routing, paths = layer.route(x), contestants(layer, x)
     console.print(f"device   {device} ({reason})")
-    show_problem(console, size, routing.counts.tolist())
-    show_kernels(console, layer, x, routing)
+    console.print(problem_text(size, routing.counts.tolist()))
+    console.print(kernels_text(layer, x, routing), markup=False, soft_wrap=True)
 
     reference = exact_moe(layer, x)
     errors = [error_of(call(), reference) for call in paths.values()]
-    columns = measure(paths.values(), errors, device)
+    times = median_ms(paths.values(), device)
+    table = Table(pad_edge=False, box=None)
+    table.add_column()
+    for heading in ("largest error", "error's norm", "time ms", *["host us a call"] * (device == "cuda")):
+        table.add_column(heading, justify="right")
+    for (name, call), error, ms in zip(paths.items(), errors, times, strict=True):
+        host = [f"{host_us(call):.1f}"] if device == "cuda" else []
+        table.add_row(name, f"{error.largest:.2e}", f"{error.norm:.2e}", f"{ms:.3f}", *host)
+    console.print(table)
+
     correct = within_rule(*errors)
-    show_results(console, paths, columns)
-    show_verdict(console, correct, columns, device)
+    rule = "at most twice torch's own error against float64, plus 1e-5 of the scale"
+    console.print(f"error    {'[green]ok[/]' if correct else '[red]FAILED[/]'}: the rule is {rule}")
+    speed = f"torch's time over ours: {times[1] / times[0]:.2f}"
+    if device == "cpu":
+        speed = "this is the CPU reference, plain torch operators in float32: no claim about speed"
+    console.print(f"speed    {speed}")
     return correct
 
 

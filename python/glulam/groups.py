@@ -97,12 +97,24 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
 
 def _ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
     if offs is not None:
-        return _checked_ends(op, "offs", offs.tolist(), rows)
-    sizes = splits.tolist() if isinstance(splits, Tensor) else [_integer(op, s) for s in splits or ()]
-    for expert, size in enumerate(sizes):
-        if size < 0:
-            raise ValueError(f"{op}: splits[{expert}] is {size}; a group has 0 rows or more")
-    return _checked_ends(op, "splits", list(itertools.accumulate(sizes)), rows)
+        told, values = "offs end at", offs.tolist()
+    else:
+        sizes = splits.tolist() if isinstance(splits, Tensor) else [_integer(op, s) for s in splits or ()]
+        for expert, size in enumerate(sizes):
+            if size < 0:
+                raise ValueError(f"{op}: splits[{expert}] is {size}; a group has 0 rows or more")
+        told, values = "splits sum to", list(itertools.accumulate(sizes))
+    for expert, (before, end) in enumerate(itertools.pairwise((0, *values))):
+        if end < before:
+            raise ValueError(
+                f"{op}: offs[{expert}] is {end}, after {before}; offs are cumulative ends and never fall, so sum "
+                f"splits up first: {OFFS_OF_SPLITS}"
+            )
+    if values and values[-1] > rows:
+        raise ValueError(
+            f"{op}: {told} {values[-1]}, but {leading(op)} has {rows} rows; every group must lie within them"
+        )
+    return values
 
 
 def _integer(op: str, value: object) -> int:
@@ -110,21 +122,6 @@ def _integer(op: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{op}: splits holds {value!r}; give row counts as integers") from None
-
-
-def _checked_ends(op: str, name: str, values: list[int], rows: int) -> list[int]:
-    before = 0
-    for expert, end in enumerate(values):
-        if end < before:
-            raise ValueError(
-                f"{op}: offs[{expert}] is {end}, after {before}; offs are cumulative ends and never fall, so sum "
-                f"splits up first: {OFFS_OF_SPLITS}"
-            )
-        before = end
-    if before > rows:
-        what = f"offs end at {before}" if name == "offs" else f"splits sum to {before}"
-        raise ValueError(f"{op}: {what}, but {leading(op)} has {rows} rows; every group must lie within them")
-    return values
 
 
 def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> None:
@@ -146,6 +143,11 @@ def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> 
         RuntimeWarning,
         stacklevel=_level_of_user(),
     )
+
+
+def forget_warnings() -> None:
+    """What was warned of is warned of again."""
+    _warned.clear()
 
 
 def _level_of_user() -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,26 +29,46 @@ MAX_GRAPH_SETS = 8192
 
 
 class _Kept(threading.local):
-    """Addresses by (device, stream): `eager` with their memory, `captured` with what stands for the capture."""
+    """Addresses by (device, stream), each with its memory, or with what stands for the capture."""
 
     def __init__(self) -> None:
         self.eager: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self.captured: dict[tuple[int, int], tuple[int, Any]] = {}
 
 
-class _OfGraphs:
+class _OfGraphs(NamedTuple):
     """Counters of a device's captures. `unused`: addresses."""
 
-    def __init__(self, device: torch.device) -> None:
-        with gpus.other_stream(device):  # so that the host waits for the copy and for nothing else
-            self.memory = torch.zeros(MAX_GRAPH_SETS, NUM_COUNTERS, dtype=torch.int32).to(device)
-        start = self.memory.data_ptr()
-        self.unused: Iterator[int] = iter(range(start, start + self.memory.nbytes, SET_BYTES))
+    memory: Tensor
+    unused: Iterator[int]
+
+
+class Stats(NamedTuple):
+    """Streams, and streams of captures, that the calling thread has counters for; all those of captures by device."""
+
+    streams: int
+    captured: int
+    of_graphs: dict[int, Tensor]
 
 
 _kept = _Kept()
 _of_graphs: dict[int, _OfGraphs] = {}
+_of_old_graphs: list[_OfGraphs] = []
 _lock = threading.Lock()
+
+
+def stats() -> Stats:
+    of_graphs = {index: counters.memory for index, counters in _of_graphs.items()}
+    return Stats(len(_kept.eager), len(_kept.captured), of_graphs)
+
+
+def forget() -> None:
+    """As in a process that has made no call yet, for the calling thread. Graphs keep the counters that they have."""
+    _kept.eager.clear()
+    _kept.captured.clear()
+    with _lock:
+        _of_old_graphs.extend(_of_graphs.values())
+        _of_graphs.clear()
 
 
 def counters(device: torch.device, index: int) -> int:
@@ -67,9 +87,16 @@ def new_counters(device: torch.device | str) -> Tensor:
 
 def prepare(device: torch.device, index: int) -> None:
     """Make the memory that captured calls on a device take their counters from."""
+
+    def make() -> _OfGraphs:
+        with gpus.other_stream(device):  # so that the host waits for the copy and for nothing else
+            memory = torch.zeros(MAX_GRAPH_SETS, NUM_COUNTERS, dtype=torch.int32).to(device)
+        start = memory.data_ptr()
+        return _OfGraphs(memory, iter(range(start, start + memory.nbytes, SET_BYTES)))
+
     with _lock:
         if index not in _of_graphs:
-            _of_graphs[index] = gpus.apart(lambda: _OfGraphs(device))
+            _of_graphs[index] = gpus.apart(make)
 
 
 def _eager(device: torch.device, index: int, stream: int) -> tuple[int, Tensor]:

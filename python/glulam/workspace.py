@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,12 +42,20 @@ class Layout:
         self.index = index
         self.num_bytes = shape[0] * shape[1] * dtype.itemsize
 
+    def view(self, buffer: Tensor, begin: int = 0) -> Any:
+        """What lies in a buffer behind so many bytes."""
+        view = buffer.view(self.dtype).as_strided(self.shape, (self.shape[1], 1), begin // self.dtype.itemsize)
+        if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
+            view = importlib.import_module("tvm_ffi").from_dlpack(view)
+        return view
+
 
 class Layouts:
     """Several matrices at once, and pieces of so many bytes: they lie one behind the other in one piece of memory.
 
     A workspace that is taken is all of the stream's memory, so that what a call needs at the same time is one of these.
-    A piece is what kernels take by address: `take_all` gives that alone, since a matrix takes 3 us to make.
+    A piece is what kernels take by address: it is given as that alone, since a matrix takes 3 us to make. The memory of
+    addresses lives as long as a matrix beside them.
     """
 
     __slots__ = ("begins", "device", "index", "num_bytes", "parts")
@@ -59,6 +67,10 @@ class Layouts:
         whole = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
+    def view(self, buffer: Tensor) -> Several:
+        at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
+        return tuple([at + begin if isinstance(part, int) else part.view(buffer, begin) for part, begin in placed])
+
 
 Several = tuple[Any, ...]
 """Of `Layouts`: a matrix or an address for each part."""
@@ -66,30 +78,40 @@ Several = tuple[Any, ...]
 
 class _Kept(threading.local):
     def __init__(self) -> None:
-        self.views: dict[tuple[Layout, int], Tensor] = {}
-        self.views_of_several: dict[tuple[Layouts, int], Several] = {}
+        self.views: dict[tuple[Layout | Layouts, int], Any] = {}
         self.buffers: dict[tuple[int, int], Tensor] = {}
 
 
 _kept = _Kept()
 
 
-def take(layout: Layout) -> Tensor:
-    """An uninitialised matrix that is the caller's until its work on the current stream is done."""
+class Stats(NamedTuple):
+    """What the calling thread keeps: memory by (device, stream), which calls write, and how many views of it."""
+
+    buffers: dict[tuple[int, int], Tensor]
+    num_views: int
+
+
+def stats() -> Stats:
+    return Stats(dict(_kept.buffers), len(_kept.views))
+
+
+def forget() -> None:
+    """Give back what the calling thread keeps; its next calls allocate anew."""
+    _kept.views.clear()
+    _kept.buffers.clear()
+
+
+def take(layout: Layout | Layouts) -> Any:
+    """A matrix, or what `Layouts` tell: uninitialised, the caller's until its work on the current stream is done."""
     stream = gpus.raw_stream(layout.index)
     if stream and gpus.is_capturing():  # 0 is the legacy default stream, which cannot be captured
-        return torch.empty(layout.shape, dtype=layout.dtype, device=layout.device)
+        return layout.view(torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device))
     view = _kept.views.get((layout, stream))
     return _view(layout, stream) if view is None else view
 
 
-def take_all(layouts: Layouts) -> Several:
-    """As `take`, of what is in use together. The memory of addresses lives as long as a matrix beside them."""
-    stream = gpus.raw_stream(layouts.index)
-    if stream and gpus.is_capturing():
-        return _parts(torch.empty(layouts.num_bytes, dtype=torch.uint8, device=layouts.device), layouts)
-    views = _kept.views_of_several.get((layouts, stream))
-    return _views(layouts, stream) if views is None else views
+take_all = take
 
 
 def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
@@ -99,33 +121,11 @@ def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
         del kept[mine[0]]
 
 
-def _view(layout: Layout, stream: int) -> Tensor:
+def _view(layout: Layout | Layouts, stream: int) -> Any:
     buffer = _buffer(layout, stream)
     if len(_kept.views) >= MAX_VIEWS:
         _kept.views.clear()
-    view = _kept.views[layout, stream] = _cut(buffer, 0, layout)
-    return view
-
-
-def _views(layouts: Layouts, stream: int) -> Several:
-    buffer = _buffer(layouts, stream)
-    if len(_kept.views_of_several) >= MAX_VIEWS:
-        _kept.views_of_several.clear()
-    views = _kept.views_of_several[layouts, stream] = _parts(buffer, layouts)
-    return views
-
-
-def _parts(buffer: Tensor, layouts: Layouts) -> Several:
-    at, placed = buffer.data_ptr(), zip(layouts.parts, layouts.begins, strict=True)
-    return tuple([at + begin if isinstance(part, int) else _cut(buffer, begin, part) for part, begin in placed])
-
-
-def _cut(buffer: Tensor, begin: int, layout: Layout) -> Tensor:
-    """What lies in a buffer behind so many bytes, as a layout says."""
-    dtype, (_, columns) = layout.dtype, layout.shape
-    view = buffer.view(dtype).as_strided(layout.shape, (columns, 1), begin // dtype.itemsize)
-    if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
-        view = importlib.import_module("tvm_ffi").from_dlpack(view)
+    view = _kept.views[layout, stream] = layout.view(buffer)
     return view
 
 
@@ -137,7 +137,6 @@ def _buffer(layout: Layout | Layouts, stream: int) -> Tensor:
     if buffer is not None and buffer.numel() >= layout.num_bytes:
         return buffer
     _kept.views.clear()  # views keep the buffers that are dropped here alive
-    _kept.views_of_several.clear()
     buffers.pop(key, None)
     del buffer  # before the larger one is taken, so that its memory can serve
     make_room(buffers, layout.index)

@@ -105,8 +105,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
     monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
 
     def run(gpu: _doctor.Gpu | None, driver: tuple[int, int] | None = (13, 0)) -> Result:
-        monkeypatch.setattr(_doctor, "_find_gpu", lambda torch: gpu)
-        monkeypatch.setattr(_doctor, "_driver_version", lambda: driver)
+        monkeypatch.setattr(_doctor, "find_gpu", lambda torch: gpu)
+        monkeypatch.setattr(_doctor, "driver_version", lambda: driver)
         return _run("doctor")
 
     return run
@@ -165,7 +165,7 @@ def test_doctor_without_a_bundle(
 
 
 def test_doctor_without_torch(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "_torch", lambda: None)
+    monkeypatch.setattr(_doctor, "installed_torch", lambda: None)
     result = machine(None)
     assert result.exit_code == 1
     assert "not installed" in _finding(result, "torch")

@@ -20,7 +20,7 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Uninitialised results and a workspace that was used before hold NaN, which must reach no result."""
     if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
         poison_allocator("cuda")
-        for buffer in workspace._kept.buffers.values():
+        for buffer in workspace.stats().buffers.values():
             buffer.fill_(0xFF)  # NaN in both 16-bit types
     with torch.no_grad():
         yield

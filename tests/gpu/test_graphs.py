@@ -144,8 +144,7 @@ def test_a_graph_owns_its_memory() -> None:
     gc.collect()
     larger = make_case([900] * EXPERTS, HIDDEN, 4 * INTER, device="cuda")
     glulam.grouped_mlp(larger.x, larger.w1, larger.w2, offs=larger.offs)
-    workspace._kept.views.clear()
-    workspace._kept.buffers.clear()
+    workspace.forget()
     trash = [torch.full((1 << size,), -1, dtype=torch.int64, device="cuda") for size in range(3, 20) for _ in range(4)]
     out.fill_(7.0)
     graph.replay()
@@ -157,9 +156,8 @@ def test_a_graph_owns_its_memory() -> None:
 @pytest.fixture
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has made no call yet."""
-    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
-    monkeypatch.setattr(tickets, "_kept", tickets._Kept())
-    monkeypatch.setattr(tickets, "_of_graphs", {})
+    workspace.forget()
+    tickets.forget()
     monkeypatch.setattr(experts, "_tables", {})
     prepared.PREPARED.clear()
 

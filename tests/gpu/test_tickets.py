@@ -152,5 +152,5 @@ def test_graphs_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(is_right(both[0][0], y, both[0][1]) for y in got)
     for (c, wanted), y in zip(both, outputs, strict=True):
         assert is_right(c, y[0], wanted) and is_right(c, y[1], wanted)
-    counters = torch.stack([each.memory.any() for each in tickets._of_graphs.values()])
+    counters = torch.stack([memory.any() for memory in tickets.stats().of_graphs.values()])
     assert not bool(counters.any())

@@ -2,10 +2,10 @@
 layer; hyper-connections.
 """
 
-from .conversion import convert_optimizer_state, convert_state_dict
 from .hyper_connection import HyperConnection
 from .linear import GroupedLinear
 from .mlp import GroupedMLP
 from .moe import MoE
+from .state import convert_optimizer_state, convert_state_dict
 
 __all__ = ["GroupedLinear", "GroupedMLP", "HyperConnection", "MoE", "convert_optimizer_state", "convert_state_dict"]

@@ -1,12 +1,12 @@
 """What other libraries call the parts of an MoE in their state dicts, and how these become an `nn.MoE`'s.
 
-Conversion gives either layout of the module's own names; `layouts` then gives the layout that it has. As there, a
-set that is incomplete or ambiguous, or that the module has no place for, is left as it is.
+Conversion gives either layout of the module's own names; its layers then convert that to the one that they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
-from .layouts import PACKED_RANKS, Move, alike, replaced
+from .state import PACKED_RANKS, Move, alike
 
 RENAMES = {
     "gate.weight": "router.weight",
@@ -68,68 +68,46 @@ FORMS: dict[str, tuple[Form, ...]] = {
 }
 
 
-def convert_block(state: Mapping[str, Any], prefix: str, block: Any) -> dict[str, Any]:
-    """A copy of `state` in which the entries of `block`, the nn.MoE at `prefix`, have its names."""
-    result = dict(state)
+def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
+    """Of entries that have these keys, to the names of `block`, the nn.MoE at `prefix`."""
     for theirs, ours in RENAMES.items():
-        if _has(block, ours) and prefix + theirs in result and prefix + ours not in result:
-            result = replaced(result, Move([prefix + theirs], [prefix + ours]), [result[prefix + theirs]])
+        path, _, last = ours.rpartition(".")
+        has_one = getattr(getattr(block, path) if path else block, last, None) is not None
+        if has_one and prefix + theirs in keys and prefix + ours not in keys:
+            yield [Move([prefix + theirs], [prefix + ours], list)]
     for part, forms in FORMS.items():
-        mlp = getattr(block, part)
-        found = [] if mlp is None else [form for form in forms if _is_whole(result, prefix, part, form, mlp)]
-        if len(found) == 1:
-            result = _converted(result, prefix, part, found[0], mlp)
-    return result
+        if (mlp := getattr(block, part)) is not None:
+            found = [moves for form in forms if (moves := _of_form(keys, prefix, part, form, mlp))]
+            if len(found) == 1:
+                yield found[0]
 
 
-def _has(block: Any, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    return getattr(getattr(block, path) if path else block, last, None) is not None
-
-
-def _old(source: Source, prefix: str, count: int) -> list[list[str]]:
-    """The keys of each tensor that is made of a source."""
-    experts = range(1 if source.packed else count)
-    return [[prefix + key.format(expert) for key in source.keys] for expert in experts]
-
-
-def _is_whole(state: Mapping[str, Any], prefix: str, part: str, form: Form, mlp: Any) -> bool:
-    """Whether a form's keys are there, for each of the module's parameters, and no others beside them."""
-    names = {"fc1.weight", "fc2.weight"} | ({"fc1.bias", "fc2.bias"} if mlp.fc1.has_bias else set())
-    if form.keys() != names or mlp.form["activation"] not in GATED:
-        return False
-    keys = {key for source in form.values() for old in _old(source, prefix, mlp.fc1.num_experts) for key in old}
-    if not all(key in state for key in keys):
-        return False
-    spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *form["fc2.weight"].keys))
-    return keys == {key for key in state if key.startswith(spaces)}
-
-
-def _converted(state: dict[str, Any], prefix: str, part: str, form: Form, mlp: Any) -> dict[str, Any]:
-    """`state` itself where the tensors do not fit each other."""
-    move, values = Move([], []), []
+def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
+    """None unless a form's keys are there, for each of the module's parameters, and no others beside them."""
+    own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.parameter_names}
+    if form.keys() != own or mlp.call_options["activation"] not in GATED:
+        return []
+    found = []
     for name, source in form.items():
-        for expert, keys in enumerate(_old(source, prefix, mlp.fc1.num_experts)):
-            rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed)
-            value = _value([state[key] for key in keys], source, rank, mlp.form["glu_layout"])
-            if value is None:
-                return state
-            move.old.extend(keys)
-            move.new.append(f"{prefix}{part}.{name}" + ("" if source.packed else str(expert)))
-            values.append(value)
-    return replaced(state, move, values)
+        rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed)
+        make = partial(_joined, source=source, rank=rank, glu_layout=mlp.call_options["glu_layout"])
+        for expert in range(1 if source.packed else mlp.fc1.num_experts):
+            new = f"{prefix}{part}.{name}" + ("" if source.packed else str(expert))
+            found.append(Move([prefix + key.format(expert) for key in source.keys], [new], make))
+    spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *form["fc2.weight"].keys))
+    there = {key for key in keys if key.startswith(spaces)}
+    return found if there == {key for move in found for key in move.old} else []
 
 
-def _value(parts: list[Any], source: Source, rank: int, glu_layout: str) -> Tensor | None:
+def _joined(parts: list[Any], source: Source, rank: int, glu_layout: str) -> list[Tensor] | None:
     """[rows, columns] or [rows] of an expert, or of all of them; a gated layer's rows in `glu_layout`."""
     if not alike(parts, rank):
         return None
     parts = [part.mT.contiguous() if source.transposed else part for part in parts]
     if len(parts) == 1 and source.glu_layout in (None, glu_layout):
-        whole: Tensor = parts[0]
-        return whole
+        return parts
     dim = int(source.packed)
     if len(parts) * parts[0].shape[dim] % (2 * INTERLEAVED32_BLOCK if glu_layout == "interleaved32" else 2):
         return None
     gate, up = parts if len(parts) == 2 else split_halves(parts[0], str(source.glu_layout), dim)
-    return join_halves(gate, up, glu_layout, dim)
+    return [join_halves(gate, up, glu_layout, dim)]

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from .. import device as gpus
 from .. import mhc
-from ..mhc.checks import STREAM_DTYPES, WIDTH_MULTIPLE, check_eps, check_iters
+from ..mhc.checks import check_count, check_dtype, check_eps, check_iters, check_vectors
 from ..mhc.sinkhorn import MAX_ITERS
-from ..signature import check_flag
-from .linear import check_sizes
+from .options import check_options, shown_options
 
 ALPHA = 0.01
 WEIGHT_STD = 0.02
@@ -65,19 +63,20 @@ class HyperConnection(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        check_sizes(name, num_streams=num_streams, width=width)
+        check_options(HyperConnection, locals())
+        name = "HyperConnection"
         check_iters(name, iters, MAX_ITERS.get(num_streams))
         check_eps(name, eps)
         check_eps(name, sinkhorn_eps)
-        check_flag(name, "transpose_res", transpose_res)
-        check_flag(name, "norm_weight", norm_weight)
         if sublayer is not None and not callable(sublayer):
             raise TypeError(f"{name}: sublayer is a {type(sublayer).__name__}; give a module or a function")
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        streams = torch.empty(0, num_streams, width, **where)
+        check_dtype(name, "dtype", streams)
+        check_count(name, "x", streams, num_streams)
+        check_vectors(name, "x", "C", streams)
         self.num_streams, self.width, self.sublayer = num_streams, width, sublayer
         self.iters, self.eps, self.sinkhorn_eps, self.transpose_res = iters, eps, sinkhorn_eps, transpose_res
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._check_placement(torch.empty(0, **where))
         rows = num_streams * num_streams + 2 * num_streams
         self.weight = Parameter(torch.empty(rows, num_streams * width, **where))
         self.alpha_pre, self.alpha_post, self.alpha_res = (Parameter(torch.empty(1, **where)) for _ in range(3))
@@ -85,17 +84,6 @@ class HyperConnection(nn.Module):
         scale = Parameter(torch.empty(num_streams * width, **where)) if norm_weight else None
         self.register_parameter("norm_weight", scale)
         self.reset_parameters()
-
-    def _check_placement(self, probe: Tensor) -> None:
-        name = type(self).__name__
-        on_gpu = probe.device.type == gpus.KERNEL_DEVICE
-        valid = STREAM_DTYPES if on_gpu else (*STREAM_DTYPES, torch.float64)
-        if probe.dtype not in valid:
-            raise TypeError(f"{name}: dtype is {probe.dtype}; on {probe.device} give {', '.join(map(str, valid))}")
-        if on_gpu and self.num_streams not in MAX_ITERS:
-            raise ValueError(f"{name}: num_streams is {self.num_streams}; kernels exist for 2, 4 and 8")
-        if on_gpu and self.width % WIDTH_MULTIPLE:
-            raise ValueError(f"{name}: width is {self.width}; it must be a multiple of {WIDTH_MULTIPLE}, so pad it")
 
     def reset_parameters(self) -> None:
         """Small weights, and biases that make the identity of residual streams: see the class."""
@@ -130,6 +118,7 @@ class HyperConnection(nn.Module):
         return self.post(made, y, bias)
 
     def extra_repr(self) -> str:
-        text = f"num_streams={self.num_streams}, width={self.width}, iters={self.iters}"
-        text += ", transpose_res=True" if self.transpose_res else ""
-        return text + (", norm_weight=True" if self.norm_weight is not None else "")
+        return shown_options(
+            HyperConnection, num_streams=self.num_streams, width=self.width, iters=self.iters,
+            transpose_res=self.transpose_res, norm_weight=self.norm_weight is not None,
+        )  # fmt: skip

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.compiler import is_exporting
+from torch import Tensor
 from torch.nn import Parameter
 
-from .. import device as gpus
-from ..backward import Targets, differentiate
-from ..errors import CaptureError
 from ..groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
-from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, any_requires_grad, check_flag, check_width
-from .layouts import TENSORS, convert_linear
-from .weight_gradients import (
-    Delayed,
-    DelaysWeightGradients,
-    Put,
-    grad_writer,
-    has_main_grads,
-    main_grad_writer,
-)
+from ..signature import any_requires_grad
+from .options import check_options, check_placement, shown_options
+from .state import Converts, Move, layout_move
+from .weight_gradients import DelaysWeightGradients, Put, grad_writer, run
+
+CALL = partial(GroupedMmCall, rows=None, transpose_w=False, out=None)
 
 
-class GroupedLinear(DelaysWeightGradients, nn.Module):
+class GroupedLinear(DelaysWeightGradients, Converts):
     """y = x w_e^T (+ b_e * bias_scale[row]) for rows sorted by expert; see `glulam.grouped_mm`.
 
     Args:
@@ -61,22 +53,20 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_sizes("GroupedLinear", num_experts=num_experts, in_features=in_features, out_features=out_features)
-        for name, flag in (("bias", bias), ("packed", packed), ("delay_wgrad", delay_wgrad)):
-            check_flag("GroupedLinear", name, flag)
-        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
-        self.packed, self.has_bias, self.delay_wgrad = packed, bias, delay_wgrad
-        self._delayed = Delayed()
-        shapes = {"weight": (out_features, in_features), **({"bias": (out_features,)} if bias else {})}
+        super().__init__(delay_wgrad)
+        check_options(GroupedLinear, locals())
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        check_placement("GroupedLinear", torch.empty(0, **where), in_features, out_features)
-        for name, shape in shapes.items():
-            if packed:
-                self.register_parameter(name, Parameter(torch.empty(num_experts, *shape, **where)))
-            else:
-                for expert in range(num_experts):
-                    self.register_parameter(f"{name}{expert}", Parameter(torch.empty(*shape, **where)))
+        check_placement(GroupedLinear, torch.empty(0, **where), in_features, out_features)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.packed, self.has_bias = packed, bias
+        shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
+        self.parameter_names = ("weight", "bias") if bias else ("weight",)  # of parameters where they are packed
+        self._labels: dict[str, list[str]] = {"weight": [], "bias": []}
+        for name in self.parameter_names:
+            shape = (num_experts, *shapes[name]) if packed else shapes[name]
+            self._labels[name] = [name] if packed else [f"{name}{expert}" for expert in range(num_experts)]
+            for label in self._labels[name]:
+                self.register_parameter(label, Parameter(torch.empty(shape, **where)))
         if packed and not bias:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -90,10 +80,7 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
 
     def parameter_list(self, name: str) -> list[Parameter]:
         """The parameters of "weight" or "bias": one that is packed, or one for each expert; empty without a bias."""
-        if name == "bias" and not self.has_bias:
-            return []
-        names = [name] if self.packed else [f"{name}{expert}" for expert in range(self.num_experts)]
-        return [self._parameters[n] for n in names]  # type: ignore[misc]
+        return [self._parameters[label] for label in self._labels[name]]  # type: ignore[misc]
 
     def experts(self, name: str) -> Any:
         """What operators take as "weight" or "bias": a tensor, a list, or None."""
@@ -122,84 +109,34 @@ class GroupedLinear(DelaysWeightGradients, nn.Module):
             ValueError, TypeError: as of `glulam.grouped_mm`; a buffer that does not fit, overlaps an input or requires
                 a gradient; a grad_input although x requires no gradient or grad mode is off.
         """
-        w, bias = self.experts("weight"), self.experts("bias")
-        given: dict[str, Any] = {"offs": offs, "splits": splits, "bias": bias, "bias_scale": bias_scale}
-        put = self._delayed.new_pass() if self.delay_wgrad else None
-        writer = self.grad_writer("weight", x, put)
-        writers = {} if writer is None else {"w": writer}
+        given = {
+            "x": x, "w": self.experts("weight"), "offs": offs, "splits": splits, "bias": self.experts("bias"),
+            "bias_scale": bias_scale,
+        }  # fmt: skip
+        writer = self.grad_writer("weight", x, self.new_pass() if self.delay_wgrad else None)
         try:
-            if is_ordinary(writers, out, grad_input, x, w, bias, bias_scale):
-                return grouped_mm(x, w, out=out, **given)
-            refuse_export("GroupedLinear")
-            call = GroupedMmCall(x=x, w=w, rows=None, transpose_w=False, out=None, **given)
-            return outside_traces(call, Targets(out, grad_input, writers))
+            return run(grouped_mm, CALL, given, {} if writer is None else {"w": writer}, out, grad_input)
         except TypeError:
-            check_placement("GroupedLinear", self.parameter_list("weight")[0])
+            check_placement(GroupedLinear, self.parameter_list("weight")[0])
             raise
 
     def grad_writer(self, label: str, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
         """Another way than autograd's for the gradient of the weights; None where there is none to take."""
         if put is None and self.packed and getattr(self._parameters["weight"], "main_grad", None) is None:
             return None  # as in most calls
-        weights: list[Any] = self.parameter_list("weight")
+        weights = self.parameter_list("weight")
         if not torch.is_grad_enabled() or not any_requires_grad(weights):
             return None
-        if has_main_grads(label, weights, x):
-            return main_grad_writer(label, weights, self.packed, put)
-        return None if put is None else grad_writer(weights, self.packed, put)
+        return grad_writer(label, weights, self.packed, x, put)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(convert_linear(state_dict, prefix, self, TENSORS), prefix, *args)
+    def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
+        for name in self.parameter_names:
+            move = layout_move(keys, prefix + name, name, self.packed, self.num_experts, moments)
+            if move is not None:
+                yield [move]
 
     def extra_repr(self) -> str:
-        text = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-        text += f", bias={self.has_bias}, packed={self.packed}"
-        return text + (", delay_wgrad=True" if self.delay_wgrad else "")
-
-
-def is_ordinary(writers: dict[str, Any], out: Any, grad_input: Any, *arguments: Any) -> bool:
-    """Whether a call is what the operator itself does: no gradient or result that goes to a place of the module's."""
-    if writers or grad_input is not None:
-        return False
-    return out is None or not (torch.is_grad_enabled() and any_requires_grad(*arguments))
-
-
-def refuse_export(module: str) -> None:
-    """Called where a result or gradient goes elsewhere, which an exported program cannot do.
-
-    Raises:
-        CaptureError: torch.export is tracing.
-    """
-    if is_exporting():
-        raise CaptureError(
-            f"{module}: torch.export traces no main_grad, delay_wgrad or grad_input, nor out where a gradient is "
-            "recorded, since they write outside of a graph; export under torch.no_grad(), or leave them out"
-        )
-
-
-@_disable_dynamo  # torch.compiler.disable, but for importing the compiler: that would take a second at import
-def outside_traces(call: Any, targets: Targets) -> Any:
-    """A differentiable call whose result or gradients go elsewhere, which is a side effect that no trace has."""
-    return differentiate(call, targets=targets)
-
-
-def check_sizes(module: str, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{module}: {name} is {size!r}; give an integer")
-        if size < 1:
-            raise ValueError(f"{module}: {name} is {size}; give 1 or more")
-
-
-def check_placement(module: str, parameter: Tensor, *widths: int) -> None:
-    """What kernels ask for, where parameters lie on a GPU; their dtype anywhere."""
-    on_gpu = parameter.device.type == gpus.KERNEL_DEVICE
-    valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
-    if parameter.dtype not in valid:
-        choices = " or ".join(f"dtype={dtype}" for dtype in valid)
-        raise TypeError(
-            f"{module}: dtype is {parameter.dtype}; on {parameter.device} give {choices} at construction, or call "
-            f".to({valid[0]})"
-        )
-    for width in widths:
-        check_width(module, "a weight", width, on_gpu)
+        return shown_options(
+            GroupedLinear, num_experts=self.num_experts, in_features=self.in_features, out_features=self.out_features,
+            bias=self.has_bias, packed=self.packed, delay_wgrad=self.delay_wgrad,
+        )  # fmt: skip

@@ -6,32 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cute_kernels.specs import GATED
 
 from .. import recipes
 from ..activations import ActivationParams
-from ..backward import Targets
 from ..groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from ..recipes import BF16, Recipe
-from ..signature import check_activation, check_flag, check_params, intermediate_width, runs_kernels
-from .linear import GroupedLinear, check_placement, check_sizes, is_ordinary, outside_traces, refuse_export
-from .weight_gradients import Delayed, DelaysWeightGradients
+from ..signature import check_activation, check_params, intermediate_width, runs_kernels
+from .linear import GroupedLinear
+from .options import check_options, check_placement, shown_options
+from .weight_gradients import DelaysWeightGradients, run
 
 NAME = "GroupedMLP"
 
 
-def _check_recipe(recipe: Recipe, **options: bool) -> None:
-    """Options that are about gradients need a recipe that has one."""
-    for name, value in options.items():
-        if value and not recipe.trains:
-            raise ValueError(f"{NAME}: {name} is True, but recipe {recipe.name!r} has no gradient; leave it out")
-
-
-class GroupedMLP(DelaysWeightGradients, nn.Module):
+class GroupedMLP(DelaysWeightGradients):
     """y = m w2_e^T + s b2_e, m = activation(x w1_e^T + b1_e) s, for rows sorted by expert; see `glulam.grouped_mlp`.
 
     `fc1` and `fc2` are `GroupedLinear` modules that hold the parameters.
@@ -75,38 +68,28 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(delay_wgrad)
+        check_options(GroupedMLP, locals())
         width = hidden_size if out_features is None else out_features
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "out_features": width}
-        check_sizes(NAME, num_experts=num_experts, **sizes)
         check_activation(NAME, activation, glu_layout)
         check_params(NAME, ActivationParams(limit, alpha, offset))
-        chosen = recipes.find(NAME, recipe)
-        flags = {"bias": bias, "packed": packed, "recompute": recompute, "delay_wgrad": delay_wgrad}
-        for name, flag in flags.items():
-            check_flag(NAME, name, flag)
-        check_placement(NAME, torch.empty(0, device=device, dtype=dtype), *sizes.values())
+        self.recipe = chosen = recipes.find(NAME, recipe)
+        for name, flag in (("recompute", recompute), ("delay_wgrad", delay_wgrad)):
+            if flag and not chosen.trains:
+                raise ValueError(f"{NAME}: {name} is True, but recipe {chosen.name!r} has no gradient; leave it out")
+        probe = torch.empty(0, device=device, dtype=dtype)
+        check_placement(GroupedMLP, probe, *sizes.values())
+        recipes.check_fits(NAME, chosen, str(probe.dtype).removeprefix("torch."), runs_kernels(probe), **sizes)
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
-        self.form: dict[str, Any] = {
+        self.call_options: dict[str, Any] = {
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
-        _check_recipe(chosen, recompute=recompute, delay_wgrad=delay_wgrad)
-        self.recipe = chosen
-        self.delay_wgrad = delay_wgrad
-        self._delayed = Delayed()
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
         self.fc1 = GroupedLinear(num_experts, hidden_size, rows, **how)
         self.fc2 = GroupedLinear(num_experts, intermediate_size, width, **how)
-        self._check_fits(chosen, hidden_size, intermediate_size)
-
-    def _check_fits(self, recipe: Recipe, hidden_size: int, intermediate_size: int) -> None:
-        weight = next(self.parameters())
-        recipes.check_fits(
-            NAME, recipe, str(weight.dtype).removeprefix("torch."), runs_kernels(weight), hidden_size=hidden_size,
-            intermediate_size=intermediate_size, out_features=self.fc2.out_features,
-        )  # fmt: skip
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear's, in both layers."""
@@ -124,39 +107,34 @@ class GroupedMLP(DelaysWeightGradients, nn.Module):
         grad_input: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, out_features]; the arguments of `glulam.grouped_mlp`, and buffers as of `GroupedLinear`."""
-        fc1, fc2 = self.fc1, self.fc2
-        w1, w2, b1, b2 = fc1.experts("weight"), fc2.experts("weight"), fc1.experts("bias"), fc2.experts("bias")
-        given: dict[str, Any] = {
-            "offs": offs, "splits": splits, "row_scale": row_scale, "b1": b1, "b2": b2, **self.form
-        }  # fmt: skip
-        writers = self.grad_writers(x)
+        given = {"x": x, "offs": offs, "splits": splits, "row_scale": row_scale, **self.arguments()}
         try:
-            if is_ordinary(writers, out, grad_input, x, w1, w2, row_scale, b1, b2):
-                return grouped_mlp(x, w1, w2, out=out, **given)
-            refuse_export(NAME)
-            call: Any
-            if self.recipe.name == BF16.name:
-                call = GroupedMlpCall(x=x, w1=w1, w2=w2, rows=None, transpose_w=False, out=None, **given)
-            else:
-                given = {"x": x, "w1": w1, "w2": w2, "rows": None, "out": None, **given}
-                flatten(self.recipe, Mxfp8MlpCall.op, given)
-                call = Mxfp8MlpCall(**given)
-            return outside_traces(call, Targets(out, grad_input, writers))
+            return run(grouped_mlp, self._call, given, self.grad_writers(x), out, grad_input)
         except TypeError:
             if self.recipe.name == BF16.name:  # others read float32 too
-                check_placement(NAME, fc1.parameter_list("weight")[0])
+                check_placement(GroupedMLP, self.fc1.parameter_list("weight")[0])
             raise
+
+    def _call(self, **given: Any) -> Any:
+        given.update(rows=None, out=None)
+        if self.recipe.name == BF16.name:
+            return GroupedMlpCall(transpose_w=False, **given)
+        flatten(self.recipe, Mxfp8MlpCall.op, given)
+        return Mxfp8MlpCall(**given)
+
+    def arguments(self) -> dict[str, Any]:
+        """Weights and options, as operators take them."""
+        fc1, fc2 = self.fc1, self.fc2
+        return {
+            "w1": fc1.experts("weight"), "w2": fc2.experts("weight"), "b1": fc1.experts("bias"),
+            "b2": fc2.experts("bias"), **self.call_options,
+        }  # fmt: skip
 
     def grad_writers(self, x: Tensor) -> dict[str, Callable[..., Any]]:
         """Other ways than autograd's for the gradients of weights, by the operators' names, in a forward of x."""
-        put = self._delayed.new_pass() if self.delay_wgrad else None
-        layers = {"w1": ("fc1.weight", self.fc1), "w2": ("fc2.weight", self.fc2)}
-        found = {name: layer.grad_writer(label, x, put) for name, (label, layer) in layers.items()}
+        put = self.new_pass() if self.delay_wgrad else None
+        found = {"w1": self.fc1.grad_writer("fc1.weight", x, put), "w2": self.fc2.grad_writer("fc2.weight", x, put)}
         return {name: writer for name, writer in found.items() if writer is not None}
 
     def extra_repr(self) -> str:
-        defaults = {**ActivationParams()._asdict(), "glu_layout": "concat", "recipe": "bf16", "recompute": False}
-        shown = {name: value for name, value in self.form.items() if defaults.get(name, "") != value}
-        if self.delay_wgrad:
-            shown["delay_wgrad"] = True
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return shown_options(GroupedMLP, **self.call_options, delay_wgrad=self.delay_wgrad)

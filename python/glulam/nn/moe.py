@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import device as gpus
-from ..backward import Targets
 from ..layer import Routing, moe, route
 from ..layer.moe import moe_call
 from ..layer.routing import LOGITS_DTYPES, check_rule
-from ..signature import check_flag, shape_text
-from .dialects import convert_block
-from .linear import check_placement, check_sizes, outside_traces, refuse_export
+from ..signature import runs_kernels, shape_text
+from . import dialects
 from .mlp import GroupedMLP
+from .options import check_options, check_placement, shown_options
+from .state import Converts, Move
+from .weight_gradients import run
 
 NAME = "MoE"
 
 
-class MoE(nn.Module):
+class MoE(Converts):
     """A mixture-of-experts layer: y = shared(x) + sum over a token's experts of weight * expert(x); see `glulam.moe`.
 
         routing = route(router(x), top_k);  y = moe(x, routing, w1, w2, residual=sigmoid(shared_gate(x)) shared(x))
@@ -36,10 +37,9 @@ class MoE(nn.Module):
         router_dtype: of the router's parameters and logits, `dtype` by default.
         shared_intermediate_size: width of an expert that every token goes to; None: there is none.
         shared_gate: whether that one's output is multiplied by sigmoid(x g) (Qwen2-MoE).
-        bias: whether both layers of all experts have one.
-        activation, glu_layout, limit, alpha, offset, packed, recompute, delay_wgrad, recipe: of all experts, as of
-            `GroupedMLP`.
         device, dtype: of the parameters.
+        experts: bias, activation, glu_layout, limit, alpha, offset, packed, recompute, delay_wgrad and recipe of all
+            experts, the shared one included, as of `GroupedMLP`.
 
     `router` is a torch Linear, `experts` a GroupedMLP, `shared` one of a single expert or None, `shared_gate` a Linear
     or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`; it
@@ -71,29 +71,14 @@ class MoE(nn.Module):
         router_dtype: torch.dtype | None = None,
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
-        activation: str = "swiglu",
-        glu_layout: str = "concat",
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        offset: float = 1.0,
-        bias: bool = False,
-        packed: bool = True,
-        recompute: bool = False,
-        delay_wgrad: bool = False,
-        recipe: Any = "bf16",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        **experts: Any,
     ) -> None:
         super().__init__()
-        check_sizes(NAME, hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        check_options(MoE, locals())
         check_rule(NAME, num_experts, top_k, score, normalize, num_groups, top_groups, scale, name_of_k="top_k")
-        for name, flag in {
-            "router_bias": router_bias, "choice_bias": choice_bias, "shared_gate": shared_gate
-        }.items():  # fmt: skip
-            check_flag(NAME, name, flag)
-        if shared_intermediate_size is not None:
-            check_sizes(NAME, shared_intermediate_size=shared_intermediate_size)
-        elif shared_gate:
+        if shared_gate and shared_intermediate_size is None:
             raise ValueError(
                 f"{NAME}: shared_gate is True but there is no shared expert; give shared_intermediate_size"
             )
@@ -101,19 +86,20 @@ class MoE(nn.Module):
         self.rule: dict[str, Any] = {
             "score": score, "normalize": normalize, "scale": scale, "num_groups": num_groups, "top_groups": top_groups
         }  # fmt: skip
-        how: dict[str, Any] = {
-            "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
-            "bias": bias, "packed": packed, "recompute": recompute, "delay_wgrad": delay_wgrad, "recipe": recipe,
-        }  # fmt: skip
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.router_dtype = router_dtype
         probe = torch.empty(0, **where)
-        check_placement(NAME, probe, hidden_size, intermediate_size)
-        _check_router_dtype(router_dtype, probe)
+        check_placement(MoE, probe, hidden_size, intermediate_size)
+        valid = LOGITS_DTYPES if runs_kernels(probe) else (*LOGITS_DTYPES, torch.float64)
+        if router_dtype is not None and router_dtype not in valid:
+            raise TypeError(f"{NAME}: router_dtype is {router_dtype}; it must be {', '.join(map(str, valid))}, or None")
+        self.router_dtype = router_dtype
         self.router = nn.Linear(hidden_size, num_experts, router_bias, device=device, dtype=router_dtype or dtype)
-        self.experts = GroupedMLP(num_experts, hidden_size, intermediate_size, **how, **where)
-        width = shared_intermediate_size
-        self.shared = None if width is None else GroupedMLP(1, hidden_size, width, **how, **where)
+        made = [
+            GroupedMLP(count, hidden_size, width, out_features=hidden_size, **experts, **where)
+            for count, width in ((num_experts, intermediate_size), (1, shared_intermediate_size))
+            if width is not None
+        ]
+        self.experts, self.shared = made[0], made[1] if len(made) > 1 else None
         self.shared_gate = nn.Linear(hidden_size, 1, False, **where) if shared_gate else None
         biases = torch.zeros(num_experts, device=device, dtype=torch.float32) if choice_bias else None
         self.register_buffer("choice_bias", biases)
@@ -142,27 +128,16 @@ class MoE(nn.Module):
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
-        return self._sum_of_experts(tokens, routing, self._shared(tokens)).view(x.shape)
+        experts = self.experts
+        given = {"x": tokens, "routing": routing, "residual": self._shared(tokens), **experts.arguments()}
+        y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
+        return y.view(x.shape)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
         logits = _linear(tokens, self.router, self.router_dtype or tokens.dtype)
         bias = None if self.choice_bias is None else self.choice_bias.float()
         return route(logits, self.top_k, bias=bias, num_tokens=num_tokens, **self.rule)
-
-    def _sum_of_experts(self, tokens: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """The sum of what experts and the shared one make of tokens. Gradients go where the experts' options say."""
-        experts = self.experts
-        fc1, fc2 = experts.fc1, experts.fc2
-        given = {
-            "w1": fc1.experts("weight"), "w2": fc2.experts("weight"), "b1": fc1.experts("bias"),
-            "b2": fc2.experts("bias"), "residual": shared, **experts.form,
-        }  # fmt: skip
-        writers = experts.grad_writers(tokens)
-        if writers:
-            refuse_export(NAME)
-            return outside_traces(moe_call(tokens, routing, **given), Targets(weights=writers))
-        return moe(tokens, routing, **given)
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
@@ -213,30 +188,18 @@ class MoE(nn.Module):
             self.choice_bias = before.to(self.choice_bias.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """In place, since the dictionary goes on to the children; torch gives each module its own."""
-        converted = convert_block(state_dict, prefix, self)
-        state_dict.clear()
-        state_dict.update(converted)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
+        return iter(()) if moments else dialects.moves(keys, prefix, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have no routing: it belongs to a graph."""
         return {**self.__dict__, "routing": None}
 
     def extra_repr(self) -> str:
-        text = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}, top_k={self.top_k}"
-        defaults = {"score": "softmax", "normalize": True, "scale": 1.0, "num_groups": 1, "top_groups": 1}
-        shown = {name: value for name, value in self.rule.items() if value != defaults[name]}
-        shown.update({"choice_bias": True} if self.choice_bias is not None else {})
-        shown.update({"router_dtype": self.router_dtype} if self.router_dtype is not None else {})
-        return text + "".join(f", {name}={value!r}" for name, value in shown.items())
-
-
-def _check_router_dtype(dtype: Any, probe: Tensor) -> None:
-    valid = LOGITS_DTYPES if probe.device.type == gpus.KERNEL_DEVICE else (*LOGITS_DTYPES, torch.float64)
-    if dtype is not None and dtype not in valid:
-        raise TypeError(f"{NAME}: router_dtype is {dtype}; it must be {', '.join(map(str, valid))}, or None")
+        return shown_options(
+            MoE, hidden_size=self.hidden_size, num_experts=self.num_experts, top_k=self.top_k, **self.rule,
+            choice_bias=self.choice_bias is not None, router_dtype=self.router_dtype,
+        )  # fmt: skip
 
 
 def _linear(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,56 @@
+"""Options of modules: checked at construction, shown by repr."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, check_flag, check_width, runs_kernels
+
+
+@functools.cache
+def _parameters(kind: type) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.__init__).parameters  # type: ignore[misc]  # of a subclass with others, not these
+
+
+def check_options(kind: type, given: Mapping[str, Any]) -> None:
+    """Whether what a class's constructor was given is True or False where it says bool; and 1 or more where it says int
+    and has no default, or None may stand for it.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    for name, parameter in _parameters(kind).items():
+        value, is_size = given[name], parameter.annotation == "int" and parameter.default is parameter.empty
+        if parameter.annotation == "bool":
+            check_flag(kind.__name__, name, value)
+        elif is_size or (parameter.annotation == "int | None" and value is not None):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{kind.__name__}: {name} is {value!r}; give an integer")
+            if value < 1:
+                raise ValueError(f"{kind.__name__}: {name} is {value}; give 1 or more")
+
+
+def shown_options(kind: type, **options: Any) -> str:
+    """Those of a class that are not its defaults, for repr."""
+    defaults = _parameters(kind)
+    shown = {name: value for name, value in options.items() if value != defaults[name].default}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+
+
+def check_placement(kind: type, parameter: Tensor, *widths: int) -> None:
+    """What kernels ask for, where parameters lie on a GPU; their dtype anywhere."""
+    on_gpu = runs_kernels(parameter)
+    valid = KERNEL_DTYPES if on_gpu else REFERENCE_DTYPES
+    if parameter.dtype not in valid:
+        choices = " or ".join(f"dtype={dtype}" for dtype in valid)
+        raise TypeError(
+            f"{kind.__name__}: dtype is {parameter.dtype}; on {parameter.device} give {choices} at construction, or "
+            f"call .to({valid[0]})"
+        )
+    for width in widths:
+        check_width(kind.__name__, "a weight", width, on_gpu)

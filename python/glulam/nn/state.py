@@ -1,0 +1,193 @@
+"""State of modules under other names: experts' parameters packed, as `weight` [E, ...], or apart, as `weight0` and so
+on; and what `nn.dialects` lists.
+
+Conversion takes place only where a set of entries is complete and unambiguous, and of a parameter that the module has.
+What is not is left as it is, so that loading it gives torch's usual error about missing and unexpected keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+PACKED_RANKS = {"weight": 3, "bias": 2}
+
+
+class Move(NamedTuple):
+    """Entries that become others. `make`: the new values, from the old ones; None where these do not fit."""
+
+    old: list[str]
+    new: list[str]
+    make: Callable[[list[Any]], list[Any] | None]
+
+
+class Converts(nn.Module):
+    """A module that loads state under other names than its own."""
+
+    def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
+        """How entries under these keys become those of the module at `prefix`: each list as a whole, or not at all.
+
+        `moments`: values are an optimizer's mappings, not tensors.
+        """
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """In place, since the dictionary goes on to the children; torch gives each module its own."""
+        converted = _converted(state_dict, [(prefix, self)])
+        state_dict.clear()
+        state_dict.update(converted)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A state dict with the keys that `module` has, from one in either layout, or of another library's MoE blocks.
+
+    Args:
+        state: of a module like `module` that differs in `packed` at most, or in the names of an MoE's parts, which are
+            one of `nn.dialects`. Loading it into `module` does the same.
+        module: holds GroupedLinear and MoE modules anywhere.
+    """
+    result = _converted(state, _named(module))
+    if (versions := getattr(state, "_metadata", None)) is not None:  # of modules, which load_state_dict looks at
+        result = OrderedDict(result)
+        result._metadata = versions  # type: ignore[attr-defined]
+    return result
+
+
+def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Optimizer state keyed by parameter names, for the parameters that `module` has.
+
+    Moments are stacked or split as the parameters are. What has no dimension, as a step count, is every expert's; it
+    is packed only if it is the same for all. A parameter keeps its names and its state where one of them cannot be
+    converted, as where its experts are in several groups.
+
+    Args:
+        state: {parameter name: {"exp_avg": ..., "step": ...}}, or that under "state" beside "param_groups" whose
+            "params" are names, as torch.distributed.checkpoint has it.
+        module: as of `convert_state_dict`.
+    """
+    if "state" not in state or "param_groups" not in state:
+        return _converted(state, _named(module), moments=True)
+    moments: dict[str, Any] = dict(state["state"])
+    groups = [dict.fromkeys(group["params"]) for group in state["param_groups"]]
+    for prefix, child in _named(module):
+        for (move,) in child.moves([key for names in groups for key in names], prefix, moments=True):
+            home = next((i for i, names in enumerate(groups) if names.keys() >= set(move.old)), None)
+            if home is None:
+                continue
+            if any(key in moments for key in (*move.old, *move.new)):
+                same = [moves for moves in child.moves(moments, prefix, moments=True) if moves[0].old == move.old]
+                others = moved(moments, same[0]) if same else None
+                if others is None:
+                    continue
+                moments = others
+            groups[home] = _renamed(groups[home], move)
+    renamed = [{**group, "params": list(names)} for group, names in zip(state["param_groups"], groups, strict=True)]
+    return {**state, "state": moments, "param_groups": renamed}
+
+
+def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
+    return moved(names, [move._replace(make=lambda _: list(move.new))]) or {}
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Converts]]:
+    """Each module that converts under each of its names, with the prefix of its keys; parents before children."""
+    for path, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, Converts):
+            yield f"{path}." if path else "", child
+
+
+def _converted(
+    state: Mapping[str, Any], modules: Collection[tuple[str, Converts]] | Iterator[Any], moments: bool = False
+) -> dict[str, Any]:
+    result = dict(state)
+    for prefix, module in modules:
+        for moves in module.moves(result, prefix, moments):
+            result = moved(result, moves) or result
+    return result
+
+
+def moved(state: Mapping[str, Any], moves: Sequence[Move]) -> dict[str, Any] | None:
+    """`state` after these moves, or None where values do not fit each other.
+
+    New entries stand where the first old one stood: optimizers number parameters by their order.
+    """
+    added: dict[str, dict[str, Any]] = {}
+    for old, new, make in moves:
+        values = make([state[key] for key in old])
+        if values is None:
+            return None
+        added[old[0]] = dict(zip(new, values, strict=True))
+    removed = {key for move in moves for key in move.old}
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        result.update(added.get(key, {}) if key in removed else {key: value})
+    return result
+
+
+def layout_move(keys: Collection[str], whole: str, name: str, packed: bool, experts: int, moments: bool) -> Move | None:
+    """How a parameter's entries change to the layout that a module has; None where they need not, or cannot.
+
+    Args:
+        whole: the key of the packed parameter. name: "weight" or "bias".
+        packed: whether the module's is.
+    """
+    parts, size = [f"{whole}{expert}" for expert in range(experts)], len(whole)
+    old, new = (parts, [whole]) if packed else ([whole], parts)
+    found = {k for k in keys if isinstance(k, str) and k.startswith(whole) and (k == whole or k[size:].isdecimal())}
+    if found != set(old):
+        return None
+    rank = None if moments else PACKED_RANKS[name]  # optimizers also keep moments of rows and columns
+    make: Any = partial(_stack, rank=rank) if packed else partial(_split, count=experts, rank=rank, copy=moments)
+    return Move(old, new, partial(_of_moments, make=make, count=len(new)) if moments else make)
+
+
+def alike(parts: list[Any], rank: int | None = None) -> bool:
+    """Whether all are tensors of one shape, dtype and device, and of `rank` where it says something."""
+    first = parts[0]
+    return all(
+        isinstance(part, Tensor)
+        and rank in (None, part.dim())
+        and (part.shape, part.dtype, part.device) == (first.shape, first.dtype, first.device)
+        for part in parts
+    )
+
+
+def _stack(parts: list[Any], rank: int | None) -> list[Tensor] | None:
+    return [torch.stack(parts)] if alike(parts, None if rank is None else rank - 1) else None
+
+
+def _split(wholes: list[Any], count: int, rank: int | None, copy: bool) -> list[Tensor] | None:
+    (whole,) = wholes
+    if not _has_dimensions(whole) or rank not in (None, whole.dim()) or whole.shape[0] != count:
+        return None
+    return [part.clone() if copy else part for part in whole.unbind()]
+
+
+def _of_moments(old: list[Any], make: Callable[[list[Any]], Any], count: int) -> list[dict[str, Any]] | None:
+    """Optimizers write their state in place, so no two parameters may share it."""
+    if not all(isinstance(part, Mapping) and part.keys() == old[0].keys() for part in old):
+        return None
+    result: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key in old[0]:
+        values = [part[key] for part in old]
+        first = values[0]
+        new = None
+        if any(map(_has_dimensions, values)):
+            new = make(values)
+        elif all(value == first for value in values):
+            new = [first.clone() if isinstance(first, Tensor) else first for _ in range(count)]
+        if new is None:
+            return None
+        for part, value in zip(result, new, strict=True):
+            part[key] = value
+    return result
+
+
+def _has_dimensions(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
