@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .chosen import chosen
+from .device.chosen import chosen
 from .specs import ACTIVATION_FORMS, KINDS
 
 LOG2_E = 1.4426950408889634

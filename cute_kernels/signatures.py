@@ -111,7 +111,7 @@ GROUPS = (
     *_each(INT32, "group_form num_groups"),
     *_each(ADDRESS, "tickets", optional=True),
 )
-"""Group sizes, how to read them (`sm90.tile_scheduler`), how many; counters to draw tiles by, 0 to deal them."""
+"""Group sizes, how to read them (`schedule.groups`), how many; counters to draw tiles by, 0 to deal them."""
 PARAMS = _each(FLOAT32, "limit alpha offset", optional=True)
 """Of clamped_swiglu; the other activations ignore them."""
 ACTIVATION = (*_each(INT32, "kind glu_layout", optional=True), *PARAMS)

@@ -5,20 +5,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
-from ..chosen import chosen
+from ..device.chosen import chosen
+from ..memory.weights import weight_rows, weight_view
+from ..schedule.groups import Groups
+from ..schedule.ticket_scheduler import TicketScheduler
+from ..schedule.tickets import Tickets, counter
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import TileGrid, WorkRing
 from ..tiles import TileConfig
-from . import epilogue as epi
-from . import store
-from . import tile_scheduler as sched
-from .budget import ALONG_REGISTERS, LOADING_REGISTERS
-from .fp8_mainloop import Fp8Mainloop
-from .gemm_mainloop import GemmMainloop
-from .halves_mainloop import HalvesMainloop
-from .mainloop import Operands
+from .budget import ALONG_REGISTERS, LOADING_REGISTERS, ROWS
+from .epilogue.base import Epilogue, Inputs
+from .epilogue.store import RaggedStore, columns, make_store
+from .fragments import share_of
+from .mainloop.base import Operands
+from .mainloop.fp8 import Fp8Mainloop
+from .mainloop.gemm import GemmMainloop
+from .mainloop.halves import HalvesMainloop
 from .persistent import PersistentGemm
-from .ticket_scheduler import TicketScheduler
-from .tickets import Tickets, counter
-from .weights import weight_rows, weight_view
 
 # At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
 # fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
@@ -40,7 +43,7 @@ class GroupedGemm(PersistentGemm):
         name: str,
         dtype: type[cutlass.Numeric],
         tile: TileConfig,
-        epilogue: epi.Epilogue,
+        epilogue: Epilogue,
         transposed: bool = False,
         in_halves: bool = False,
     ):
@@ -60,20 +63,18 @@ class GroupedGemm(PersistentGemm):
             self.epilogue.has_load_role,
         )  # fmt: skip
 
-    def _make_store(self, view: cute.Tensor) -> store.RaggedStore:
-        return store.make_store(view, cols=store.columns(view.element_type, self.epilogue.slot_row_bytes))
+    def _make_store(self, view: cute.Tensor) -> RaggedStore:
+        return make_store(view, cols=columns(view.element_type, self.epilogue.slot_row_bytes))
 
-    def make_scheduler(
-        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
-    ) -> sched.GroupTileScheduler:
+    def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         if tickets is None:
-            return sched.GroupTileScheduler(self.tile, groups, grid)
+            return GroupTileScheduler(self.tile, groups, grid)
         return TicketScheduler(self.tile, groups, grid, LIGHT_ROWS, tickets)
 
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
-        rows: Int64, inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
         x_scale: Int64 | int = 0, w_up: Int64 | None = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
@@ -87,17 +88,15 @@ class GroupedGemm(PersistentGemm):
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
         groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)
-        grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
+        grid = TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = epilogue.kernel_inputs(inputs)
-        self.start(
-            operands, stores, inputs, sched.Groups(*groups, outputs[0].shape[0]), grid, num_sms, stream, position
-        )
+        self.start(operands, stores, inputs, Groups(*groups, outputs[0].shape[0]), grid, num_sms, stream, position)
 
 
 class GroupedFp8Gemm(GroupedGemm):
     """Of rows in MXFP8 and folded weights, on a cooperative tile."""
 
-    def __init__(self, name: str, tile: TileConfig, epilogue: epi.Epilogue):
+    def __init__(self, name: str, tile: TileConfig, epilogue: Epilogue):
         super().__init__(name, Float8E4M3FN, tile, epilogue)
 
     def make_mainloop(self) -> Fp8Mainloop:
@@ -106,11 +105,11 @@ class GroupedFp8Gemm(GroupedGemm):
     @cute.jit
     def _mma_role(
         self, mainloop: Fp8Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: sched.WorkRing, index: Int32,
+        stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
         """As any GEMM's, but for scales: those of the next tile's first k-tile are on their way during an epilogue."""
         cute.arch.griddepcontrol_wait()
-        share = epi.share_of(self.tile, Int32(0), index)
+        share = share_of(self.tile, Int32(0), index)
         tCrA, tCrB = mainloop.fragments(sA, sB, share.first_slab)
         acc = mainloop.accumulators()
         ring_state = ring.consumer_state()
@@ -119,9 +118,9 @@ class GroupedFp8Gemm(GroupedGemm):
         work = ring.get(ring_state)
         scales.begin(work)
         while work.expert >= 0:
-            share = epi.share_of(self.tile, ring_state.count, index)
+            share = share_of(self.tile, ring_state.count, index)
             prefetched = self.epilogue.begin(state, work, share)
-            has_rows = work.row + share.first_slab * store.ROWS < work.group_end
+            has_rows = work.row + share.first_slab * ROWS < work.group_end
             stage = mainloop.mma(acc, tCrA, tCrB, scales, has_rows, stages, stage)
             ring_state.advance()
             next_work = ring.get(ring_state)

@@ -18,9 +18,9 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
             warpgroups read it.
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
-    mail    a cluster's tickets, where it draws them (tickets.py).
+    mail    a cluster's tickets, where it draws them (schedule/tickets.py).
     loads   what the epilogue reads beside its accumulators, if that comes by TMA: from the epilogue load warp
-            (preact.py), or from the warp that stores (slot_loads.py).
+            (epilogue/preact.py), or from the warp that stores (epilogue/slot_loads.py).
     turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
             these, named barriers 5 + warpgroup.
     slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
@@ -34,14 +34,19 @@ from cutlass import BFloat16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
-from ..chosen import chosen
-from ..invariant import Invariant
+from ..device.chosen import chosen
+from ..device.invariant import Invariant
+from ..schedule.groups import Groups
+from ..schedule.tickets import MAILS, NUM_BARRIERS, Tickets
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
 from ..tiles import TileConfig
-from . import budget, store
-from . import tile_scheduler as sched
-from .epilogue import ColumnSmem, share_of
-from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
-from .tickets import MAILS, NUM_BARRIERS, Tickets
+from . import budget
+from .budget import ROWS
+from .epilogue.base import ColumnSmem
+from .epilogue.store import Slots, columns, smem_layout
+from .fragments import share_of
+from .mainloop.base import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
@@ -68,9 +73,7 @@ class PersistentGemm(Invariant):
     def make_mainloop(self) -> Mainloop:
         raise NotImplementedError
 
-    def make_scheduler(
-        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
-    ) -> sched.GroupTileScheduler:
+    def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         raise NotImplementedError
 
     @property
@@ -90,12 +93,12 @@ class PersistentGemm(Invariant):
     @property
     def stages(self) -> int:
         slots = self._slot_owners * self.epilogue.num_slots
-        staging = slots * store.ROWS * self.epilogue.slot_row_bytes
+        staging = slots * ROWS * self.epilogue.slot_row_bytes
         return budget.stages(self.tile, staging, self.dtype.width // 8, self.epilogue.scales_columns)
 
     @cute.jit
     def start(
-        self, operands: Operands, stores: tuple, inputs: tuple, groups: sched.Groups, grid: sched.TileGrid,
+        self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
         num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
         """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before."""
@@ -115,8 +118,8 @@ class PersistentGemm(Invariant):
 
     def _staging_layout(self) -> cute.ComposedLayout:
         epilogue = self.epilogue
-        cols = store.columns(epilogue.slot_dtype, epilogue.slot_row_bytes)
-        return store.smem_layout(epilogue.slot_dtype, epilogue.num_slots, self._slot_owners, cols=cols)
+        cols = columns(epilogue.slot_dtype, epilogue.slot_row_bytes)
+        return smem_layout(epilogue.slot_dtype, epilogue.num_slots, self._slot_owners, cols=cols)
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
         slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
@@ -125,11 +128,11 @@ class PersistentGemm(Invariant):
         @cute.struct
         class Storage:
             stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
+            ring_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
             ticket_barriers: cute.struct.MemRange[Int64, NUM_BARRIERS * self.draws_tickets]
             load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
             mail: cute.struct.MemRange[Int32, MAILS * self.draws_tickets]
-            ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
+            ring: cute.struct.Align[cute.struct.MemRange[Int32, SLOT_WORDS * STAGES], 16]
             bias: cute.struct.Align[cute.struct.MemRange[self.epilogue.dtype, columns], 16]
             scales: cute.struct.Align[cute.struct.MemRange[BFloat16, columns * self.epilogue.scales_columns], 16]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
@@ -140,7 +143,7 @@ class PersistentGemm(Invariant):
 
     @cute.kernel
     def kernel(
-        self, operands: Operands, stores: tuple, inputs: tuple, groups: sched.Groups, grid: sched.TileGrid,
+        self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
     ):  # fmt: skip
         mainloop = self.make_mainloop()
         thread, _, _ = cute.arch.thread_idx()
@@ -157,8 +160,8 @@ class PersistentGemm(Invariant):
         has_load_role = self.epilogue.has_load_role
         consumer_warps = 1 + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
         consumer_warps += chosen(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
-        ring_stages = sched.TICKET_STAGES if self.draws_tickets else sched.STAGES
-        ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
+        ring_stages = TICKET_STAGES if self.draws_tickets else STAGES
+        ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
         if const_expr(self.draws_tickets):
             barriers, mail = storage.ticket_barriers.data_ptr(), storage.mail.data_ptr()
@@ -200,10 +203,10 @@ class PersistentGemm(Invariant):
             state = self.epilogue.make_state(inputs, groups, slots, self._small_smem(storage, index), loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
-    def _make_slots(self, staging: cute.Tensor, index: Int32, thread: Int32) -> store.Slots:
+    def _make_slots(self, staging: cute.Tensor, index: Int32, thread: Int32) -> Slots:
         """The staging slots of a warpgroup."""
         chunks = self.tile.slabs * self.epilogue.chunks_per_slab
-        return store.Slots(staging, self.epilogue.slot_dtype, index, thread, chunks)
+        return Slots(staging, self.epilogue.slot_dtype, index, thread, chunks)
 
     def _small_smem(self, storage, index: Int32):
         """A warpgroup's shared memory beside its slots."""
@@ -214,7 +217,7 @@ class PersistentGemm(Invariant):
 
     @cute.jit
     def _load_role(
-        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing
+        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: WorkRing
     ):  # fmt: skip
         ring_state = ring.consumer_state()
         state = mainloop.producer_state()
@@ -231,7 +234,7 @@ class PersistentGemm(Invariant):
 
     @cute.jit
     def _gather_role(
-        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing,
+        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: WorkRing,
         rank: Int32,
     ):  # fmt: skip
         cute.arch.griddepcontrol_wait()
@@ -244,7 +247,7 @@ class PersistentGemm(Invariant):
             work = ring.get(ring_state)
 
     @cute.jit
-    def _epilogue_load_role(self, loads, inputs: tuple, ring: sched.WorkRing):
+    def _epilogue_load_role(self, loads, inputs: tuple, ring: WorkRing):
         cute.arch.griddepcontrol_wait()
         ring_state = ring.consumer_state()
         work = ring.get(ring_state)
@@ -256,7 +259,7 @@ class PersistentGemm(Invariant):
     @cute.jit
     def _mma_role(
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: sched.WorkRing, index: Int32,
+        stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
         cute.arch.griddepcontrol_wait()
         mma_turns = Turns(MMA_BARRIER, self.tile.takes_turns, index)

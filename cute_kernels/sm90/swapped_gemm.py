@@ -6,17 +6,19 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8
 
-from . import epilogue as epi
-from . import store
-from . import tile_scheduler as sched
+from ..memory.weights import weight_view
+from ..schedule.groups import Groups
+from ..schedule.tickets import Tickets
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import SLOT_WORDS, STAGES, TileGrid, WorkRing
 from .budget import SMEM_BYTES, stage_k
-from .decoding_mainloop import DecodingMainloop
-from .epilogue import share_of
-from .mainloop import Mainloop, Operands
+from .epilogue.base import Inputs
+from .epilogue.store import make_store, smem_layout
+from .epilogue.swapped import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
+from .fragments import share_of
+from .mainloop.base import Mainloop, Operands
+from .mainloop.decoding import DecodingMainloop
 from .persistent import PersistentGemm
-from .swapped_epilogue import WARPS, RowSmem, SwappedEpilogue, SwappedSlots
-from .tickets import Tickets
-from .weights import weight_view
 
 # Barriers and the ring's slots, at most; then row scales and exponents, before the first buffer.
 BARRIER_BYTES = 512
@@ -35,10 +37,8 @@ class SwappedGemm(PersistentGemm):
     def make_mainloop(self) -> DecodingMainloop:
         return DecodingMainloop(self.dtype, self.tile, self.epilogue.parts, self.epilogue.layout, self.stages)
 
-    def make_scheduler(
-        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
-    ) -> sched.GroupTileScheduler:
-        return sched.GroupTileScheduler(self.tile, groups, grid)
+    def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
+        return GroupTileScheduler(self.tile, groups, grid)
 
     @property
     def stages(self) -> int:
@@ -56,7 +56,7 @@ class SwappedGemm(PersistentGemm):
         epilogue = self.epilogue
         owners = self.num_warpgroups
         rows, cols = epilogue.chunk_rows, epilogue.chunk_columns
-        return store.smem_layout(self.dtype, epilogue.num_slots, owners, rows=rows, cols=cols)
+        return smem_layout(self.dtype, epilogue.num_slots, owners, rows=rows, cols=cols)
 
     @property
     def _exponents_shape(self) -> tuple[int, int, int]:
@@ -68,9 +68,9 @@ class SwappedGemm(PersistentGemm):
         @cute.struct
         class Storage:
             stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
+            ring_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
             load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
-            ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
+            ring: cute.struct.Align[cute.struct.MemRange[Int32, SLOT_WORDS * STAGES], 16]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, rows], 16]
             exponents: cute.struct.Align[cute.struct.MemRange[Uint8, math.prod(self._exponents_shape)], 16]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(mainloop.a_layout)], ALIGNMENT]
@@ -92,7 +92,7 @@ class SwappedGemm(PersistentGemm):
     @cute.jit
     def _mma_role(
         self, mainloop: DecodingMainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: sched.WorkRing, index: Int32,
+        stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
         """As any GEMM's, a tile ahead: the last k-tile of one asks for the first scales of the next."""
         share = share_of(self.tile, Int32(0), index)
@@ -116,12 +116,12 @@ class SwappedGemm(PersistentGemm):
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
-        inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         """Launch on `stream`. See PersistentGemm.start for `position`."""
         rows = Int32(w.shape[1])
         view, address = weight_view(w, Int64(0), self.epilogue.parts, self.epilogue.layout, False, inputs.gate)
         operands = self.make_mainloop().operands(x, view, address, rows, inputs.w_scale, inputs.gate)
-        stores = (store.make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
-        grid = sched.TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
-        self.start(operands, stores, inputs, sched.Groups(*groups, x.shape[0]), grid, num_sms, stream, position)
+        stores = (make_store(y, self.epilogue.chunk_rows, self.epilogue.chunk_columns),)
+        grid = TileGrid(Int32(0), cute.ceil_div(rows, self.tile.n))
+        self.start(operands, stores, inputs, Groups(*groups, x.shape[0]), grid, num_sms, stream, position)

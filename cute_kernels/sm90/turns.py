@@ -5,11 +5,11 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from ..invariant import Invariant
+from ..device.invariant import Invariant
 from ..tiles import PINGPONG_WARPGROUPS
 
 THREADS = 128
-# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
+# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (epilogue/store.py).
 MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 

@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, Int64
 from ...activation import ActivationParams
 from ...specs import DgluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..dglu_epilogue import DgluEpilogue, DgluInputs, RowParts
-from ..epilogue import Addends
+from ..epilogue.base import Addends
+from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
 from ..grouped_gemm import GroupedFp8Gemm
 
 

@@ -5,12 +5,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from ...activation import ActivationParams
+from ...memory.weights import gate_rows, weight_rows
 from ...specs import LAYOUT_FORMS, GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import ActivationEpilogue, Addends, Inputs
+from ..epilogue.activation import ActivationEpilogue
+from ..epilogue.base import Addends, Inputs
+from ..epilogue.natural_order import NATURAL_EPILOGUES
 from ..grouped_gemm import GroupedGemm
-from ..natural_order import NATURAL_EPILOGUES
-from ..weights import gate_rows, weight_rows
 
 
 class Glu:

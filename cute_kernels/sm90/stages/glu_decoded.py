@@ -5,12 +5,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs
-from ..swapped_epilogue import SwappedActivationEpilogue
+from ..epilogue.base import Addends, Inputs
+from ..epilogue.swapped import SwappedActivationEpilogue
 from ..swapped_gemm import SwappedGemm
-from ..weights import gate_rows
 
 
 class Glu:

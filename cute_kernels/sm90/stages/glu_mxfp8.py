@@ -5,12 +5,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs
+from ..epilogue.base import Addends, Inputs
+from ..epilogue.quantizing import QuantizingEpilogue
 from ..grouped_gemm import GroupedFp8Gemm
-from ..quantizing_epilogue import QuantizingEpilogue
-from ..weights import gate_rows
 
 
 class Glu:

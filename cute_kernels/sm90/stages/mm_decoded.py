@@ -7,8 +7,8 @@ from cutlass import Int32, Int64
 from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs
-from ..swapped_epilogue import SwappedLinearEpilogue
+from ..epilogue.base import Addends, Inputs
+from ..epilogue.swapped import SwappedLinearEpilogue
 from ..swapped_gemm import SwappedGemm
 
 

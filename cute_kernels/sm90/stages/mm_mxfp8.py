@@ -10,7 +10,8 @@ from cutlass import Int32, Int64
 from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs, LinearEpilogue
+from ..epilogue.activation import LinearEpilogue
+from ..epilogue.base import Addends, Inputs
 from ..grouped_gemm import GroupedFp8Gemm
 
 
