@@ -475,6 +475,8 @@ Spec = (
     | MhcSpec
     | LayerSpec
 )
+GemmSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec | GroupedWgradSpec
+"""Those of one GEMM each."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
@@ -483,14 +485,6 @@ def operands_of(spec: Spec) -> str:
     """What a spec's GEMMs multiply, a key of OPERANDS; "16bit" for kernels that are no GEMMs."""
     first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     return str(getattr(first, "operands", "16bit"))
-
-
-def draws_tickets(spec: Spec) -> bool:
-    """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
-    if isinstance(spec, GroupedMlpSpec):
-        return draws_tickets(spec.fc1) or draws_tickets(spec.fc2)
-    tile = getattr(spec, "dgrad", getattr(spec, "tile", None))  # dglu's own tiles are dealt
-    return tile is not None and tile.adaptive
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

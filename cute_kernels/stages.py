@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from .chains import stages_of
+from .sm90 import gemm_policy as sm90
 from .specs import (
     DECODED,
     DgluSpec,
     FoldMxfp8Spec,
+    GemmSpec,
     GroupedGluSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
@@ -19,6 +22,7 @@ from .specs import (
 from .tiles import SpecError
 
 FOLDERS = {"sm_90a": "sm90"}
+_POLICIES = {"sm_90a": sm90.gemm_policy}
 _MODULES: dict[type, str] = {
     TailSpec: "layer.finish_backward",
     QuantizeMxfp8Spec: "quantize.quantize_mxfp8",
@@ -58,3 +62,9 @@ def tracer_of(spec: Spec) -> str:
     An object is made of what this module imports and of nothing else. Raises SpecError for a chain.
     """
     return f"cute_kernels.{_module(spec)}:trace"
+
+
+def draws_tickets(spec: Spec) -> bool:
+    """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
+    gemms = (stage for stage in stages_of(spec) if isinstance(stage, GemmSpec))
+    return any(_POLICIES[stage.arch](stage).tickets for stage in gemms)

@@ -18,9 +18,11 @@ from cute_kernels.sm90.configs import (
     LARGE_W8,
     MEDIUM_W8,
     NARROW_W8,
+    SMALL,
     SMALL8,
     TILES,
     TILES_W8,
+    WGRAD,
     activation_forms,
     glu_form,
     shipped_specs,
@@ -43,10 +45,12 @@ from cute_kernels.specs import (
     GroupedMmSpec,
     GroupedWgradSpec,
     MhcSpec,
+    Spec,
     TailSpec,
     from_dict,
     to_dict,
 )
+from cute_kernels.stages import draws_tickets
 from cute_kernels.tiles import SpecError, TileConfig
 
 
@@ -256,6 +260,29 @@ def test_a_name_tells_every_field_apart() -> None:
 def test_impossible_specs_are_refused(build, message) -> None:
     with pytest.raises(SpecError, match=message):
         build()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (GroupedMmSpec(tile=LARGE), True),
+        (GroupedMmSpec(tile=SMALL), False),
+        (GroupedMlpSpec(GroupedGluSpec(tile=SMALL), GroupedMmSpec(tile=LARGE)), True),
+        (GroupedMlpSpec(GroupedGluSpec(tile=SMALL), GroupedMmSpec(tile=SMALL)), False),
+        (DgluSpec(tile=LARGE), False),
+        (GroupedDgluSpec(tile=LARGE), False),
+        (GroupedDgluSpec(tile=LARGE, dgrad=LARGE), True),
+        (GroupedDgluSpec(tile=DGLU8, dgrad=LARGE8, operands="mxfp8"), True),
+        (GroupedWgradSpec(tile=WGRAD), False),
+        (GroupedMmSpec(tile=LARGE_W8, operands="mxfp8_weight_only"), False),
+        (TailSpec(), False),
+        (MhcSpec(), False),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_who_draws_tickets(spec: Spec, expected: bool) -> None:
+    """Adaptive clusters do, but for those of a backward's activation, whose epilogue has loads of its own."""
+    assert draws_tickets(spec) is expected
 
 
 def test_naming_kernels_imports_no_compiler() -> None:

@@ -12,22 +12,17 @@ from ..schedule.ticket_scheduler import TicketScheduler
 from ..schedule.tickets import Tickets, counter
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid, WorkRing
-from ..tiles import TileConfig
+from ..specs import GemmSpec
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS, ROWS
 from .epilogue.base import Epilogue, Inputs
-from .epilogue.store import RaggedStore, columns, make_store
+from .epilogue.store import RaggedStore, make_store
 from .fragments import share_of
+from .gemm_policy import MIN_TICKET_DEPTH
 from .mainloop.base import Operands
 from .mainloop.fp8 import Fp8Mainloop
 from .mainloop.gemm import GemmMainloop
 from .mainloop.halves import HalvesMainloop
 from .persistent import PersistentGemm
-
-# At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
-# fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
-LIGHT_ROWS = 64
-# Contraction of tiles that are drawn. Shallower ones end before the next is found: with 512, dealing is 3 % faster.
-MIN_DEPTH = 768
 
 
 class GroupedGemm(PersistentGemm):
@@ -39,37 +34,28 @@ class GroupedGemm(PersistentGemm):
     load_registers = ALONG_REGISTERS
 
     def __init__(
-        self,
-        name: str,
-        dtype: type[cutlass.Numeric],
-        tile: TileConfig,
-        epilogue: Epilogue,
-        transposed: bool = False,
+        self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
         in_halves: bool = False,
-    ):
-        super().__init__(name, dtype, tile, epilogue)
-        # An epilogue with loads of its own has no registers to give away, and gains nothing (grouped_dglu).
-        self.draws_tickets = tile.adaptive and epilogue.num_barriers == 0
+    ):  # fmt: skip
+        super().__init__(spec, dtype, epilogue)
         self.transposed = transposed
         self.mainloop = HalvesMainloop if in_halves else GemmMainloop
-        if epilogue.has_load_role:
+        if self.shape.has_load_warp:
             self.load_registers = LOADING_REGISTERS
 
     def make_mainloop(self) -> GemmMainloop:
-        # Beside an epilogue's own loads it costs more than it brings (grouped_dglu: 1 % but where groups are small).
-        evicts_weights = self.epilogue.num_barriers == 0
         return self.mainloop(
-            self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages, evicts_weights,
-            self.epilogue.has_load_role,
+            self.dtype, self.tile, self.shape.parts, self.transposed, self.stages, self.policy,
+            self.shape.has_load_warp,
         )  # fmt: skip
 
     def _make_store(self, view: cute.Tensor) -> RaggedStore:
-        return make_store(view, cols=columns(view.element_type, self.epilogue.slot_row_bytes))
+        return make_store(view, cols=self.shape.slots.columns(view.element_type))
 
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         if tickets is None:
             return GroupTileScheduler(self.tile, groups, grid)
-        return TicketScheduler(self.tile, groups, grid, LIGHT_ROWS, tickets)
+        return TicketScheduler(self.tile, groups, grid, self.policy.light_rows, tickets)
 
     @cute.jit
     def launch(
@@ -82,11 +68,11 @@ class GroupedGemm(PersistentGemm):
 
         See PersistentGemm.start for `position`.
         """
-        epilogue = self.epilogue
-        view, address = weight_view(w, w_table, epilogue.parts, epilogue.layout, self.transposed, inputs.gate, w_up)
+        epilogue, shape = self.epilogue, self.shape
+        view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
         operands = self.make_mainloop().operands(x, view, address, rows, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
-        groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
+        groups = *groups[:3], chosen(x.shape[1] < MIN_TICKET_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)
         grid = TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = epilogue.kernel_inputs(inputs)
@@ -96,11 +82,11 @@ class GroupedGemm(PersistentGemm):
 class GroupedFp8Gemm(GroupedGemm):
     """Of rows in MXFP8 and folded weights, on a cooperative tile."""
 
-    def __init__(self, name: str, tile: TileConfig, epilogue: Epilogue):
-        super().__init__(name, Float8E4M3FN, tile, epilogue)
+    def __init__(self, spec: GemmSpec, epilogue: Epilogue):
+        super().__init__(spec, Float8E4M3FN, epilogue)
 
     def make_mainloop(self) -> Fp8Mainloop:
-        return Fp8Mainloop(self.tile, self.epilogue.parts, self.stages, self.epilogue.has_load_role)
+        return Fp8Mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.shape.has_load_warp)
 
     @cute.jit
     def _mma_role(

@@ -20,7 +20,7 @@ from ..schedule.tickets import Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.wgrad_scheduler import WgradTileScheduler
 from ..schedule.work import TileGrid
-from ..tiles import TileConfig
+from ..specs import GroupedWgradSpec
 from .budget import ACROSS_REGISTERS, ROWS
 from .epilogue.slot_loads import TileLoads
 from .epilogue.store import smem_layout
@@ -28,9 +28,6 @@ from .epilogue.wgrad import WgradEpilogue, WgradInputs, WgradStores
 from .mainloop.wgrad import WgradMainloop
 from .persistent import PersistentGemm
 
-# At most, of a light group: an SM's share of memory's bandwidth stores a 16-bit tile in the time of as many rows' MMAs.
-# With twice as many, results of 32 bits are up to 3 % slower.
-LIGHT_ROWS = 160
 # With fewer rows a group on average, for each byte of an element of dw, what dw holds is loaded: L2 adds to 1.2 TB/s of
 # it, loads and stores make 1.5, but a tile's epilogue takes longer. With 512 rows 16 bits are 7 to 18 % slower so, and
 # 32 bits 14 to 20 % faster, with 1024 either is 3 to 9 % slower.
@@ -42,17 +39,15 @@ class GroupedWgrad(PersistentGemm):
 
     load_registers = ACROSS_REGISTERS
 
-    def __init__(
-        self, name: str, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric], tile: TileConfig
-    ):  # fmt: skip
-        super().__init__(name, dtype, tile, WgradEpilogue(out_dtype, tile))
+    def __init__(self, spec: GroupedWgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):
+        super().__init__(spec, dtype, WgradEpilogue(out_dtype, spec.tile))
 
     def make_mainloop(self) -> WgradMainloop:
         keeps_operands = self.epilogue.dtype.width == 32
         return WgradMainloop(self.dtype, self.tile, self.stages, keeps_operands)
 
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
-        return WgradTileScheduler(self.tile, groups, grid, LIGHT_ROWS)
+        return WgradTileScheduler(self.tile, groups, grid, self.policy.light_rows)
 
     @cute.jit
     def launch(

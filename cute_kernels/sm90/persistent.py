@@ -30,7 +30,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils
-from cutlass import BFloat16, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
@@ -40,12 +40,13 @@ from ..schedule.groups import Groups
 from ..schedule.tickets import MAILS, NUM_BARRIERS, Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
-from ..tiles import TileConfig
+from ..specs import GemmSpec
 from . import budget
-from .budget import ROWS
-from .epilogue.base import ColumnSmem
-from .epilogue.store import Slots, columns, smem_layout
+from .epilogue.base import Smem
+from .epilogue.shape import EpilogueShape
+from .epilogue.store import smem_layout
 from .fragments import share_of
+from .gemm_policy import gemm_policy
 from .mainloop.base import WARPS_PER_GROUP, Mainloop, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
@@ -53,19 +54,21 @@ LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
 
 class PersistentGemm(Invariant):
-    """A tile configuration and an epilogue. A subclass says which mainloop feeds it and how its tiles are scheduled.
+    """The tile and the policy of a spec, and an epilogue. A subclass says which mainloop feeds it and how its tiles are
+    scheduled.
 
-    draws_tickets: the scheduler takes Tickets. load_registers: of a thread of the load warpgroup.
+    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup.
     """
 
-    draws_tickets = False
     load_registers = budget.LOAD_REGISTERS
 
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue):
-        self.name = name
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue):
+        self.name = spec.name
         self.dtype = dtype
-        self.tile = tile
+        self.tile = tile = spec.tile
+        self.policy = gemm_policy(spec)
         self.epilogue = epilogue
+        self.shape: EpilogueShape = epilogue.shape
         self.num_warpgroups = tile.warpgroups
         self.threads = (1 + self.num_warpgroups) * THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n
@@ -79,7 +82,7 @@ class PersistentGemm(Invariant):
     @property
     def first_spare_warp(self) -> int:
         """Of those of the load warpgroup that have no other role than to gather."""
-        return EPILOGUE_LOAD_WARP + self.epilogue.has_load_role
+        return EPILOGUE_LOAD_WARP + self.shape.has_load_warp
 
     @property
     def _registers(self) -> tuple[int, int]:
@@ -88,13 +91,12 @@ class PersistentGemm(Invariant):
 
     @property
     def _slot_owners(self) -> int:
-        return 1 if self.epilogue.shares_slots else self.num_warpgroups
+        return 1 if self.shape.slots.shared else self.num_warpgroups
 
     @property
     def stages(self) -> int:
-        slots = self._slot_owners * self.epilogue.num_slots
-        staging = slots * ROWS * self.epilogue.slot_row_bytes
-        return budget.stages(self.tile, staging, self.dtype.width // 8, self.epilogue.scales_columns)
+        staging = self._slot_owners * self.shape.slots.num_bytes
+        return budget.stages(self.tile, staging, self.dtype.width // 8, "scales" in self.shape.names)
 
     @cute.jit
     def start(
@@ -117,29 +119,27 @@ class PersistentGemm(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        epilogue = self.epilogue
-        cols = columns(epilogue.slot_dtype, epilogue.slot_row_bytes)
-        return smem_layout(epilogue.slot_dtype, epilogue.num_slots, self._slot_owners, cols=cols)
+        slots = self.shape.slots
+        return smem_layout(slots.dtype, slots.count, self._slot_owners, rows=slots.rows, cols=slots.columns())
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
-        slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
-        columns = self.tile.n * self.num_warpgroups
-
-        @cute.struct
-        class Storage:
-            stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            ring_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
-            ticket_barriers: cute.struct.MemRange[Int64, NUM_BARRIERS * self.draws_tickets]
-            load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
-            mail: cute.struct.MemRange[Int32, MAILS * self.draws_tickets]
-            ring: cute.struct.Align[cute.struct.MemRange[Int32, SLOT_WORDS * STAGES], 16]
-            bias: cute.struct.Align[cute.struct.MemRange[self.epilogue.dtype, columns], 16]
-            scales: cute.struct.Align[cute.struct.MemRange[BFloat16, columns * self.epilogue.scales_columns], 16]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
-            staging: cute.struct.Align[cute.struct.MemRange[slot_type, slots], 1024]
-
-        return Storage
+        """Barriers, then what is small, then operands and slots."""
+        array, aligned, tickets = cute.struct.MemRange, cute.struct.Align, self.policy.tickets
+        slots = cute.cosize(self._staging_layout())
+        fields = {
+            "stage_barriers": array[Int64, 2 * self.stages],
+            "ring_barriers": array[Int64, 2 * STAGES],
+            "ticket_barriers": array[Int64, NUM_BARRIERS * tickets],
+            "load_barriers": array[Int64, self.shape.load_barriers],
+            "mail": array[Int32, MAILS * tickets],
+            "ring": aligned[array[Int32, SLOT_WORDS * STAGES], 16],
+        }
+        for field in self.shape.smem:
+            fields[field.name] = aligned[array[field.dtype, field.num_elements * self.num_warpgroups], 16]
+        fields["a"] = aligned[array[mainloop.a_dtype, cute.cosize(mainloop.a_layout)], 1024]
+        fields["b"] = aligned[array[mainloop.b_dtype, cute.cosize(mainloop.b_layout)], 1024]
+        fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
+        return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
     @cute.kernel
     def kernel(
@@ -156,14 +156,13 @@ class PersistentGemm(Invariant):
         storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
         gathers = operands.rows.address != 0
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
-        has_loads = self.epilogue.num_barriers > 0
-        has_load_role = self.epilogue.has_load_role
-        consumer_warps = 1 + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
+        has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
+        consumer_warps = 1 + has_load_warp + WARPS_PER_GROUP * self.num_warpgroups
         consumer_warps += chosen(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
-        ring_stages = TICKET_STAGES if self.draws_tickets else STAGES
+        ring_stages = TICKET_STAGES if self.policy.tickets else STAGES
         ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
-        if const_expr(self.draws_tickets):
+        if const_expr(self.policy.tickets):
             barriers, mail = storage.ticket_barriers.data_ptr(), storage.mail.data_ptr()
             tickets = Tickets(groups.tickets, barriers, mail, self.cluster_size)
             if warp == SCHEDULER_WARP:
@@ -188,7 +187,7 @@ class PersistentGemm(Invariant):
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid, tickets).run(ring)
             elif warp < self.first_spare_warp:
-                if const_expr(has_load_role):
+                if const_expr(has_load_warp):
                     self._epilogue_load_role(loads, inputs, ring)
             elif const_expr(mainloop.gathers):
                 if gathers:
@@ -198,22 +197,19 @@ class PersistentGemm(Invariant):
             if const_expr(self.num_warpgroups > 1):
                 cute.arch.setmaxregister_increase(self._registers[1])
             index = warpgroup - 1
-            own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
-            slots = self._make_slots(own, index, thread % THREADS)
-            state = self.epilogue.make_state(inputs, groups, slots, self._small_smem(storage, index), loads)
+            own, shape = staging[None, None, None, 0 if self.shape.slots.shared else index], self.shape.slots
+            slots = self.epilogue.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
+            state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
-    def _make_slots(self, staging: cute.Tensor, index: Int32, thread: Int32) -> Slots:
-        """The staging slots of a warpgroup."""
-        chunks = self.tile.slabs * self.epilogue.chunks_per_slab
-        return Slots(staging, self.epilogue.slot_dtype, index, thread, chunks)
-
-    def _small_smem(self, storage, index: Int32):
+    def _own_smem(self, storage, index: Int32) -> Smem:
         """A warpgroup's shared memory beside its slots."""
-        columns = cute.make_layout((self.tile.n, self.num_warpgroups))
-        bias = storage.bias.get_tensor(columns)[None, index]
-        has_scales = self.epilogue.scales_columns
-        return ColumnSmem(bias, storage.scales.get_tensor(columns)[None, index] if has_scales else None)
+        own = {}
+        for field in self.shape.smem:
+            everyone = cute.make_layout((*field.shape, self.num_warpgroups))
+            mine = *[None] * len(field.shape), index
+            own[field.name] = getattr(storage, field.name).get_tensor(everyone)[mine]
+        return own
 
     @cute.jit
     def _load_role(
@@ -263,7 +259,7 @@ class PersistentGemm(Invariant):
     ):  # fmt: skip
         cute.arch.griddepcontrol_wait()
         mma_turns = Turns(MMA_BARRIER, self.tile.takes_turns, index)
-        epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.epilogue.shares_slots, index)
+        epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.shape.slots.shared, index)
         tCrA, tCrB = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
         acc = mainloop.accumulators()
         ring_state = ring.consumer_state()

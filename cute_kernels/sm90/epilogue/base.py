@@ -19,6 +19,7 @@ from ...tiles import TileConfig
 from ..budget import ROWS, SLOTS
 from ..fragments import TileShare, registers
 from ..turns import THREADS
+from .shape import EpilogueShape, SlotShape, SmemField
 from .store import Slots
 
 UPPER_HALF = -(1 << 16)
@@ -51,11 +52,15 @@ class Inputs(NamedTuple):
     gate: GateRows = NO_GATE
 
 
+Smem = dict[str, cute.Tensor]
+"""A warpgroup's small shared memory by name."""
+
+
 class ColumnSmem(NamedTuple):
     """A warpgroup's shared memory for its tile's columns: biases, and scale bytes where weights have them."""
 
     bias: cute.Tensor
-    scales: Any  # cute.Tensor | None
+    scales: Any = None  # cute.Tensor | None
 
 
 class Begun(NamedTuple):
@@ -88,15 +93,13 @@ class Epilogue(Invariant):
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
+    `shape` is all that the kernel reads of it.
+
     scales_columns: weights are folded, with a scale for each of their rows.
-    parts: how many row ranges of the weights one tile takes. layout: where they lie (weights.py).
-    num_slots: staging slots of each warpgroup, or of all together (`shares_slots`). num_barriers: for loads, if any.
-    has_load_role: a warp of its own makes them (`load`).
-    cols: of a chunk, which a slot holds. slot_row_bytes: of its rows.
-    chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
+    cols: of a chunk, which a slot holds. chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
     """
 
-    shares_slots = False
+    slots_type: type[Slots] = Slots
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
@@ -111,12 +114,17 @@ class Epilogue(Invariant):
         self.layout = layout
         self.cols = tile.chunk_columns
         self.dtype = dtype
-        self.slot_dtype = dtype
-        self.slot_row_bytes = self.cols * dtype.width // 8
-        self.num_slots = SLOTS
-        self.num_barriers = 0
-        self.has_load_role = False
         self.chunks_per_slab = self.part_n // self.cols
+
+    @property
+    def shape(self) -> EpilogueShape:
+        smem: tuple[SmemField, ...] = (SmemField("bias", self.dtype, (self.tile_n,)),)
+        if self.scales_columns:
+            smem += (SmemField("scales", BFloat16, (self.tile_n,)),)
+        slots = SlotShape(
+            self.dtype, self.slabs * self.chunks_per_slab, row_bytes=self.cols * self.dtype.width // 8
+        )  # fmt: skip
+        return EpilogueShape(slots, smem, self.parts, self.layout)
 
     def kernel_inputs(self, inputs: Any) -> Any:
         """Host side: the epilogue's inputs as the kernel takes them."""
@@ -129,8 +137,9 @@ class Epilogue(Invariant):
     def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
         """Bring what `finish` reads of the CTA's tile number `turn`; called by a warp of its own if there is a ring."""
 
-    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: ColumnSmem, ring: Any) -> WarpgroupState:
-        return WarpgroupState(inputs, slots, smem)
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> Any:
+        """What a warpgroup holds of it. `smem`: its own, of the fields of `shape`."""
+        return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
         """How the outputs look to TMA stores."""

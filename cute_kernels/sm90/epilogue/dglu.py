@@ -10,6 +10,7 @@ where K is 2048.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -22,11 +23,11 @@ from ...memory.weights import NO_GATE, GateRows
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedDgluSpec
-from .. import budget
-from ..budget import PAIRS, ROW_BYTES, ROWS
+from ..budget import PAIRS, ROWS, dglu_slots
 from ..fragments import TileShare, chunk_of, registers
-from .base import Addends, Begun, ColumnSmem, Epilogue, WarpgroupState
+from .base import Addends, Begun, ColumnSmem, Epilogue, Smem, WarpgroupState
 from .preact import PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
+from .shape import EpilogueShape, SlotShape
 from .store import COLS, Slots
 
 
@@ -65,18 +66,17 @@ class DgluEpilogue(Epilogue):
     CTA's life. A number says where a chunk's act, preactivation and gradient lie in shared memory (preact.py).
     """
 
-    shares_slots = True
-
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
         super().__init__(dtype, spec.tile, scales_columns=spec.operands == "mxfp8")
         self.spec = spec
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
-        self.slot_row_bytes = ROW_BYTES
         self.chunks_per_slab = spec.tile.n // COLS
         self.chunks_per_share = self.slabs * self.chunks_per_slab
-        self.num_slots = budget.dglu_slots(spec.gated)
-        self.num_barriers = 2 * PAIRS
-        self.has_load_role = True
+
+    @property
+    def shape(self) -> EpilogueShape:
+        slots = SlotShape(self.dtype, self.chunks_per_share, dglu_slots(self.spec.gated), shared=True)
+        return replace(super().shape, slots=slots, load_barriers=2 * PAIRS, has_load_warp=True)
 
     def store_views(self, outputs: tuple, inputs: DgluInputs) -> tuple:
         return self.preact_layout.view(outputs[0]), outputs[1]
@@ -87,10 +87,8 @@ class DgluEpilogue(Epilogue):
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> PreactRing:
         return PreactRing(barriers, staging, self.preact_layout)
 
-    def make_state(
-        self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring: PreactRing
-    ) -> DgluState:
-        return DgluState(inputs, groups, slots, smem, ring)
+    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: Smem, ring: PreactRing) -> DgluState:
+        return DgluState(inputs, groups, slots, ColumnSmem(**smem), ring)
 
     def _place(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
         """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""

@@ -6,6 +6,8 @@ in the registers of four lanes, 32 each, for each of their two rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
@@ -18,7 +20,8 @@ from ...specs import GroupedGluSpec
 from ..budget import ROWS, SLOTS
 from ..turns import THREADS
 from .activation import ActivationEpilogue
-from .base import ColumnSmem, WarpgroupState
+from .base import ColumnSmem, Smem, WarpgroupState
+from .shape import EpilogueShape
 from .store import Slots
 
 BLOCK_COLS = 128
@@ -45,12 +48,16 @@ class QuantizingEpilogue(ActivationEpilogue):
         self.scales_columns = True
         self.blocks = self.part_n // BLOCK_COLS
         self.chunks_per_slab = self.preact_chunks + self.blocks
-        self.slot_dtype = dtype if spec.save_preact else Float8E4M3FN
 
-    def make_state(self, inputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring) -> QuantizingState:
+    @property
+    def shape(self) -> EpilogueShape:
+        shape = super().shape
+        return shape if self.spec.save_preact else replace(shape, slots=replace(shape.slots, dtype=Float8E4M3FN))
+
+    def make_state(self, inputs, groups: Groups, slots: Slots, smem: Smem, ring) -> QuantizingState:
         act_slots = slots.recast(Float8E4M3FN) if self.spec.save_preact else slots
         width = inputs.bias_size // self.parts
-        return QuantizingState(inputs, slots, smem, act_slots, width // SCALE_COLS)
+        return QuantizingState(inputs, slots, ColumnSmem(**smem), act_slots, width // SCALE_COLS)
 
     @cute.jit
     def finish_slab(

@@ -30,7 +30,8 @@ from ..fragments import TileShare, registers
 from ..swapped_rows import SwappedRows
 from ..swizzle import SWIZZLE_CHUNK, swizzle_of
 from ..turns import THREADS
-from .base import Epilogue
+from .base import Epilogue, Smem
+from .shape import EpilogueShape, SlotShape, SmemField
 from .store import Slots, narrowed
 
 WARPS = THREADS // 32
@@ -45,7 +46,7 @@ class RowSmem(NamedTuple):
     chunk where the output is rounded."""
 
     scales: cute.Tensor
-    exponents: Any  # cute.Tensor | None
+    exponents: Any = None  # cute.Tensor | None
 
 
 class SwappedSlots(Slots):
@@ -109,6 +110,7 @@ class SwappedEpilogue(Epilogue):
     `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory.
     """
 
+    slots_type = SwappedSlots
     # Whether a row scale multiplies the bias alone, and counts only where there is one.
     scales_bias = False
     rounds = False
@@ -124,9 +126,18 @@ class SwappedEpilogue(Epilogue):
         self.chunks = self.column_chunks * self.row_chunks
         self.num_slots = min(SLOTS, self.chunks)
 
-    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Any, ring: Any) -> Any:
+    @property
+    def shape(self) -> EpilogueShape:
+        row_bytes = self.chunk_columns * self.dtype.width // 8
+        slots = SlotShape(self.dtype, self.chunks, self.num_slots, self.chunk_rows, row_bytes)
+        smem: tuple[SmemField, ...] = (SmemField("scales", Float32, (self.tile.m,)),)
+        if self.rounds:
+            smem += (SmemField("exponents", Uint8, (self.chunk_rows, WARPS)),)
+        return EpilogueShape(slots, smem, self.parts, self.layout)
+
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> SwappedState:
         assert isinstance(slots, SwappedSlots)
-        return SwappedState(inputs, slots, smem)
+        return SwappedState(inputs, slots, RowSmem(**smem))
 
     @cute.jit
     def begin(self, state: SwappedState, work: WorkTile, share: TileShare) -> cute.Tensor:

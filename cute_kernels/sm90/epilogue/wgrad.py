@@ -14,9 +14,10 @@ from ...memory.weights import EVICT_FIRST, ExpertAddress, expert_offset, lo_hi
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...tiles import PINGPONG_WARPGROUPS, TileConfig
-from ..budget import ROW_BYTES, ROWS, SLOTS
+from ..budget import ROWS, SLOTS
 from ..fragments import TileShare, chunk_of
-from .base import ColumnSmem
+from .base import Smem
+from .shape import EpilogueShape, SlotShape
 from .slot_loads import SlotBarriers, SlotLoads, TileLoads
 from .store import Slots, columns, narrowed
 
@@ -55,18 +56,18 @@ class WgradEpilogue(Invariant):
     Nobody here reads dw again, so it is the first to leave L2 (up to 9 % of gpt-oss-120b's time under skew).
     """
 
+    slots_type = Slots
+
     def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig):
-        self.dtype = self.slot_dtype = dtype
-        self.slot_row_bytes = ROW_BYTES
-        self.num_slots = SLOTS
-        self.num_barriers = SLOTS * tile.warpgroups
-        self.has_load_role = False
+        self.dtype = dtype
         self.tile = tile
         self.cols = columns(dtype)
         self.chunks_per_slab = tile.n // self.cols
         self.num_chunks = tile.slabs * self.chunks_per_slab
-        self.shares_slots = False
-        self.scales_columns = False
+
+    @property
+    def shape(self) -> EpilogueShape:
+        return EpilogueShape(SlotShape(self.dtype, self.num_chunks), load_barriers=SLOTS * self.tile.warpgroups)
 
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> SlotBarriers:
         made = SlotBarriers(barriers, self.tile.warpgroups)
@@ -74,7 +75,7 @@ class WgradEpilogue(Invariant):
         return made
 
     def make_state(
-        self, inputs: WgradInputs, groups: Groups, slots: Slots, smem: ColumnSmem, barriers: SlotBarriers
+        self, inputs: WgradInputs, groups: Groups, slots: Slots, smem: Smem, barriers: SlotBarriers
     ) -> WgradState:
         return WgradState(inputs, slots, barriers)
 

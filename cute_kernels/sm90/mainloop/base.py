@@ -20,6 +20,7 @@ from ...device.warps import WARP
 from ...memory.weights import EVICT_FIRST, leave_first
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
+from ..gemm_policy import GemmPolicy
 from ..turns import THREADS, Turns
 from .gathered_rows import WARPS, RowIndices
 
@@ -93,7 +94,7 @@ class Mainloop(Invariant):
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
         stages: int,
     ):  # fmt: skip
-        self.dtype = dtype
+        self.dtype = self.a_dtype = self.b_dtype = dtype
         self.tile = tile
         self.stages = stages
         self.a_major = a_major
@@ -256,11 +257,11 @@ class Mainloop(Invariant):
 class WeightsFirst(Mainloop):
     """A mainloop whose weights depend on nothing that the kernel before writes: it begins with those of all stages.
 
-    `evicts_weights`: weights that are read once are the first to leave L2, so that what is read again stays: the data
-    gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
+    `policy.evicts_weights`: weights that are read once are the first to leave L2, so that what is read again stays: the
+    data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
     """
 
-    evicts_weights: bool
+    policy: GemmPolicy
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
         """The distance of an expert's weight rows."""
@@ -301,7 +302,7 @@ class WeightsFirst(Mainloop):
         """
         tiles = (operands, sA, sB, stages)
         rest = (work, ahead, count, with_rows)
-        if const_expr(self.evicts_weights):
+        if const_expr(self.policy.evicts_weights):
             if leave_first(work, self.tile.m, self.weight_row_bytes(operands)):
                 state = self._fill(*tiles, state, *rest, Int64(EVICT_FIRST))
             else:

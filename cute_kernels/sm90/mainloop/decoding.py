@@ -29,6 +29,7 @@ from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..budget import ROW_BYTES, ROWS, stage_k
 from ..fragments import TileShare, registers
+from ..gemm_policy import GemmPolicy
 from ..swapped_rows import ROW_HALVES, SwappedRows
 from ..swizzle import SWIZZLE_CHUNK, swizzle_of, swizzled_layout
 from ..turns import THREADS
@@ -150,15 +151,18 @@ class DecodingMainloop(WeightsFirst):
 
     gathers = False
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, layout: str, stages: int):
-        self.dtype = dtype
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, layout: str, stages: int, policy: GemmPolicy
+    ):  # fmt: skip
+        self.dtype = self.b_dtype = dtype
+        self.a_dtype = E4M3
+        self.policy = policy
         self.tile = tile
         self.parts = parts
         self.part_n = tile.n // parts
         self.rows = SwappedRows(tile, parts)
         self.layout = layout
         self.stages = stages
-        self.evicts_weights = tile.m <= ROWS
         self.x_k = ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
         self.a_layout = swizzled_layout(E4M3, (tile.n, self.stage_k, stages))

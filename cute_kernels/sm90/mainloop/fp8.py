@@ -24,6 +24,7 @@ from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..budget import ROWS
 from ..fragments import TileShare, registers
+from ..gemm_policy import GemmPolicy
 from ..turns import THREADS
 from .base import Operands
 from .gathered_rows import RowIndices
@@ -92,10 +93,8 @@ class Fp8Mainloop(GemmMainloop):
     `scales` of the operands is the address of the scale bytes of x's rows, [rows, K / 32].
     """
 
-    def __init__(self, tile: TileConfig, parts: int, stages: int, load_warp_gathers: bool):
-        # A branch in the producer costs tiles of many rows 1 %, and those of few gain 2 to 3.
-        evicts_weights = tile.m <= ROWS
-        super().__init__(Float8E4M3FN, tile, parts, False, stages, evicts_weights, load_warp_gathers)
+    def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, load_warp_gathers: bool):
+        super().__init__(Float8E4M3FN, tile, parts, False, stages, policy, load_warp_gathers)
         self.pieces = tile.n // PIECE_N
 
     def tiled_mma(self) -> cute.TiledMma:

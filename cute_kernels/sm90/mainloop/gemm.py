@@ -17,6 +17,7 @@ from ...memory.weights import ExpertAddress, expert_offset, lo_hi, part_offset
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..budget import ROWS
+from ..gemm_policy import GemmPolicy
 from .base import Loop, Operands, Source, WeightsFirst
 from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, row_indices
 
@@ -65,17 +66,14 @@ class GemmMainloop(WeightsFirst):
 
     `load_warp_gathers`: the TMA warp is the first of the warps that gather, since another one is taken.
 
-    A warpgroup with a tile of its own leaves out the second slab where that has no rows. Not where w is transposed,
-    though: contractions are longer there, and CTAs that leave step share less of their operands in L2 (0.92 of the
-    speed on gpt-oss-120b, Dirichlet 0.5).
+    `policy.skips_half_tiles`: a warpgroup with a tile of its own leaves out the second slab where that has no rows.
     """
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int,
-        evicts_weights: bool, load_warp_gathers: bool,
+        policy: GemmPolicy, load_warp_gathers: bool,
     ):  # fmt: skip
-        self.evicts_weights = evicts_weights
-        self.skips_slabs = tile.takes_turns and tile.slabs == 2 and not transposed
+        self.policy = policy
         self.parts = parts
         self.part_n = tile.n // parts
         b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
@@ -121,7 +119,7 @@ class GemmMainloop(WeightsFirst):
         return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
 
     def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
-        if not self.skips_slabs:
+        if not self.policy.skips_half_tiles:
             return super().loops(work, num_k_tiles)
         is_short = work.group_end - work.row <= ROWS
         of_one = chosen(is_short, num_k_tiles, Int32(0))

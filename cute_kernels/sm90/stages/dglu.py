@@ -19,7 +19,7 @@ class Dglu:
     def __init__(self, spec: DgluSpec):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), not spec.transpose_w)
+        self.gemm = GroupedGemm(spec, dtype, DgluEpilogue(dtype, spec), not spec.transpose_w)
 
     @cute.jit
     def __call__(

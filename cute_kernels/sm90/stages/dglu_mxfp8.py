@@ -15,7 +15,7 @@ from ..grouped_gemm import GroupedFp8Gemm
 class Dglu:
     def __init__(self, spec: DgluSpec):
         self.tile = spec.tile
-        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, DgluEpilogue(DTYPES[spec.dtype], spec))
+        self.gemm = GroupedFp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))
 
     @cute.jit
     def __call__(

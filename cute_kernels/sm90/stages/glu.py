@@ -21,7 +21,7 @@ class Glu:
         self.may_part = spec.gated and not spec.transpose_w and "concat" in LAYOUT_FORMS[spec.glu_layout]
         is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
         epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, spec.transpose_w)
+        self.gemm = GroupedGemm(spec, dtype, epilogue, spec.transpose_w)
 
     @cute.jit
     def __call__(

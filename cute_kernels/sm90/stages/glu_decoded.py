@@ -16,7 +16,7 @@ from ..swapped_gemm import SwappedGemm
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
         dtype = DTYPES[spec.dtype]
-        self.gemm = SwappedGemm(spec.name, dtype, spec.tile, SwappedActivationEpilogue(dtype, spec))
+        self.gemm = SwappedGemm(spec, dtype, SwappedActivationEpilogue(dtype, spec))
 
     @cute.jit
     def __call__(

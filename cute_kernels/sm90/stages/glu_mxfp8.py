@@ -15,7 +15,7 @@ from ..grouped_gemm import GroupedFp8Gemm
 
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
-        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+        self.gemm = GroupedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
 
     @cute.jit
     def __call__(

@@ -16,7 +16,7 @@ class Mm:
     def __init__(self, spec: GroupedMmSpec):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, spec.transpose_w, spec.in_halves)
+        self.gemm = GroupedGemm(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
 
     @cute.jit
     def __call__(

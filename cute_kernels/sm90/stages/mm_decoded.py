@@ -15,7 +15,7 @@ from ..swapped_gemm import SwappedGemm
 class Mm:
     def __init__(self, spec: GroupedMmSpec):
         dtype = DTYPES[spec.dtype]
-        self.gemm = SwappedGemm(spec.name, dtype, spec.tile, SwappedLinearEpilogue(dtype, spec.tile))
+        self.gemm = SwappedGemm(spec, dtype, SwappedLinearEpilogue(dtype, spec.tile))
 
     @cute.jit
     def __call__(

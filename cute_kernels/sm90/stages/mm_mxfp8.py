@@ -18,7 +18,7 @@ from ..grouped_gemm import GroupedFp8Gemm
 class Mm:
     def __init__(self, spec: GroupedMmSpec):
         epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, scales_columns=True)
-        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, epilogue)
+        self.gemm = GroupedFp8Gemm(spec, epilogue)
 
     @cute.jit
     def __call__(
