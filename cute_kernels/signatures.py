@@ -127,7 +127,7 @@ def _scales_of(operands: str) -> tuple[Argument, ...]:
     return (*_each(ADDRESS, names), *table)
 
 
-_ADDENDS = _each(ADDRESS, "bias bias_table scale", optional=True)
+_OPTIONAL_INPUTS = _each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _blocks(operands: str, letters: str) -> tuple[tuple[str, int], ...]:
@@ -157,7 +157,7 @@ def _mm(spec: GroupedMmSpec) -> Signature:
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
     x, rows = _x(spec, k)
     tensors = x, _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
-    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
+    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *_OPTIONAL_INPUTS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "K"))
 
 
@@ -178,7 +178,7 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
     up = _each(ADDRESS, "w_up", optional=True) if may_part else ()
-    numbers = (*GROUPS, *_scales_of(spec.operands), *up, *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
+    numbers = (*GROUPS, *_scales_of(spec.operands), *up, *act_scale, *_OPTIONAL_INPUTS, *ACTIVATION, *LAUNCH)
     return Signature((*tensors, *preact, *rows, *numbers), _blocks(spec.operands, "H I"))
 
 
@@ -195,8 +195,8 @@ def _dglu(spec: DgluSpec) -> Signature:
         x, _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
         _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),
     )  # fmt: skip
-    addends = _each(ADDRESS, "scale partials", optional=True)
-    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
+    optional = _each(ADDRESS, "scale partials", optional=True)
+    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *optional, *PARAMS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(spec.operands, "H I P"))
 
 

@@ -10,7 +10,7 @@ from ..specs import PARAM_FORMS
 
 VECTOR_BYTES = 16
 BF16, F16, F32 = PARAM_FORMS["bfloat16"], PARAM_FORMS["float16"], PARAM_FORMS["float32"]
-FORM_BITS = 2
+CODE_BITS = 2
 
 
 def elements(dtype: type[cutlass.Numeric]) -> int:
@@ -27,11 +27,11 @@ def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: in
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
-def shared_at(dtype: type[cutlass.Numeric], place: cute.Pointer, count: int) -> cute.Tensor:
-    """`count` elements in shared memory, from a place that is a multiple of their size, or of 16 bytes."""
+def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
+    """`count` elements in shared memory, from an address that is a multiple of their size, or of 16 bytes."""
     align = min(VECTOR_BYTES, count * dtype.width // 8)
-    pointer = cute.make_ptr(dtype, place.toint(), cute.AddressSpace.smem, assumed_align=align)
-    return cute.make_tensor(pointer, cute.make_layout(count))
+    first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(first, cute.make_layout(count))
 
 
 def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:
@@ -57,18 +57,18 @@ def store_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64, va
     run_at(dtype, address, vector * count, count).store(values.load().to(dtype))
 
 
-def form_of(forms: Int32, place: int) -> Int32:
-    """The dtype of the parameter at `place`, of several in one number."""
-    return (forms >> (FORM_BITS * place)) & ((1 << FORM_BITS) - 1)
+def dtype_code(forms: Int32, parameter: int) -> Int32:
+    """The dtype of one parameter, of several in one number, as of specs.PARAM_FORMS."""
+    return (forms >> (CODE_BITS * parameter)) & ((1 << CODE_BITS) - 1)
 
 
 @cute.jit
-def load_params(address: Int64, form: Int32, first: Int64, count: cutlass.Constexpr[int]) -> cute.Tensor:
+def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """`count` parameters from `first` on, a multiple of it, as float32."""
     values = cute.make_rmem_tensor(count, Float32)
-    if form == BF16:
+    if code == BF16:
         values.store(run_at(BFloat16, address, first, count).load().to(Float32))
-    elif form == F16:
+    elif code == F16:
         values.store(run_at(Float16, address, first, count).load().to(Float32))
     else:
         values.store(run_at(Float32, address, first, count).load())
@@ -76,20 +76,20 @@ def load_params(address: Int64, form: Int32, first: Int64, count: cutlass.Conste
 
 
 @cute.jit
-def store_params(address: Int64, form: Int32, first: Int64, values: cute.Tensor):
+def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor):
     """Registers as parameters, rounded to their dtype."""
     count = const_expr(cute.size(values))
-    if form == BF16:
+    if code == BF16:
         run_at(BFloat16, address, first, count).store(values.load().to(BFloat16))
-    elif form == F16:
+    elif code == F16:
         run_at(Float16, address, first, count).store(values.load().to(Float16))
     else:
         run_at(Float32, address, first, count).store(values.load())
 
 
 @cute.jit
-def store_param(address: Int64, form: Int32, index: Int64, value: Float32):
+def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
     """One parameter."""
     values = cute.make_rmem_tensor(1, Float32)
     values[0] = value
-    store_params(address, form, index, values)
+    store_params(address, code, index, values)

@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.vectors import load_params
 from ..device.warps import WARP
 from ..specs import PARAM_FORMS
@@ -32,7 +32,7 @@ class Logits(NamedTuple):
     """[N, E] at an address, of a dtype of PARAM_FORMS; `bias`: float32 [E], added for the choice alone, 0: none."""
 
     address: Int64
-    form: Int32
+    code: Int32
     experts: Int32
     bias: Int64
 
@@ -84,8 +84,8 @@ class Chooser(Invariant):
         for r in cutlass.range(rule.k, unroll=1):
             _, place = largest([keys[i] for i in range(self.count)])
             for i in cutlass.range_constexpr(self.count):
-                keys[i] = chosen(place - lane == WARP * i, Int32(ABSENT), keys[i])
-            expert = chosen(lane == r, place, expert)
+                keys[i] = select(place - lane == WARP * i, Int32(ABSENT), keys[i])
+            expert = select(lane == r, place, expert)
         return expert, self._weight(token, expert, everything)
 
     @cute.jit
@@ -100,7 +100,7 @@ class Chooser(Invariant):
             total = Float32(0.0)
             for i in cutlass.range_constexpr(self.count):
                 part = cute.math.exp(number_of(keys[i]) - top)
-                total += chosen(keys[i] != ABSENT, part, Float32(0.0))
+                total += select(keys[i] != ABSENT, part, Float32(0.0))
             total = cute.arch.warp_reduction_sum(total)
         if (self.rule.score == SIGMOID) | (self.logits.bias != 0):
             for i in cutlass.range_constexpr(self.count):
@@ -109,15 +109,15 @@ class Chooser(Invariant):
                     by = sigmoid(by)
                 if self.logits.bias != 0:
                     by += vector_at(Float32, self.logits.bias)[cutlass.min(place_of(i), self.logits.experts - 1)]
-                keys[i] = chosen(keys[i] != ABSENT, key_of(by), Int32(ABSENT))
+                keys[i] = select(keys[i] != ABSENT, key_of(by), Int32(ABSENT))
         return Softmax(top, total)
 
     @cute.jit
     def _load(self, token: Int32, keys: cute.Tensor):
         """Keys of a token's logits."""
-        if self.logits.form == PARAM_FORMS["bfloat16"]:
+        if self.logits.code == PARAM_FORMS["bfloat16"]:
             self._load_as(BFloat16, token, keys)
-        elif self.logits.form == PARAM_FORMS["float16"]:
+        elif self.logits.code == PARAM_FORMS["float16"]:
             self._load_as(Float16, token, keys)
         else:
             self._load_as(Float32, token, keys)
@@ -127,7 +127,7 @@ class Chooser(Invariant):
         row = vector_at(dtype, self.logits.address + Int64(token) * experts * (dtype.width // 8))
         raw = [row[cutlass.min(place_of(i), experts - 1)] for i in range(self.count)]  # all under way at once
         for i, one in enumerate(raw):
-            keys[i] = chosen(place_of(i) < experts, key_of(one.to(Float32)), Int32(ABSENT))
+            keys[i] = select(place_of(i) < experts, key_of(one.to(Float32)), Int32(ABSENT))
 
     @cute.jit
     def _limit(self, keys: cute.Tensor):
@@ -140,20 +140,20 @@ class Chooser(Invariant):
             first, second = Int32(ABSENT), Int32(ABSENT)
             for i in cutlass.range_constexpr(self.count):
                 is_inside = (begin <= WARP * i) & (WARP * i < begin + size)
-                key = chosen(is_inside, keys[i], Int32(ABSENT))
+                key = select(is_inside, keys[i], Int32(ABSENT))
                 second = cutlass.max(second, cutlass.min(first, key))
                 first = cutlass.max(first, key)
             total = sum_of_two_largest(first, second)
-            best = chosen(lane == g, key_of(total), best)
+            best = select(lane == g, key_of(total), best)
         taken = Int32(0)
         for _ in cutlass.range(self.rule.top_groups, unroll=1):
             _, group = largest([best])
             taken |= Int32(1) << group
-            best = chosen(lane == group, Int32(ABSENT), best)
+            best = select(lane == group, Int32(ABSENT), best)
         for g in cutlass.range(self.rule.num_groups, unroll=1):
-            begin = chosen((taken >> g) & 1 != 0, self.logits.experts, g * size) - lane
+            begin = select((taken >> g) & 1 != 0, self.logits.experts, g * size) - lane
             for i in cutlass.range_constexpr(self.count):
-                keys[i] = chosen((begin <= WARP * i) & (WARP * i < begin + size), Int32(ABSENT), keys[i])
+                keys[i] = select((begin <= WARP * i) & (WARP * i < begin + size), Int32(ABSENT), keys[i])
 
     @cute.jit
     def _weight(self, token: Int32, expert: Int32, everything: Softmax) -> Float32:
@@ -161,17 +161,17 @@ class Chooser(Invariant):
         rule = self.rule
         has_one = expert >= 0
         first = Int64(token) * self.logits.experts
-        value = load_params(self.logits.address, self.logits.form, first + cutlass.max(expert, Int32(0)), 1)[0]
+        value = load_params(self.logits.address, self.logits.code, first + cutlass.max(expert, Int32(0)), 1)[0]
         rest = Float32(0.0)
         if rule.score == SOFTMAX:
             top = everything.top
             if rule.normalize != 0:
-                top = cute.arch.warp_reduction_max(chosen(has_one, value, Float32(LOWEST)))
+                top = cute.arch.warp_reduction_max(select(has_one, value, Float32(LOWEST)))
             value = cute.math.exp(value - top)
         else:
             value = sigmoid(value)
             rest = Float32(TINY)
-        weight = chosen(has_one, value, Float32(0.0))
+        weight = select(has_one, value, Float32(0.0))
         total = everything.total
         if rule.normalize != 0:
             total = cute.arch.warp_reduction_sum(weight) + rest

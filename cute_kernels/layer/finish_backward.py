@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     pitch: Int64
 
 
-class BackwardTail(Invariant):
+class FinishBackward(Invariant):
     """Adds parts of row sums in their order, and zeroes behind the last group a 16-bit matrix and the sums.
 
     It comes behind the kernels of this package that made the parts and the matrix, which write nothing of what it
@@ -93,9 +93,9 @@ class BackwardTail(Invariant):
         vector_at(Float32, sums.result)[row] = total
 
 
-class Tail:
+class Finish:
     def __init__(self, spec: TailSpec):
-        self.tail = BackwardTail(spec.name, DTYPES[spec.dtype])
+        self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])
 
     @cute.jit
     def __call__(
@@ -106,8 +106,8 @@ class Tail:
         if act.shape[0] > 0:
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], part_columns))
             sizes = Groups(groups, group_form, num_groups, tickets, act.shape[0])
-            self.tail.launch(Rows(dx, dx_columns, dx_pitch), sums, sizes, num_sms, stream)
+            self.finish.launch(Rows(dx, dx_columns, dx_pitch), sums, sizes, num_sms, stream)
 
 
 def trace(spec: TailSpec) -> Traced:
-    return traced(spec, Tail(spec))
+    return traced(spec, Finish(spec))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..device.chosen import chosen
+from ..device.select import select
 from ..device.warps import WARP
 
 ABSENT = -(2**31)
@@ -16,13 +16,13 @@ NAN_KEY = MAGNITUDE = 2**31 - 1
 def key_of(value: Float32) -> Int32:
     """Integers in the order of numbers: NaN above all, whatever its sign; -0 as 0."""
     bits = (value + Float32(0.0)).bitcast(Int32)
-    ordered = chosen(bits < 0, bits ^ MAGNITUDE, bits)
-    return chosen(value != value, Int32(NAN_KEY), ordered)
+    ordered = select(bits < 0, bits ^ MAGNITUDE, bits)
+    return select(value != value, Int32(NAN_KEY), ordered)
 
 
 def number_of(key: Int32) -> Float32:
     """The number of a key; the bits of NAN_KEY are a NaN."""
-    return chosen(key < 0, key ^ MAGNITUDE, key).bitcast(Float32)
+    return select(key < 0, key ^ MAGNITUDE, key).bitcast(Float32)
 
 
 def place_of(index: int) -> Int32:
@@ -35,9 +35,9 @@ def largest(keys: list[Int32]) -> tuple[Int32, Int32]:
     mine, at = keys[0], Int32(0)
     for i, key in enumerate(keys[1:], start=1):
         is_larger = key > mine
-        mine, at = chosen(is_larger, key, mine), chosen(is_larger, Int32(WARP * i), at)
+        mine, at = select(is_larger, key, mine), select(is_larger, Int32(WARP * i), at)
     key = Int32(cute.arch.warp_redux_sync(mine, "max"))
-    place = Int32(cute.arch.warp_redux_sync(chosen(mine == key, at + cute.arch.lane_idx(), Int32(MAGNITUDE)), "min"))
+    place = Int32(cute.arch.warp_redux_sync(select(mine == key, at + cute.arch.lane_idx(), Int32(MAGNITUDE)), "min"))
     return key, place
 
 
@@ -45,6 +45,6 @@ def sum_of_two_largest(first: Int32, second: Int32) -> Float32:
     """Of the numbers of a warp's keys, of which each lane has the two largest of its own."""
     lane = cute.arch.lane_idx()
     most = Int32(cute.arch.warp_redux_sync(first, "max"))
-    owner = Int32(cute.arch.warp_redux_sync(chosen(first == most, lane, Int32(WARP)), "min"))
-    next_most = Int32(cute.arch.warp_redux_sync(chosen(lane == owner, second, first), "max"))
+    owner = Int32(cute.arch.warp_redux_sync(select(first == most, lane, Int32(WARP)), "min"))
+    next_most = Int32(cute.arch.warp_redux_sync(select(lane == owner, second, first), "max"))
     return number_of(most) + number_of(next_most)

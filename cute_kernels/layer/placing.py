@@ -15,9 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.warps import WARP, inclusive_scan, lanes_before, lanes_like
 
 THREADS = 1024
@@ -50,7 +50,7 @@ def _expert(choices: Choices, index: Int32) -> Int32:
         wide = Int64(vector_at(Int32, choices.ids)[index])
     wide -= choices.first
     has_row = (wide >= 0) & (wide < choices.experts) & (index // choices.k < choices.limit)
-    return chosen(has_row, Int32(wide), Int32(-1))
+    return select(has_row, Int32(wide), Int32(-1))
 
 
 @cute.jit
@@ -148,7 +148,7 @@ class Placer(Invariant):
                 for other in cutlass.range(chunks, unroll=8):
                     there = vector_at(Int32, counts)[other * self.choices.experts + self.thread]
                     total += there
-                    before += chosen(other < chunk, there, Int32(0))
+                    before += select(other < chunk, there, Int32(0))
         elif self.thread < self.capacity:
             for warp in cutlass.range_constexpr(WARPS):
                 total += self.counts[self.thread, warp]
@@ -162,7 +162,7 @@ class Placer(Invariant):
         if lane == WARP - 1:
             self.totals[self.warp] = within
         cute.arch.sync_threads()
-        others = chosen(lane < self.warp, self.totals[lane], Int32(0))
+        others = select(lane < self.warp, self.totals[lane], Int32(0))
         return within + Int32(cute.arch.warp_redux_sync(others, "add"))
 
     @cute.jit

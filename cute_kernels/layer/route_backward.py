@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.vectors import load_params, store_param
 from ..device.warps import WARP
 from ..specs import LayerSpec
@@ -67,13 +67,13 @@ class RouteBackward(Invariant):
                 if normalize == 0:
                     top, total = self._of_all(logits, forms, first, experts)
                 else:
-                    top = cute.arch.warp_reduction_max(chosen(has_one, logit, Float32(LOWEST)))
-                    total = cute.arch.warp_reduction_sum(chosen(has_one, cute.math.exp(logit - top), Float32(0.0)))
-                p = chosen(has_one, cute.math.exp(logit - top) / total, Float32(0.0))
+                    top = cute.arch.warp_reduction_max(select(has_one, logit, Float32(LOWEST)))
+                    total = cute.arch.warp_reduction_sum(select(has_one, cute.math.exp(logit - top), Float32(0.0)))
+                p = select(has_one, cute.math.exp(logit - top) / total, Float32(0.0))
                 everywhere = cute.arch.warp_reduction_sum(p * given)
                 mine = p * (given - everywhere)
             else:
-                s = chosen(has_one, sigmoid(logit), Float32(0.0))
+                s = select(has_one, sigmoid(logit), Float32(0.0))
                 d = given
                 if normalize != 0:
                     total = cute.arch.warp_reduction_sum(s) + TINY
@@ -86,7 +86,7 @@ class RouteBackward(Invariant):
                     value = -everywhere * cute.math.exp(there - top) / total
                 for j in cutlass.range(k, unroll=1):
                     is_it = cute.arch.shuffle_sync(expert, j) == e
-                    value = chosen(is_it, cute.arch.shuffle_sync(mine, j), value)
+                    value = select(is_it, cute.arch.shuffle_sync(mine, j), value)
                 if e < experts:
                     store_param(d_logits, forms, first + e, value)
 

@@ -17,9 +17,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.vectors import elements, floats, load_vector, store_vector
 from ..specs import LayerSpec
 from ..tracing import DTYPES, Traced, traced
@@ -139,7 +139,7 @@ class RowWeightsBackward(Invariant):
         if index < total:
             row = vector_at(Int32, row_of)[index]
             there = vector_at(Float32, d_rows)[cutlass.max(row, Int32(0))]
-            vector_at(Float32, d_weights)[index] = chosen(row >= 0, there, Float32(0.0))
+            vector_at(Float32, d_weights)[index] = select(row >= 0, there, Float32(0.0))
 
 
 KERNELS = {"combine": Combine, "permute": Permute, "row_weights_backward": RowWeightsBackward}

@@ -28,8 +28,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
+from ..device.select import select
 from ..schedule.work import WorkTile
 from ..specs import BLOCK_ROWS, LAYOUTS
 
@@ -73,9 +73,9 @@ NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
 def gate_rows(layout: Int32, rows: Int32) -> GateRows:
     """Of an expert with so many weight rows, both halves'."""
     is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
-    half = chosen(is_concat, rows // 2, chosen(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
-    block = chosen(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
-    return GateRows(layout, chosen(is_interleaved, Int32(2), Int32(1)), block, half)
+    half = select(is_concat, rows // 2, select(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
+    block = select(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
+    return GateRows(layout, select(is_interleaved, Int32(2), Int32(1)), block, half)
 
 
 def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
@@ -85,7 +85,7 @@ def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
     """Of an expert, both parts'. `up`: as of `weight_view`."""
     rows = Int32(w.shape[1])
-    return rows if up is None else chosen(up != 0, 2 * rows, rows)
+    return rows if up is None else select(up != 0, 2 * rows, rows)
 
 
 @cute.jit
@@ -128,8 +128,8 @@ def weight_view(
     base, part_units = w.iterator, _units(Int64(part_stride), w.element_type)
     if const_expr(up is not None):
         first = w.iterator.toint()
-        part_units = chosen(up != 0, (up - first) // UNIT_BYTES, part_units)
-        lowest = chosen((up != 0) & (up < first), up, first)
+        part_units = select(up != 0, (up - first) // UNIT_BYTES, part_units)
+        lowest = select((up != 0) & (up < first), up, first)
         base = cute.make_ptr(w.element_type, lowest, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
     address = ExpertAddress(table, _units(Int64(w.stride[0]), w.element_type), part_units)
     return cute.make_tensor(base, view), address
@@ -166,7 +166,7 @@ def lo_hi(units: Int64) -> tuple[Int32, Int32]:
     return Int32(units & ((1 << LOG2_UNITS_PER_HI) - 1)), Int32(units >> LOG2_UNITS_PER_HI)
 
 
-def leave_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
+def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
     """Whether a tile's weights should be the first to leave L2: nobody reads them again, where a group is one row tile.
 
     Not where rows of weights begin within lines of L2: a line that left half-read comes from memory again (rows of 2880

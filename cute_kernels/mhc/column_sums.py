@@ -26,9 +26,9 @@ class ColumnSums(Invariant):
         self.name = name
 
     @cute.jit
-    def launch(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, form: Int32, stream: cuda.CUstream):
+    def launch(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(partials, rows, columns, out, form).launch(
+        self.kernel(partials, rows, columns, out, code).launch(
             grid=(cute.ceil_div(columns, COLUMNS), 1, 1),
             block=(THREADS, 1, 1),
             smem=SMEM_BYTES,
@@ -36,7 +36,7 @@ class ColumnSums(Invariant):
         )
 
     @cute.kernel
-    def kernel(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, form: Int32):
+    def kernel(self, partials: Int64, rows: Int32, columns: Int32, out: Int64, code: Int32):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % COLUMNS, thread // COLUMNS
@@ -50,4 +50,4 @@ class ColumnSums(Invariant):
         sums.smem[lane, warp, 0] = total
         cute.arch.sync_threads()
         if (warp == 0) & (column < columns):
-            store_param(out, form, Int64(column), sums.total(lane, 0))
+            store_param(out, code, Int64(column), sums.total(lane, 0))

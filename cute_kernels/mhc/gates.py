@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
-from ..device.vectors import form_of, load_params
+from ..device.vectors import dtype_code, load_params
 from .shapes import GATE_WARPS, outputs
 
 LANES = 32
@@ -45,7 +45,7 @@ def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
         address = gates.alpha_pre
     elif k < 2 * n:
         address = gates.alpha_post
-    return load_params(address, form_of(gates.forms, 1), Int64(0), 1)[0]
+    return load_params(address, dtype_code(gates.forms, 1), Int64(0), 1)[0]
 
 
 class LaneParams(NamedTuple):
@@ -65,7 +65,7 @@ def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
         k = cute.arch.lane_idx() + LANES * i
         if k < outputs(n):
             alphas[i] = alpha_of(gates, k, n)
-            biases[i] = load_params(gates.bias, form_of(gates.forms, 2), Int64(k), 1)[0]
+            biases[i] = load_params(gates.bias, dtype_code(gates.forms, 2), Int64(k), 1)[0]
     return LaneParams(alphas, biases)
 
 

@@ -9,9 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
 from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
 from .split import split
@@ -121,12 +121,12 @@ class GatesBackward(Invariant):
         for i in range(self.rounds):
             k = lane + LANES * i
             is_pre, is_post = k < n, k < 2 * n
-            source = chosen(is_pre, inputs.d_pre, chosen(is_post, inputs.d_post, inputs.d_res))
-            place = chosen(is_pre, k, chosen(is_post, k - n, k - 2 * n))
-            stride = chosen(is_post, Int32(n * 4), Int32(n * n * 4))
-            factor = chosen(is_pre, Float32(1.0), chosen(is_post, Float32(2.0), Float32(0.0)))
+            source = select(is_pre, inputs.d_pre, select(is_post, inputs.d_post, inputs.d_res))
+            place = select(is_pre, k, select(is_post, k - n, k - 2 * n))
+            stride = select(is_post, Int32(n * 4), Int32(n * n * 4))
+            factor = select(is_pre, Float32(1.0), select(is_post, Float32(2.0), Float32(0.0)))
             is_there = (source != 0) & (k < self.outputs)
-            made.append((chosen(is_there, source + Int64(place) * 4, Int64(0)), stride, factor))
+            made.append((select(is_there, source + Int64(place) * 4, Int64(0)), stride, factor))
         return LaneGradients(*(list(column) for column in zip(*made, strict=True)))
 
     @cute.jit
@@ -143,7 +143,7 @@ class GatesBackward(Invariant):
                 batch.p[j, i] = vector_at(Float32, row)[k]
                 # For what is absent something else is read, and not used: behind a branch no other read would begin.
                 first = gradients.addresses[i]
-                source = chosen(first != 0, first + token * Int64(gradients.strides[i]), row)
+                source = select(first != 0, first + token * Int64(gradients.strides[i]), row)
                 batch.d[j, i] = vector_at(Float32, source)[0]
 
     @cute.jit
@@ -155,7 +155,7 @@ class GatesBackward(Invariant):
         r = 1 / (rms + eps), of the token that the lane has the root mean square of.
         """
         mine = cute.arch.lane_idx() % GATE_BATCH
-        r_mine = chosen(index * GATE_BATCH + mine < tokens, 1.0 / (batch.rms[0] + eps), Float32(0.0))
+        r_mine = select(index * GATE_BATCH + mine < tokens, 1.0 / (batch.rms[0] + eps), Float32(0.0))
         d_r_mine = Float32(0.0)
         for j in cutlass.range_constexpr(GATE_BATCH):
             r, d_r = cute.arch.shuffle_sync(r_mine, j), Float32(0.0)
@@ -163,21 +163,21 @@ class GatesBackward(Invariant):
             for i in cutlass.range_constexpr(self.rounds):
                 p, alpha, factor = batch.p[j, i], params.alphas[i], gradients.factors[i]
                 gate = sigmoid(p * r * alpha + params.biases[i])
-                slope = chosen(factor != 0.0, factor * gate * (1.0 - gate), Float32(1.0))
+                slope = select(factor != 0.0, factor * gate * (1.0 - gate), Float32(1.0))
                 is_there = (gradients.addresses[i] != 0) & is_token
-                dz = chosen(is_there, batch.d[j, i], Float32(0.0)) * slope
+                dz = select(is_there, batch.d[j, i], Float32(0.0)) * slope
                 batch.d[j, i] = dz * r * alpha
                 d_r += dz * p * alpha
                 of_bias[i] += dz
                 of_alpha[i] += dz * p * r
             d_r = cute.arch.warp_reduction_sum(d_r)
-            d_r_mine = chosen(mine == j, d_r, d_r_mine)
+            d_r_mine = select(mine == j, d_r, d_r_mine)
         return d_r_mine
 
     def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
         """The factor of x in the gradient of x: that of rms by x is x / (columns rms)."""
         r = 1.0 / (rms + eps)
-        return chosen(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
+        return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
 
     @cute.jit
     def _leave(

@@ -16,7 +16,16 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import UNBOUNDED, vector_at
 from ..device.invariant import Invariant
-from ..device.vectors import elements, floats, form_of, load_params, load_vector, shared_at, store_param, store_vector
+from ..device.vectors import (
+    dtype_code,
+    elements,
+    floats,
+    load_params,
+    load_vector,
+    shared_at,
+    store_param,
+    store_vector,
+)
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .column_sums import ColumnSums
@@ -28,19 +37,19 @@ BACKWARD_THREADS = 128
 
 
 @cute.jit
-def with_bias(x: cute.Tensor, bias: Int64, form: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
+def with_bias(x: cute.Tensor, bias: Int64, code: Int32, column: Int32, count: cutlass.Constexpr[int]) -> cute.Tensor:
     """A vector of x as float32, plus the bias at its columns where there is one."""
     values = cute.make_rmem_tensor(count, Float32)
     values.store(floats(x).load())
     if bias != 0:
-        values.store(values.load() + load_params(bias, form, Int64(column) * count, count).load())
+        values.store(values.load() + load_params(bias, code, Int64(column) * count, count).load())
     return values
 
 
 @cute.jit
-def mixing(h_res: Int64, form: Int32, token: Int64, transpose: Int32, n: cutlass.Constexpr[int]) -> cute.Tensor:
+def mixing(h_res: Int64, code: Int32, token: Int64, transpose: Int32, n: cutlass.Constexpr[int]) -> cute.Tensor:
     """A token's matrix such that out_i takes the i-th row of it."""
-    matrix = load_params(h_res, form, token * (n * n), n * n)
+    matrix = load_params(h_res, code, token * (n * n), n * n)
     if transpose != 0:
         for i in cutlass.range_constexpr(n):
             for j in cutlass.range_constexpr(i):
@@ -83,9 +92,9 @@ class PostMix(Invariant):
             first = token * self.n * vectors + column
             raw = [load_vector(self.dtype, residual, first + j * vectors) for j in range(self.n)]
             raw_x = load_vector(self.dtype, x, index)
-            matrix = mixing(h_res, form_of(forms, 0), token, transpose, self.n)
-            posts = load_params(h_post, form_of(forms, 1), token * self.n, self.n)
-            added = with_bias(raw_x, bias, form_of(forms, 2), column, elements(self.dtype)).load()
+            matrix = mixing(h_res, dtype_code(forms, 0), token, transpose, self.n)
+            posts = load_params(h_post, dtype_code(forms, 1), token * self.n, self.n)
+            added = with_bias(raw_x, bias, dtype_code(forms, 2), column, elements(self.dtype)).load()
             streams = [floats(r).load() for r in raw]
             for i in cutlass.range_constexpr(self.n):
                 mixed = cute.make_rmem_tensor(elements(self.dtype), Float32)
@@ -119,9 +128,9 @@ class Coefficients(Invariant):
             at = index % n * n + index // n
             if self.transpose != 0:
                 at = index
-            value = load_params(self.h_res, form_of(self.forms, 0), token * (n * n) + at, 1)[0]
+            value = load_params(self.h_res, dtype_code(self.forms, 0), token * (n * n) + at, 1)[0]
         elif index < self.count:
-            value = load_params(self.h_post, form_of(self.forms, 1), token * n + index - n * n, 1)[0]
+            value = load_params(self.h_post, dtype_code(self.forms, 1), token * n + index - n * n, 1)[0]
         return value
 
     @cute.jit
@@ -180,7 +189,7 @@ class PostMixBackward(Invariant):
                 stream=stream,
             )  # fmt: skip
             if d_bias != 0:
-                self.column_sums.launch(workspace, ctas, width, d_bias, form_of(forms, 2), stream)
+                self.column_sums.launch(workspace, ctas, width, d_bias, dtype_code(forms, 2), stream)
 
     @property
     def sums_bytes(self) -> int:
@@ -217,7 +226,7 @@ class PostMixBackward(Invariant):
             dots.fill(0.0)
             for column in cutlass.range(thread, vectors, BACKWARD_THREADS):
                 self._vector(
-                    d_out, residual, x, bias, form_of(forms, 2), gradients, Int64(token), column, vectors,
+                    d_out, residual, x, bias, dtype_code(forms, 2), gradients, Int64(token), column, vectors,
                     coefficients, buffer, dots, bias_sums,
                 )  # fmt: skip
             coefficients.keep(thread, upcoming, 1 - buffer)
@@ -234,7 +243,7 @@ class PostMixBackward(Invariant):
 
     @cute.jit
     def _vector(
-        self, d_out: Int64, residual: Int64, x: Int64, bias: Int64, bias_form: Int32, gradients: Gradients,
+        self, d_out: Int64, residual: Int64, x: Int64, bias: Int64, bias_code: Int32, gradients: Gradients,
         token: Int64, column: Int32, vectors: Int32, coefficients: Coefficients, buffer: Int32, dots: cute.Tensor,
         bias_sums: cute.Tensor,
     ):  # fmt: skip
@@ -245,7 +254,7 @@ class PostMixBackward(Invariant):
         raw = [load_vector(self.dtype, residual, first + j * vectors) for j in range(n)]
         raw_x = load_vector(self.dtype, x, token * vectors + column)
         d = [floats(r) for r in raw_d]
-        added = with_bias(raw_x, bias, bias_form, column, count)
+        added = with_bias(raw_x, bias, bias_code, column, count)
         d_added = cute.make_rmem_tensor(count, Float32)
         d_added.fill(0.0)
         posts = coefficients.of_stream(n, buffer)
@@ -278,10 +287,10 @@ class PostMixBackward(Invariant):
             if transpose != 0:
                 at = index % n * n + index // n
             if gradients.h_res != 0:
-                store_param(gradients.h_res, form_of(forms, 0), token * (n * n) + at, value)
+                store_param(gradients.h_res, dtype_code(forms, 0), token * (n * n) + at, value)
         else:
             if gradients.h_post != 0:
-                store_param(gradients.h_post, form_of(forms, 1), token * n + index - n * n, value)
+                store_param(gradients.h_post, dtype_code(forms, 1), token * n + index - n * n, value)
 
 
 KERNELS = {"post_mix": PostMix, "post_mix_backward": PostMixBackward}

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
-from ..device.vectors import F32, VECTOR_BYTES, elements, floats, form_of, load_params, run_at, shared_at
+from ..device.vectors import F32, VECTOR_BYTES, dtype_code, elements, floats, load_params, run_at, shared_at
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy
@@ -111,14 +111,14 @@ class Project(Invariant):
     ):  # fmt: skip
         if tokens > 0:
             squares = workspace + Int64(slices) * tokens * (self.outputs * 4)
-            columns, form = width * self.n, form_of(forms, 0)
-            if form == F32:
+            columns, code = width * self.n, dtype_code(forms, 0)
+            if code == F32:
                 exact = ExactProblem(x, weight, workspace, squares, tokens, columns, slice_columns)
                 self.exact.launch(exact, slices, groups, stream)
             else:
                 problem = Problem(x, workspace, squares, tokens, columns, slice_columns, groups)
                 self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-                self.kernel(problem, weight, form).launch(
+                self.kernel(problem, weight, code).launch(
                     grid=(slices, groups, 1),
                     block=(THREADS, 1, 1),
                     smem=PROJECT_BYTES,
@@ -130,7 +130,7 @@ class Project(Invariant):
             self.finish.launch(sums, gates, results, tokens, columns, num_sms, stream)
 
     @cute.kernel
-    def kernel(self, problem: Problem, weight: Int64, weight_form: Int32):
+    def kernel(self, problem: Problem, weight: Int64, weight_code: Int32):
         thread, _, _ = cute.arch.thread_idx()
         _, group, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // LANES)
@@ -143,7 +143,7 @@ class Project(Invariant):
             count = (tiles - first.tile + stride - 1) // stride
             path = self._path(problem, stride, count)
             ahead = self._start(mine, problem, path, first)
-            self._fill(weights, problem, weight, weight_form)
+            self._fill(weights, problem, weight, weight_code)
             cute.arch.sync_threads()
             self._stream(mine, weights, problem, path, first, ahead)
 
@@ -156,7 +156,7 @@ class Project(Invariant):
         return Path(vectors, steps, stride, tiles * steps)
 
     @cute.jit
-    def _fill(self, weights: cute.Pointer, problem: Problem, weight: Int64, form: Int32):
+    def _fill(self, weights: cute.Pointer, problem: Problem, weight: Int64, code: Int32):
         """This CTA's slice of the weight in the streams' dtype; zeros behind the last column."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
@@ -170,7 +170,7 @@ class Project(Invariant):
             raw = []
             for i in cutlass.range_constexpr(FILL_READS):
                 column = cutlass.min(columns[i], problem.columns - count)
-                raw.append(load_params(weight, form, Int64(at[i] // per_row) * problem.columns + column, count))
+                raw.append(load_params(weight, code, Int64(at[i] // per_row) * problem.columns + column, count))
             for i in cutlass.range_constexpr(FILL_READS):
                 values = cute.make_rmem_tensor(count, self.dtype)
                 values.store(raw[i].load().to(self.dtype))

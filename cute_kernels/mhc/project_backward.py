@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
-from ..device.vectors import F32, floats, form_of, load_params, run_at, shared_at, store_params
+from ..device.vectors import F32, dtype_code, floats, load_params, run_at, shared_at, store_params
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .gates import Gates
@@ -96,28 +96,28 @@ class ProjectBackward(Invariant):
         if d_weight != 0:
             weights = workspace + place.weights
         if tokens > 0:
-            gates, form = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps), form_of(forms, 0)
+            gates, code = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps), dtype_code(forms, 0)
             inputs, halves = GateInputs(d_pre, d_post, d_res, stats), Int32(1)
-            if form == F32:
+            if code == F32:
                 halves = Int32(2)
             self.gates.launch(inputs, gates, at, halves, tokens, columns, ctas, stream)
             streams = Streams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
             rows = GateRows(at[3], ctas, d_sums)
             if const_expr(self.gates.in_blocks):
                 products = TileProducts(at[0], weights)
-                if form == F32:
-                    self.exact.launch(streams, products, rows, weight, form, parts, stream)
+                if code == F32:
+                    self.exact.launch(streams, products, rows, weight, code, parts, stream)
                 else:
-                    self.rounded.launch(streams, products, rows, weight, form, parts, stream)
+                    self.rounded.launch(streams, products, rows, weight, code, parts, stream)
                 if d_weight != 0:
-                    self.tile_sums.launch(weights, parts, width, d_weight, form, stream)
+                    self.tile_sums.launch(weights, parts, width, d_weight, code, stream)
             else:
                 words = Products(at[0], at[1], at[2], weights)
-                if form == F32:
-                    self.exact.launch(streams, words, weight, form, parts, stream)
+                if code == F32:
+                    self.exact.launch(streams, words, weight, code, parts, stream)
                 else:
-                    self.rounded.launch(streams, words, weight, form, parts, stream)
-                self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, form, rows, stream)
+                    self.rounded.launch(streams, words, weight, code, parts, stream)
+                self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, code, rows, stream)
 
 
 class PreBackward(ProjectBackward):
@@ -148,12 +148,12 @@ class VectorGradients(Invariant):
 
     @cute.jit
     def launch(
-        self, streams: Streams, products: Products, weight: Int64, weight_form: Int32, parts: Int32,
+        self, streams: Streams, products: Products, weight: Int64, weight_code: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """parts: of the tokens."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(streams, products, weight, weight_form).launch(
+        self.kernel(streams, products, weight, weight_code).launch(
             grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
             block=(THREADS, 1, 1),
             smem=self.outputs // 8 * (self.columns // 2) * THREADS * 16 if self.is_exact else 0,
@@ -163,7 +163,7 @@ class VectorGradients(Invariant):
         )
 
     @cute.kernel
-    def kernel(self, streams: Streams, products: Products, weight: Int64, weight_form: Int32):
+    def kernel(self, streams: Streams, products: Products, weight: Int64, weight_code: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
         _, parts, _ = cute.arch.grid_dim()
@@ -181,7 +181,7 @@ class VectorGradients(Invariant):
             first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
             sums = cute.make_rmem_tensor((4, self.outputs // 8, self.columns // 2), Float32)
             sums.fill(0.0)
-            fixed = self._fixed_operand(weight, weight_form, streams.width * self.n, at)
+            fixed = self._fixed_operand(weight, weight_code, streams.width * self.n, at)
             raw = cute.make_rmem_tensor((self.words, 4), Int32)
             raw.fill(0)
             if first < last:
@@ -205,13 +205,13 @@ class VectorGradients(Invariant):
     def _token(self, tile: Int32, j: int) -> Int32:
         return tile * TOKEN_TILE + cute.arch.lane_idx() % 4 * 2 + OFFSETS[j]
 
-    def _fixed_operand(self, weight: Int64, form: Int32, row_length: Int32, at: Int32) -> list:
+    def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, at: Int32) -> list:
         """The weight at a lane's columns, for each step of 8 outputs and 16 columns: words of the left operand."""
         place = cute.arch.lane_idx() % 4
         steps = []
         for step in range(self.outputs // 8):
             low, high = (
-                load_params(weight, form, Int64(8 * step + row) * row_length + at, self.columns)
+                load_params(weight, code, Int64(8 * step + row) * row_length + at, self.columns)
                 for row in (place, place + 4)
             )
             first = step * (self.columns // 2)
@@ -382,7 +382,7 @@ class PartSums(Invariant):
 
     @cute.jit
     def launch(
-        self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, rows: GateRows,
+        self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """out: 0 if it is not wanted."""
@@ -390,7 +390,7 @@ class PartSums(Invariant):
         if out != 0:
             ctas = cute.ceil_div(size, threads * self.RUN)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(partials, parts, size, out, form, rows).launch(
+        self.kernel(partials, parts, size, out, code, rows).launch(
             grid=(ctas + 1, 1, 1),
             block=(threads, 1, 1),
             smem=self.gate_sums.smem_bytes,
@@ -399,7 +399,7 @@ class PartSums(Invariant):
         )
 
     @cute.kernel
-    def kernel(self, partials: Int64, parts: Int32, size: Int32, out: Int64, form: Int32, rows: GateRows):
+    def kernel(self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -412,7 +412,7 @@ class PartSums(Invariant):
             total.fill(0.0)
             for part in cutlass.range(parts, unroll=4):
                 total.store(total.load() + run_at(Float32, partials, Int64(part) * size + first, self.RUN).load())
-            store_params(out, form, Int64(first), total)
+            store_params(out, code, Int64(first), total)
 
 
 KERNELS = {"project_backward": ProjectBackward, "pre_backward": PreBackward}

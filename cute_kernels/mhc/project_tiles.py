@@ -111,12 +111,12 @@ class TileGradients(Invariant):
 
     @cute.jit
     def launch(
-        self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32, parts: Int32,
+        self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_code: Int32, parts: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
         """parts: of the tokens."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(streams, products, rows, weight, weight_form).launch(
+        self.kernel(streams, products, rows, weight, weight_code).launch(
             # One more, behind the last column, adds the gates' sums.
             grid=(spread_blocks(self.n, 2, streams.width) + 1, parts, 1),
             block=(SPREAD_WARPS * LANES, 1, 1),
@@ -128,7 +128,7 @@ class TileGradients(Invariant):
         )
 
     @cute.kernel
-    def kernel(self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_form: Int32):
+    def kernel(self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_code: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, part, _ = cute.arch.block_idx()
         blocks, parts, _ = cute.arch.grid_dim()
@@ -158,7 +158,7 @@ class TileGradients(Invariant):
             for stage in cutlass.range_constexpr(self.stages - 1):
                 if first + stage < last:
                     self._copy_streams(ring + stage * self.stage_words, streams, place, first + stage)
-            fixed = self._fixed_operand(weight, weight_form, streams.width * self.n, place)
+            fixed = self._fixed_operand(weight, weight_code, streams.width * self.n, place)
             # All before this line overlaps the gates' kernel, what follows reads what that has written.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -235,7 +235,7 @@ class TileGradients(Invariant):
     def _vector(self, address: Int64, first: Int64) -> cute.Tensor:
         return run_at(Int32, address + first * (self.dtype.width // 8), Int64(0), WORDS)
 
-    def _fixed_operand(self, weight: Int64, form: Int32, row_length: Int32, place: Place) -> list:
+    def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, place: Place) -> list:
         """The weight at a warp's columns, by group of 4 vectors, pair of elements, part, and 8 outputs: an operand's
         words.
 
@@ -248,7 +248,7 @@ class TileGradients(Invariant):
             for step in range(self.steps):
                 rows = [Int64(8 * step + lane % 4 * 2 + one) for one in range(2)]
                 values = [
-                    load_params(weight, form, row * row_length + (place.at + vector * VECTOR), VECTOR) for row in rows
+                    load_params(weight, code, row * row_length + (place.at + vector * VECTOR), VECTOR) for row in rows
                 ]
                 for j in range(4):
                     pair = split(self._chosen(values[0], values[1], j), self.dtype)

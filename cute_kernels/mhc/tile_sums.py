@@ -48,14 +48,14 @@ class TileSums(Invariant):
         return run_at(Float32, partials, (Int64(row * self.count + index) * THREADS + thread) * FRAGMENT, FRAGMENT)
 
     @cute.jit
-    def launch(self, partials: Int64, parts: Int32, width: Int32, out: Int64, form: Int32, stream: cuda.CUstream):
+    def launch(self, partials: Int64, parts: Int32, width: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(partials, parts, width, out, form).launch(
+        self.kernel(partials, parts, width, out, code).launch(
             grid=(spread_blocks(self.n, 2, width), self.count, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, partials: Int64, parts: Int32, width: Int32, out: Int64, form: Int32):
+    def kernel(self, partials: Int64, parts: Int32, width: Int32, out: Int64, code: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, index, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -66,10 +66,10 @@ class TileSums(Invariant):
             total.fill(0.0)
             for part in cutlass.range(parts, unroll=PARTS):
                 total.store(total.load() + self._fragment(partials, part * blocks + block, index).load())
-            self._store(out, form, warp, width, index, total)
+            self._store(out, code, warp, width, index, total)
 
     @cute.jit
-    def _store(self, out: Int64, form: Int32, warp: Int32, width: Int32, index: Int32, total: cute.Tensor):
+    def _store(self, out: Int64, code: Int32, warp: Int32, width: Int32, index: Int32, total: cute.Tensor):
         """A fragment at its place in d_weight: 8 lanes have 8 neighbours of a row."""
         lane, place = cute.arch.lane_idx(), self.columns.place(warp, width)
         for k in cutlass.range_constexpr(FRAGMENT):
@@ -77,4 +77,4 @@ class TileSums(Invariant):
             if vector < place.inside:
                 row = Int64(index // self.pairs * 8 + lane % 4 * 2 + k % 2)
                 column = place.at + vector * VECTOR + lane // 4
-                store_param(out, form, row * (width * self.n) + column, total[k])
+                store_param(out, code, row * (width * self.n) + column, total[k])

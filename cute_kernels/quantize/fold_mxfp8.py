@@ -24,9 +24,9 @@ import cutlass.cute as cute
 import cutlass.utils
 from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..specs import FoldMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
 from .quantize_mxfp8 import VECTOR_BYTES, WORDS
@@ -38,7 +38,7 @@ WARPS = 8
 THREADS = WARPS * WARP
 MIN_BLOCKS = 3  # an SM: 24 warps, up to 4 KB of loads each; 80 registers a thread
 HELD = 8  # vectors of a row in a thread's registers
-SMEM_PERCENT = 7  # 16 of 228 KB: CTAs take 6; what a row or strip is read twice for wants the rest as cache
+SMEM_PERCENT = 7  # 16 of 228 KB, of which CTAs use 6; the rest is L1, from which a row or strip is read again
 UNIT_EXPONENT = 127
 FOUR = 4  # E4M3 numbers of a word
 STRIP_LANES = 8  # threads side by side: 128 bytes of a row
@@ -148,7 +148,7 @@ class FoldRows(FoldMxfp8):
         warp = thread // WARP
         row = block * (WARPS // warps_a_row) + warp // warps_a_row
         lane = warp % warps_a_row * WARP + thread % WARP
-        columns = chosen(row < w.shape[0], Int32(w.shape[1]), Int32(0))
+        columns = select(row < w.shape[0], Int32(w.shape[1]), Int32(0))
         span = Span(
             w.iterator.toint() + Int64(row) * w.stride[0] * (self.dtype.width // 8),
             data.iterator.toint() + Int64(row) * w.shape[1],

@@ -29,9 +29,9 @@ import cutlass.utils
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..specs import QuantizeMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
 from .scale_stores import BLOCK, BLOCKS, QUARTERS, TILE, WORD_BYTES, ScaleGrid, ScaleStores, Strip
@@ -54,7 +54,7 @@ class Outputs(NamedTuple):
     col_scale: Int64
 
 
-class Form(NamedTuple):
+class ScaleLayout(NamedTuple):
     """How scales are made: one for 128 elements (`wide`) instead of 32; laid out in 128 x 4 atoms (`swizzled`)."""
 
     wide: Int32
@@ -72,7 +72,7 @@ class Reach(NamedTuple):
     stop: Int32
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """A thread's part of a tile, 16 bytes at `column` of rows from `row` on, and the tile: its band of 128 rows begins
     at `band`, its own rows at `row0`, its columns at `col0`."""
 
@@ -98,7 +98,7 @@ STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
 
 
 def tile_of(axis: str, vector: int) -> Tile:
-    """The tile that serves all forms, where a thread has `vector` elements of a row."""
+    """The tile that serves all layouts, where a thread has `vector` elements of a row."""
     columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
     return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)
 
@@ -106,7 +106,7 @@ def tile_of(axis: str, vector: int) -> Tile:
 class QuantizeMxfp8(Invariant):
     """Kernel of x, bfloat16, float16 or float32, whose rows start at multiples of 16 bytes and hold a multiple of 32.
 
-    `axis`: "row", "col" or "both". `tile`: STRIP for plain scales of 32 elements alone; by default one for all forms.
+    `axis`: "row", "col" or "both". `tile`: STRIP for plain scales of 32 elements alone; by default one for all layouts.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
@@ -117,7 +117,7 @@ class QuantizeMxfp8(Invariant):
         self.magnitudes = Magnitudes(dtype)
         self.vector = VECTOR_BYTES * 8 // dtype.width
         tile = tile or tile_of(axis, self.vector)
-        self.all_forms = tile.quarters == QUARTERS
+        self.all_layouts = tile.quarters == QUARTERS
         self.run = tile.run
         self.rows = tile.quarters * tile.run
         self.blocks_down = self.rows // BLOCK
@@ -134,18 +134,24 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def launch(
-        self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form, stream: cuda.CUstream
+        self,
+        x: cute.Tensor,
+        outputs: Outputs,
+        offs: Int64,
+        num_groups: Int32,
+        layout: ScaleLayout,
+        stream: cuda.CUstream,
     ):
         """One CTA a tile, those of the same rows side by side, since they read the same pages of memory."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
-        self.kernel(x, outputs, offs, num_groups, form).launch(
+        self.kernel(x, outputs, offs, num_groups, layout).launch(
             grid=(tiles, 1, 1), block=(self.threads, 1, 1),
             min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, form: Form):
+    def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, layout: ScaleLayout):
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
@@ -156,15 +162,15 @@ class QuantizeMxfp8(Invariant):
         row0 = band + line % lines_per_band * self.run
         col0 = tile % tiles_along_k * self.columns
         row = row0 + thread // self.lanes * self.rows_per_thread
-        place = Place(row, col0 + thread % self.lanes * self.vector, band, row0, col0)
+        origin = Origin(row, col0 + thread % self.lanes * self.vector, band, row0, col0)
 
-        values = self._load(x, place)
+        values = self._load(x, origin)
         reach = self._reach(x, band, offs, num_groups)
         if band < reach.stop:
-            self._quantize(x, outputs, form, values, reach, place)
+            self._quantize(x, outputs, layout, values, reach, origin)
 
     @cute.jit
-    def _load(self, x: cute.Tensor, place: Place) -> cute.Tensor:
+    def _load(self, x: cute.Tensor, origin: Origin) -> cute.Tensor:
         """(vector, rows) of x, zeros outside of it. Whole bands are read without a branch, all loads at once."""
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
@@ -172,16 +178,16 @@ class QuantizeMxfp8(Invariant):
             CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
             l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
         )  # fmt: skip
-        first = x.iterator.toint() + (Int64(place.row) * x.stride[0] + place.column) * (self.dtype.width // 8)
+        first = x.iterator.toint() + (Int64(origin.row) * x.stride[0] + origin.column) * (self.dtype.width // 8)
         row_bytes = x.stride[0] * (self.dtype.width // 8)
-        if place.column < x.shape[1]:
-            if place.band + TILE <= x.shape[0]:
+        if origin.column < x.shape[1]:
+            if origin.band + TILE <= x.shape[0]:
                 for i in cutlass.range_constexpr(self.rows_per_thread):
                     at = first + self.stores.below(i) * row_bytes
                     cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
             else:
                 for i in cutlass.range_constexpr(self.rows_per_thread):
-                    if place.row + self.stores.below(i) < x.shape[0]:
+                    if origin.row + self.stores.below(i) < x.shape[0]:
                         at = first + self.stores.below(i) * row_bytes
                         cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
         return values
@@ -219,40 +225,42 @@ class QuantizeMxfp8(Invariant):
         return Reach(end, stop)
 
     @cute.jit
-    def _quantize(self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place):
-        plain = form.swizzled == 0
+    def _quantize(
+        self, x: cute.Tensor, outputs: Outputs, layout: ScaleLayout, values: cute.Tensor, reach: Reach, origin: Origin
+    ):
+        plain = layout.swizzled == 0
         thread, _, _ = cute.arch.thread_idx()
         slot = thread // self.lanes
         words = cute.recast_tensor(values, Int32)
-        if reach.end < place.band + TILE:
+        if reach.end < origin.band + TILE:
             for i in cutlass.range_constexpr(self.rows_per_thread):
                 for j in cutlass.range_constexpr(WORDS):
-                    words[j, i] = chosen(place.row + self.stores.below(i) < reach.end, words[j, i], Int32(0))
+                    words[j, i] = select(origin.row + self.stores.below(i) < reach.end, words[j, i], Int32(0))
 
         smem = cutlass.utils.SmemAllocator()
         row_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.columns // BLOCK, self.rows)), 16)
         row_exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
         col_exponents = cute.make_rmem_tensor(self.vector, Int32)
         if const_expr(self.by_row):
-            self._row_exponents(words, form, row_exponents)
-            self._put_row_scales(x, row_exponents, row_scales, place, slot)
+            self._row_exponents(words, layout, row_exponents)
+            self._put_row_scales(x, row_exponents, row_scales, origin, slot)
         if const_expr(self.by_col):
             col_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.blocks_down, self.columns)), 16)
             col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, self.slots)), 16)
             self._put_column_maxima(words, col_maxima, slot)
             cute.arch.sync_threads()
-            self._column_exponents(col_maxima, slot, form, col_exponents)
-            self._put_column_scales(x, col_exponents, col_scales, place, slot)
+            self._column_exponents(col_maxima, slot, layout, col_exponents)
+            self._put_column_scales(x, col_exponents, col_scales, origin, slot)
 
-        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, place)
+        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, origin)
         cute.arch.sync_threads()
         if const_expr(self.by_row):
-            self._store_row_scales(x, outputs.row_scale, row_scales, reach, place, plain)
+            self._store_row_scales(x, outputs.row_scale, row_scales, reach, origin, plain)
         if const_expr(self.by_col):
-            self._store_column_scales(x, outputs.col_scale, col_scales, place, plain)
+            self._store_column_scales(x, outputs.col_scale, col_scales, origin, plain)
 
     @cute.jit
-    def _row_exponents(self, words: cute.Tensor, form: Form, exponents: cute.Tensor):
+    def _row_exponents(self, words: cute.Tensor, layout: ScaleLayout, exponents: cute.Tensor):
         """Of the block that this thread's 16 bytes of each row lie in."""
         kind = self.magnitudes
         maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
@@ -261,8 +269,8 @@ class QuantizeMxfp8(Invariant):
             for j in cutlass.range_constexpr(1, WORDS):
                 maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
         self._max_over_lanes(maxima, 1, BLOCK // self.vector)
-        if const_expr(self.all_forms):
-            if form.wide != 0:
+        if const_expr(self.all_layouts):
+            if layout.wide != 0:
                 self._max_over_lanes(maxima, BLOCK // self.vector, TILE // self.vector)
         for i in cutlass.range_constexpr(self.rows_per_thread):
             exponents[i] = exponent_of(kind.greatest(maxima[i]))
@@ -285,7 +293,7 @@ class QuantizeMxfp8(Invariant):
         cute.autovec_copy(maxima, col_maxima[None, thread % self.lanes, slot])
 
     @cute.jit
-    def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, form: Form, exponents: cute.Tensor):
+    def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
         """Of this thread's columns, from the maxima of the slots that make up its block."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % self.lanes
@@ -296,8 +304,8 @@ class QuantizeMxfp8(Invariant):
         first = slot // slots_per_block * slots_per_block
         for other in cutlass.range_constexpr(slots_per_block):
             self._max_with(maxima, col_maxima[None, lane, first + other])
-        if const_expr(self.all_forms):
-            if form.wide != 0:
+        if const_expr(self.all_layouts):
+            if layout.wide != 0:
                 for other in cutlass.range_constexpr(self.slots):
                     self._max_with(maxima, col_maxima[None, lane, other])
         for c in cutlass.range_constexpr(self.vector):
@@ -311,7 +319,7 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _put_row_scales(
-        self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, place: Place, slot: Int32
+        self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
         """Zero for a block that lies past the last column, where an atom has one all the same."""
         thread, _, _ = cute.arch.thread_idx()
@@ -319,36 +327,36 @@ class QuantizeMxfp8(Invariant):
         if thread % lanes_per_block == 0:
             block = thread % self.lanes // lanes_per_block
             for i in cutlass.range_constexpr(self.rows_per_thread):
-                inside = place.column < x.shape[1]
-                scale = Uint8(chosen(inside, exponents[i], Int32(0)))
+                inside = origin.column < x.shape[1]
+                scale = Uint8(select(inside, exponents[i], Int32(0)))
                 row_scales[block, slot * self.rows_per_thread + i] = scale
 
     @cute.jit
     def _put_column_scales(
-        self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, place: Place, slot: Int32
+        self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, origin: Origin, slot: Int32
     ):
         thread, _, _ = cute.arch.thread_idx()
         slots_per_block = self.slots // self.blocks_down
         if slot % slots_per_block == 0:
             for c in cutlass.range_constexpr(self.vector):
-                inside = place.row < x.shape[0]
+                inside = origin.row < x.shape[0]
                 column = thread % self.lanes * self.vector + c
-                col_scales[slot // slots_per_block, column] = Uint8(chosen(inside, exponents[c], Int32(0)))
+                col_scales[slot // slots_per_block, column] = Uint8(select(inside, exponents[c], Int32(0)))
 
     @cute.jit
     def _store_data(
         self, x: cute.Tensor, outputs: Outputs, values: cute.Tensor, row_exponents: cute.Tensor,
-        col_exponents: cute.Tensor, reach: Reach, place: Place,
+        col_exponents: cute.Tensor, reach: Reach, origin: Origin,
     ):  # fmt: skip
         by_column = cute.make_rmem_tensor(self.vector, Float32)
         if const_expr(self.by_col):
             for c in cutlass.range_constexpr(self.vector):
                 by_column[c] = multiplier_of(col_exponents[c])
         width = Int64(x.shape[1])
-        first = Int64(place.row) * width + place.column
-        if place.column < x.shape[1]:
+        first = Int64(origin.row) * width + origin.column
+        if origin.column < x.shape[1]:
             for i in cutlass.range_constexpr(self.rows_per_thread):
-                if place.row + self.stores.below(i) < reach.stop:
+                if origin.row + self.stores.below(i) < reach.stop:
                     numbers = values[None, i].load().to(Float32)
                     at = first + self.stores.below(i) * width
                     if const_expr(self.by_row):
@@ -365,51 +373,53 @@ class QuantizeMxfp8(Invariant):
 
     @cute.jit
     def _store_row_scales(
-        self, x: cute.Tensor, address: Int64, scales: cute.Tensor, reach: Reach, place: Place, plain: Boolean
+        self, x: cute.Tensor, address: Int64, scales: cute.Tensor, reach: Reach, origin: Origin, plain: Boolean
     ):
         blocks = Int32(x.shape[1] // BLOCK)
-        block0 = place.col0 // BLOCK
+        block0 = origin.col0 // BLOCK
         if plain:
-            self.stores.words(scales, Strip(address, place.row0, reach.stop, block0, blocks))
-        elif const_expr(self.all_forms):
+            self.stores.words(scales, Strip(address, origin.row0, reach.stop, block0, blocks))
+        elif const_expr(self.all_layouts):
             rows = Int32(x.shape[0])
-            self.stores.atoms(scales, ScaleGrid(address, place.row0, rows, reach.stop, block0, blocks))
+            self.stores.atoms(scales, ScaleGrid(address, origin.row0, rows, reach.stop, block0, blocks))
 
     @cute.jit
-    def _store_column_scales(self, x: cute.Tensor, address: Int64, scales: cute.Tensor, place: Place, plain: Boolean):
+    def _store_column_scales(self, x: cute.Tensor, address: Int64, scales: cute.Tensor, origin: Origin, plain: Boolean):
         width = Int32(x.shape[1])
         blocks = Int32(cute.ceil_div(x.shape[0], BLOCK))
-        block0 = place.row0 // BLOCK
+        block0 = origin.row0 // BLOCK
         if plain:
             shape = self.columns, self.blocks_down
             by_column = cute.make_tensor(scales.iterator, cute.make_layout(shape, stride=(self.blocks_down, 1)))
             store = self.stores.words if self.blocks_down == 1 else self.stores.strip
-            store(by_column, Strip(address, block0, blocks, place.col0, width))
-        elif const_expr(self.all_forms):
+            store(by_column, Strip(address, block0, blocks, origin.col0, width))
+        elif const_expr(self.all_layouts):
             for first in cutlass.range_constexpr(0, self.columns, TILE):
-                if place.col0 + first < width:
+                if origin.col0 + first < width:
                     atom = cute.local_tile(scales, (BLOCKS, TILE), (0, first // TILE))
-                    self.stores.atoms(atom, ScaleGrid(address, place.col0 + first, width, width, block0, blocks))
+                    self.stores.atoms(atom, ScaleGrid(address, origin.col0 + first, width, width, block0, blocks))
 
 
 class RoundMxfp8(QuantizeMxfp8):
     """The values that x would have in MXFP8, by rows in blocks of 32, in x's dtype: T K 2 width bytes.
 
-    `outputs.row_data` is the address of [T,K] of that dtype; nothing looks at the others, nor at the form.
+    `outputs.row_data` is the address of [T,K] of that dtype; nothing looks at the others, nor at the layout.
     """
 
     def __init__(self, name: str, dtype: type[cutlass.Numeric]):
         super().__init__(name, dtype, "row")
 
     @cute.jit
-    def _quantize(self, x: cute.Tensor, outputs: Outputs, form: Form, values: cute.Tensor, reach: Reach, place: Place):
+    def _quantize(
+        self, x: cute.Tensor, outputs: Outputs, layout: ScaleLayout, values: cute.Tensor, reach: Reach, origin: Origin
+    ):
         exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
-        self._row_exponents(cute.recast_tensor(values, Int32), form, exponents)
+        self._row_exponents(cute.recast_tensor(values, Int32), layout, exponents)
         row_bytes = Int64(x.shape[1]) * (self.dtype.width // 8)
-        first = outputs.row_data + place.row * row_bytes + place.column * (self.dtype.width // 8)
-        if place.column < x.shape[1]:
+        first = outputs.row_data + origin.row * row_bytes + origin.column * (self.dtype.width // 8)
+        if origin.column < x.shape[1]:
             for i in cutlass.range_constexpr(self.rows_per_thread):
-                if place.row + self.stores.below(i) < reach.stop:
+                if origin.row + self.stores.below(i) < reach.stop:
                     scaled = values[None, i].load().to(Float32) * multiplier_of(exponents[i])
                     rounded = scaled.to(Float8E4M3FN).to(Float32) * power_of_two(exponents[i])
                     result = cute.make_rmem_tensor(self.vector, self.dtype)
@@ -433,7 +443,7 @@ class Quantize:
     ):  # fmt: skip
         if x.shape[0] > 0:
             outputs = Outputs(row_data, row_scale, col_data, col_scale)
-            arguments = (x, outputs, offs, num_groups, Form(wide, swizzled), stream)
+            arguments = (x, outputs, offs, num_groups, ScaleLayout(wide, swizzled), stream)
             if const_expr(not self.has_strips):
                 self.quantize.launch(*arguments)
             elif (wide == 0) & (swizzled == 0):
@@ -450,7 +460,7 @@ class Round:
     def __call__(self, x: cute.Tensor, out: cute.Tensor, offs: Int64, num_groups: Int32, stream: cuda.CUstream):
         if x.shape[0] > 0:
             outputs = Outputs(Int64(out.iterator.toint()), Int64(0), Int64(0), Int64(0))
-            self.round.launch(x, outputs, offs, num_groups, Form(Int32(0), Int32(0)), stream)
+            self.round.launch(x, outputs, offs, num_groups, ScaleLayout(Int32(0), Int32(0)), stream)
 
 
 def trace(spec: QuantizeMxfp8Spec) -> Traced:

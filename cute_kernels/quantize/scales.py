@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..device.chosen import chosen
+from ..device.select import select
 
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
@@ -16,7 +16,7 @@ F32_TWO_TO_MINUS_127 = 0x00400000
 def power_of_two(byte: Int32) -> Float32:
     """A scale byte, 0 .. 255, as float32, exactly: byte 0 is a subnormal."""
     bits = cutlass.max(byte << 23, Int32(F32_TWO_TO_MINUS_127))
-    return chosen(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
+    return select(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
 def exponent_of(amax: Float32) -> Int32:
@@ -26,16 +26,16 @@ def exponent_of(amax: Float32) -> Int32:
     of mantissa 0x400000.
     """
     quotient = (amax * Float32(1 / 448)).bitcast(Int32)
-    carry = chosen(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
+    carry = select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
     exponent = cutlass.min((quotient + carry) >> 23, Int32(E8M0_INF))
-    return chosen(quotient > F32_INF, Int32(E8M0_NAN), exponent)
+    return select(quotient > F32_INF, Int32(E8M0_NAN), exponent)
 
 
 def multiplier_of(exponent: Int32) -> Float32:
     """2^(127 - exponent): every one of them is a float32, the last (0xFE) a subnormal. NaN for 0xFF."""
     bits = (Int32(E8M0_INF) - exponent) << 23
-    bits = chosen(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
-    return chosen(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
+    bits = select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
+    return select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
 class Magnitudes:

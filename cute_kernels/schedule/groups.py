@@ -21,7 +21,7 @@ class Groups(NamedTuple):
     """
 
     address: Int64
-    form: Int32
+    encoding: Int32
     count: Int32
     tickets: Int64
     rows: Int32
@@ -39,7 +39,7 @@ def int32_at(groups: Groups, index: Int32) -> Int32:
 def group_size(groups: Groups, index: Int32) -> Int32:
     """Rows of a group given by its size, clamped to the buffer: no garbage can overflow a sum of 32."""
     size = Int32(0)
-    if groups.form == SPLITS_INT64:
+    if groups.encoding == SPLITS_INT64:
         wide = vector_at(Int64, groups.address)[index]
         size = Int32(cutlass.max(Int64(0), cutlass.min(wide, Int64(groups.rows))))
     else:
@@ -52,7 +52,7 @@ def last_row_end(groups: Groups) -> Int32:
     """Where the last group's rows end, for every lane of a warp: rows from here on belong to nobody."""
     end = Int32(0)
     lane = cute.arch.lane_idx()
-    if groups.form == OFFS_INT32:
+    if groups.encoding == OFFS_INT32:
         for group in cutlass.range(lane, groups.count, 32):
             end = cutlass.max(end, clamp(int32_at(groups, group), Int32(0), groups.rows))
         end = cute.arch.warp_reduction(end, cutlass.max, threads_in_group=32)

@@ -1,4 +1,4 @@
-"""Light groups and heavy ones, with a walk for each kind, so that tiles of both can be in work at the same time.
+"""Light groups and heavy ones, with a cursor for each kind, so that tiles of both can be in work at the same time.
 
 A light group's tiles wait for memory, a heavy one's for the tensor cores. In the order of experts all SMs would come to
 one kind at once, and wait for the one while the other idles.
@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32
 
-from ..device.chosen import chosen
+from ..device.select import select
 from ..device.warps import last_lane
 from ..tiles import TileConfig
 from .groups import OFFS_INT32, Groups, clamp, group_size, int32_at
@@ -23,16 +23,16 @@ from .work import TileGrid, WorkRing, WorkTile, no_work
 LIGHT, HEAVY = "light", "heavy"
 
 
-class Walk(NamedTuple):
-    """Where a walk among groups of one kind is: the 32 groups that its last tile lay in, and the tiles before them."""
+class Cursor(NamedTuple):
+    """A position among groups of one kind: the 32 groups that its last tile lay in, and the tiles before them."""
 
     window: GroupWindow
     tiles_before: Int32
 
 
-def start() -> Walk:
+def new_cursor() -> Cursor:
     """Before the first groups."""
-    return Walk(GroupWindow(Int32(-32), Int32(0), Int32(0), Int32(0)), Int32(0))
+    return Cursor(GroupWindow(Int32(-32), Int32(0), Int32(0), Int32(0)), Int32(0))
 
 
 class LightGroupScheduler(GroupTileScheduler):
@@ -50,18 +50,18 @@ class LightGroupScheduler(GroupTileScheduler):
         """Rows of a group as walks find them, also where sizes exceed the buffer."""
         groups = self.groups
         rows = Int32(0)
-        if groups.form == OFFS_INT32:
+        if groups.encoding == OFFS_INT32:
             before = int32_at(groups, cutlass.max(group - 1, Int32(0)))
-            begin = clamp(chosen(group > 0, before, Int32(0)), Int32(0), groups.rows)
+            begin = clamp(select(group > 0, before, Int32(0)), Int32(0), groups.rows)
             rows = cutlass.max(clamp(int32_at(groups, group), Int32(0), groups.rows) - begin, Int32(0))
         else:
             rows = group_size(groups, group)
         return rows
 
     @cute.jit
-    def _find(self, walk: Walk, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Walk]:
+    def _find(self, cursor: Cursor, kind: cutlass.Constexpr[str], tile: Int32) -> tuple[WorkTile, Cursor]:
         """Tile number `tile` of the groups of a kind, none where there are fewer; numbers grow from call to call."""
-        window, tiles_before = walk
+        window, tiles_before = cursor
         window_end = last_lane(window.tiles_end)
         while (tile >= window_end) & (window.base + 32 < self.groups.count):
             tiles_before = window_end
@@ -70,7 +70,7 @@ class LightGroupScheduler(GroupTileScheduler):
         work = no_work()
         if tile < window_end:
             work = self._tile_in_window(window, tile, tiles_before)
-        return work, Walk(window, tiles_before)
+        return work, Cursor(window, tiles_before)
 
     @cute.jit
     def _hand_over(self, ring: WorkRing, state: pipeline.PipelineState, work: WorkTile) -> pipeline.PipelineState:

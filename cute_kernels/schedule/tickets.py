@@ -8,7 +8,7 @@ neighbouring tiles begin together, whoever has them, and in the last round nobod
 The counter is an int32 in device memory, 0 before the kernel and after it: a kernel of n cluster tiles draws n tickets,
 as the scheduler counts them, and who gets the last one puts it back. Two kernels that may run at once have one each.
 
-Mail, where a cluster has two CTAs: the first draws, and sends the ticket to the second.
+A broadcast, where a cluster has two CTAs: the first draws, and sends the ticket to a slot of the second.
 
     full    in the second CTA, of a slot: the ticket's bytes, by transaction; 1 arrival (that CTA, which expects them)
     empty   in the first CTA, of a slot: 1 arrival (the second CTA, which has read it)
@@ -18,29 +18,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from ..device.chosen import chosen
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 
-MAILS = 2
-MAIL_BYTES = 4
+BROADCAST_SLOTS = 2
+TICKET_BYTES = 4
 COUNTER_BYTES = 4
-NUM_BARRIERS = 2 * MAILS
+NUM_BARRIERS = 2 * BROADCAST_SLOTS
 
 
 def counter(tickets: Int64, position: Int32) -> Int64:
     """The counter of the kernel at a position in its call: it may begin before the one before it has ended."""
-    return chosen(tickets != 0, tickets + COUNTER_BYTES * position, Int64(0))
+    return select(tickets != 0, tickets + COUNTER_BYTES * position, Int64(0))
 
 
 class Tickets(Invariant):
-    """What the scheduler warps of a cluster draw from: the first CTA's does, and mails it to the second's."""
+    """What the scheduler warps of a cluster draw from: the first CTA's does, and sends it to the second's."""
 
-    def __init__(self, counter: Int64, barriers: cute.Pointer, mail: cute.Pointer, cluster_size: int):
+    def __init__(self, counter: Int64, barriers: cute.Pointer, broadcast: cute.Pointer, cluster_size: int):
         self.counter = counter
         self.full = barriers
-        self.empty = barriers + MAILS
-        self.mail = mail
+        self.empty = barriers + BROADCAST_SLOTS
+        self.broadcast = broadcast
         self.is_pair = cluster_size > 1
 
     @cute.jit
@@ -51,34 +51,34 @@ class Tickets(Invariant):
                 cute.arch.mbarrier_init(self.full + i, 1)
 
     @cute.jit
-    def draw(self, number: Int32, num_tickets: Int32) -> Int32:
+    def take(self, number: Int32, num_tickets: Int32) -> Int32:
         """The cluster's ticket number `number` (0, 1, ...), for every lane of its scheduler warps."""
-        slot, phase = number % MAILS, number // MAILS % 2
+        slot, phase = number % BROADCAST_SLOTS, number // BROADCAST_SLOTS % 2
         ticket = Int32(0)
         if cute.arch.block_idx_in_cluster() == 0:
-            ticket = self._draw(num_tickets)
+            ticket = self._take(num_tickets)
             if const_expr(self.is_pair):
                 cute.arch.mbarrier_wait(self.empty + slot, phase ^ 1)
                 with cute.arch.elect_one():
-                    cute.arch.store_async_dsmem(self.mail + slot, ticket, self.full + slot, 1)
+                    cute.arch.store_async_dsmem(self.broadcast + slot, ticket, self.full + slot, 1)
         else:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, MAIL_BYTES)
+                cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, TICKET_BYTES)
             cute.arch.mbarrier_wait(self.full + slot, phase)
-            ticket = cute.make_tensor(self.mail + slot, cute.make_layout(1))[0]
+            ticket = cute.make_tensor(self.broadcast + slot, cute.make_layout(1))[0]
             cute.arch.sync_warp()
         return ticket
 
     @cute.jit
     def release(self, number: Int32):
-        """The mail of a ticket was read. Not of the last one: the first CTA may have ended."""
+        """A ticket's slot was read. Not that of the last one: the first CTA may have ended."""
         if const_expr(self.is_pair):
             if cute.arch.block_idx_in_cluster() > 0:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(self.empty + number % MAILS, 0)
+                    cute.arch.mbarrier_arrive(self.empty + number % BROADCAST_SLOTS, 0)
 
     @cute.jit
-    def _draw(self, num_tickets: Int32) -> Int32:
+    def _take(self, num_tickets: Int32) -> Int32:
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             counter = vector_at(Int32, self.counter)

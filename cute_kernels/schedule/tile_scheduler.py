@@ -16,8 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from ..device.chosen import chosen
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.warps import inclusive_scan, last_lane
 from ..tiles import TileConfig
 from .groups import OFFS_INT32, Groups, clamp, group_size, int32_at
@@ -78,7 +78,7 @@ class GroupTileScheduler(Invariant):
         present = group < groups.count
         begin = Int32(0)
         end = Int32(0)
-        if groups.form == OFFS_INT32:
+        if groups.encoding == OFFS_INT32:
             if present:
                 end = clamp(int32_at(groups, group), Int32(0), groups.rows)
                 if group > 0:
@@ -93,7 +93,7 @@ class GroupTileScheduler(Invariant):
         if present:
             tiles = self._num_clusters(end - begin)
             if const_expr(kind is not None):
-                tiles = chosen(self._is_of(kind, end - begin), tiles, Int32(0))
+                tiles = select(self._is_of(kind, end - begin), tiles, Int32(0))
         return GroupWindow(base, begin, end, tiles_before + inclusive_scan(tiles, lane))
 
     @cute.jit
@@ -108,8 +108,8 @@ class GroupTileScheduler(Invariant):
             first_tile = before
 
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        place = self._adaptive_place if const_expr(self.adaptive) else self._place
-        return WorkTile(window.base + lane, *place(tile - first_tile, begin, end, rank))
+        tile_at = self._adaptive_tile_at if const_expr(self.adaptive) else self._tile_at
+        return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
 
     def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
         """Where cluster tile `index` lies among `banded` x `swept`: bands of the former, swept along the latter."""
@@ -119,19 +119,19 @@ class GroupTileScheduler(Invariant):
         column = in_band // height
         return band * RASTER_BAND + in_band - column * height, column
 
-    def _cluster_place(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
+    def _cluster_tile_at(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
         """Row and column of cluster tile `index` of a group."""
         return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
 
-    def _place(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
+    def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
         """The work of this CTA in cluster tile `index` of a group, from `row` on."""
-        m_cluster, n_cluster = self._cluster_place(index, end - begin)
+        m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
         m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
         n_tile = n_cluster * self.cluster_n + rank // self.cluster_m
         return self._first_row(begin, m_tile), end, m_tile, n_tile, Int32(0)
 
     @cute.jit
-    def _adaptive_place(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
+    def _adaptive_tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
         """The same where two CTAs have neighbouring row tiles or, at an odd row tile, neighbouring weight tiles.
 
         An odd row tile joins the last band: its cluster tile comes right behind those of its two weight tiles, so that
@@ -172,11 +172,11 @@ class GroupTileScheduler(Invariant):
 
     def run(self, ring: WorkRing) -> None:
         """The scheduler warp's whole life."""
-        self.deal(ring)
+        self.run_static(ring)
 
     @cute.jit
-    def deal(self, ring: WorkRing):
-        """Walk the groups, put this CTA's tiles into the ring, then the end mark."""
+    def run_static(self, ring: WorkRing):
+        """Tiles in a fixed order: walk the groups, put this CTA's tiles into the ring, then the end mark."""
         tile, num_clusters = self._cluster()
         state = ring.producer_state()
         tiles_before = Int32(0)

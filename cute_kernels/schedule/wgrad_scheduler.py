@@ -8,16 +8,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ..device.chosen import chosen
+from ..device.select import select
 from ..device.warps import warp_sum
-from .light_groups import HEAVY, LIGHT, LightGroupScheduler, start
+from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
 from .work import WorkRing, no_work
 
 
 class WgradTileScheduler(LightGroupScheduler):
     """Cluster c of C takes heavy tiles c, c + C, ... and light ones C - 1 - c, 2C - 1 - c, ..., each kind in the order
-    of experts: who got a heavy tile less gets a light one more. At any time it has come as far in the one kind as in
-    the other, where a light tile counts as one, and a heavy one as its rows.
+    of experts: a cluster with one heavy tile less has one light tile more. Both kinds are interleaved such that a
+    cluster's progress through its light tiles (by count) matches its progress through its heavy ones (by rows).
 
     Light tiles come in pairs, so that heavy ones still go to one pingpong warpgroup and the other in turn: one by one
     they would leave them all to the same, with no MMAs beside its epilogues (0.88 of the speed on Qwen3-30B, half of
@@ -31,7 +31,7 @@ class WgradTileScheduler(LightGroupScheduler):
         return begin
 
     @cute.jit
-    def _cluster_place(self, index: Int32, rows: Int32):
+    def _cluster_tile_at(self, index: Int32, rows: Int32):
         """Bands of the longer side: the operand of the shorter one, read again for every band, stays in L2.
 
         dw2 of Mixtral-8x7B, 4096 x 14336: 0.40 GB of memory are read instead of 1.12.
@@ -49,15 +49,15 @@ class WgradTileScheduler(LightGroupScheduler):
         for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
             rows = self._rows_of(group)
             is_light = self._is_of(LIGHT, rows)
-            light += chosen(is_light, Int32(1), Int32(0))
-            rows_of_heavy += chosen(is_light, Int32(0), rows)
+            light += select(is_light, Int32(1), Int32(0))
+            rows_of_heavy += select(is_light, Int32(0), rows)
         return warp_sum(light), warp_sum(rows_of_heavy)
 
     @cute.jit
     def run(self, ring: WorkRing):
         """Find the cluster's tiles and put them into the ring, then the end mark."""
         cluster, num_clusters = self._cluster()
-        heavy, light = start(), start()
+        heavy, light = new_cursor(), new_cursor()
         state = ring.producer_state()
         # Before groups are counted, which takes 2 us.
         work, heavy = self._find(heavy, HEAVY, cluster)
@@ -73,7 +73,7 @@ class WgradTileScheduler(LightGroupScheduler):
         while more:
             more = work.expert >= 0
             rows += work.group_end - work.row
-            due = chosen(more, cutlass.min(Int32(Float32(rows) * light_a_row) // 2 * 2, num_light), num_light)
+            due = select(more, cutlass.min(Int32(Float32(rows) * light_a_row) // 2 * 2, num_light), num_light)
             while done < due:
                 light_work, light = self._find(light, LIGHT, (done + 1) * num_clusters - 1 - cluster)
                 ring.put(state, light_work)

@@ -5,7 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
-from ..device.chosen import chosen
+from ..device.select import select
 from ..memory.weights import weight_rows, weight_view
 from ..schedule.groups import Groups
 from ..schedule.ticket_scheduler import TicketScheduler
@@ -72,7 +72,7 @@ class GroupedGemm(PersistentGemm):
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
         operands = self.make_mainloop().operands(x, view, address, rows, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
-        groups = *groups[:3], chosen(x.shape[1] < MIN_TICKET_DEPTH, Int64(0), counter(groups[3], position))
+        groups = *groups[:3], select(x.shape[1] < MIN_TICKET_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)
         grid = TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = epilogue.kernel_inputs(inputs)

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from ..device.chosen import chosen
+from ..device.select import select
 from ..memory.weights import weight_view
 from ..schedule.groups import Groups
 from ..schedule.tickets import Tickets
@@ -57,7 +57,7 @@ class GroupedWgrad(PersistentGemm):
     ):  # fmt: skip
         """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's; one is 0, or both."""
         operands = self.make_mainloop().operands(dy, x, *rows)
-        num_rows = chosen(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
+        num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         tile = (ROWS, self.epilogue.cols)
         layout = smem_layout(dw.element_type)

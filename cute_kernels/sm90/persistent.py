@@ -18,7 +18,7 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
             warpgroups read it.
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
-    mail    a cluster's tickets, where it draws them (schedule/tickets.py).
+    tickets a cluster's, where it draws them, sent to its second CTA through slots (schedule/tickets.py).
     loads   what the epilogue reads beside its accumulators, if that comes by TMA: from the epilogue load warp
             (epilogue/preact.py), or from the warp that stores (epilogue/slot_loads.py).
     turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
@@ -34,10 +34,10 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
-from ..device.chosen import chosen
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..schedule.groups import Groups
-from ..schedule.tickets import MAILS, NUM_BARRIERS, Tickets
+from ..schedule.tickets import BROADCAST_SLOTS, NUM_BARRIERS, Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
 from ..specs import GemmSpec
@@ -131,7 +131,7 @@ class PersistentGemm(Invariant):
             "ring_barriers": array[Int64, 2 * STAGES],
             "ticket_barriers": array[Int64, NUM_BARRIERS * tickets],
             "load_barriers": array[Int64, self.shape.load_barriers],
-            "mail": array[Int32, MAILS * tickets],
+            "broadcast": array[Int32, BROADCAST_SLOTS * tickets],
             "ring": aligned[array[Int32, SLOT_WORDS * STAGES], 16],
         }
         for field in self.shape.smem:
@@ -158,13 +158,13 @@ class PersistentGemm(Invariant):
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
         has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
         consumer_warps = 1 + has_load_warp + WARPS_PER_GROUP * self.num_warpgroups
-        consumer_warps += chosen(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
+        consumer_warps += select(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
         ring_stages = TICKET_STAGES if self.policy.tickets else STAGES
         ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
         if const_expr(self.policy.tickets):
-            barriers, mail = storage.ticket_barriers.data_ptr(), storage.mail.data_ptr()
-            tickets = Tickets(groups.tickets, barriers, mail, self.cluster_size)
+            barriers, broadcast = storage.ticket_barriers.data_ptr(), storage.broadcast.data_ptr()
+            tickets = Tickets(groups.tickets, barriers, broadcast, self.cluster_size)
             if warp == SCHEDULER_WARP:
                 tickets.make_barriers()
         slots_layout = self._staging_layout()

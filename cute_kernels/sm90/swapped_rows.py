@@ -35,14 +35,14 @@ class SwappedRows:
     def part(self, row: int) -> int:
         return row // self.part_count
 
-    def below(self, row: int) -> int:
-        """How many rows of its part a row lies below the first one of its thread."""
-        chunk, place = divmod(row % self.part_count, ROW_HALVES)
-        return chunk * ROWS + place * 8
+    def row_offset(self, row: int) -> int:
+        """Of a row from its thread's first row in the same part."""
+        chunk, half = divmod(row % self.part_count, ROW_HALVES)
+        return chunk * ROWS + half * 8
 
     def distance(self, row: int) -> int:
-        """How many rows of the tile a row lies behind the first one of its thread."""
-        return self.part(row) * self.part_n + self.below(row)
+        """Of a row from its thread's first row, in rows of the tile."""
+        return self.part(row) * self.part_n + self.row_offset(row)
 
     def first_column(self, warpgroup: Any) -> Any:
         """The first column that a warpgroup makes, of its tile's."""
@@ -51,4 +51,4 @@ class SwappedRows:
     def column(self, row: int, warpgroup: Any, thread: Any) -> Any:
         """The column that a row makes: its place in its part of the tile."""
         in_slab = thread // 32 * (8 * self.thread_columns) + thread % 32 // 4
-        return self.first_column(warpgroup) + in_slab + self.below(row)
+        return self.first_column(warpgroup) + in_slab + self.row_offset(row)

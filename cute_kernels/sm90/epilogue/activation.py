@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ... import activation as act
-from ...device.chosen import chosen
+from ...device.select import select
 from ...memory.weights import row_of
 from ...schedule.work import WorkTile
 from ...specs import BLOCK_ROWS, LAYOUT_FORMS, LAYOUTS, GroupedGluSpec
@@ -62,7 +62,7 @@ class ActivationEpilogue(Epilogue):
             return column
         half = state.bias_size // 2
         element = row_of(self.layout, state.inputs.gate, column, part, half)
-        return chosen(column < half, element, state.bias_size)
+        return select(column < half, element, state.bias_size)
 
     @cute.jit
     def finish_slab(
@@ -138,7 +138,7 @@ def store_gate_pair(
         in_halves, joined = column, 2 * column + i * slots.cols
         if const_expr(len(names) > 1):
             is_concat = layout == LAYOUTS["concat"]
-            at, half = chosen(is_concat, in_halves, joined), chosen(is_concat, Int32(i), Int32(0))
+            at, half = select(is_concat, in_halves, joined), select(is_concat, Int32(i), Int32(0))
         else:
             at, half = (in_halves, i) if const_expr(form == "concat") else (joined, None)
         slots.store(target, target.tile(work, row, at, half, slots.cols), slot)

@@ -25,7 +25,7 @@ from .store import Slots
 UPPER_HALF = -(1 << 16)
 
 
-class Addends(NamedTuple):
+class OptionalInputs(NamedTuple):
     """Optional inputs of an epilogue as device addresses, 0 where absent.
 
     Biases are packed [E, columns] at `bias`, or `bias_table` holds an address for each expert. `scale` is float32 [T].
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
     gate: where a gated layer's weight rows lie.
     """
 
-    addends: Addends
+    optional: OptionalInputs
     params: act.ActivationParams
     bias_size: Int32
     w_scale: Int64 = Int64(0)
@@ -63,7 +63,7 @@ class ColumnSmem(NamedTuple):
     scales: Any = None  # cute.Tensor | None
 
 
-class Begun(NamedTuple):
+class Prefetched(NamedTuple):
     """A thread's row scales, two a slab, and scale bytes of columns, on their way while the mainloop runs."""
 
     row_scales: cute.Tensor
@@ -75,7 +75,7 @@ class WarpgroupState(Invariant):
 
     def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
         self.inputs = inputs
-        self.addends = inputs.addends
+        self.optional = inputs.optional
         self.params = inputs.params
         self.bias_size = inputs.bias_size
         self.slots = slots
@@ -84,7 +84,7 @@ class WarpgroupState(Invariant):
         self.row_in_slab = slots.thread // 32 * 16 + self.lane // 4
 
     def has_bias(self) -> cutlass.Boolean:
-        return (self.addends.bias | self.addends.bias_table) != 0
+        return (self.optional.bias | self.optional.bias_table) != 0
 
 
 class Epilogue(Invariant):
@@ -158,13 +158,13 @@ class Epilogue(Invariant):
 
     @cute.jit
     def finish(
-        self, state: WarpgroupState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile,
+        self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
         share: TileShare,
     ):  # fmt: skip
         """Turn a warpgroup's accumulators into stores."""
-        scales = begun.row_scales
+        scales = prefetched.row_scales
         if const_expr(self.scales_columns):
-            self._put_column_scales(state, begun.column_scales)
+            self._put_column_scales(state, prefetched.column_scales)
         for slab in cutlass.range_constexpr(self.slabs):
             row = work.row + (share.first_slab + slab) * ROWS
             first_slot = slab * self.chunks_per_slab % SLOTS
@@ -177,25 +177,25 @@ class Epilogue(Invariant):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
 
     @cute.jit
-    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Begun:
+    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
         """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
         scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
         scales.fill(1.0)
-        if state.addends.scale != 0:
-            scale = vector_at(Float32, state.addends.scale)
+        if state.optional.scale != 0:
+            scale = vector_at(Float32, state.optional.scale)
             for i in cutlass.range_constexpr(2 * self.slabs):
                 row = work.row + (share.first_slab + i // 2) * ROWS + state.row_in_slab + i % 2 * 8
                 if row < work.group_end:
                     scales[i] = scale[row]
         if state.has_bias():
             self._fetch_bias(state, work)
-        return Begun(scales, self._fetch_column_scales(state, work) if const_expr(self.scales_columns) else None)
+        return Prefetched(scales, self._fetch_column_scales(state, work) if const_expr(self.scales_columns) else None)
 
     @cute.jit
     def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
-        address = state.addends.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
-        if state.addends.bias_table != 0:
-            address = vector_at(Int64, state.addends.bias_table)[work.expert]
+        address = state.optional.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
+        if state.optional.bias_table != 0:
+            address = vector_at(Int64, state.optional.bias_table)[work.expert]
         bias = vector_at(self.dtype, address)
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column, element = self._element(state, work, i)

@@ -25,7 +25,7 @@ from ...schedule.work import WorkTile
 from ...specs import GroupedDgluSpec
 from ..budget import PAIRS, ROWS, dglu_slots
 from ..fragments import TileShare, chunk_of, registers
-from .base import Addends, Begun, ColumnSmem, Epilogue, Smem, WarpgroupState
+from .base import ColumnSmem, Epilogue, OptionalInputs, Prefetched, Smem, WarpgroupState
 from .preact import PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .shape import EpilogueShape, SlotShape
 from .store import COLS, Slots
@@ -41,7 +41,7 @@ class RowParts(NamedTuple):
 class DgluInputs(NamedTuple):
     """Run-time inputs: preact [T, 2I or I] or the loads from it, the row scale, and where its gradient's parts go."""
 
-    addends: Addends
+    optional: OptionalInputs
     params: act.ActivationParams
     bias_size: Int32
     preact: cute.Tensor | PreactLoads
@@ -90,7 +90,7 @@ class DgluEpilogue(Epilogue):
     def make_state(self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: Smem, ring: PreactRing) -> DgluState:
         return DgluState(inputs, groups, slots, ColumnSmem(**smem), ring)
 
-    def _place(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
+    def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
         """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""
         sharers = self.tile.warpgroups_per_tile
         number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
@@ -101,13 +101,16 @@ class DgluEpilogue(Epilogue):
     def load(self, ring: PreactRing, inputs: DgluInputs, work: WorkTile, turn: Int32):
         for chunk in cutlass.range_constexpr(self.chunks_per_share):
             for first_slab in cutlass.range_constexpr(self.tile.warpgroups_per_tile):
-                ring.load(inputs.preact, *self._place(work, turn, first_slab, chunk))
+                ring.load(inputs.preact, *self._chunk_at(work, turn, first_slab, chunk))
 
     @cute.jit
-    def finish(self, state: DgluState, acc: cute.Tensor, begun: Begun, stores: tuple, work: WorkTile, share: TileShare):
-        scales = begun.row_scales
+    def finish(
+        self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
+        share: TileShare,
+    ):  # fmt: skip
+        scales = prefetched.row_scales
         if const_expr(self.scales_columns):
-            self._put_column_scales(state, begun.column_scales)
+            self._put_column_scales(state, prefetched.column_scales)
             count = cute.size(acc) // self.slabs
             for slab in cutlass.range_constexpr(self.slabs):
                 self._scale_columns(state, registers(acc, slab * count, count))
@@ -116,7 +119,7 @@ class DgluEpilogue(Epilogue):
             slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab
             if const_expr(chunk_in_slab == 0):
                 sums.fill(0.0)
-            number, row, column = self._place(work, share.turn, share.first_slab, chunk)
+            number, row, column = self._chunk_at(work, share.turn, share.first_slab, chunk)
             act_slot = state.ring.act_slot(number)
             state.ring.wait(number)
             for piece in cutlass.range_constexpr(COLS // PIECE):

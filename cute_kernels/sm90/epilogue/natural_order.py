@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...device.chosen import chosen
+from ...device.select import select
 from ...specs import BLOCK_ROWS, GroupedGluSpec
 from ..budget import ROWS
 from ..fragments import chunk_of
@@ -68,11 +68,11 @@ def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
     words, wanted = cute.recast_tensor(outputs, Int32), cute.recast_tensor(result, Int32)
     is_odd, is_upper = lane % 2 == 1, lane % QUAD >= QUAD // 2
     source = lane // QUAD * QUAD + lane % 2 * 2 + lane % QUAD // 2
-    lower, upper = (chosen(is_upper, Int32(second), Int32(first)) for first, second in (LOWER, UPPER))
+    lower, upper = (select(is_upper, Int32(second), Int32(first)) for first, second in (LOWER, UPPER))
     for j in cutlass.range_constexpr(cute.size(words) // 2):
         first, last = words[2 * j], words[2 * j + 1]
-        one = cute.arch.shuffle_sync(chosen(is_odd, last, first), source)
-        other = cute.arch.shuffle_sync(chosen(is_odd, first, last), source ^ 1)
+        one = cute.arch.shuffle_sync(select(is_odd, last, first), source)
+        other = cute.arch.shuffle_sync(select(is_odd, first, last), source ^ 1)
         wanted[2 * j] = Int32(cute.arch.prmt(one, other, lower))
         wanted[2 * j + 1] = Int32(cute.arch.prmt(one, other, upper))
     return result

@@ -44,7 +44,7 @@ class PreactLayout(Invariant):
         """A tensor of preactivations, or of their gradients, as TMA sees it."""
         return halves(tensor) if self.name == "concat" else tensor
 
-    def place(self, part: int, piece: int) -> tuple[int, int]:
+    def slot_of(self, part: int, piece: int) -> tuple[int, int]:
         """The slot of a pair that holds a piece of 16 columns of a (part 0) or u (1), and its index there."""
         if self.name == "interleaved32":
             return piece // 2, part * 2 + piece % 2
@@ -140,7 +140,7 @@ class PreactPair(Invariant):
                     parts[j % 2][2 * i + j // 2] = quad[j]
         else:
             for part in cutlass.range_constexpr(self.layout.slots):
-                slot, index = self.layout.place(part, piece)
+                slot, index = self.layout.slot_of(part, piece)
                 source = cute.append_ones(self.source[(None, index), 0, 0, self.ring.slot(number, slot)], 2)
                 cute.copy(self.tiled_copy, source, cute.append_ones(parts[part], 2))
         return parts
@@ -156,7 +156,7 @@ class PreactPair(Invariant):
                 cute.autovec_copy(quad, self._quad(number, piece, i))
         else:
             for part in cutlass.range_constexpr(self.layout.slots):
-                slot, index = self.layout.place(part, piece)
+                slot, index = self.layout.slot_of(part, piece)
                 self.slots.fill_piece(parts[part], self.ring.slot(number, slot), index)
 
     def _quad(self, number: Int32, piece: int, pair: int) -> cute.Tensor:

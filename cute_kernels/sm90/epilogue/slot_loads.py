@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
-from ...device.chosen import chosen
 from ...device.invariant import Invariant
+from ...device.select import select
 from ..budget import SLOT_BYTES, SLOTS
 from .store import Slots, matrix_copy
 
@@ -76,4 +76,4 @@ class SlotLoads(Invariant):
                 pair = cute.make_tensor(loaded.iterator + 2 * i, cute.make_layout(2))
                 cute.autovec_copy(self.slots.pair(slot, i), pair)
         for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = values[i] + chosen(adds, Float32(loaded[i]), Float32(0.0))
+            values[i] = values[i] + select(adds, Float32(loaded[i]), Float32(0.0))

@@ -14,8 +14,8 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 
-from ...device.chosen import chosen
 from ...device.invariant import Invariant
+from ...device.select import select
 from ...memory.ragged import clipped, ragged_rows
 from ...schedule.work import WorkTile
 from ...specs import LAYOUTS
@@ -80,7 +80,7 @@ def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
     shape = rows, half, 2
     if layout is not None:
         is_concat = layout == LAYOUTS["concat"]
-        shape = rows, chosen(is_concat, half, cols), chosen(is_concat, Int32(2), Int32(1))
+        shape = rows, select(is_concat, half, cols), select(is_concat, Int32(2), Int32(1))
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=(*tensor.stride, half)))
 
 

@@ -16,9 +16,9 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import warp
 
 from ... import activation as act
-from ...device.chosen import chosen
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
+from ...device.select import select
 from ...memory.weights import row_of
 from ...quantize.scales import exponent_of, multiplier_of, power_of_two
 from ...schedule.groups import Groups
@@ -91,7 +91,7 @@ class SwappedState(Invariant):
     """What one MMA warpgroup's epilogue holds while the kernel runs."""
 
     def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
-        self.addends = inputs.addends
+        self.optional = inputs.optional
         self.params = inputs.params
         self.bias_size = inputs.bias_size
         self.gate = inputs.gate
@@ -101,7 +101,7 @@ class SwappedState(Invariant):
         self.warp = slots.thread // 32
 
     def has_bias(self) -> cutlass.Boolean:
-        return (self.addends.bias | self.addends.bias_table) != 0
+        return (self.optional.bias | self.optional.bias_table) != 0
 
 
 class SwappedEpilogue(Epilogue):
@@ -145,9 +145,9 @@ class SwappedEpilogue(Epilogue):
         biases.fill(0.0)
         if state.has_bias():
             self._fetch_bias(state, biases, work, share)
-        address = state.addends.scale
+        address = state.optional.scale
         if const_expr(self.scales_bias):
-            address = chosen(state.has_bias(), address, Int64(0))
+            address = select(state.has_bias(), address, Int64(0))
         for i in cutlass.range_constexpr((self.tile.m + THREADS - 1) // THREADS):
             row = state.slots.thread + i * THREADS
             scale = Float32(1.0)
@@ -159,9 +159,9 @@ class SwappedEpilogue(Epilogue):
 
     @cute.jit
     def _fetch_bias(self, state: SwappedState, biases: cute.Tensor, work: WorkTile, share: TileShare):
-        address = state.addends.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
-        if state.addends.bias_table != 0:
-            address = vector_at(Int64, state.addends.bias_table)[work.expert]
+        address = state.optional.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
+        if state.optional.bias_table != 0:
+            address = vector_at(Int64, state.optional.bias_table)[work.expert]
         bias = vector_at(self.dtype, address)
         half = state.bias_size // self.parts
         for i in cutlass.range_constexpr(self.rows.count):

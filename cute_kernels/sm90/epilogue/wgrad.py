@@ -85,8 +85,8 @@ class WgradEpilogue(Invariant):
         first_m = work.m_tile * (self.tile.m // ROWS) + share.first_slab
         first_n = work.n_tile * self.chunks_per_slab
         across = self.chunks_per_slab
-        places = [(first_m + chunk // across, first_n + chunk % across) for chunk in range(self.num_chunks)]
-        return [cute.local_tile(tensor[None, None, lo, hi], (ROWS, self.cols), place) for place in places]
+        tiles = [(first_m + chunk // across, first_n + chunk % across) for chunk in range(self.num_chunks)]
+        return [cute.local_tile(tensor[None, None, lo, hi], (ROWS, self.cols), tile) for tile in tiles]
 
     @cute.jit
     def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:

@@ -14,10 +14,10 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from ...device.chosen import chosen
 from ...device.invariant import Invariant
+from ...device.select import select
 from ...device.warps import WARP
-from ...memory.weights import EVICT_FIRST, leave_first
+from ...memory.weights import EVICT_FIRST, evict_first
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..gemm_policy import GemmPolicy
@@ -31,13 +31,13 @@ MMA_K = 16
 class Loop(NamedTuple):
     """One of the loops over k-tiles that a tile's MMAs are made of.
 
-    `slabs`, `depth`: how much of a k-tile it multiplies. `begun`: k-tiles of the tile that the loops before had.
+    `slabs`, `depth`: how much of a k-tile it multiplies. `before`: k-tiles of the tile that earlier loops multiply.
     """
 
     num_k_tiles: Int32
     slabs: int
     depth: int
-    begun: Int32 | int = 0
+    before: Int32 | int = 0
 
 
 class Operands(NamedTuple):
@@ -134,7 +134,7 @@ class Mainloop(Invariant):
 
     def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
         """`gathers`: whether warps fill stages beside the TMA thread. Each of their threads arrives."""
-        producers = chosen(gathers, Int32(1 + WARP * WARPS), Int32(1))
+        producers = select(gathers, Int32(1 + WARP * WARPS), Int32(1))
         peers = self.tile.cluster_m + self.tile.cluster_n - 1
         consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
         return pipeline.PipelineTmaAsync.create(
@@ -227,7 +227,7 @@ class Mainloop(Invariant):
     @cute.jit
     def _k_tiles(
         self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
-        slabs: cutlass.Constexpr[int], depth: cutlass.Constexpr[int], begun: Int32 | cutlass.Constexpr[int],
+        slabs: cutlass.Constexpr[int], depth: cutlass.Constexpr[int], before: Int32 | cutlass.Constexpr[int],
         stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, release: pipeline.PipelineState,
     ):  # fmt: skip
         """The k-tiles of a Loop, the last in flight. Returns the next stage, and one to release."""
@@ -236,7 +236,7 @@ class Mainloop(Invariant):
             stages.consumer_wait(state)
             self.after_wait()
             warpgroup.fence()
-            has_begun = begun + k_tile > 0
+            has_begun = before + k_tile > 0
             for k_block in cutlass.range_constexpr(depth // MMA_K):
                 first = const_expr(k_block == 0 and not self.may_be_empty)
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(has_begun) if first else True)
@@ -303,7 +303,7 @@ class WeightsFirst(Mainloop):
         tiles = (operands, sA, sB, stages)
         rest = (work, ahead, count, with_rows)
         if const_expr(self.policy.evicts_weights):
-            if leave_first(work, self.tile.m, self.weight_row_bytes(operands)):
+            if evict_first(work, self.tile.m, self.weight_row_bytes(operands)):
                 state = self._fill(*tiles, state, *rest, Int64(EVICT_FIRST))
             else:
                 state = self._fill(*tiles, state, *rest, None)

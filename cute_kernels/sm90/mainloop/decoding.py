@@ -21,9 +21,9 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from ...device.chosen import chosen
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
+from ...device.select import select
 from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
@@ -139,7 +139,7 @@ class WeightScales(Invariant):
                 for i in cutlass.range_constexpr(count):
                     row = ROW_HALVES * slab + i // 2 % ROW_HALVES
                     bad = decode.is_bad(self.bad[0], row)
-                    values[i] = chosen(bad, Float32(float("nan")), values[i])
+                    values[i] = select(bad, Float32(float("nan")), values[i])
             self.bad[0] = Int32(0)
 
 

@@ -67,7 +67,7 @@ class RowScales(Invariant):
         for i in cutlass.range_constexpr(self.num_rows):
             row = cutlass.max(cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1), Int32(0))
             if self.rows.address != 0:
-                row = self.rows.clamped(self.rows.said(row))
+                row = self.rows.clamped(self.rows.index_of(row))
             self.begins[i] = self.address + row * self.blocks
         self._fetch(Int32(0))
 

@@ -21,9 +21,9 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from ...device.chosen import chosen
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
+from ...device.select import select
 from ...device.warps import WARP
 from ...schedule.groups import clamp
 from ...schedule.work import WorkTile
@@ -50,9 +50,9 @@ class RowIndices(NamedTuple):
     num_rows: Int32
     columns: Int32
 
-    def said(self, place: Int32) -> Int32:
-        """The index of a row, as it stands in memory."""
-        return vector_at(Int32, self.address)[place]
+    def index_of(self, row: Int32) -> Int32:
+        """The index of a row, unchecked."""
+        return vector_at(Int32, self.address)[row]
 
     def clamped(self, index: Int32) -> Int32:
         """Which of x's rows that is: an index out of range is clamped."""
@@ -63,8 +63,8 @@ class RowIndices(NamedTuple):
         return self.clamped(index) * self.pitch
 
 
-def behind(first: Int64, distance: Int32) -> Int64:
-    """The address so far behind another, in one instruction: a product of 64 bits takes four."""
+def offset_by(first: Int64, distance: Int32) -> Int64:
+    """An address plus a distance in 16 bytes, in one instruction: a 64-bit product takes four."""
     return cute.arch.inline_ptx(
         f"mad.wide.u32 {{$w0}}, {{$r0}}, {CHUNK_BYTES}, {{$r1}};",
         write_only_types=[Int64],
@@ -155,8 +155,8 @@ class GatherAlongRows(Gather):
         first = rows.x + Int64(lane.chunk * CHUNK_BYTES)
         if count > 0:  # behind the last row lines begin where that does
             for i in cutlass.range_constexpr(cute.size(sources)):
-                place = cutlass.min(lane.line + i * LINES_AT_ONCE, count - 1)
-                sources[i] = behind(first, rows.distance(rows.said(work.row + place)))
+                row = cutlass.min(lane.line + i * LINES_AT_ONCE, count - 1)
+                sources[i] = offset_by(first, rows.distance(rows.index_of(work.row + row)))
         columns = rows.columns - lane.chunk * self.chunk_elements
         left = count - share.first
         rest = num_k_tiles % K_TILES_AT_ONCE
@@ -184,7 +184,7 @@ class GatherAlongRows(Gather):
         since the weights' would not do: what was in the stage may be NaN.
         """
         stages.sync_object_empty.wait(state.index, state.phase)
-        num_bytes = chosen(columns > ahead * self.line_elements, Int32(CHUNK_BYTES), Int32(0))
+        num_bytes = select(columns > ahead * self.line_elements, Int32(CHUNK_BYTES), Int32(0))
         if left >= cute.size(sources) * LINES_AT_ONCE:
             for i in cutlass.range_constexpr(cute.size(sources)):
                 self.copy(lane, state.index, i, 0, sources[i], ahead * LINE_BYTES, num_bytes)
@@ -228,14 +228,14 @@ class GatherAcrossRows(Gather):
         indices = cute.make_rmem_tensor(INDICES, Int32)
         if num_k_tiles > 0:
             for i in cutlass.range_constexpr(INDICES):
-                indices[i] = rows.said(cutlass.min(row + i * self.k + own, end - 1))
+                indices[i] = rows.index_of(cutlass.min(row + i * self.k + own, end - 1))
         for _ in cutlass.range(num_k_tiles, unroll=1):
             distance = rows.distance(indices[0])
             for i in cutlass.range_constexpr(cute.size(sources)):
-                sources[i] = behind(at, cute.arch.shuffle_sync(distance, i, mask_and_clamp=OF_A_LINE))
+                sources[i] = offset_by(at, cute.arch.shuffle_sync(distance, i, mask_and_clamp=OF_A_LINE))
             for i in cutlass.range_constexpr(INDICES - 1):
                 indices[i] = indices[i + 1]
-            indices[INDICES - 1] = rows.said(cutlass.min(row + INDICES * self.k + own, end - 1))
+            indices[INDICES - 1] = rows.index_of(cutlass.min(row + INDICES * self.k + own, end - 1))
             stages.sync_object_empty.wait(state.index, state.phase)
             if end - row >= self.k:
                 self._copy_rows(lane, sources, columns, state.index, Int32(self.k))
@@ -255,5 +255,5 @@ class GatherAcrossRows(Gather):
             has_columns = columns > half * self.line_elements
             for i in cutlass.range_constexpr(cute.size(sources)):
                 is_inside = Boolean(has_columns & (i * LINES_AT_ONCE < rows_left))
-                num_bytes = chosen(is_inside, Int32(CHUNK_BYTES), Int32(0))
+                num_bytes = select(is_inside, Int32(CHUNK_BYTES), Int32(0))
                 self.copy(lane, stage, i, half * self.k, sources[i], half * LINE_BYTES, num_bytes)

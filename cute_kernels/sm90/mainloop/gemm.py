@@ -10,8 +10,8 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from ...device.chosen import chosen
 from ...device.invariant import Invariant
+from ...device.select import select
 from ...memory.row_boxes import acquire, num_boxes
 from ...memory.weights import ExpertAddress, expert_offset, lo_hi, part_offset
 from ...schedule.work import WorkTile
@@ -24,19 +24,19 @@ from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, ro
 
 class Weights(Invariant):
     """The weights of an output tile, k-tile by k-tile. ahead: those that are on their way. num_bytes: of a stage, as
-    far as TMA brings it. places: of each of its parts.
+    far as TMA brings it. addresses: of each of its parts.
     """
 
     def __init__(
         self, source: Source, tiles: tuple[cute.Tensor, cute.Tensor], ahead: Int32, num_bytes: Int32, n_tile: Int32,
-        places: list[tuple[Int32, Int32]], policy: Int64 | None,
+        addresses: list[tuple[Int32, Int32]], policy: Int64 | None,
     ):  # fmt: skip
         self.source = source
         self.smem, self.gmem = tiles
         self.ahead = ahead
         self.num_bytes = num_bytes
         self.n_tile = n_tile
-        self.places = places
+        self.addresses = addresses
         self.policy = policy
 
     @cute.jit
@@ -45,17 +45,17 @@ class Weights(Invariant):
             acquire(stages, state, self.num_bytes)
             barrier = stages.producer_get_barrier(state)
             for part in cutlass.range_constexpr(self.num_parts):
-                k, lo, hi = self.place(part, k_tile)
+                k, lo, hi = self.k_tile_at(part, k_tile)
                 source = self.gmem[None, self.n_tile, k, lo, hi]
                 self.source.copy(source, self.smem[None, part, 0, state.index], barrier, self.policy)
 
     @property
     def num_parts(self) -> int:
-        return len(self.places)
+        return len(self.addresses)
 
-    def place(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
+    def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
         """Of a k-tile of a part: which one there, and the address."""
-        lo, hi = self.places[part]
+        lo, hi = self.addresses[part]
         return k_tile, lo, hi
 
 
@@ -122,7 +122,7 @@ class GemmMainloop(WeightsFirst):
         if not self.policy.skips_half_tiles:
             return super().loops(work, num_k_tiles)
         is_short = work.group_end - work.row <= ROWS
-        of_one = chosen(is_short, num_k_tiles, Int32(0))
+        of_one = select(is_short, num_k_tiles, Int32(0))
         return [Loop(num_k_tiles - of_one, self.tile.slabs, self.tile.k), Loop(of_one, 1, self.tile.k)]
 
     @cute.jit
@@ -155,7 +155,7 @@ class GemmMainloop(WeightsFirst):
         ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
     ):  # fmt: skip
         tile = self.tile
-        boxes = chosen(rows.address == 0, num_boxes(tile, work), Int32(0))
+        boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
         x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
         gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
         tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
@@ -163,8 +163,8 @@ class GemmMainloop(WeightsFirst):
         gA = self.row_tiles(a.tensor, work.row, x_box)
         tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
         num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
-        places = [lo_hi(first + part_offset(address, part)) for part in range(self.num_places)]
-        weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, places, policy)
+        addresses = [lo_hi(first + part_offset(address, part)) for part in range(self.num_addresses)]
+        weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, addresses, policy)
         in_order = count
         if const_expr(with_rows and self.load_warp_gathers):
             if rows.address != 0:
@@ -181,7 +181,7 @@ class GemmMainloop(WeightsFirst):
         return state
 
     @property
-    def num_places(self) -> int:
+    def num_addresses(self) -> int:
         """Parts of an expert's weights that a tile reads."""
         return self.parts
 

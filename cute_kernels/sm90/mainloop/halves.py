@@ -7,7 +7,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ...device.chosen import chosen
+from ...device.select import select
 from ...memory.weights import ExpertAddress
 from ...schedule.work import WorkTile
 from .base import Operands
@@ -15,16 +15,16 @@ from .gemm import GemmMainloop, Weights
 
 
 class WeightsInHalves(Weights):
-    """Of one part, and a contraction in two halves: its `places` are theirs, and either has `half` k-tiles."""
+    """Of one part, and a contraction in two halves: its `addresses` are theirs, and either has `half` k-tiles."""
 
     half: Int32
     num_parts = 1
 
-    def place(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
+    def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
         is_second = k_tile >= self.half
-        (first_lo, first_hi), (lo, hi) = self.places
-        k_tile -= chosen(is_second, self.half, Int32(0))
-        return k_tile, chosen(is_second, lo, first_lo), chosen(is_second, hi, first_hi)
+        (first_lo, first_hi), (lo, hi) = self.addresses
+        k_tile -= select(is_second, self.half, Int32(0))
+        return k_tile, select(is_second, lo, first_lo), select(is_second, hi, first_hi)
 
 
 class HalvesMainloop(GemmMainloop):
@@ -34,7 +34,7 @@ class HalvesMainloop(GemmMainloop):
     """
 
     gathers = False
-    num_places = 2
+    num_addresses = 2
 
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
@@ -63,5 +63,5 @@ class HalvesMainloop(GemmMainloop):
         half = self.half(x)
         is_second = k_tile >= half
         return tiles[
-            None, box, k_tile - chosen(is_second, half, Int32(0)), chosen(is_second, Int32(1), Int32(0))
+            None, box, k_tile - select(is_second, half, Int32(0)), select(is_second, Int32(1), Int32(0))
         ]  # fmt: skip

@@ -8,7 +8,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode
 
-from ...device.chosen import chosen
+from ...device.select import select
 from ...memory.ragged import clipped, ragged_rows
 from ...memory.row_boxes import acquire
 from ...memory.weights import EVICT_LAST
@@ -45,7 +45,7 @@ class WgradMainloop(Mainloop):
         atom_a, a = self._tma(_columns(dy), self.a_major, self.tile.m, self.tile.cluster_n)
         atom_b, b = self._tma(_columns(x), self.b_major, self.tile.n, self.tile.cluster_m)
         rows = RowIndices(
-            *(chosen(dy_rows != 0, *of) for of in zip(row_indices(dy_rows, dy), row_indices(x_rows, x), strict=True))
+            *(select(dy_rows != 0, *of) for of in zip(row_indices(dy_rows, dy), row_indices(x_rows, x), strict=True))
         )
         return Operands(atom_a, a, atom_b, b, (Boolean(dy_rows == 0), Boolean(x_rows == 0)), rows)
 
@@ -56,8 +56,8 @@ class WgradMainloop(Mainloop):
         slabs, k = self.tile.slabs, self.tile.k
         rows = work.group_end - work.row
         rest = cute.ceil_div(rows % k, MMA_K) * MMA_K
-        whole = num_k_tiles - chosen((rest > 0) & (rest < k), Int32(1), Int32(0))
-        parts = [(depth, chosen(rest == depth, Int32(1), Int32(0))) for depth in range(MMA_K, k, MMA_K)]
+        whole = num_k_tiles - select((rest > 0) & (rest < k), Int32(1), Int32(0))
+        parts = [(depth, select(rest == depth, Int32(1), Int32(0))) for depth in range(MMA_K, k, MMA_K)]
         return [Loop(whole, slabs, k), *(Loop(count, slabs, depth, whole) for depth, count in parts)]
 
     @cute.jit
@@ -72,7 +72,7 @@ class WgradMainloop(Mainloop):
         tBsB, tBgB = b.partition(sB, cute.local_tile(b.tensor, (tile.n, tile.k), (None, None)))
         policy = Int64(EVICT_LAST) if const_expr(self.keeps_operands) else None
         loads_a, loads_b = operands.extra
-        columns = chosen(loads_a, Int32(tile.m), Int32(0)) + chosen(loads_b, Int32(tile.n), Int32(0))
+        columns = select(loads_a, Int32(tile.m), Int32(0)) + select(loads_b, Int32(tile.n), Int32(0))
         num_bytes = columns * (tile.k * self.dtype.width // 8)
         for k_tile in cutlass.range(self.num_k_tiles(operands, work), unroll=1):
             acquire(stages, state, num_bytes)

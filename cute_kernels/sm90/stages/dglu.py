@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 from ...activation import ActivationParams
 from ...specs import DgluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue.base import Addends
+from ..epilogue.base import OptionalInputs
 from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
 from ..grouped_gemm import GroupedGemm
 
@@ -30,8 +30,9 @@ class Dglu:
     ):  # fmt: skip
         if act.shape[0] > 0:
             sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
-            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
-            inputs = DgluInputs(addends, params, act.shape[1], preact, sums)
+            optional = OptionalInputs(Int64(0), Int64(0), scale)
+            params = ActivationParams(Int32(0), limit, alpha, offset)
+            inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)
 

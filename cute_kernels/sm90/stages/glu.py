@@ -9,7 +9,7 @@ from ...memory.weights import gate_rows, weight_rows
 from ...specs import LAYOUT_FORMS, GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.activation import ActivationEpilogue
-from ..epilogue.base import Addends, Inputs
+from ..epilogue.base import Inputs, OptionalInputs
 from ..epilogue.natural_order import NATURAL_EPILOGUES
 from ..grouped_gemm import GroupedGemm
 
@@ -33,7 +33,7 @@ class Glu:
         if act.shape[0] > 0:
             params, up = ActivationParams(kind, limit, alpha, offset), w_up if const_expr(self.may_part) else None
             n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(Addends(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(
                 x, w, (act,), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up
@@ -51,7 +51,7 @@ class GluPreact(Glu):
         if act.shape[0] > 0:
             params, up = ActivationParams(kind, limit, alpha, offset), w_up if const_expr(self.may_part) else None
             n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(Addends(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(
                 x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up

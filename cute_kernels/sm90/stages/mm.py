@@ -8,7 +8,7 @@ from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.activation import LinearEpilogue
-from ..epilogue.base import Addends, Inputs
+from ..epilogue.base import Inputs, OptionalInputs
 from ..grouped_gemm import GroupedGemm
 
 
@@ -25,7 +25,7 @@ class Mm:
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if y.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1])
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1])
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, w_table, rows, inputs, num_sms, position, stream)
 
@@ -38,7 +38,7 @@ class MmInHalves(Mm):
     ):  # fmt: skip
         if y.shape[0] > 0:
             none = Int64(0)
-            inputs = Inputs(Addends(none, none, none), no_params(), y.shape[1])
+            inputs = Inputs(OptionalInputs(none, none, none), no_params(), y.shape[1])
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, none, none, inputs, num_sms, position, stream, w_up=w_up)
 

@@ -7,7 +7,7 @@ from cutlass import Int32, Int64
 from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue.base import Addends, Inputs
+from ..epilogue.base import Inputs, OptionalInputs
 from ..epilogue.swapped import SwappedLinearEpilogue
 from ..swapped_gemm import SwappedGemm
 
@@ -24,7 +24,7 @@ class Mm:
         stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
 

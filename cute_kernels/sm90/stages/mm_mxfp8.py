@@ -11,7 +11,7 @@ from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.activation import LinearEpilogue
-from ..epilogue.base import Addends, Inputs
+from ..epilogue.base import Inputs, OptionalInputs
 from ..grouped_gemm import GroupedFp8Gemm
 
 
@@ -27,7 +27,7 @@ class Mm:
         num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if y.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1], w_scale)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
 
