@@ -1,6 +1,6 @@
 """Device code of Glulam in CuTe DSL.
 
-    specs, tiles, signatures, chains, stages   plain data: what there is, what it takes, which module makes it
+    tiles, formats, specs, signatures, ...     plain data: what there is, what it takes, which module makes it
     activation, device, memory, schedule       what kernels are made of, on any architecture
     quantize, layer, mhc                       kernels of any architecture
     sm90                                       Hopper's GEMMs, and which specs ship: `configs`

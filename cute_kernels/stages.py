@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .chains import stages_of
+from .formats import OPERANDS
 from .sm90 import gemm_policy as sm90
 from .specs import (
-    DECODED,
     DgluSpec,
     FoldMxfp8Spec,
     GemmSpec,
@@ -48,9 +48,9 @@ def _module(spec: Spec) -> str:
     if isinstance(spec, LayerSpec) and spec.kernel in _LAYER:
         return f"layer.{_LAYER[spec.kernel]}"
     if type(spec) in _GEMMS:
-        given = operands_of(spec)
-        operands = "_decoded" if given in DECODED else {"16bit": "", "mxfp8": "_mxfp8"}[given]
-        return f"{FOLDERS[spec.arch]}.stages.{_GEMMS[type(spec)]}{operands}"
+        formats = OPERANDS[operands_of(spec)]
+        mainloop = "_decoded" if formats.decodes else "_mxfp8" if formats.has_scaled_rows else ""
+        return f"{FOLDERS[spec.arch]}.stages.{_GEMMS[type(spec)]}{mainloop}"
     if type(spec) not in _MODULES:
         raise SpecError(f"{spec.name} is a chain of several kernels, no stage")
     return _MODULES[type(spec)]

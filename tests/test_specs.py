@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cute_kernels.formats import next_operands
 from cute_kernels.sm90.configs import (
     DGLU8,
     LARGE,
@@ -37,6 +38,7 @@ from cute_kernels.specs import (
     LAYOUT_FORMS,
     LAYOUTS,
     MHC_KERNELS,
+    OPERANDS,
     UNGATED,
     DgluSpec,
     GroupedDgluSpec,
@@ -101,6 +103,17 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
                 assert activation in ACTIVATION_FORMS[form[0]] and layout in LAYOUT_FORMS[form[1]]
                 glu = GroupedGluSpec("bfloat16", form[0], form[1], False, tile, operands=operands)
                 assert GroupedMlpSpec(glu, mm) in specs
+
+
+def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
+    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact")
+    assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8"]
+    follows = {name: next_operands(name) for name in OPERANDS}
+    decoded = dict.fromkeys(DECODED, "mxfp8_weight_only")
+    assert follows == {"16bit": "16bit", "mxfp8": "mxfp8", **decoded}, "rounded rows are 16-bit rows"
+    for name, operands in OPERANDS.items():
+        assert operands.x.dtype("bfloat16") == operands.act.dtype("bfloat16"), "what FC1 makes, FC2 reads"
+        assert bool(operands.prefix) == (name != "16bit")
 
 
 @pytest.mark.parametrize(("form", "served"), [("gated", GATED), ("ungated", UNGATED)])

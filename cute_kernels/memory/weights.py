@@ -79,7 +79,8 @@ def gate_rows(layout: Int32, rows: Int32) -> GateRows:
 
 
 def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
-    return elements * (dtype.width // 8) // UNIT_BYTES
+    num_bytes = elements * (dtype.width // 8) if dtype.width >= 8 else elements // (8 // dtype.width)
+    return num_bytes // UNIT_BYTES
 
 
 def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..formats import OPERANDS
 from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec
 from .budget import ROWS
 
@@ -37,7 +38,7 @@ class GemmPolicy:
 def _evicts_weights(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> bool:
     """Beside an epilogue's own loads it costs more than it brings (grouped_dglu: 1 % but where groups are small). In
     MXFP8 the branch costs tiles of many rows 1 %, and those of few gain 2 to 3."""
-    if spec.operands == "16bit":
+    if not OPERANDS[spec.operands].w.scale:
         return not isinstance(spec, DgluSpec)
     return spec.tile.m <= ROWS
 

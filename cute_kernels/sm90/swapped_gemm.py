@@ -1,17 +1,21 @@
 """The grouped GEMM of MXFP8 weights, decoded on the way: y[row]^T = epilogue(w[e] @ x[row]^T), ragged in rows."""
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Int64
+from cutlass import Int32, Int64
 
+from ..formats import Format
 from ..memory.weights import weight_view
 from ..schedule.groups import Groups
 from ..schedule.tickets import Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid, WorkRing
+from ..specs import GemmSpec
 from .budget import SMEM_BYTES, stage_k
 from .epilogue.base import Inputs
 from .epilogue.store import make_store
+from .epilogue.swapped import SwappedEpilogue
 from .fragments import share_of
 from .mainloop.base import Operands
 from .mainloop.decoding import DecodingMainloop
@@ -27,11 +31,15 @@ LINE_BYTES = 128
 
 
 class SwappedGemm(PersistentGemm):
-    """A mainloop and an epilogue that know rows of x as the columns of the MMA."""
+    """A mainloop and an epilogue that know rows of x as the columns of the MMA. `weights`: their format."""
+
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: SwappedEpilogue, weights: Format):
+        super().__init__(spec, dtype, epilogue)
+        self.weights = weights
 
     def make_mainloop(self) -> DecodingMainloop:
         return DecodingMainloop(
-            self.dtype, self.tile, self.shape.parts, self.shape.layout, self.stages, self.policy
+            self.dtype, self.weights, self.tile, self.shape.parts, self.shape.layout, self.stages, self.policy
         )  # fmt: skip
 
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
@@ -40,7 +48,7 @@ class SwappedGemm(PersistentGemm):
     @property
     def stages(self) -> int:
         tile, slots = self.tile, self.num_warpgroups * self.shape.slots.num_bytes
-        stage = (tile.n * Float8E4M3FN.width + tile.m * self.dtype.width) * stage_k(tile) // 8
+        stage = (tile.n * self.weights.bits + tile.m * self.dtype.width) * stage_k(tile) // 8
         small = BARRIER_BYTES + self.num_warpgroups * self.shape.smem_bytes
         before_stages = (small + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         cache = tile.n * LINE_BYTES if tile.m <= FEW_ROWS else 0

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..formats import Format
 from ..tiles import TileConfig
 from .budget import ROWS
 
+# What a swizzle moves.
+SWIZZLE_CHUNK = 16
+
 # Rows of a slab that a thread has.
 ROW_HALVES = 2
+# Neighbouring elements of a row that a thread decodes together.
+PAIR = 2
+
+
+def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
+    """In which 16-byte chunk of a row of a stage its element `k` is, and at which byte of it."""
+    return divmod(weights.num_bytes(k), SWIZZLE_CHUNK)
 
 
 class SwappedRows:

@@ -9,9 +9,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .budget import ROW_BYTES
 
-# A swizzle moves chunks of as many bytes.
-SWIZZLE_CHUNK = 16
-
 
 def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
     """(row, column, *more) with a swizzle as wide as rows are, 64 bytes or 128, or as parts of 128 bytes of them."""

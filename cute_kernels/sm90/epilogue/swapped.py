@@ -19,6 +19,7 @@ from ... import activation as act
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
+from ...formats import OPERANDS
 from ...memory.weights import row_of
 from ...quantize.scales import exponent_of, multiplier_of, power_of_two
 from ...schedule.groups import Groups
@@ -27,8 +28,8 @@ from ...specs import GroupedGluSpec
 from ...tiles import TileConfig
 from ..budget import ROWS, SLOTS, stage_k
 from ..fragments import TileShare, registers
-from ..swapped_rows import SwappedRows
-from ..swizzle import SWIZZLE_CHUNK, swizzle_of
+from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
+from ..swizzle import swizzle_of
 from ..turns import THREADS
 from .base import Epilogue, Smem
 from .shape import EpilogueShape, SlotShape, SmemField
@@ -231,14 +232,14 @@ class SwappedLinearEpilogue(SwappedEpilogue):
 
 
 class SwappedActivationEpilogue(SwappedEpilogue):
-    """act = activation(acc + bias) * scale[row]; of "mxfp8_exact", rounded to MXFP8 values, 32 columns a block.
+    """act = activation(acc + bias) * scale[row]; rounded to MXFP8 values, 32 columns a block, where the format says so.
 
     A thread holds both halves of each of its outputs.
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         self.spec = spec
-        self.rounds = spec.operands == "mxfp8_exact"
+        self.rounds = OPERANDS[spec.operands].act.holds is not None
         super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout)
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:

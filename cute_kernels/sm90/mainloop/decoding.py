@@ -1,13 +1,14 @@
-"""The mainloop of MXFP8 weights: decoded in registers, they are the rows of a 16-bit MMA whose columns are rows of x.
+"""The mainloop of weights in a narrow format: decoded in registers, they are the rows of a 16-bit MMA whose columns are
+rows of x.
 
 wgmma reads its first operand from registers and the second from shared memory, so they are swapped: y^T = w x^T. A
 warpgroup has one or two slabs of 64 weight rows and decodes a k-tile of 128 in steps of 32, the elements of a scale,
 while the wgmmas of the step before run: fragments of two steps take turns.
 
 A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
-16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: 2 bytes of shared memory, and the
-8 rows of a load are 8 x 8 bytes in banks of their own, by the swizzle.
-Which weight rows those are, swapped_rows.py says.
+16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: of E4M3 2 bytes of shared memory,
+and the 8 rows of a load are 8 x 8 bytes in banks of their own, by the swizzle.
+Which weight rows those are, and which bytes of them, swapped_rows.py says; what these become, the format's decoder.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90_utils
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
+from ...formats import E4M3, SCALE_BLOCK, Format
 from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
 from ..budget import ROW_BYTES, ROWS, stage_k
 from ..fragments import TileShare, registers
 from ..gemm_policy import GemmPolicy
-from ..swapped_rows import ROW_HALVES, SwappedRows
-from ..swizzle import SWIZZLE_CHUNK, swizzle_of, swizzled_layout
+from ..swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
+from ..swizzle import swizzle_of, swizzled_layout
 from ..turns import THREADS
-from . import decode
 from .base import MMA_K, Operands, WeightsFirst
+from .decode import Decoder, is_bad, multiplier_of
+from .decode_e4m3 import E4m3Decoder
 from .gathered_rows import NO_ROWS
 
-E4M3 = Float8E4M3FN
-SCALE_BLOCK = 32
+DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder()}
+"""By the element of a weight format, whose scales are of SCALE_BLOCK elements."""
 # A word of scale bytes is a row's for a k-tile.
 SCALES_PER_WORD = 4
 STEP = SCALE_BLOCK // MMA_K
@@ -66,8 +69,9 @@ class WeightScales(Invariant):
     expert: the address of its scales. begins: where a row's begin. bad: of the tile so far.
     """
 
-    def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str):
+    def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
         self.grid = grid
+        self.decoder = decoder
         self.rows = rows
         self.layout = layout
         self.expert = cute.make_rmem_tensor(1, Int64)
@@ -118,7 +122,7 @@ class WeightScales(Invariant):
         """Make `words` of the scales that were asked for."""
         for i in cutlass.range_constexpr(self.rows.count):
             self.words[i] = self.next[i]
-            self.bad[0] |= decode.bad_scales(self.words[i], i)
+            self.bad[0] |= self.decoder.bad_scales(self.words[i], i)
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
@@ -138,13 +142,13 @@ class WeightScales(Invariant):
                 values = registers(acc, slab * count, count)
                 for i in cutlass.range_constexpr(count):
                     row = ROW_HALVES * slab + i // 2 % ROW_HALVES
-                    bad = decode.is_bad(self.bad[0], row)
+                    bad = is_bad(self.bad[0], row)
                     values[i] = select(bad, Float32(float("nan")), values[i])
             self.bad[0] = Int32(0)
 
 
 class DecodingMainloop(WeightsFirst):
-    """A: `parts` ranges of an expert's E4M3 weight rows, B: tile.m rows of x at any row.
+    """A: `parts` ranges of an expert's weight rows in a format, B: tile.m rows of x at any row.
 
     `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
     """
@@ -152,10 +156,13 @@ class DecodingMainloop(WeightsFirst):
     gathers = False
 
     def __init__(
-        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, layout: str, stages: int, policy: GemmPolicy
+        self, dtype: type[cutlass.Numeric], weights: Format, tile: TileConfig, parts: int, layout: str, stages: int,
+        policy: GemmPolicy,
     ):  # fmt: skip
+        self.format = weights
+        self.decoder = DECODERS[weights.element]
         self.dtype = self.b_dtype = dtype
-        self.a_dtype = E4M3
+        self.a_dtype = self.decoder.element
         self.policy = policy
         self.tile = tile
         self.parts = parts
@@ -165,12 +172,13 @@ class DecodingMainloop(WeightsFirst):
         self.stages = stages
         self.x_k = ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
-        self.a_layout = swizzled_layout(E4M3, (tile.n, self.stage_k, stages))
+        self.row_bytes = weights.num_bytes(self.stage_k)
+        self.a_layout = swizzled_layout(self.a_dtype, (tile.n, self.stage_k, stages))
         self.b_layout = swizzled_layout(dtype, (tile.m, self.stage_k, stages))
 
     @property
     def stage_bytes(self) -> int:
-        return (self.tile.n * E4M3.width + self.tile.m * self.dtype.width) * self.stage_k // 8
+        return (self.tile.n * self.format.bits + self.tile.m * self.dtype.width) * self.stage_k // 8
 
     def tiled_mma(self) -> cute.TiledMma:
         """One warpgroup's 64 x tile.m wgmmas, A from registers."""
@@ -186,12 +194,12 @@ class DecodingMainloop(WeightsFirst):
         """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
-        atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(E4M3, w_box), w_box)
+        atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
         return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
 
     def weight_row_bytes(self, operands: Operands) -> Int32:
-        return cute.size(operands.b, mode=[1])
+        return self.format.num_bytes(cute.size(operands.b, mode=[1]))
 
     def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
         return cute.ceil_div(cute.size(operands.b, mode=[1]), self.tile.k)
@@ -232,12 +240,12 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Where a thread's first two bytes of A lie, in the first stage and k-chunk 0, and B as wgmma's descriptors."""
+        """Where a thread's first two elements of A lie, in the first stage, and B as wgmma's descriptors."""
         thread = _thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle.
-        swizzled = swizzle_of(lane // 4, self.stage_k) * SWIZZLE_CHUNK + lane % 4 * 2
-        first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.stage_k + swizzled
+        swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.format.num_bytes(PAIR)
+        first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
         mma = self.tiled_mma()
         return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
 
@@ -251,7 +259,7 @@ class DecodingMainloop(WeightsFirst):
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
         grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
-        return WeightScales(grid, self.rows, self.layout)
+        return WeightScales(grid, self.rows, self.layout, self.decoder)
 
     @cute.jit
     def mma(
@@ -318,17 +326,17 @@ class DecodingMainloop(WeightsFirst):
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
-        """A thread's pairs of bytes of a stage's step, in the order of fragments: register, slab, wgmma."""
+        """A thread's pairs of elements of a stage's step, in the order of fragments: register, slab, wgmma."""
         pairs = cute.make_rmem_tensor((FRAGMENT_REGS, self.tile.slabs, STEP), Int32)
         for i in range(STEP):
-            chunk = (first + stage * (self.tile.n * self.stage_k)) ^ Int32((step * STEP + i) * SWIZZLE_CHUNK)
+            chunk, inside = chunk_of_k(self.format, step * SCALE_BLOCK + i * MMA_K)
+            at_chunk = (first + stage * (self.tile.n * self.row_bytes)) ^ Int32(chunk * SWIZZLE_CHUNK)
             for slab in range(self.tile.slabs):
                 for register in range(FRAGMENT_REGS):
                     row = ROW_HALVES * slab + register % ROW_HALVES
-                    beside = register // ROW_HALVES * (SWIZZLE_CHUNK // 2)
-                    at = chunk + (self.rows.distance(row) * self.stage_k + beside)
-                    pointer = cute.make_ptr(Uint16, at, cute.AddressSpace.smem, assumed_align=2)
-                    pairs[register, slab, i] = Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+                    beside = register // ROW_HALVES * self.format.num_bytes(MMA_K // 2)
+                    at = at_chunk + (self.rows.distance(row) * self.row_bytes + inside + beside)
+                    pairs[register, slab, i] = self.decoder.read(at)
         return pairs
 
     def _decode(self, pairs: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
@@ -336,10 +344,10 @@ class DecodingMainloop(WeightsFirst):
         for slab in range(self.tile.slabs):
             for half in range(ROW_HALVES):
                 row = ROW_HALVES * slab + half
-                multiplier = decode.multiplier_of(scales.words[row], step)
+                multiplier = multiplier_of(scales.words[row], step)
                 for i in range(STEP):
                     for register in range(half, FRAGMENT_REGS, ROW_HALVES):
-                        registers[register, slab, i] = decode.decoded(pairs[register, slab, i], multiplier)
+                        registers[register, slab, i] = self.decoder.decoded(pairs[register, slab, i], multiplier)
 
 
 def _thread_of_warpgroup() -> Int32:

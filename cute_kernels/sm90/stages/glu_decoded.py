@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...formats import OPERANDS
 from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
@@ -15,8 +16,8 @@ from ..swapped_gemm import SwappedGemm
 
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
-        dtype = DTYPES[spec.dtype]
-        self.gemm = SwappedGemm(spec, dtype, SwappedActivationEpilogue(dtype, spec))
+        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+        self.gemm = SwappedGemm(spec, dtype, SwappedActivationEpilogue(dtype, spec), weights)
 
     @cute.jit
     def __call__(

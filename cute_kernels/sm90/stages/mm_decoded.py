@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...activation import no_params
+from ...formats import OPERANDS
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
 from ..epilogue.base import Inputs, OptionalInputs
@@ -14,8 +15,8 @@ from ..swapped_gemm import SwappedGemm
 
 class Mm:
     def __init__(self, spec: GroupedMmSpec):
-        dtype = DTYPES[spec.dtype]
-        self.gemm = SwappedGemm(spec, dtype, SwappedLinearEpilogue(dtype, spec.tile))
+        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+        self.gemm = SwappedGemm(spec, dtype, SwappedLinearEpilogue(dtype, spec.tile), weights)
 
     @cute.jit
     def __call__(
