@@ -11,14 +11,12 @@ from ..schedule.groups import Groups
 from ..schedule.ticket_scheduler import TicketScheduler
 from ..schedule.tickets import Tickets, counter
 from ..schedule.tile_scheduler import GroupTileScheduler
-from ..schedule.work import TileGrid, WorkRing
+from ..schedule.work import TileGrid
 from ..specs import GemmSpec
-from .budget import ALONG_REGISTERS, LOADING_REGISTERS, ROWS
+from .budget import ALONG_REGISTERS, LOADING_REGISTERS
 from .epilogue.base import Epilogue, Inputs
 from .epilogue.store import RaggedStore, make_store
-from .fragments import share_of
 from .gemm_policy import MIN_TICKET_DEPTH
-from .mainloop.base import Operands
 from .mainloop.fp8 import Fp8Mainloop
 from .mainloop.gemm import GemmMainloop
 from .mainloop.halves import HalvesMainloop
@@ -87,30 +85,3 @@ class GroupedFp8Gemm(GroupedGemm):
 
     def make_mainloop(self) -> Fp8Mainloop:
         return Fp8Mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.shape.has_load_warp)
-
-    @cute.jit
-    def _mma_role(
-        self, mainloop: Fp8Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: WorkRing, index: Int32,
-    ):  # fmt: skip
-        """As any GEMM's, but for scales: those of the next tile's first k-tile are on their way during an epilogue."""
-        cute.arch.griddepcontrol_wait()
-        share = share_of(self.tile, Int32(0), index)
-        tCrA, tCrB = mainloop.fragments(sA, sB, share.first_slab)
-        acc = mainloop.accumulators()
-        ring_state = ring.consumer_state()
-        stage = mainloop.consumer_state()
-        scales = mainloop.scales(operands, share)
-        work = ring.get(ring_state)
-        scales.begin(work)
-        while work.expert >= 0:
-            share = share_of(self.tile, ring_state.count, index)
-            prefetched = self.epilogue.begin(state, work, share)
-            has_rows = work.row + share.first_slab * ROWS < work.group_end
-            stage = mainloop.mma(acc, tCrA, tCrB, scales, has_rows, stages, stage)
-            ring_state.advance()
-            next_work = ring.get(ring_state)
-            scales.begin(next_work)
-            self.epilogue.finish(state, acc, prefetched, stores, work, share)
-            work = next_work
-        state.slots.drain()

@@ -47,7 +47,7 @@ from .epilogue.shape import EpilogueShape
 from .epilogue.store import smem_layout
 from .fragments import share_of
 from .gemm_policy import gemm_policy
-from .mainloop.base import WARPS_PER_GROUP, Mainloop, Operands
+from .mainloop.base import AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA, WARPS_PER_GROUP, Mainloop, MmaTile, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
@@ -257,27 +257,45 @@ class PersistentGemm(Invariant):
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
         stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
-        cute.arch.griddepcontrol_wait()
+        """Tile by tile; the mainloop says when it wants to know which tile is next."""
+        looks_ahead = mainloop.looks_ahead
+        if const_expr(not mainloop.scales_are_ready):
+            cute.arch.griddepcontrol_wait()
         mma_turns = Turns(MMA_BARRIER, self.tile.takes_turns, index)
         epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.shape.slots.shared, index)
-        tCrA, tCrB = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
+        first_share = share_of(self.tile, Int32(0), index)
+        fragments = mainloop.fragments(sA, sB, first_share.first_slab)
         acc = mainloop.accumulators()
+        scales = mainloop.scales(operands, first_share)
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
         mma_turns.open()
         epilogue_turns.open()
         work = ring.get(ring_state)
+        scales.begin(work)
+        if const_expr(mainloop.scales_are_ready):
+            cute.arch.griddepcontrol_wait()
         while work.expert >= 0:
+            turn, next_work = ring_state.count, work
             num_k_tiles = mainloop.num_k_tiles(operands, work)
-            if mma_turns.is_mine(ring_state.count):
-                share = share_of(self.tile, ring_state.count, index)
-                prefetched = self.epilogue.begin(state, work, share)
-                stage = mainloop.mma(acc, tCrA, tCrB, work, num_k_tiles, stages, stage, mma_turns)
+            if const_expr(looks_ahead == BEFORE_MMA):
+                ring_state.advance()
+                next_work = ring.get(ring_state)
+            if mma_turns.is_mine(turn):
+                tile = MmaTile(work, next_work, share_of(self.tile, turn, index), num_k_tiles)
+                prefetched = self.epilogue.begin(state, work, tile.share)
+                stage = mainloop.mma(acc, fragments, scales, tile, stages, stage, mma_turns)
+                if const_expr(looks_ahead == AFTER_MMA):
+                    ring_state.advance()
+                    next_work = ring.get(ring_state)
+                    scales.begin(next_work)
                 epilogue_turns.wait()
-                self.epilogue.finish(state, acc, prefetched, stores, work, share)
+                self.epilogue.finish(state, acc, prefetched, stores, work, tile.share)
                 epilogue_turns.pass_on()
             else:
                 stage.advance(num_k_tiles)
-            ring_state.advance()
-            work = ring.get(ring_state)
+            if const_expr(looks_ahead == AFTER_EPILOGUE):
+                ring_state.advance()
+                next_work = ring.get(ring_state)
+            work = next_work
         state.slots.drain()

@@ -10,14 +10,12 @@ from ..memory.weights import weight_view
 from ..schedule.groups import Groups
 from ..schedule.tickets import Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
-from ..schedule.work import TileGrid, WorkRing
+from ..schedule.work import TileGrid
 from ..specs import GemmSpec
 from .budget import SMEM_BYTES, stage_k
 from .epilogue.base import Inputs
 from .epilogue.store import make_store
 from .epilogue.swapped import SwappedEpilogue
-from .fragments import share_of
-from .mainloop.base import Operands
 from .mainloop.decoding import DecodingMainloop
 from .persistent import PersistentGemm
 
@@ -53,30 +51,6 @@ class SwappedGemm(PersistentGemm):
         before_stages = (small + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         cache = tile.n * LINE_BYTES if tile.m <= FEW_ROWS else 0
         return (SMEM_BYTES - cache - before_stages - slots) // stage
-
-    @cute.jit
-    def _mma_role(
-        self, mainloop: DecodingMainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: WorkRing, index: Int32,
-    ):  # fmt: skip
-        """As any GEMM's, a tile ahead: the last k-tile of one asks for the first scales of the next."""
-        share = share_of(self.tile, Int32(0), index)
-        first, tCrB = mainloop.fragments(sA, sB, share.first_slab)
-        acc = mainloop.accumulators()
-        scales = mainloop.scales(operands, share)
-        ring_state = ring.consumer_state()
-        stage = mainloop.consumer_state()
-        work = ring.get(ring_state)
-        scales.begin(work)
-        cute.arch.griddepcontrol_wait()
-        while work.expert >= 0:
-            ring_state.advance()
-            next_work = ring.get(ring_state)
-            prefetched = self.epilogue.begin(state, work, share)
-            stage = mainloop.mma(acc, first, tCrB, scales, next_work, stages, stage)
-            self.epilogue.finish(state, acc, prefetched, stores, work, share)
-            work = next_work
-        state.slots.drain()
 
     @cute.jit
     def launch(

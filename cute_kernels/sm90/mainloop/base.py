@@ -5,7 +5,7 @@ In a cluster, CTAs that share a tile each load a slice and multicast it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -20,12 +20,34 @@ from ...device.warps import WARP
 from ...memory.weights import EVICT_FIRST, evict_first
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
+from ..fragments import TileShare
 from ..gemm_policy import GemmPolicy
 from ..turns import THREADS, Turns
 from .gathered_rows import WARPS, RowIndices
 
 WARPS_PER_GROUP = 4
 MMA_K = 16
+
+
+AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA = "after epilogue", "after MMA", "before MMA"
+"""When a warpgroup asks for its next tile. Early, it may ask for its scales; late, it has registers and a turn less to
+wait for: tiles are handed out as late as can be (schedule/tickets.py)."""
+
+
+class MmaTile(NamedTuple):
+    """What a warpgroup multiplies: a tile, the one after it (itself, where it is asked for later), and its share."""
+
+    work: WorkTile
+    next_work: WorkTile
+    share: TileShare
+    num_k_tiles: Int32
+
+
+class NoScales(Invariant):
+    """Of a mainloop that multiplies by none."""
+
+    def begin(self, work: WorkTile) -> None:
+        """Ask for the first scales of a tile."""
 
 
 class Loop(NamedTuple):
@@ -89,6 +111,9 @@ class Mainloop(Invariant):
     may_be_empty = False
     # Whether an operand's rows may come by index.
     gathers = True
+    looks_ahead = AFTER_EPILOGUE
+    # Whether scales are there before the kernel before has ended.
+    scales_are_ready = False
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
@@ -193,6 +218,10 @@ class Mainloop(Invariant):
         thread_mma = mma.get_slice(slab * THREADS)
         return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
 
+    def scales(self, operands: Operands, share: TileShare) -> Any:
+        """A thread's, for all of its tiles; `begin` asks for a tile's first ones."""
+        return NoScales()
+
     def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
         """Those that `mma` is made of. At a branch within or around a loop ptxas would wait for each wgmma: where there
         is a choice, there is a loop for each, of which others have no rounds.
@@ -205,8 +234,8 @@ class Mainloop(Invariant):
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, work: WorkTile, num_k_tiles: Int32,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
+        self, acc: cute.Tensor, fragments: tuple, scales: NoScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
 
@@ -216,11 +245,11 @@ class Mainloop(Invariant):
         if const_expr(self.may_be_empty):
             acc.fill(0.0)
         turns.wait()
-        for loop in self.loops(work, num_k_tiles):
-            state, release = self._k_tiles(acc, tCrA, tCrB, *loop, stages, state, release)
+        for loop in self.loops(tile.work, tile.num_k_tiles):
+            state, release = self._k_tiles(acc, *fragments, *loop, stages, state, release)
         turns.pass_on()
         warpgroup.wait_group(0)
-        if num_k_tiles > 0:
+        if tile.num_k_tiles > 0:
             stages.consumer_release(release)
         return state
 

@@ -34,8 +34,8 @@ from ..fragments import TileShare, registers
 from ..gemm_policy import GemmPolicy
 from ..swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from ..swizzle import swizzle_of, swizzled_layout
-from ..turns import THREADS
-from .base import MMA_K, Operands, WeightsFirst
+from ..turns import THREADS, Turns
+from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
 from .decode import Decoder, is_bad, multiplier_of
 from .decode_e4m3 import E4m3Decoder
 from .gathered_rows import NO_ROWS
@@ -154,6 +154,8 @@ class DecodingMainloop(WeightsFirst):
     """
 
     gathers = False
+    looks_ahead = BEFORE_MMA  # the last k-tile of a tile asks for the first scales of the next
+    scales_are_ready = True
 
     def __init__(
         self, dtype: type[cutlass.Numeric], weights: Format, tile: TileConfig, parts: int, layout: str, stages: int,
@@ -263,24 +265,25 @@ class DecodingMainloop(WeightsFirst):
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, first: Int32, tCrB: cute.Tensor, scales: WeightScales, next_work: WorkTile,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+        self, acc: cute.Tensor, fragments: tuple, scales: WeightScales, tile: MmaTile,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
         """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
 
         While a step's wgmmas run, the next step is decoded, across k-tiles too. The compiler wants none in flight where
         the loop closes, else it runs all of them one by one.
         """
+        first, tCrB = fragments
         tiled_mma = self.tiled_mma()
         shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, SCALE_BLOCK))
-        fragments = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
+        buffers = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
         steps, stage_steps = self.tile.k // SCALE_BLOCK, self.stage_k // SCALE_BLOCK
         num_k_tiles = scales.grid.k_tiles
         if num_k_tiles > 0:
-            self._open(first, fragments[0], scales, stages, state)
+            self._open(first, buffers[0], scales, stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             # At the top, and taken at the bottom: carried into the next round they would be moved, and so waited for.
-            scales.ask(k_tile + 1, next_work)
+            scales.ask(k_tile + 1, tile.next_work)
             first_stage = state.clone()
             state.advance()
             last_stage = first_stage
@@ -288,7 +291,7 @@ class DecodingMainloop(WeightsFirst):
                 last_stage = state.clone()
                 state.advance()
             for step in cutlass.range_constexpr(steps):
-                fragment, following = fragments[step % 2], fragments[(step + 1) % 2]
+                fragment, following = buffers[step % 2], buffers[(step + 1) % 2]
                 stage, in_stage = (first_stage if step < stage_steps else last_stage).index, step % stage_steps
                 if const_expr(in_stage + 1 < stage_steps):
                     pairs = self._read(first, stage, in_stage + 1)

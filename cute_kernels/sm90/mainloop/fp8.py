@@ -25,8 +25,8 @@ from ...tiles import TileConfig
 from ..budget import ROWS
 from ..fragments import TileShare, registers
 from ..gemm_policy import GemmPolicy
-from ..turns import THREADS
-from .base import Operands
+from ..turns import THREADS, Turns
+from .base import AFTER_MMA, MmaTile, Operands
 from .gathered_rows import RowIndices
 from .gemm import GemmMainloop
 
@@ -90,8 +90,11 @@ class RowScales(Invariant):
 class Fp8Mainloop(GemmMainloop):
     """A: E4M3 rows of x; B: ranges of an expert's E4M3 weight rows; both along the contraction.
 
-    `scales` of the operands is the address of the scale bytes of x's rows, [rows, K / 32].
+    `scales` of the operands is the address of the scale bytes of x's rows, [rows, K / 32]. Those of the next tile's
+    first k-tile are on their way during an epilogue.
     """
+
+    looks_ahead = AFTER_MMA
 
     def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, load_warp_gathers: bool):
         super().__init__(Float8E4M3FN, tile, parts, False, stages, policy, load_warp_gathers)
@@ -128,17 +131,17 @@ class Fp8Mainloop(GemmMainloop):
 
     @cute.jit
     def mma(
-        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, has_rows: Boolean,
-        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+        self, acc: cute.Tensor, fragments: tuple, scales: RowScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, turns: Turns,
     ):  # fmt: skip
-        """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
-
-        has_rows: whether the warpgroup's share of the tile has any.
+        """acc = A B^T over all of K; called by a whole warpgroup, whose share may have no rows. Returns the advanced
+        state.
         """
+        has_rows = tile.work.row + tile.share.first_slab * ROWS < tile.work.group_end
         acc.fill(0.0)
         num_k_tiles = scales.last + 1
         if has_rows:
-            state = self._multiply(acc, tCrA, tCrB, scales, num_k_tiles, stages, state)
+            state = self._multiply(acc, *fragments, scales, num_k_tiles, stages, state)
         else:
             state = self._skip(num_k_tiles, stages, state)
         return state
