@@ -94,10 +94,10 @@ UNGATED: dict[str, Callable[[Float32, ActivationParams], Float32]] = {
 }
 
 
-def activate(form: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """The activation of each (a, u), or of each a: that which `form` names, or one of its several, float32."""
+def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
+    """The activation of each (a, u), or of each a: that which `served` names, or one of its several, float32."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
-    _fill_one_of(outputs, ACTIVATION_FORMS[form], parts, params)
+    _fill_one_of(outputs, ACTIVATION_FORMS[served], parts, params)
     return outputs
 
 

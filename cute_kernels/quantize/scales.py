@@ -10,13 +10,18 @@ from ..device.select import select
 
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
-F32_TWO_TO_MINUS_127 = 0x00400000
+F32_TWO_TO_MINUS_127, F32_MAGNITUDE = 0x00400000, 0x7FFFFFFF
 
 
 def power_of_two(byte: Int32) -> Float32:
     """A scale byte, 0 .. 255, as float32, exactly: byte 0 is a subnormal."""
     bits = cutlass.max(byte << 23, Int32(F32_TWO_TO_MINUS_127))
     return select(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
+
+
+def magnitude_of(value: Float32) -> Int32:
+    """|x| as an integer, whose order is that of the numbers; a NaN is the greatest."""
+    return value.bitcast(Int32) & F32_MAGNITUDE
 
 
 def exponent_of(amax: Float32) -> Int32:

@@ -121,16 +121,16 @@ class ActivationEpilogue(Epilogue):
 
 @cute.jit
 def store_gate_pair(
-    slots: Slots, form: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: RaggedStore,
+    slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: RaggedStore,
     work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
 ):  # fmt: skip
     """Store a slot's columns of each half, from `column` of a half on, as the two slots that the layout makes of them:
-    `form`, or the one of its several that `layout` is.
+    `served`, or the one of its several that `layout` is.
 
     `target` has a mode for the half where the layout may be concat.
     """
     a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
-    names = LAYOUT_FORMS[form]
+    names = LAYOUT_FORMS[served]
     for i in cutlass.range_constexpr(2):
         slot = (first_slot + i) % SLOTS
         slots.acquire()
@@ -140,7 +140,7 @@ def store_gate_pair(
             is_concat = layout == LAYOUTS["concat"]
             at, half = select(is_concat, in_halves, joined), select(is_concat, Int32(i), Int32(0))
         else:
-            at, half = (in_halves, i) if const_expr(form == "concat") else (joined, None)
+            at, half = (in_halves, i) if const_expr(served == "concat") else (joined, None)
         slots.store(target, target.tile(work, row, at, half, slots.cols), slot)
 
 

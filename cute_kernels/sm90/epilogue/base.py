@@ -192,11 +192,16 @@ class Epilogue(Invariant):
         return Prefetched(scales, self._fetch_column_scales(state, work) if const_expr(self.scales_columns) else None)
 
     @cute.jit
-    def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
-        address = state.optional.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
+    def _bias_of(self, state: Any, expert: Int32) -> Int64:
+        """The address of an expert's bias."""
+        address = state.optional.bias + Int64(expert) * state.bias_size * (self.dtype.width // 8)
         if state.optional.bias_table != 0:
-            address = vector_at(Int64, state.optional.bias_table)[work.expert]
-        bias = vector_at(self.dtype, address)
+            address = vector_at(Int64, state.optional.bias_table)[expert]
+        return address
+
+    @cute.jit
+    def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
+        bias = vector_at(self.dtype, self._bias_of(state, work.expert))
         for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
             column, element = self._element(state, work, i)
             if column < self.tile_n:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 
 from ...device.gmem import vector_at
-from ...quantize.scales import exponent_of, multiplier_of
+from ...quantize.scales import exponent_of, magnitude_of, multiplier_of
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
@@ -28,7 +28,6 @@ BLOCK_COLS = 128
 BLOCK_REGS = ROWS * BLOCK_COLS // THREADS
 SCALE_COLS = 32
 SCALES = BLOCK_COLS // SCALE_COLS
-ABS_MASK = 0x7FFFFFFF
 
 
 class QuantizingState(WarpgroupState):
@@ -79,11 +78,10 @@ class QuantizingEpilogue(ActivationEpilogue):
     def _quantize(self, state: QuantizingState, values: cute.Tensor, work: WorkTile, row: Int32, column: Int32):
         """Multiply a block of 128 columns by what makes E4M3 numbers of it, and store its scales."""
         for half in cutlass.range_constexpr(2):
-            # Magnitudes as integers: a NaN is the greatest of them.
             amax = Int32(0)
             for i in cutlass.range_constexpr(BLOCK_REGS):
                 if const_expr(i // 2 % 2 == half):
-                    amax = cutlass.max(amax, values[i].bitcast(Int32) & ABS_MASK)
+                    amax = cutlass.max(amax, magnitude_of(values[i]))
             for distance in cutlass.range_constexpr(1, 3):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, distance))
             exponent = exponent_of(amax.bitcast(Float32))

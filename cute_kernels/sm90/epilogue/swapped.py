@@ -21,7 +21,7 @@ from ...device.invariant import Invariant
 from ...device.select import select
 from ...formats import OPERANDS
 from ...memory.weights import row_of
-from ...quantize.scales import exponent_of, multiplier_of, power_of_two
+from ...quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
@@ -39,7 +39,6 @@ WARPS = THREADS // 32
 # Rows and columns of a matrix of stmatrix, which writes two or four.
 MATRIX = 8
 MATRICES = 4
-ABS_MASK = 0x7FFFFFFF
 
 
 class RowSmem(NamedTuple):
@@ -160,10 +159,7 @@ class SwappedEpilogue(Epilogue):
 
     @cute.jit
     def _fetch_bias(self, state: SwappedState, biases: cute.Tensor, work: WorkTile, share: TileShare):
-        address = state.optional.bias + Int64(work.expert) * state.bias_size * (self.dtype.width // 8)
-        if state.optional.bias_table != 0:
-            address = vector_at(Int64, state.optional.bias_table)[work.expert]
-        bias = vector_at(self.dtype, address)
+        bias = vector_at(self.dtype, self._bias_of(state, work.expert))
         half = state.bias_size // self.parts
         for i in cutlass.range_constexpr(self.rows.count):
             column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
@@ -254,10 +250,9 @@ class SwappedActivationEpilogue(SwappedEpilogue):
         count = self.rows.thread_columns
         exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
         for i in cutlass.range_constexpr(cute.size(exponents)):
-            # Magnitudes as integers: a NaN is the greatest of them.
             amax = Int32(0)
             for column in cutlass.range_constexpr(count):
-                amax = cutlass.max(amax, values[i // 2 * 2 * count + 2 * column + i % 2].bitcast(Int32) & ABS_MASK)
+                amax = cutlass.max(amax, magnitude_of(values[i // 2 * 2 * count + 2 * column + i % 2]))
             for log_distance in cutlass.range_constexpr(2, 5):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1 << log_distance))
             exponents[i] = exponent_of(amax.bitcast(Float32))
