@@ -29,6 +29,7 @@ class GroupedGemm(PersistentGemm):
     `in_halves`: two such w, one for either half of x's columns.
     """
 
+    epilogue: Epilogue
     load_registers = ALONG_REGISTERS
 
     def __init__(

@@ -37,6 +37,7 @@ LOADING_ROWS_PER_BYTE = 192
 class GroupedWgrad(PersistentGemm):
     """Kernel of dy [T,N] and x [T,K], 16-bit, into dw of `out_dtype`."""
 
+    epilogue: WgradEpilogue
     load_registers = ACROSS_REGISTERS
 
     def __init__(self, spec: GroupedWgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):

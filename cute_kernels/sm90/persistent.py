@@ -42,8 +42,7 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
 from ..specs import GemmSpec
 from . import budget
-from .epilogue.base import Smem
-from .epilogue.shape import EpilogueShape
+from .epilogue.shape import KernelEpilogue, Smem
 from .epilogue.store import smem_layout
 from .fragments import share_of
 from .gemm_policy import gemm_policy
@@ -62,13 +61,13 @@ class PersistentGemm(Invariant):
 
     load_registers = budget.LOAD_REGISTERS
 
-    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue):
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: KernelEpilogue):
         self.name = spec.name
         self.dtype = dtype
         self.tile = tile = spec.tile
         self.policy = gemm_policy(spec)
         self.epilogue = epilogue
-        self.shape: EpilogueShape = epilogue.shape
+        self.shape = epilogue.shape
         self.num_warpgroups = tile.warpgroups
         self.threads = (1 + self.num_warpgroups) * THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n

@@ -19,7 +19,7 @@ from ...tiles import TileConfig
 from ..budget import ROWS, SLOTS
 from ..fragments import TileShare, registers
 from ..turns import THREADS
-from .shape import EpilogueShape, SlotShape, SmemField
+from .shape import EpilogueShape, KernelEpilogue, SlotShape, Smem, SmemField
 from .store import Slots
 
 UPPER_HALF = -(1 << 16)
@@ -50,10 +50,6 @@ class Inputs(NamedTuple):
     w_scale: Int64 = Int64(0)
     out_scale: Int64 = Int64(0)
     gate: GateRows = NO_GATE
-
-
-Smem = dict[str, cute.Tensor]
-"""A warpgroup's small shared memory by name."""
 
 
 class ColumnSmem(NamedTuple):
@@ -87,19 +83,15 @@ class WarpgroupState(Invariant):
         return (self.optional.bias | self.optional.bias_table) != 0
 
 
-class Epilogue(Invariant):
+class Epilogue(KernelEpilogue):
     """Compile-time half of an epilogue; a warpgroup calls `begin` before a tile's mainloop and `finish` after it.
 
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
-    `shape` is all that the kernel reads of it.
-
     scales_columns: weights are folded, with a scale for each of their rows.
     cols: of a chunk, which a slot holds. chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
     """
-
-    slots_type: type[Slots] = Slots
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
@@ -130,15 +122,7 @@ class Epilogue(Invariant):
         """Host side: the epilogue's inputs as the kernel takes them."""
         return inputs
 
-    def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
-        """The ring through which `load` feeds `finish`; made by all threads before the roles part."""
-        return None
-
-    def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
-        """Bring what `finish` reads of the CTA's tile number `turn`; called by a warp of its own if there is a ring."""
-
     def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> Any:
-        """What a warpgroup holds of it. `smem`: its own, of the fields of `shape`."""
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:

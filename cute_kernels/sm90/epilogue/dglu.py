@@ -26,9 +26,9 @@ from ...schedule.work import WorkTile
 from ...specs import GroupedDgluSpec
 from ..budget import PAIRS, ROWS, dglu_slots
 from ..fragments import TileShare, chunk_of, registers
-from .base import ColumnSmem, Epilogue, OptionalInputs, Prefetched, Smem, WarpgroupState
+from .base import ColumnSmem, Epilogue, OptionalInputs, Prefetched, WarpgroupState
 from .preact import PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
-from .shape import EpilogueShape, SlotShape
+from .shape import EpilogueShape, SlotShape, Smem
 from .store import COLS, Slots
 
 

@@ -20,8 +20,8 @@ from ...specs import GroupedGluSpec
 from ..budget import ROWS, SLOTS
 from ..turns import THREADS
 from .activation import ActivationEpilogue
-from .base import ColumnSmem, Smem, WarpgroupState
-from .shape import EpilogueShape
+from .base import ColumnSmem, WarpgroupState
+from .shape import EpilogueShape, Smem
 from .store import Slots
 
 BLOCK_COLS = 128

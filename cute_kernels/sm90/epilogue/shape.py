@@ -1,4 +1,4 @@
-"""What an epilogue asks of its kernel: weight rows, staging slots, small shared memory, barriers, a warp."""
+"""What a kernel knows of its epilogue: what that asks for, and what is called of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ import dataclasses
 import math
 from typing import Any
 
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...device.invariant import Invariant
+from ...schedule.groups import Groups
+from ...schedule.work import WorkTile
 from ..budget import ROW_BYTES, ROWS, SLOTS
+from ..fragments import TileShare
+from .store import Slots
+
+Smem = dict[str, cute.Tensor]
+"""A warpgroup's small shared memory by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +86,35 @@ class EpilogueShape:
     def names(self) -> tuple[str, ...]:
         """Of its small shared memory."""
         return tuple(field.name for field in self.smem)
+
+
+class KernelEpilogue(Invariant):
+    """All that a kernel calls of its epilogue."""
+
+    slots_type: Any = Slots
+
+    @property
+    def shape(self) -> EpilogueShape:
+        raise NotImplementedError
+
+    def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> Any:
+        """What loads into slots go through; made by all threads before the roles part, if there are such loads."""
+        raise NotImplementedError
+
+    def load(self, ring: Any, inputs: Any, work: WorkTile, turn: Int32) -> None:
+        """Bring what `finish` reads of the CTA's tile number `turn`; called by the load warp, if the shape has one."""
+        raise NotImplementedError
+
+    def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
+        """What one MMA warpgroup holds of it while the kernel runs."""
+        raise NotImplementedError
+
+    def begin(self, state: Any, work: WorkTile, share: TileShare) -> Any:
+        """Before a tile's MMAs, so that latencies hide behind them. Returns what `finish` takes back."""
+        raise NotImplementedError
+
+    def finish(
+        self, state: Any, acc: cute.Tensor, prefetched: Any, stores: Any, work: WorkTile, share: TileShare
+    ) -> Any:  # fmt: skip
+        """Turn a warpgroup's accumulators into stores."""
+        raise NotImplementedError

@@ -31,8 +31,8 @@ from ..fragments import TileShare, registers
 from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
 from ..swizzle import swizzle_of
 from ..turns import THREADS
-from .base import Epilogue, Smem
-from .shape import EpilogueShape, SlotShape, SmemField
+from .base import Epilogue
+from .shape import EpilogueShape, SlotShape, Smem, SmemField
 from .store import Slots, narrowed
 
 WARPS = THREADS // 32
