@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .chosen import chosen
+from .device.select import select
 from .specs import ACTIVATION_FORMS, KINDS
 
 LOG2_E = 1.4426950408889634
@@ -41,11 +41,11 @@ def no_params() -> ActivationParams:
 
 
 def _at_most(x: Float32, bound: Float32) -> Float32:
-    return chosen(x > bound, bound, x)
+    return select(x > bound, bound, x)
 
 
 def _relu(x: Float32) -> Float32:
-    return chosen(x < Float32(0.0), Float32(0.0), x)
+    return select(x < Float32(0.0), Float32(0.0), x)
 
 
 def _sigmoid(x: Float32) -> Float32:
@@ -70,7 +70,7 @@ def _normal(x: Float32) -> tuple[Float32, Float32]:
     for coefficient in reversed(ERFC):
         tail = (tail + Float32(0.5 * coefficient)) * t
     tail = tail * density
-    return chosen(x < Float32(0.0), tail, Float32(1.0) - tail), density
+    return select(x < Float32(0.0), tail, Float32(1.0) - tail), density
 
 
 def _clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> Float32:
@@ -94,10 +94,10 @@ UNGATED: dict[str, Callable[[Float32, ActivationParams], Float32]] = {
 }
 
 
-def activate(form: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
-    """The activation of each (a, u), or of each a: that which `form` names, or one of its several, float32."""
+def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
+    """The activation of each (a, u), or of each a: that which `served` names, or one of its several, float32."""
     outputs = cute.make_rmem_tensor(cute.size(parts[0]), Float32)
-    _fill_one_of(outputs, ACTIVATION_FORMS[form], parts, params)
+    _fill_one_of(outputs, ACTIVATION_FORMS[served], parts, params)
     return outputs
 
 
@@ -134,8 +134,8 @@ def _d_clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Floa
     linear = -_at_most(-_at_most(u, p.limit), p.limit)
     sigmoid = _sigmoid(p.alpha * gate)
     d_gate = sigmoid + p.alpha * gate * sigmoid * (Float32(1.0) - sigmoid)
-    d_a = chosen(a > p.limit, zero, (linear + p.offset) * d_gate)
-    d_u = chosen(u > p.limit, zero, chosen(u < -p.limit, zero, gate * sigmoid))
+    d_a = select(a > p.limit, zero, (linear + p.offset) * d_gate)
+    d_u = select(u > p.limit, zero, select(u < -p.limit, zero, gate * sigmoid))
     return gate * sigmoid * (linear + p.offset), d_a, d_u
 
 
@@ -154,7 +154,7 @@ def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
 
 def _d_reglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
     relu = _relu(a)
-    return relu * u, chosen(a > Float32(0.0), u, Float32(0.0)), relu
+    return relu * u, select(a > Float32(0.0), u, Float32(0.0)), relu
 
 
 def _with_d_srelu(a: Float32) -> tuple[Float32, Float32]:

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 from typing import Any
 
+from .formats import OPERANDS
 from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, stage_signature
 from .specs import (
-    DECODED,
     DgluSpec,
     GroupedDgluSpec,
     GroupedMlpSpec,
@@ -96,9 +96,10 @@ def _quantized(dtype: str, arch: str, x: str, data: str, scale: str) -> Step:
 
 def _scales(operands: str, x: str, w: str) -> dict[str, str]:
     """The scales, or the table, of a GEMM's operands under the names that a chain gives them."""
-    if operands == "16bit":
+    formats = OPERANDS[operands]
+    if not formats.w.scale:
         return {"w_table": f"{w}_table"}
-    return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if operands == "mxfp8" else {})}
+    return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if formats.x.scale else {})}
 
 
 def _combined(spec: Spec, rows: str, out: str, position: int, residual: Source = 0) -> Step:
@@ -124,13 +125,13 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     1 to 7 % slower on rows in order, and it would take up to 1.2 times as long as on a copy.
     """
     fc1, fc2 = spec.fc1, spec.fc2
-    in_mxfp8 = fc1.operands == "mxfp8"
-    quantizes = in_mxfp8 and not spec.quantized
+    formats = OPERANDS[fc1.operands]
+    quantizes = bool(formats.x.scale) and not spec.quantized
     x, mid = "x8" if quantizes else "x", "mid"
     first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
-    copied = (_copied(spec),) if fc1.operands in DECODED else ()
-    optional = (" preact" if fc1.save_preact else "") + ("" if fc1.operands in DECODED else " rows")
-    own = {"act_scale": f"{mid}_scale"} if in_mxfp8 else {"w_up": "w1_up"} if fc1.operands == "16bit" else {}
+    copied = (_copied(spec),) if formats.decodes else ()
+    optional = (" preact" if fc1.save_preact else "") + ("" if formats.decodes else " rows")
+    own = {"act_scale": f"{mid}_scale"} if formats.act.scale else {} if formats.w.scale else {"w_up": "w1_up"}
     return (
         *copied,
         *first,
@@ -150,7 +151,7 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
 def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     """[dy to dy8,] dpreact, act and parts of d_scale; [[dpreact to dpreact8,] dx;] zeros and sums[; these rows of dx
     to tokens]."""
-    in_mxfp8 = spec.operands == "mxfp8"
+    in_mxfp8 = OPERANDS[spec.operands].has_scaled_rows
     names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w"
     fields = {name: getattr(spec, name) for name in names}
     dy = "dy8" if in_mxfp8 else "dy"

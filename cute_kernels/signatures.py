@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from .formats import E4M3, OPERANDS, SCALE_BLOCK, Operands
 from .specs import (
-    DECODED,
     DgluSpec,
     FoldMxfp8Spec,
     GroupedGluSpec,
@@ -30,11 +30,8 @@ TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM = "tensor", "address", "int32", "
 KINDS = (TENSOR, ADDRESS, INT32, INT64, FLOAT32, STREAM)
 _Value = TypeVar("_Value")
 
-E4M3 = "float8_e4m3fn"
 DIVISOR = 8
 """Of a size in elements, unless its signature says otherwise: TMA wants rows of whole 16 bytes."""
-BLOCK = 32
-"""Elements of a row that share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +108,7 @@ GROUPS = (
     *_each(INT32, "group_form num_groups"),
     *_each(ADDRESS, "tickets", optional=True),
 )
-"""Group sizes, how to read them (`sm90.tile_scheduler`), how many; counters to draw tiles by, 0 to deal them."""
+"""Group sizes, how to read them (`schedule.groups`), how many; counters to draw tiles by, 0 to deal them."""
 PARAMS = _each(FLOAT32, "limit alpha offset", optional=True)
 """Of clamped_swiglu; the other activations ignore them."""
 ACTIVATION = (*_each(INT32, "kind glu_layout", optional=True), *PARAMS)
@@ -120,45 +117,40 @@ LAUNCH = (*_each(INT32, "num_sms"), *_each(INT32, "position", optional=True))
 """SMs of the GPU; how many kernels of the same call come before: with any, the launch is programmatic."""
 
 
-def _scales_of(operands: str) -> tuple[Argument, ...]:
-    """Where a GEMM of `operands` finds the scales of its x and w, or a table of experts' weights."""
-    names = {"16bit": "", "mxfp8": "x_scale w_scale"}.get(operands, "w_scale")
-    table = _each(ADDRESS, "w_table", optional=True) if operands == "16bit" else ()
+def _scales_of(formats: Operands) -> tuple[Argument, ...]:
+    """Where a GEMM finds the scales of its x and w, or a table of experts' weights that have none."""
+    names = f"{'x_scale' if formats.x.scale else ''} {'w_scale' if formats.w.scale else ''}"
+    table = () if formats.w.scale else _each(ADDRESS, "w_table", optional=True)
     return (*_each(ADDRESS, names), *table)
 
 
-_ADDENDS = _each(ADDRESS, "bias bias_table scale", optional=True)
+_OPTIONAL_INPUTS = _each(ADDRESS, "bias bias_table scale", optional=True)
 
 
-def _blocks(operands: str, letters: str) -> tuple[tuple[str, int], ...]:
+def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
     """Sizes that are whole blocks of scales."""
-    return () if operands == "16bit" else tuple((letter, BLOCK) for letter in letters.split())
-
-
-def _dtypes(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec) -> tuple[str, str]:
-    """Of rows and of weights."""
-    rows = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    return rows, spec.dtype if spec.operands == "16bit" else E4M3
+    return tuple((letter, SCALE_BLOCK) for letter in letters.split()) if formats.w.scale else ()
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
     """The left operand, and the indices of its rows where the kernel takes them so."""
-    dtype, _ = _dtypes(spec)
-    gathers = spec.operands not in DECODED
-    return _tensor("x", f"{'R' if gathers else 'T'} {columns}", dtype), ROWS if gathers else ()
+    formats = OPERANDS[spec.operands]
+    dtype, letter = formats.x.dtype(spec.dtype), "T" if formats.decodes else "R"
+    return _tensor("x", f"{letter} {columns}", dtype), () if formats.decodes else ROWS
 
 
 def _mm(spec: GroupedMmSpec) -> Signature:
     """`w_up`: of x in halves the address of the second half's weights, laid out as w; its rows are no indices."""
-    _, w = _dtypes(spec)
+    formats = OPERANDS[spec.operands]
+    w = formats.w.dtype(spec.dtype)
     if spec.in_halves:
         tensors = _tensor("x", "T P", spec.dtype), _tensor("w", "E N K", w), _tensor("y", "T K", spec.dtype)
         return Signature((*tensors, *GROUPS, *_each(ADDRESS, "w_up"), *LAUNCH), (("P", 2 * DIVISOR),))
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
     x, rows = _x(spec, k)
     tensors = x, _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
-    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *_ADDENDS, *LAUNCH)
-    return Signature((*tensors, *numbers), _blocks(spec.operands, "K"))
+    numbers = (*rows, *GROUPS, *_scales_of(formats), *_OPTIONAL_INPUTS, *LAUNCH)
+    return Signature((*tensors, *numbers), _blocks(formats, "K"))
 
 
 def _glu(spec: GroupedGluSpec) -> Signature:
@@ -167,19 +159,19 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     `w_up`: the address of the linear half's weights, laid out as w, which then has W = I rows, those of the activated
     half; 0: w has both.
     """
-    _, w = _dtypes(spec)
+    formats = OPERANDS[spec.operands]
+    w, act = formats.w.dtype(spec.dtype), formats.act.dtype(spec.dtype)
     x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
-    act = E4M3 if spec.operands == "mxfp8" else spec.dtype
-    may_part = spec.operands == "16bit"
+    may_part = not formats.w.scale
     w_rows = "W" if spec.gated and may_part else both
     weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} H", w)
     tensors = x, weight, _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
-    act_scale = _each(ADDRESS, "act_scale") if spec.operands == "mxfp8" else ()
+    act_scale = _each(ADDRESS, "act_scale") if formats.act.scale else ()
     up = _each(ADDRESS, "w_up", optional=True) if may_part else ()
-    numbers = (*GROUPS, *_scales_of(spec.operands), *up, *act_scale, *_ADDENDS, *ACTIVATION, *LAUNCH)
-    return Signature((*tensors, *preact, *rows, *numbers), _blocks(spec.operands, "H I"))
+    numbers = (*GROUPS, *_scales_of(formats), *up, *act_scale, *_OPTIONAL_INPUTS, *ACTIVATION, *LAUNCH)
+    return Signature((*tensors, *preact, *rows, *numbers), _blocks(formats, "H I"))
 
 
 def _dglu(spec: DgluSpec) -> Signature:
@@ -187,17 +179,18 @@ def _dglu(spec: DgluSpec) -> Signature:
 
     Weights in MXFP8 are folded along their rows, and transposed.
     """
-    _, w = _dtypes(spec)
+    formats = OPERANDS[spec.operands]
+    w = formats.w.dtype(spec.dtype)
     x, rows = _x(spec, "H")
     both = "P" if spec.gated else "I"
-    weight = "E I H" if spec.transpose_w or spec.operands != "16bit" else "E H I"
+    weight = "E I H" if spec.transpose_w or formats.w.scale else "E H I"
     tensors = (
         x, _tensor("w", weight, w), _tensor("preact", f"T {both}", spec.dtype),
         _tensor("dpreact", f"T {both}", spec.dtype), _tensor("act", "T I", spec.dtype),
     )  # fmt: skip
-    addends = _each(ADDRESS, "scale partials", optional=True)
-    numbers = (*rows, *GROUPS, *_scales_of(spec.operands), *addends, *PARAMS, *LAUNCH)
-    return Signature((*tensors, *numbers), _blocks(spec.operands, "H I P"))
+    optional = _each(ADDRESS, "scale partials", optional=True)
+    numbers = (*rows, *GROUPS, *_scales_of(formats), *optional, *PARAMS, *LAUNCH)
+    return Signature((*tensors, *numbers), _blocks(formats, "H I P"))
 
 
 def _tail(spec: TailSpec) -> Signature:
@@ -227,9 +220,9 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
     """
     x, until = _tensor("x", "T K", spec.dtype), (*_each(ADDRESS, "offs", True), *_each(INT32, "num_groups", True))
     if spec.rounded:
-        return Signature((x, _tensor("out", "T K", spec.dtype, packed=True), *until), (("K", BLOCK),))
+        return Signature((x, _tensor("out", "T K", spec.dtype, packed=True), *until), (("K", SCALE_BLOCK),))
     outputs = _each(ADDRESS, "row_data row_scale col_data col_scale", optional=True)
-    return Signature((x, *outputs, *until, *_each(INT32, "wide swizzled", optional=True)), (("K", BLOCK),))
+    return Signature((x, *outputs, *until, *_each(INT32, "wide swizzled", optional=True)), (("K", SCALE_BLOCK),))
 
 
 def _fold(spec: FoldMxfp8Spec) -> Signature:
@@ -238,7 +231,7 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
         tensors = _tensor("w", "T K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     else:
         tensors = _tensor("w", "T N K", spec.dtype), _tensor("data", "T K N", E4M3)
-    return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", BLOCK), ("K", BLOCK)))
+    return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", SCALE_BLOCK), ("K", SCALE_BLOCK)))
 
 
 def _numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:

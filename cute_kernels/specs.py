@@ -10,6 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from .formats import DECODED as DECODED
+from .formats import OPERANDS as OPERANDS
+from .formats import next_operands
 from .tiles import TILE_K, SpecError, TileConfig, check_accumulators, require
 
 DTYPES = {"bfloat16": "bf16", "float16": "f16"}
@@ -37,39 +40,29 @@ BLOCK_ROWS = 32
 one half before as many of the other."""
 SWIZZLED = 64
 """16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
-OPERANDS = {"16bit": "", "mxfp8": "mxfp8_", "mxfp8_exact": "mxfp8exact_", "mxfp8_weight_only": "mxfp8w_"}
-"""What a GEMM multiplies, and what its name says of it.
-
-    16bit              rows and weights of `dtype`
-    mxfp8              rows in MXFP8, one scale for 128 elements, and folded weights, one scale a row (docs/mxfp8.md):
-                       both E4M3. Results, biases and preactivations are of `dtype`, an activation is in MXFP8 again.
-    mxfp8_weight_only  rows of `dtype`; weights in MXFP8, one scale for 32 elements, decoded to `dtype` for the MMA
-    mxfp8_exact        the same, of rows that hold MXFP8 values; an activation is rounded to such values
-"""
-DECODED = ("mxfp8_weight_only", "mxfp8_exact")
-"""Operands whose weights are decoded: from registers, so that they are the rows of the MMA, in a swapped tile."""
 ARCHS = ("sm_90a",)
 
 
 def _check_operands(operands: str, tile: TileConfig) -> None:
     require("operands", operands, OPERANDS)
-    depth = TILE_K[16 if operands == "16bit" else 8]
+    formats = OPERANDS[operands]
+    depth = TILE_K[formats.w.bits]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
-    if tile.swapped != (operands in DECODED):
-        needs = "schedule='swapped'" if operands in DECODED else "another schedule"
+    if tile.swapped != formats.decodes:
+        needs = "schedule='swapped'" if formats.decodes else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
-    if operands == "mxfp8" and tile.takes_turns:
+    if formats.has_scaled_rows and tile.takes_turns:
         raise SpecError(
             f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
             "another warpgroup of the tile; choose schedule='cooperative'"
         )
-    if operands != "16bit":  # promotion and decoding compute, too
+    if formats.w.scale:  # promotion and decoding compute, too
         check_accumulators(tile, tile.max_accumulators)
 
 
 def _check_decoded(operands: str, dtype: str) -> None:
-    if operands in DECODED and dtype != "bfloat16":
+    if OPERANDS[operands].decodes and dtype != "bfloat16":
         raise SpecError(
             f"dtype={dtype!r} has not the range of MXFP8 weights, which operands={operands!r} decodes to it; "
             "choose dtype='bfloat16'"
@@ -77,7 +70,7 @@ def _check_decoded(operands: str, dtype: str) -> None:
 
 
 def _check_transposed(transpose_w: bool, operands: str) -> None:
-    if transpose_w and operands != "16bit":
+    if transpose_w and OPERANDS[operands].w.element:
         raise SpecError("transpose_w reads 16-bit weights alone: FP8 wgmma wants them along the contraction")
 
 
@@ -128,7 +121,7 @@ class GroupedMmSpec:
 
     @property
     def name(self) -> str:
-        return f"grouped_mm_{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+        return f"grouped_mm_{OPERANDS[self.operands].prefix}{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +147,11 @@ class GroupedGluSpec:
         _check_operands(self.operands, self.tile)
         _check_decoded(self.operands, self.dtype)
         _check_activation(self.activation, self.glu_layout)
-        block = 128 * (1 + self.gated)
-        if self.operands == "mxfp8" and self.tile.n % block:
+        formats = OPERANDS[self.operands]
+        block = formats.act.block * (1 + self.gated)
+        if formats.act.scale and self.tile.n % block:
             raise SpecError(f"tile n={self.tile.n}: a scale of an activation in MXFP8 is of {block} weight rows")
-        if self.save_preact and self.operands in DECODED:
+        if self.save_preact and formats.decodes:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
         _check_transposed(self.transpose_w, self.operands)
         if self.transpose_w and self.gated:
@@ -181,7 +175,7 @@ class GroupedGluSpec:
 
     @property
     def name(self) -> str:
-        return f"grouped_glu_{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
+        return f"grouped_glu_{OPERANDS[self.operands].prefix}{DTYPES[self.dtype]}_{self.stem}_{self.arch}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +218,7 @@ class GroupedDgluSpec:
     def stem(self) -> str:
         layout = f"_{self.glu_layout}" if self.gated else ""
         form = "_nt" if self.transpose_w else ""
-        return f"{OPERANDS[self.operands]}{DTYPES[self.dtype]}_{self.activation}{layout}{form}_{self.tile.name}"
+        return f"{OPERANDS[self.operands].prefix}{DTYPES[self.dtype]}_{self.activation}{layout}{form}_{self.tile.name}"
 
     @property
     def name(self) -> str:
@@ -283,9 +277,9 @@ class GroupedMlpSpec:
             raise SpecError("fc1 and fc2 of a grouped_mlp must agree in dtype and arch")
         if self.fc1.transpose_w != self.fc2.transpose_w:
             raise SpecError("fc1 and fc2 of a grouped_mlp are both transposed or neither; give both one transpose_w")
-        if self.quantized and (self.fc1.operands != "mxfp8" or self.fc1.save_preact):
+        if self.quantized and (not OPERANDS[self.fc1.operands].has_scaled_rows or self.fc1.save_preact):
             raise SpecError("quantized is of a grouped_mlp with operands='mxfp8' and without save_preact")
-        reads = "mxfp8_weight_only" if self.fc1.operands == "mxfp8_exact" else self.fc1.operands
+        reads = next_operands(self.fc1.operands)
         if self.fc2.operands != reads:
             raise SpecError(
                 f"fc1 with operands={self.fc1.operands!r} makes what fc2 with operands={reads!r} reads, "
@@ -302,7 +296,7 @@ class GroupedMlpSpec:
 
     @property
     def name(self) -> str:
-        kind = f"{OPERANDS[self.fc1.operands]}{DTYPES[self.dtype]}"
+        kind = f"{OPERANDS[self.fc1.operands].prefix}{DTYPES[self.dtype]}"
         quantized = "_quantized" if self.quantized else ""
         return f"grouped_mlp_{kind}_{self.fc1.stem}__{self.fc2.stem}{quantized}_{self.arch}"
 
@@ -475,6 +469,8 @@ Spec = (
     | MhcSpec
     | LayerSpec
 )
+GemmSpec = GroupedMmSpec | GroupedGluSpec | DgluSpec | GroupedWgradSpec
+"""Those of one GEMM each."""
 _SPEC_TYPES: dict[str, type] = {spec.op: spec for spec in _SPECS}
 _NESTED: dict[str, type] = {"tile": TileConfig, "dgrad": TileConfig, "fc1": GroupedGluSpec, "fc2": GroupedMmSpec}
 
@@ -483,14 +479,6 @@ def operands_of(spec: Spec) -> str:
     """What a spec's GEMMs multiply, a key of OPERANDS; "16bit" for kernels that are no GEMMs."""
     first = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
     return str(getattr(first, "operands", "16bit"))
-
-
-def draws_tickets(spec: Spec) -> bool:
-    """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
-    if isinstance(spec, GroupedMlpSpec):
-        return draws_tickets(spec.fc1) or draws_tickets(spec.fc2)
-    tile = getattr(spec, "dgrad", getattr(spec, "tile", None))  # dglu's own tiles are dealt
-    return tile is not None and tile.adaptive
 
 
 def to_dict(spec: Spec) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from .arch import FOLDERS
+from .chains import stages_of
+from .formats import OPERANDS
+from .sm90 import gemm_policy as sm90
 from .specs import (
-    DECODED,
     DgluSpec,
     FoldMxfp8Spec,
+    GemmSpec,
     GroupedGluSpec,
     GroupedMmSpec,
     GroupedWgradSpec,
@@ -15,15 +18,17 @@ from .specs import (
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
+    operands_of,
 )
 from .tiles import SpecError
 
+_POLICIES = {"sm_90a": sm90.gemm_policy}
 _MODULES: dict[type, str] = {
-    TailSpec: "stages.tail",
-    GroupedWgradSpec: "stages.wgrad",
-    QuantizeMxfp8Spec: "stages.quantize",
-    FoldMxfp8Spec: "stages.fold",
+    TailSpec: "layer.finish_backward",
+    QuantizeMxfp8Spec: "quantize.quantize_mxfp8",
+    FoldMxfp8Spec: "quantize.fold_mxfp8",
 }
+"""Of kernels that know no architecture's facts, as those of `mhc` and `layer` do."""
 _HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}
 _LAYER = {
     "choose": "route",
@@ -34,7 +39,7 @@ _LAYER = {
     "combine": "rows",
     "row_weights_backward": "rows",
 }
-_GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu"}
+_GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad"}
 
 
 def _module(spec: Spec) -> str:
@@ -42,9 +47,10 @@ def _module(spec: Spec) -> str:
         return f"mhc.{_HYPER_CONNECTIONS.get(spec.kernel) or spec.kernel.removesuffix('_backward')}"
     if isinstance(spec, LayerSpec) and spec.kernel in _LAYER:
         return f"layer.{_LAYER[spec.kernel]}"
-    if isinstance(spec, (GroupedMmSpec, GroupedGluSpec, DgluSpec)):
-        operands = "_decoded" if spec.operands in DECODED else {"16bit": "", "mxfp8": "_mxfp8"}[spec.operands]
-        return f"stages.{_GEMMS[type(spec)]}{operands}"
+    if type(spec) in _GEMMS:
+        formats = OPERANDS[operands_of(spec)]
+        mainloop = "_decoded" if formats.decodes else "_mxfp8" if formats.has_scaled_rows else ""
+        return f"{FOLDERS[spec.arch]}.stages.{_GEMMS[type(spec)]}{mainloop}"
     if type(spec) not in _MODULES:
         raise SpecError(f"{spec.name} is a chain of several kernels, no stage")
     return _MODULES[type(spec)]
@@ -55,4 +61,10 @@ def tracer_of(spec: Spec) -> str:
 
     An object is made of what this module imports and of nothing else. Raises SpecError for a chain.
     """
-    return f"cute_kernels.{FOLDERS[spec.arch]}.{_module(spec)}:trace"
+    return f"cute_kernels.{_module(spec)}:trace"
+
+
+def draws_tickets(spec: Spec) -> bool:
+    """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
+    gemms = (stage for stage in stages_of(spec) if isinstance(stage, GemmSpec))
+    return any(_POLICIES[stage.arch](stage).tickets for stage in gemms)

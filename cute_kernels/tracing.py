@@ -14,10 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .formats import E4M3
 from .signatures import (
     ADDRESS,
     DIVISOR,
-    E4M3,
     FLOAT32,
     INT32,
     INT64,

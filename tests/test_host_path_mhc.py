@@ -14,8 +14,8 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.chains import signature_of
+from cute_kernels.mhc import shapes
 from cute_kernels.signatures import ADDRESS
-from cute_kernels.sm90.mhc import shapes
 from cute_kernels.specs import ROUTING, LayerSpec, MhcSpec
 from glulam import mhc, plans
 from glulam.addressed import Operator

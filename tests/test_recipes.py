@@ -377,7 +377,7 @@ class TestRecipes:
             assert same_bits(y[: c.rows], z[: c.rows])
             assert pickle.loads(pickle.dumps(recipe)) == recipe
             module = glulam.nn.GroupedMLP(2, 64, 32, recipe=recipe)
-            assert module.form["recipe"] == name
+            assert module.call_options["recipe"] == name
 
     @pytest.mark.parametrize("bad", ["fp8", None, 3, ["mxfp8"], "MXFP8"])
     def test_unknown(self, bad: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cute_kernels.formats import next_operands
 from cute_kernels.sm90.configs import (
     DGLU8,
     LARGE,
@@ -18,9 +19,11 @@ from cute_kernels.sm90.configs import (
     LARGE_W8,
     MEDIUM_W8,
     NARROW_W8,
+    SMALL,
     SMALL8,
     TILES,
     TILES_W8,
+    WGRAD,
     activation_forms,
     glu_form,
     shipped_specs,
@@ -35,6 +38,7 @@ from cute_kernels.specs import (
     LAYOUT_FORMS,
     LAYOUTS,
     MHC_KERNELS,
+    OPERANDS,
     UNGATED,
     DgluSpec,
     GroupedDgluSpec,
@@ -43,10 +47,12 @@ from cute_kernels.specs import (
     GroupedMmSpec,
     GroupedWgradSpec,
     MhcSpec,
+    Spec,
     TailSpec,
     from_dict,
     to_dict,
 )
+from cute_kernels.stages import draws_tickets
 from cute_kernels.tiles import SpecError, TileConfig
 
 
@@ -97,6 +103,17 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
                 assert activation in ACTIVATION_FORMS[form[0]] and layout in LAYOUT_FORMS[form[1]]
                 glu = GroupedGluSpec("bfloat16", form[0], form[1], False, tile, operands=operands)
                 assert GroupedMlpSpec(glu, mm) in specs
+
+
+def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
+    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact")
+    assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8"]
+    follows = {name: next_operands(name) for name in OPERANDS}
+    decoded = dict.fromkeys(DECODED, "mxfp8_weight_only")
+    assert follows == {"16bit": "16bit", "mxfp8": "mxfp8", **decoded}, "rounded rows are 16-bit rows"
+    for name, operands in OPERANDS.items():
+        assert operands.x.dtype("bfloat16") == operands.act.dtype("bfloat16"), "what FC1 makes, FC2 reads"
+        assert bool(operands.prefix) == (name != "16bit")
 
 
 @pytest.mark.parametrize(("form", "served"), [("gated", GATED), ("ungated", UNGATED)])
@@ -258,6 +275,29 @@ def test_impossible_specs_are_refused(build, message) -> None:
         build()
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (GroupedMmSpec(tile=LARGE), True),
+        (GroupedMmSpec(tile=SMALL), False),
+        (GroupedMlpSpec(GroupedGluSpec(tile=SMALL), GroupedMmSpec(tile=LARGE)), True),
+        (GroupedMlpSpec(GroupedGluSpec(tile=SMALL), GroupedMmSpec(tile=SMALL)), False),
+        (DgluSpec(tile=LARGE), False),
+        (GroupedDgluSpec(tile=LARGE), False),
+        (GroupedDgluSpec(tile=LARGE, dgrad=LARGE), True),
+        (GroupedDgluSpec(tile=DGLU8, dgrad=LARGE8, operands="mxfp8"), True),
+        (GroupedWgradSpec(tile=WGRAD), False),
+        (GroupedMmSpec(tile=LARGE_W8, operands="mxfp8_weight_only"), False),
+        (TailSpec(), False),
+        (MhcSpec(), False),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_who_draws_tickets(spec: Spec, expected: bool) -> None:
+    """Adaptive clusters do, but for those of a backward's activation, whose epilogue has loads of its own."""
+    assert draws_tickets(spec) is expected
+
+
 def test_naming_kernels_imports_no_compiler() -> None:
     code = "import sys, cute_kernels.sm90.configs as c; c.shipped_specs(); assert 'cutlass' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -272,9 +312,9 @@ def test_hyper_connections_ship_for_every_count_and_dtype_of_streams() -> None:
 
 def test_a_row_of_the_command_line_for_every_shipped_function() -> None:
     from ffi_bridge.manifest import Function
-    from glulam.cli import _row
+    from glulam.cli import _cells
 
-    rows = [_row(Function(to_dict(spec), ())) for spec in shipped_specs()]
+    rows = [list(_cells(Function(to_dict(spec), ())).values()) for spec in shipped_specs()]
     assert len({len(row) for row in rows}) == 1
     assert ["mhc", "float16", "-", "-", "-", "aggregate, n=4"] in [row[:6] for row in rows]
 

@@ -7,7 +7,9 @@ from itertools import product
 
 import pytest
 
-from cute_kernels.sm90.swapped_rows import ROW_HALVES, SwappedRows
+from cute_kernels import formats
+from cute_kernels.formats import E8M0, MXFP8, SCALE_BLOCK, Format
+from cute_kernels.sm90.swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from cute_kernels.tiles import SWAPPED_SLABS, SWAPPED_TILE_M, SWAPPED_TILE_N, SpecError, TileConfig
 
 THREADS = 128
@@ -83,3 +85,21 @@ def test_of_one_slab_the_halves_are_a_and_u() -> None:
     gated, plain = SwappedRows(tile, 2), SwappedRows(tile, 1)
     assert (gated.count, gated.distance(1), gated.chunk_columns) == (ROW_HALVES, 128, 32)
     assert (plain.count, plain.distance(1), plain.chunk_columns) == (ROW_HALVES, 8, 64)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_lanes_of_a_row_read_each_of_its_bytes_once(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Of a format with other elements, too: a wgmma of 16 takes two pairs a lane, 8 elements apart."""
+    monkeypatch.setitem(formats.ELEMENT_BITS, "narrow", bits)
+    weights = Format("narrow", E8M0, SCALE_BLOCK)
+    had: Counter[int] = Counter()
+    for k, half, lane in product(range(0, 128, 16), range(ROW_HALVES), range(LANES_OF_A_ROW)):
+        chunk, inside = chunk_of_k(weights, k)
+        first = inside + weights.num_bytes(8) * half + weights.num_bytes(PAIR) * lane
+        assert first + weights.num_bytes(PAIR) <= SWIZZLE_CHUNK, "in the chunk that the swizzle moves"
+        had.update(range(chunk * SWIZZLE_CHUNK + first, chunk * SWIZZLE_CHUNK + first + weights.num_bytes(PAIR)))
+    assert had == dict.fromkeys(range(weights.num_bytes(128)), 1)
+
+
+def test_bytes_of_formats() -> None:
+    assert (MXFP8.num_bytes(48), formats.DENSE.num_bytes(48)) == (48, 96)

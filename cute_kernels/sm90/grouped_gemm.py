@@ -5,26 +5,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
-from ..chosen import chosen
-from ..tiles import TileConfig
-from . import epilogue as epi
-from . import store
-from . import tile_scheduler as sched
+from ..device.select import select
+from ..memory.weights import weight_rows, weight_view
+from ..schedule.groups import Groups
+from ..schedule.ticket_scheduler import TicketScheduler
+from ..schedule.tickets import Tickets, counter
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import TileGrid
+from ..specs import GemmSpec
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
-from .fp8_mainloop import Fp8Mainloop
-from .gemm_mainloop import GemmMainloop
-from .halves_mainloop import HalvesMainloop
-from .mainloop import Operands
+from .epilogue.base import Epilogue, Inputs
+from .epilogue.store import RaggedStore, make_store
+from .gemm_policy import MIN_TICKET_DEPTH
+from .mainloop.fp8 import Fp8Mainloop
+from .mainloop.gemm import GemmMainloop
+from .mainloop.halves import HalvesMainloop
 from .persistent import PersistentGemm
-from .ticket_scheduler import TicketScheduler
-from .tickets import Tickets, counter
-from .weights import weight_rows, weight_view
-
-# At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
-# fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.
-LIGHT_ROWS = 64
-# Contraction of tiles that are drawn. Shallower ones end before the next is found: with 512, dealing is 3 % faster.
-MIN_DEPTH = 768
 
 
 class GroupedGemm(PersistentGemm):
@@ -33,47 +29,37 @@ class GroupedGemm(PersistentGemm):
     `in_halves`: two such w, one for either half of x's columns.
     """
 
+    epilogue: Epilogue
     load_registers = ALONG_REGISTERS
 
     def __init__(
-        self,
-        name: str,
-        dtype: type[cutlass.Numeric],
-        tile: TileConfig,
-        epilogue: epi.Epilogue,
-        transposed: bool = False,
+        self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, transposed: bool = False,
         in_halves: bool = False,
-    ):
-        super().__init__(name, dtype, tile, epilogue)
-        # An epilogue with loads of its own has no registers to give away, and gains nothing (grouped_dglu).
-        self.draws_tickets = tile.adaptive and epilogue.num_barriers == 0
+    ):  # fmt: skip
+        super().__init__(spec, dtype, epilogue)
         self.transposed = transposed
         self.mainloop = HalvesMainloop if in_halves else GemmMainloop
-        if epilogue.has_load_role:
+        if self.shape.has_load_warp:
             self.load_registers = LOADING_REGISTERS
 
     def make_mainloop(self) -> GemmMainloop:
-        # Beside an epilogue's own loads it costs more than it brings (grouped_dglu: 1 % but where groups are small).
-        evicts_weights = self.epilogue.num_barriers == 0
         return self.mainloop(
-            self.dtype, self.tile, self.epilogue.parts, self.transposed, self.stages, evicts_weights,
-            self.epilogue.has_load_role,
+            self.dtype, self.tile, self.shape.parts, self.transposed, self.stages, self.policy,
+            self.shape.has_load_warp,
         )  # fmt: skip
 
-    def _make_store(self, view: cute.Tensor) -> store.RaggedStore:
-        return store.make_store(view, cols=store.columns(view.element_type, self.epilogue.slot_row_bytes))
+    def _make_store(self, view: cute.Tensor) -> RaggedStore:
+        return make_store(view, cols=self.shape.slots.columns(view.element_type))
 
-    def make_scheduler(
-        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
-    ) -> sched.GroupTileScheduler:
+    def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         if tickets is None:
-            return sched.GroupTileScheduler(self.tile, groups, grid)
-        return TicketScheduler(self.tile, groups, grid, LIGHT_ROWS, tickets)
+            return GroupTileScheduler(self.tile, groups, grid)
+        return TicketScheduler(self.tile, groups, grid, self.policy.light_rows, tickets)
 
     @cute.jit
     def launch(
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
-        rows: Int64, inputs: epi.Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+        rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
         x_scale: Int64 | int = 0, w_up: Int64 | None = None,
     ):  # fmt: skip
         """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
@@ -81,51 +67,22 @@ class GroupedGemm(PersistentGemm):
 
         See PersistentGemm.start for `position`.
         """
-        epilogue = self.epilogue
-        view, address = weight_view(w, w_table, epilogue.parts, epilogue.layout, self.transposed, inputs.gate, w_up)
+        epilogue, shape = self.epilogue, self.shape
+        view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
         operands = self.make_mainloop().operands(x, view, address, rows, Int64(x_scale))
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
-        groups = *groups[:3], chosen(x.shape[1] < MIN_DEPTH, Int64(0), counter(groups[3], position))
+        groups = *groups[:3], select(x.shape[1] < MIN_TICKET_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)
-        grid = sched.TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
+        grid = TileGrid(Int32(0), cute.ceil_div(n, self.tile.n * self.tile.cluster_n))
         inputs = epilogue.kernel_inputs(inputs)
-        self.start(
-            operands, stores, inputs, sched.Groups(*groups, outputs[0].shape[0]), grid, num_sms, stream, position
-        )
+        self.start(operands, stores, inputs, Groups(*groups, outputs[0].shape[0]), grid, num_sms, stream, position)
 
 
 class GroupedFp8Gemm(GroupedGemm):
     """Of rows in MXFP8 and folded weights, on a cooperative tile."""
 
-    def __init__(self, name: str, tile: TileConfig, epilogue: epi.Epilogue):
-        super().__init__(name, Float8E4M3FN, tile, epilogue)
+    def __init__(self, spec: GemmSpec, epilogue: Epilogue):
+        super().__init__(spec, Float8E4M3FN, epilogue)
 
     def make_mainloop(self) -> Fp8Mainloop:
-        return Fp8Mainloop(self.tile, self.epilogue.parts, self.stages, self.epilogue.has_load_role)
-
-    @cute.jit
-    def _mma_role(
-        self, mainloop: Fp8Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: sched.WorkRing, index: Int32,
-    ):  # fmt: skip
-        """As any GEMM's, but for scales: those of the next tile's first k-tile are on their way during an epilogue."""
-        cute.arch.griddepcontrol_wait()
-        share = epi.share_of(self.tile, Int32(0), index)
-        tCrA, tCrB = mainloop.fragments(sA, sB, share.first_slab)
-        acc = mainloop.accumulators()
-        ring_state = ring.consumer_state()
-        stage = mainloop.consumer_state()
-        scales = mainloop.scales(operands, share)
-        work = ring.get(ring_state)
-        scales.begin(work)
-        while work.expert >= 0:
-            share = epi.share_of(self.tile, ring_state.count, index)
-            prefetched = self.epilogue.begin(state, work, share)
-            has_rows = work.row + share.first_slab * store.ROWS < work.group_end
-            stage = mainloop.mma(acc, tCrA, tCrB, scales, has_rows, stages, stage)
-            ring_state.advance()
-            next_work = ring.get(ring_state)
-            scales.begin(next_work)
-            self.epilogue.finish(state, acc, prefetched, stores, work, share)
-            work = next_work
-        state.slots.drain()
+        return Fp8Mainloop(self.tile, self.shape.parts, self.stages, self.policy, self.shape.has_load_warp)

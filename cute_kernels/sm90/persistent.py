@@ -18,9 +18,9 @@ Persistent and warp-specialised: one CTA on each SM, in clusters that share oper
             warpgroups read it.
     stages  PipelineTmaAsync, as many as fit. full: bytes of A and B; empty: 1 a warp that works on the tile, in each
             CTA that shares them.
-    mail    a cluster's tickets, where it draws them (tickets.py).
+    tickets a cluster's, where it draws them, sent to its second CTA through slots (schedule/tickets.py).
     loads   what the epilogue reads beside its accumulators, if that comes by TMA: from the epilogue load warp
-            (preact.py), or from the warp that stores (slot_loads.py).
+            (epilogue/preact.py), or from the warp that stores (epilogue/slot_loads.py).
     turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
             these, named barriers 5 + warpgroup.
     slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
@@ -30,37 +30,44 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils
-from cutlass import BFloat16, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
-from ..chosen import chosen
-from ..invariant import Invariant
-from ..tiles import TileConfig
-from . import budget, store
-from . import tile_scheduler as sched
-from .epilogue import ColumnSmem, share_of
-from .mainloop import WARPS_PER_GROUP, Mainloop, Operands
-from .tickets import MAILS, NUM_BARRIERS, Tickets
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..schedule.groups import Groups
+from ..schedule.tickets import BROADCAST_SLOTS, NUM_BARRIERS, Tickets
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
+from ..specs import GemmSpec
+from . import budget
+from .epilogue.shape import KernelEpilogue, Smem
+from .epilogue.store import smem_layout
+from .fragments import share_of
+from .gemm_policy import gemm_policy
+from .mainloop.base import AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA, WARPS_PER_GROUP, Mainloop, MmaTile, Operands
 from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
 
 class PersistentGemm(Invariant):
-    """A tile configuration and an epilogue. A subclass says which mainloop feeds it and how its tiles are scheduled.
+    """The tile and the policy of a spec, and an epilogue. A subclass says which mainloop feeds it and how its tiles are
+    scheduled.
 
-    draws_tickets: the scheduler takes Tickets. load_registers: of a thread of the load warpgroup.
+    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup.
     """
 
-    draws_tickets = False
     load_registers = budget.LOAD_REGISTERS
 
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue):
-        self.name = name
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: KernelEpilogue):
+        self.name = spec.name
         self.dtype = dtype
-        self.tile = tile
+        self.tile = tile = spec.tile
+        self.policy = gemm_policy(spec)
         self.epilogue = epilogue
+        self.shape = epilogue.shape
         self.num_warpgroups = tile.warpgroups
         self.threads = (1 + self.num_warpgroups) * THREADS
         self.cluster_size = tile.cluster_m * tile.cluster_n
@@ -68,15 +75,13 @@ class PersistentGemm(Invariant):
     def make_mainloop(self) -> Mainloop:
         raise NotImplementedError
 
-    def make_scheduler(
-        self, groups: sched.Groups, grid: sched.TileGrid, tickets: Tickets | None
-    ) -> sched.GroupTileScheduler:
+    def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         raise NotImplementedError
 
     @property
     def first_spare_warp(self) -> int:
         """Of those of the load warpgroup that have no other role than to gather."""
-        return EPILOGUE_LOAD_WARP + self.epilogue.has_load_role
+        return EPILOGUE_LOAD_WARP + self.shape.has_load_warp
 
     @property
     def _registers(self) -> tuple[int, int]:
@@ -85,17 +90,16 @@ class PersistentGemm(Invariant):
 
     @property
     def _slot_owners(self) -> int:
-        return 1 if self.epilogue.shares_slots else self.num_warpgroups
+        return 1 if self.shape.slots.shared else self.num_warpgroups
 
     @property
     def stages(self) -> int:
-        slots = self._slot_owners * self.epilogue.num_slots
-        staging = slots * store.ROWS * self.epilogue.slot_row_bytes
-        return budget.stages(self.tile, staging, self.dtype.width // 8, self.epilogue.scales_columns)
+        staging = self._slot_owners * self.shape.slots.num_bytes
+        return budget.stages(self.tile, staging, self.dtype.width // 8, "scales" in self.shape.names)
 
     @cute.jit
     def start(
-        self, operands: Operands, stores: tuple, inputs: tuple, groups: sched.Groups, grid: sched.TileGrid,
+        self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
         num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
         """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before."""
@@ -114,33 +118,31 @@ class PersistentGemm(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
 
     def _staging_layout(self) -> cute.ComposedLayout:
-        epilogue = self.epilogue
-        cols = store.columns(epilogue.slot_dtype, epilogue.slot_row_bytes)
-        return store.smem_layout(epilogue.slot_dtype, epilogue.num_slots, self._slot_owners, cols=cols)
+        slots = self.shape.slots
+        return smem_layout(slots.dtype, slots.count, self._slot_owners, rows=slots.rows, cols=slots.columns())
 
     def _shared_storage(self, mainloop: Mainloop) -> type:
-        slot_type, slots = self.epilogue.slot_dtype, cute.cosize(self._staging_layout())
-        columns = self.tile.n * self.num_warpgroups
-
-        @cute.struct
-        class Storage:
-            stage_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            ring_barriers: cute.struct.MemRange[Int64, 2 * sched.STAGES]
-            ticket_barriers: cute.struct.MemRange[Int64, NUM_BARRIERS * self.draws_tickets]
-            load_barriers: cute.struct.MemRange[Int64, self.epilogue.num_barriers]
-            mail: cute.struct.MemRange[Int32, MAILS * self.draws_tickets]
-            ring: cute.struct.Align[cute.struct.MemRange[Int32, sched.SLOT_WORDS * sched.STAGES], 16]
-            bias: cute.struct.Align[cute.struct.MemRange[self.epilogue.dtype, columns], 16]
-            scales: cute.struct.Align[cute.struct.MemRange[BFloat16, columns * self.epilogue.scales_columns], 16]
-            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.a_layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(mainloop.b_layout)], 1024]
-            staging: cute.struct.Align[cute.struct.MemRange[slot_type, slots], 1024]
-
-        return Storage
+        """Barriers, then what is small, then operands and slots."""
+        array, aligned, tickets = cute.struct.MemRange, cute.struct.Align, self.policy.tickets
+        slots = cute.cosize(self._staging_layout())
+        fields = {
+            "stage_barriers": array[Int64, 2 * self.stages],
+            "ring_barriers": array[Int64, 2 * STAGES],
+            "ticket_barriers": array[Int64, NUM_BARRIERS * tickets],
+            "load_barriers": array[Int64, self.shape.load_barriers],
+            "broadcast": array[Int32, BROADCAST_SLOTS * tickets],
+            "ring": aligned[array[Int32, SLOT_WORDS * STAGES], 16],
+        }
+        for field in self.shape.smem:
+            fields[field.name] = aligned[array[field.dtype, field.num_elements * self.num_warpgroups], 16]
+        fields["a"] = aligned[array[mainloop.a_dtype, cute.cosize(mainloop.a_layout)], 1024]
+        fields["b"] = aligned[array[mainloop.b_dtype, cute.cosize(mainloop.b_layout)], 1024]
+        fields["staging"] = aligned[array[self.shape.slots.dtype, slots], 1024]
+        return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
     @cute.kernel
     def kernel(
-        self, operands: Operands, stores: tuple, inputs: tuple, groups: sched.Groups, grid: sched.TileGrid,
+        self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
     ):  # fmt: skip
         mainloop = self.make_mainloop()
         thread, _, _ = cute.arch.thread_idx()
@@ -153,16 +155,15 @@ class PersistentGemm(Invariant):
         storage = cutlass.utils.SmemAllocator().allocate(self._shared_storage(mainloop))
         gathers = operands.rows.address != 0
         stages = mainloop.make_pipeline(storage.stage_barriers.data_ptr(), gathers)
-        has_loads = self.epilogue.num_barriers > 0
-        has_load_role = self.epilogue.has_load_role
-        consumer_warps = 1 + has_load_role + WARPS_PER_GROUP * self.num_warpgroups
-        consumer_warps += chosen(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
-        ring_stages = sched.TICKET_STAGES if self.draws_tickets else sched.STAGES
-        ring = sched.WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
+        has_loads, has_load_warp = self.shape.load_barriers > 0, self.shape.has_load_warp
+        consumer_warps = 1 + has_load_warp + WARPS_PER_GROUP * self.num_warpgroups
+        consumer_warps += select(gathers, Int32(WARPS_PER_GROUP - self.first_spare_warp), Int32(0))
+        ring_stages = TICKET_STAGES if self.policy.tickets else STAGES
+        ring = WorkRing(storage.ring_barriers.data_ptr(), storage.ring.data_ptr(), consumer_warps, ring_stages)
         tickets = None
-        if const_expr(self.draws_tickets):
-            barriers, mail = storage.ticket_barriers.data_ptr(), storage.mail.data_ptr()
-            tickets = Tickets(groups.tickets, barriers, mail, self.cluster_size)
+        if const_expr(self.policy.tickets):
+            barriers, broadcast = storage.ticket_barriers.data_ptr(), storage.broadcast.data_ptr()
+            tickets = Tickets(groups.tickets, barriers, broadcast, self.cluster_size)
             if warp == SCHEDULER_WARP:
                 tickets.make_barriers()
         slots_layout = self._staging_layout()
@@ -185,7 +186,7 @@ class PersistentGemm(Invariant):
             elif warp == SCHEDULER_WARP:
                 self.make_scheduler(groups, grid, tickets).run(ring)
             elif warp < self.first_spare_warp:
-                if const_expr(has_load_role):
+                if const_expr(has_load_warp):
                     self._epilogue_load_role(loads, inputs, ring)
             elif const_expr(mainloop.gathers):
                 if gathers:
@@ -195,26 +196,23 @@ class PersistentGemm(Invariant):
             if const_expr(self.num_warpgroups > 1):
                 cute.arch.setmaxregister_increase(self._registers[1])
             index = warpgroup - 1
-            own = staging[None, None, None, 0 if self.epilogue.shares_slots else index]
-            slots = self._make_slots(own, index, thread % THREADS)
-            state = self.epilogue.make_state(inputs, groups, slots, self._small_smem(storage, index), loads)
+            own, shape = staging[None, None, None, 0 if self.shape.slots.shared else index], self.shape.slots
+            slots = self.epilogue.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
+            state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 
-    def _make_slots(self, staging: cute.Tensor, index: Int32, thread: Int32) -> store.Slots:
-        """The staging slots of a warpgroup."""
-        chunks = self.tile.slabs * self.epilogue.chunks_per_slab
-        return store.Slots(staging, self.epilogue.slot_dtype, index, thread, chunks)
-
-    def _small_smem(self, storage, index: Int32):
+    def _own_smem(self, storage, index: Int32) -> Smem:
         """A warpgroup's shared memory beside its slots."""
-        columns = cute.make_layout((self.tile.n, self.num_warpgroups))
-        bias = storage.bias.get_tensor(columns)[None, index]
-        has_scales = self.epilogue.scales_columns
-        return ColumnSmem(bias, storage.scales.get_tensor(columns)[None, index] if has_scales else None)
+        own = {}
+        for field in self.shape.smem:
+            everyone = cute.make_layout((*field.shape, self.num_warpgroups))
+            mine = *[None] * len(field.shape), index
+            own[field.name] = getattr(storage, field.name).get_tensor(everyone)[mine]
+        return own
 
     @cute.jit
     def _load_role(
-        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing
+        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: WorkRing
     ):  # fmt: skip
         ring_state = ring.consumer_state()
         state = mainloop.producer_state()
@@ -231,7 +229,7 @@ class PersistentGemm(Invariant):
 
     @cute.jit
     def _gather_role(
-        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: sched.WorkRing,
+        self, mainloop: Mainloop, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages, ring: WorkRing,
         rank: Int32,
     ):  # fmt: skip
         cute.arch.griddepcontrol_wait()
@@ -244,7 +242,7 @@ class PersistentGemm(Invariant):
             work = ring.get(ring_state)
 
     @cute.jit
-    def _epilogue_load_role(self, loads, inputs: tuple, ring: sched.WorkRing):
+    def _epilogue_load_role(self, loads, inputs: tuple, ring: WorkRing):
         cute.arch.griddepcontrol_wait()
         ring_state = ring.consumer_state()
         work = ring.get(ring_state)
@@ -256,29 +254,47 @@ class PersistentGemm(Invariant):
     @cute.jit
     def _mma_role(
         self, mainloop: Mainloop, state, operands: Operands, stores: tuple, sA: cute.Tensor, sB: cute.Tensor,
-        stages, ring: sched.WorkRing, index: Int32,
+        stages, ring: WorkRing, index: Int32,
     ):  # fmt: skip
-        cute.arch.griddepcontrol_wait()
+        """Tile by tile; the mainloop says when it wants to know which tile is next."""
+        looks_ahead = mainloop.looks_ahead
+        if const_expr(not mainloop.scales_are_ready):
+            cute.arch.griddepcontrol_wait()
         mma_turns = Turns(MMA_BARRIER, self.tile.takes_turns, index)
-        epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.epilogue.shares_slots, index)
-        tCrA, tCrB = mainloop.fragments(sA, sB, share_of(self.tile, Int32(0), index).first_slab)
+        epilogue_turns = Turns(EPILOGUE_BARRIER, self.tile.takes_turns and self.shape.slots.shared, index)
+        first_share = share_of(self.tile, Int32(0), index)
+        fragments = mainloop.fragments(sA, sB, first_share.first_slab)
         acc = mainloop.accumulators()
+        scales = mainloop.scales(operands, first_share)
         ring_state = ring.consumer_state()
         stage = mainloop.consumer_state()
         mma_turns.open()
         epilogue_turns.open()
         work = ring.get(ring_state)
+        scales.begin(work)
+        if const_expr(mainloop.scales_are_ready):
+            cute.arch.griddepcontrol_wait()
         while work.expert >= 0:
+            turn, next_work = ring_state.count, work
             num_k_tiles = mainloop.num_k_tiles(operands, work)
-            if mma_turns.is_mine(ring_state.count):
-                share = share_of(self.tile, ring_state.count, index)
-                prefetched = self.epilogue.begin(state, work, share)
-                stage = mainloop.mma(acc, tCrA, tCrB, work, num_k_tiles, stages, stage, mma_turns)
+            if const_expr(looks_ahead == BEFORE_MMA):
+                ring_state.advance()
+                next_work = ring.get(ring_state)
+            if mma_turns.is_mine(turn):
+                tile = MmaTile(work, next_work, share_of(self.tile, turn, index), num_k_tiles)
+                prefetched = self.epilogue.begin(state, work, tile.share)
+                stage = mainloop.mma(acc, fragments, scales, tile, stages, stage, mma_turns)
+                if const_expr(looks_ahead == AFTER_MMA):
+                    ring_state.advance()
+                    next_work = ring.get(ring_state)
+                    scales.begin(next_work)
                 epilogue_turns.wait()
-                self.epilogue.finish(state, acc, prefetched, stores, work, share)
+                self.epilogue.finish(state, acc, prefetched, stores, work, tile.share)
                 epilogue_turns.pass_on()
             else:
                 stage.advance(num_k_tiles)
-            ring_state.advance()
-            work = ring.get(ring_state)
+            if const_expr(looks_ahead == AFTER_EPILOGUE):
+                ring_state.advance()
+                next_work = ring.get(ring_state)
+            work = next_work
         state.slots.drain()

@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..formats import Format
 from ..tiles import TileConfig
 from .budget import ROWS
 
+# What a swizzle moves.
+SWIZZLE_CHUNK = 16
+
 # Rows of a slab that a thread has.
 ROW_HALVES = 2
+# Neighbouring elements of a row that a thread decodes together.
+PAIR = 2
+
+
+def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:
+    """In which 16-byte chunk of a row of a stage its element `k` is, and at which byte of it."""
+    return divmod(weights.num_bytes(k), SWIZZLE_CHUNK)
 
 
 class SwappedRows:
@@ -35,14 +46,14 @@ class SwappedRows:
     def part(self, row: int) -> int:
         return row // self.part_count
 
-    def below(self, row: int) -> int:
-        """How many rows of its part a row lies below the first one of its thread."""
-        chunk, place = divmod(row % self.part_count, ROW_HALVES)
-        return chunk * ROWS + place * 8
+    def row_offset(self, row: int) -> int:
+        """Of a row from its thread's first row in the same part."""
+        chunk, half = divmod(row % self.part_count, ROW_HALVES)
+        return chunk * ROWS + half * 8
 
     def distance(self, row: int) -> int:
-        """How many rows of the tile a row lies behind the first one of its thread."""
-        return self.part(row) * self.part_n + self.below(row)
+        """Of a row from its thread's first row, in rows of the tile."""
+        return self.part(row) * self.part_n + self.row_offset(row)
 
     def first_column(self, warpgroup: Any) -> Any:
         """The first column that a warpgroup makes, of its tile's."""
@@ -51,4 +62,4 @@ class SwappedRows:
     def column(self, row: int, warpgroup: Any, thread: Any) -> Any:
         """The column that a row makes: its place in its part of the tile."""
         in_slab = thread // 32 * (8 * self.thread_columns) + thread % 32 // 4
-        return self.first_column(warpgroup) + in_slab + self.below(row)
+        return self.first_column(warpgroup) + in_slab + self.row_offset(row)

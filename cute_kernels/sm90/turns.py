@@ -5,19 +5,19 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from ..invariant import Invariant
+from ..device.invariant import Invariant
 from ..tiles import PINGPONG_WARPGROUPS
 
 THREADS = 128
-# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (store.py).
+# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (epilogue/store.py).
 MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 
 class Turns(Invariant):
     """Whose turn it is at something that both warpgroups use, a tile at a time; nothing where `apply` is false.
 
-    Barrier first_barrier + w: warpgroup w waits, the other arrives when it is done with its tile. Turns are a matter of
-    results: a warpgroup that waited for its stage of a ring more than a round early would take an older phase of the
+    Barrier first_barrier + w: warpgroup w waits, the other arrives when it is done with its tile. Required for
+    correctness: a warpgroup that waits for a stage of a ring more than a round early takes an older phase of the
     stage's barrier for its own.
     """
 

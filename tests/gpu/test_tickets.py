@@ -15,7 +15,8 @@ from torch import Tensor
 
 import glulam
 from cute_kernels.sm90.configs import LARGE
-from cute_kernels.specs import GroupedMmSpec, draws_tickets
+from cute_kernels.specs import GroupedMmSpec
+from cute_kernels.stages import draws_tickets
 from glulam import tickets
 
 pytestmark = pytest.mark.gpu

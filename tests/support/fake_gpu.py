@@ -38,8 +38,8 @@ from cute_kernels.specs import (
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
-    draws_tickets,
 )
+from cute_kernels.stages import draws_tickets
 from glulam import device, experts, groups, kernels, tickets
 from glulam.kernels import Kernel
 from glulam.plans import forget_plans

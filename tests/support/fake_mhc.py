@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.sm90.mhc import shapes
+from cute_kernels.mhc import shapes
 from cute_kernels.specs import PARAM_FORMS, MhcSpec
 from glulam.mhc import reference
 

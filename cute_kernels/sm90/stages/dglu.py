@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64
 from ...activation import ActivationParams
 from ...specs import DgluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..dglu_epilogue import DgluEpilogue, DgluInputs, RowParts
-from ..epilogue import Addends
+from ..epilogue.base import OptionalInputs
+from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
 from ..grouped_gemm import GroupedGemm
 
 
@@ -19,7 +19,7 @@ class Dglu:
     def __init__(self, spec: DgluSpec):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, DgluEpilogue(dtype, spec), not spec.transpose_w)
+        self.gemm = GroupedGemm(spec, dtype, DgluEpilogue(dtype, spec), not spec.transpose_w)
 
     @cute.jit
     def __call__(
@@ -30,8 +30,9 @@ class Dglu:
     ):  # fmt: skip
         if act.shape[0] > 0:
             sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
-            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
-            inputs = DgluInputs(addends, params, act.shape[1], preact, sums)
+            optional = OptionalInputs(Int64(0), Int64(0), scale)
+            params = ActivationParams(Int32(0), limit, alpha, offset)
+            inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)
 

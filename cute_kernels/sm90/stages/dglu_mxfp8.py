@@ -7,15 +7,15 @@ from cutlass import Float32, Int32, Int64
 from ...activation import ActivationParams
 from ...specs import DgluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..dglu_epilogue import DgluEpilogue, DgluInputs, RowParts
-from ..epilogue import Addends
+from ..epilogue.base import OptionalInputs
+from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
 from ..grouped_gemm import GroupedFp8Gemm
 
 
 class Dglu:
     def __init__(self, spec: DgluSpec):
         self.tile = spec.tile
-        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, DgluEpilogue(DTYPES[spec.dtype], spec))
+        self.gemm = GroupedFp8Gemm(spec, DgluEpilogue(DTYPES[spec.dtype], spec))
 
     @cute.jit
     def __call__(
@@ -26,8 +26,9 @@ class Dglu:
     ):  # fmt: skip
         if act.shape[0] > 0:
             sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
-            addends, params = Addends(Int64(0), Int64(0), scale), ActivationParams(Int32(0), limit, alpha, offset)
-            inputs = DgluInputs(addends, params, act.shape[1], preact, sums, w_scale)
+            optional = OptionalInputs(Int64(0), Int64(0), scale)
+            params = ActivationParams(Int32(0), limit, alpha, offset)
+            inputs = DgluInputs(optional, params, act.shape[1], preact, sums, w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (dpreact, act), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
 

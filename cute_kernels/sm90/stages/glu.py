@@ -5,12 +5,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from ...activation import ActivationParams
+from ...memory.weights import gate_rows, weight_rows
 from ...specs import LAYOUT_FORMS, GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import ActivationEpilogue, Addends, Inputs
+from ..epilogue.activation import ActivationEpilogue
+from ..epilogue.base import Inputs, OptionalInputs
+from ..epilogue.natural_order import NATURAL_EPILOGUES
 from ..grouped_gemm import GroupedGemm
-from ..natural_order import NATURAL_EPILOGUES
-from ..weights import gate_rows, weight_rows
 
 
 class Glu:
@@ -20,7 +21,7 @@ class Glu:
         self.may_part = spec.gated and not spec.transpose_w and "concat" in LAYOUT_FORMS[spec.glu_layout]
         is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
         epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, spec.transpose_w)
+        self.gemm = GroupedGemm(spec, dtype, epilogue, spec.transpose_w)
 
     @cute.jit
     def __call__(
@@ -32,7 +33,7 @@ class Glu:
         if act.shape[0] > 0:
             params, up = ActivationParams(kind, limit, alpha, offset), w_up if const_expr(self.may_part) else None
             n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(Addends(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(
                 x, w, (act,), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up
@@ -50,7 +51,7 @@ class GluPreact(Glu):
         if act.shape[0] > 0:
             params, up = ActivationParams(kind, limit, alpha, offset), w_up if const_expr(self.may_part) else None
             n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, up)
-            inputs = Inputs(Addends(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, n, gate=gate_rows(glu_layout, n))
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(
                 x, w, (act, preact), sizes, w_table, rows, inputs, num_sms, position, stream, w_up=up

@@ -5,18 +5,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...formats import OPERANDS
+from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs
-from ..swapped_epilogue import SwappedActivationEpilogue
+from ..epilogue.base import Inputs, OptionalInputs
+from ..epilogue.swapped import SwappedActivationEpilogue
 from ..swapped_gemm import SwappedGemm
-from ..weights import gate_rows
 
 
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
-        dtype = DTYPES[spec.dtype]
-        self.gemm = SwappedGemm(spec.name, dtype, spec.tile, SwappedActivationEpilogue(dtype, spec))
+        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+        self.gemm = SwappedGemm(spec, dtype, SwappedActivationEpilogue(dtype, spec), weights)
 
     @cute.jit
     def __call__(
@@ -26,7 +27,7 @@ class Glu:
     ):  # fmt: skip
         if x.shape[0] > 0:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
-            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, gate=gate)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
 

@@ -5,17 +5,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs
+from ..epilogue.base import Inputs, OptionalInputs
+from ..epilogue.quantizing import QuantizingEpilogue
 from ..grouped_gemm import GroupedFp8Gemm
-from ..quantizing_epilogue import QuantizingEpilogue
-from ..weights import gate_rows
 
 
 class Glu:
     def __init__(self, spec: GroupedGluSpec):
-        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+        self.gemm = GroupedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
 
     @cute.jit
     def __call__(
@@ -26,7 +26,7 @@ class Glu:
     ):  # fmt: skip
         if act.shape[0] > 0:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
-            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale, gate=gate)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act,), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
 
@@ -41,7 +41,7 @@ class GluPreact(Glu):
     ):  # fmt: skip
         if act.shape[0] > 0:
             params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
-            inputs = Inputs(Addends(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale, gate=gate)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, act_scale, gate=gate)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (act, preact), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
 

@@ -7,7 +7,8 @@ from cutlass import Int32, Int64
 from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs, LinearEpilogue
+from ..epilogue.activation import LinearEpilogue
+from ..epilogue.base import Inputs, OptionalInputs
 from ..grouped_gemm import GroupedGemm
 
 
@@ -15,7 +16,7 @@ class Mm:
     def __init__(self, spec: GroupedMmSpec):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = GroupedGemm(spec.name, dtype, spec.tile, epilogue, spec.transpose_w, spec.in_halves)
+        self.gemm = GroupedGemm(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
 
     @cute.jit
     def __call__(
@@ -24,7 +25,7 @@ class Mm:
         position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if y.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1])
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1])
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, w_table, rows, inputs, num_sms, position, stream)
 
@@ -37,7 +38,7 @@ class MmInHalves(Mm):
     ):  # fmt: skip
         if y.shape[0] > 0:
             none = Int64(0)
-            inputs = Inputs(Addends(none, none, none), no_params(), y.shape[1])
+            inputs = Inputs(OptionalInputs(none, none, none), no_params(), y.shape[1])
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, none, none, inputs, num_sms, position, stream, w_up=w_up)
 

@@ -5,17 +5,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...activation import no_params
+from ...formats import OPERANDS
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs
-from ..swapped_epilogue import SwappedLinearEpilogue
+from ..epilogue.base import Inputs, OptionalInputs
+from ..epilogue.swapped import SwappedLinearEpilogue
 from ..swapped_gemm import SwappedGemm
 
 
 class Mm:
     def __init__(self, spec: GroupedMmSpec):
-        dtype = DTYPES[spec.dtype]
-        self.gemm = SwappedGemm(spec.name, dtype, spec.tile, SwappedLinearEpilogue(dtype, spec.tile))
+        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+        self.gemm = SwappedGemm(spec, dtype, SwappedLinearEpilogue(dtype, spec.tile), weights)
 
     @cute.jit
     def __call__(
@@ -24,7 +25,7 @@ class Mm:
         stream: cuda.CUstream,
     ):  # fmt: skip
         if x.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
 

@@ -10,14 +10,15 @@ from cutlass import Int32, Int64
 from ...activation import no_params
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue import Addends, Inputs, LinearEpilogue
+from ..epilogue.activation import LinearEpilogue
+from ..epilogue.base import Inputs, OptionalInputs
 from ..grouped_gemm import GroupedFp8Gemm
 
 
 class Mm:
     def __init__(self, spec: GroupedMmSpec):
         epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, scales_columns=True)
-        self.gemm = GroupedFp8Gemm(spec.name, spec.tile, epilogue)
+        self.gemm = GroupedFp8Gemm(spec, epilogue)
 
     @cute.jit
     def __call__(
@@ -26,7 +27,7 @@ class Mm:
         num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if y.shape[0] > 0:
-            inputs = Inputs(Addends(bias, bias_table, scale), no_params(), y.shape[1], w_scale)
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1], w_scale)
             sizes = (groups, group_form, num_groups, tickets)
             self.gemm.launch(x, w, (y,), sizes, Int64(0), rows, inputs, num_sms, position, stream, x_scale)
 

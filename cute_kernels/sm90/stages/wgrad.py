@@ -11,7 +11,7 @@ from ..grouped_wgrad import GroupedWgrad
 
 class Wgrad:
     def __init__(self, spec: GroupedWgradSpec):
-        self.wgrad = GroupedWgrad(spec.name, DTYPES[spec.dtype], DTYPES[spec.out_dtype], spec.tile)
+        self.wgrad = GroupedWgrad(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])
 
     @cute.jit
     def __call__(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from cute_kernels.sm90.mhc.shapes import CTAS_PER_SM
+from cute_kernels.mhc.shapes import CTAS_PER_SM
 
 from ..addressed import Layout, Tensors, empty_like_param, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.sm90.mhc import shapes
+from cute_kernels.mhc import shapes
 
 from .. import device as gpus
 from ..addressed import Layout, Tensors, forms, recorded

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.sm90.mhc import shapes
+from cute_kernels.mhc import shapes
 
 from ..addressed import Layout, Tensors, empty_like_param, forms, recorded
 from ..backward.parts import once_differentiable, usable, without_graph

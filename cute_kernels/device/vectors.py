@@ -1,0 +1,95 @@
+"""Streams in vectors of 16 bytes, and parameters whose dtype is a run-time value."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+
+from ..specs import PARAM_FORMS
+
+VECTOR_BYTES = 16
+BF16, F16, F32 = PARAM_FORMS["bfloat16"], PARAM_FORMS["float16"], PARAM_FORMS["float32"]
+CODE_BITS = 2
+
+
+def elements(dtype: type[cutlass.Numeric]) -> int:
+    """In a vector."""
+    return VECTOR_BYTES * 8 // dtype.width
+
+
+def run_at(dtype: type[cutlass.Numeric], address: Int64, first: Int64, count: int) -> cute.Tensor:
+    """`count` elements in memory from element `first` on, a multiple of `count` from a 16-byte-aligned address."""
+    itemsize = dtype.width // 8
+    align = min(VECTOR_BYTES, count * itemsize)
+    # Assumed, not made: `Pointer.align` rounds at run time.
+    pointer = cute.make_ptr(dtype, address + Int64(first) * itemsize, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def shared_at(dtype: type[cutlass.Numeric], pointer: cute.Pointer, count: int) -> cute.Tensor:
+    """`count` elements in shared memory, from an address that is a multiple of their size, or of 16 bytes."""
+    align = min(VECTOR_BYTES, count * dtype.width // 8)
+    first = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=align)
+    return cute.make_tensor(first, cute.make_layout(count))
+
+
+def load_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64) -> cute.Tensor:
+    """Registers holding a vector as it is stored: converting waits for the load, so it comes later."""
+    count = elements(dtype)
+    raw = cute.make_rmem_tensor(count, dtype)
+    raw.store(run_at(dtype, address, vector * count, count).load())
+    return raw
+
+
+def floats(raw: cute.Tensor) -> cute.Tensor:
+    """Registers as float32."""
+    if raw.element_type is Float32:
+        return raw
+    result = cute.make_rmem_tensor(raw.shape, Float32)
+    result.store(raw.load().to(Float32))
+    return result
+
+
+def store_vector(dtype: type[cutlass.Numeric], address: Int64, vector: Int64, values: cute.Tensor) -> None:
+    """A vector of float32 registers to memory, rounded to `dtype`."""
+    count = elements(dtype)
+    run_at(dtype, address, vector * count, count).store(values.load().to(dtype))
+
+
+def dtype_code(forms: Int32, parameter: int) -> Int32:
+    """The dtype of one parameter, of several in one number, as of specs.PARAM_FORMS."""
+    return (forms >> (CODE_BITS * parameter)) & ((1 << CODE_BITS) - 1)
+
+
+@cute.jit
+def load_params(address: Int64, code: Int32, first: Int64, count: cutlass.Constexpr[int]) -> cute.Tensor:
+    """`count` parameters from `first` on, a multiple of it, as float32."""
+    values = cute.make_rmem_tensor(count, Float32)
+    if code == BF16:
+        values.store(run_at(BFloat16, address, first, count).load().to(Float32))
+    elif code == F16:
+        values.store(run_at(Float16, address, first, count).load().to(Float32))
+    else:
+        values.store(run_at(Float32, address, first, count).load())
+    return values
+
+
+@cute.jit
+def store_params(address: Int64, code: Int32, first: Int64, values: cute.Tensor):
+    """Registers as parameters, rounded to their dtype."""
+    count = const_expr(cute.size(values))
+    if code == BF16:
+        run_at(BFloat16, address, first, count).store(values.load().to(BFloat16))
+    elif code == F16:
+        run_at(Float16, address, first, count).store(values.load().to(Float16))
+    else:
+        run_at(Float32, address, first, count).store(values.load())
+
+
+@cute.jit
+def store_param(address: Int64, code: Int32, index: Int64, value: Float32):
+    """One parameter."""
+    values = cute.make_rmem_tensor(1, Float32)
+    values[0] = value
+    store_params(address, code, index, values)

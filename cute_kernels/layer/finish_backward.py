@@ -1,0 +1,113 @@
+"""What a backward leaves for last: row sums that span tiles, and zeros in the rows that belong to no expert."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..schedule.groups import Groups, last_row_end
+from ..specs import TailSpec
+from ..tracing import DTYPES, Traced, traced
+
+THREADS = 256
+WARP = 32
+VECTOR = 8  # 16-bit elements of one 16-byte store
+LOADS = 16  # partial sums under way a thread: a row of Mixtral-8x7B has 112
+
+
+class RowSums(NamedTuple):
+    """Addresses of row sums (float32 [T], 0: not wanted) and of their parts (float32 [num_parts, T])."""
+
+    result: Int64
+    parts: Int64
+    num_parts: Int32
+
+
+class Rows(NamedTuple):
+    """16-bit rows at an address, `pitch` elements apart; 0 columns: none."""
+
+    address: Int64
+    columns: Int32
+    pitch: Int64
+
+
+class FinishBackward(Invariant):
+    """Adds parts of row sums in their order, and zeroes behind the last group a 16-bit matrix and the sums.
+
+    It comes behind the kernels of this package that made the parts and the matrix, which write nothing of what it
+    writes, and starts while they drain: zeros first, for the parts are there only when those have ended.
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric]):
+        self.name = name
+        self.dtype = dtype
+
+    @cute.jit
+    def launch(self, matrix: Rows, sums: RowSums, groups: Groups, num_sms: Int32, stream: cuda.CUstream):
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(matrix, sums, groups).launch(
+            grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, matrix: Rows, sums: RowSums, groups: Groups):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        end = last_row_end(groups)
+        if matrix.columns > 0:
+            self._zero_rows(matrix, end + block * (THREADS // WARP) + thread // WARP, groups.rows, blocks)
+        first, step = block * THREADS + thread, blocks * THREADS
+        if sums.result != 0:
+            for row in cutlass.range(end + first, groups.rows, step):
+                vector_at(Float32, sums.result)[row] = Float32(0.0)
+        # Whoever comes next in the stream may rely on the kernels before this one being done.
+        cute.arch.griddepcontrol_wait()
+        if sums.result != 0:
+            for row in cutlass.range(first, end, step):
+                self._add(sums, row, groups.rows)
+
+    @cute.jit
+    def _zero_rows(self, matrix: Rows, first: Int32, num_rows: Int32, blocks: Int32):
+        """A row a warp."""
+        zeros = cute.make_rmem_tensor(VECTOR, self.dtype)
+        zeros.fill(0.0)
+        for row in cutlass.range(first, num_rows, blocks * (THREADS // WARP)):
+            line = vector_at(self.dtype, matrix.address + Int64(row) * matrix.pitch * (self.dtype.width // 8))
+            for i in cutlass.range(cute.arch.lane_idx(), matrix.columns // VECTOR, WARP):
+                at = (line.iterator + i * VECTOR).align(VECTOR * self.dtype.width // 8)
+                cute.make_tensor(at, cute.make_layout(VECTOR)).store(zeros.load())
+
+    @cute.jit
+    def _add(self, sums: RowSums, row: Int32, num_rows: Int32):
+        parts = vector_at(Float32, sums.parts)
+        total = Float32(0.0)
+        for part in cutlass.range(sums.num_parts, unroll=LOADS):
+            total += parts[part * num_rows + row]
+        vector_at(Float32, sums.result)[row] = total
+
+
+class Finish:
+    def __init__(self, spec: TailSpec):
+        self.finish = FinishBackward(spec.name, DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(
+        self, act: cute.Tensor, dx: Int64, dx_columns: Int32, dx_pitch: Int64, d_scale: Int64, partials: Int64,
+        part_columns: Int32, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, num_sms: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if act.shape[0] > 0:
+            sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], part_columns))
+            sizes = Groups(groups, group_form, num_groups, tickets, act.shape[0])
+            self.finish.launch(Rows(dx, dx_columns, dx_pitch), sums, sizes, num_sms, stream)
+
+
+def trace(spec: TailSpec) -> Traced:
+    return traced(spec, Finish(spec))

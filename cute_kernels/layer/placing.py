@@ -1,0 +1,190 @@
+"""Rows of experts: where each choice of each token goes, by a stable counting sort.
+
+A CTA has a chunk of consecutive choices, each warp a run of them. Warps count the experts of their runs; a thread an
+expert adds up what lies before its first row, in other experts, chunks and warps; then each warp goes through its run
+again, 32 choices at a time, and lanes of the same expert take the next rows in their order.
+
+What lies in other chunks was counted by the kernel before, [chunks, E]. One chunk needs no counts of others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.warps import WARP, inclusive_scan, lanes_before, lanes_like
+
+THREADS = 1024
+WARPS = THREADS // WARP
+
+
+class Choices(NamedTuple):
+    """[N, k] expert ids at an address, int64 where `wide`, else int32; those of other experts than `first` .. `first` +
+    `experts` - 1 have no row. Nor have those of tokens from `limit` on.
+    """
+
+    ids: Int64
+    wide: Int32
+    first: Int32
+    experts: Int32
+    k: Int32
+    limit: Int32
+
+    def expert(self, index: Int32) -> Int32:
+        """Of a choice, counted from `first`; -1 without a row."""
+        return _expert(self, index)
+
+
+@cute.jit
+def _expert(choices: Choices, index: Int32) -> Int32:
+    wide = Int64(0)
+    if choices.wide != 0:
+        wide = vector_at(Int64, choices.ids)[index]
+    else:
+        wide = Int64(vector_at(Int32, choices.ids)[index])
+    wide -= choices.first
+    has_row = (wide >= 0) & (wide < choices.experts) & (index // choices.k < choices.limit)
+    return select(has_row, Int32(wide), Int32(-1))
+
+
+@cute.jit
+def token_limit(address: Int64, tokens: Int32) -> Int32:
+    """The number of tokens that are no padding: at an address, 0 where all are."""
+    limit = tokens
+    if address != 0:
+        limit = cutlass.max(Int32(0), cutlass.min(vector_at(Int32, address)[0], tokens))
+    return limit
+
+
+class Results(NamedTuple):
+    """Addresses: offs [E], token_of_row [T], row_of [N, k] (int32), weight_of_row [T] (float32), as of a Routing;
+    `weights`: float32 [N, k], which rows take theirs from.
+    """
+
+    weights: Int64
+    offs: Int64
+    token_of_row: Int64
+    row_of: Int64
+    weight_of_row: Int64
+
+
+class Placer(Invariant):
+    """The chunk of choices `begin` .. `end` - 1, of all CTAs' the one numbered `chunk`. `capacity`: most experts."""
+
+    def __init__(self, choices: Choices, begin: Int32, end: Int32, capacity: int):
+        self.choices = choices
+        self.begin = begin
+        self.end = end
+        thread, _, _ = cute.arch.thread_idx()
+        self.thread = thread
+        self.warp = cute.arch.make_warp_uniform(thread // WARP)
+        smem = cute.arch.get_dyn_smem(Int32)
+        self.counts = cute.make_tensor(smem, cute.make_layout((capacity, WARPS)))
+        self.totals = cute.make_tensor(smem + capacity * WARPS, cute.make_layout(WARPS))
+        self.capacity = capacity
+
+    @staticmethod
+    def num_bytes(capacity: int) -> int:
+        return (capacity + 1) * WARPS * 4
+
+    def _run(self) -> tuple[Int32, Int32]:
+        """This warp's choices: begin and end."""
+        length = cute.ceil_div(self.end - self.begin, THREADS) * WARP
+        begin = cutlass.min(self.begin + self.warp * length, self.end)
+        return begin, cutlass.min(begin + length, self.end)
+
+    @cute.jit
+    def count(self):
+        """Each warp's choices of each expert, in shared memory."""
+        for i in cutlass.range(self.thread, self.capacity * WARPS, THREADS):
+            self.counts[i % self.capacity, i // self.capacity] = Int32(0)
+        cute.arch.sync_threads()
+        begin, end = self._run()
+        for index in cutlass.range(begin + cute.arch.lane_idx(), end, WARP):
+            expert = self.choices.expert(index)
+            if expert >= 0:
+                at = self.counts.iterator + expert + self.capacity * self.warp
+                cute.arch.atomic_add(at, Int32(1), sem="relaxed", scope="cta")
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def leave_counts(self, counts: Int64, chunk: Int32):
+        """The chunk's choices of each expert, for the kernel that places them."""
+        if self.thread < self.choices.experts:
+            total = Int32(0)
+            for warp in cutlass.range_constexpr(WARPS):
+                total += self.counts[self.thread, warp]
+            vector_at(Int32, counts)[chunk * self.choices.experts + self.thread] = total
+
+    @cute.jit
+    def place(self, results: Results, counts: Int64, chunk: Int32, chunks: Int32):
+        """Rows of the chunk's choices, after `count`; `counts`: of all chunks, where there are several."""
+        before, total = self._elsewhere(counts, chunk, chunks)
+        ends = self._scan(total)
+        if (chunk == 0) & (self.thread < self.choices.experts):
+            vector_at(Int32, results.offs)[self.thread] = ends
+        if self.thread < self.capacity:
+            row = ends - total + before
+            for warp in cutlass.range_constexpr(WARPS):
+                mine = self.counts[self.thread, warp]
+                self.counts[self.thread, warp] = row
+                row += mine
+        cute.arch.sync_threads()
+        self._place(results)
+
+    @cute.jit
+    def _elsewhere(self, counts: Int64, chunk: Int32, chunks: Int32) -> tuple[Int32, Int32]:
+        """Of this thread's expert, the choices in chunks before this one, and in all."""
+        before = Int32(0)
+        total = Int32(0)
+        if chunks > 1:
+            if self.thread < self.choices.experts:
+                for other in cutlass.range(chunks, unroll=8):
+                    there = vector_at(Int32, counts)[other * self.choices.experts + self.thread]
+                    total += there
+                    before += select(other < chunk, there, Int32(0))
+        elif self.thread < self.capacity:
+            for warp in cutlass.range_constexpr(WARPS):
+                total += self.counts[self.thread, warp]
+        return before, total
+
+    @cute.jit
+    def _scan(self, value: Int32) -> Int32:
+        """The sum over this thread and all before it."""
+        lane = cute.arch.lane_idx()
+        within = inclusive_scan(value, lane)
+        if lane == WARP - 1:
+            self.totals[self.warp] = within
+        cute.arch.sync_threads()
+        others = select(lane < self.warp, self.totals[lane], Int32(0))
+        return within + Int32(cute.arch.warp_redux_sync(others, "add"))
+
+    @cute.jit
+    def _place(self, results: Results):
+        begin, end = self._run()
+        lane = cute.arch.lane_idx()
+        for base in cutlass.range(begin, end, WARP, unroll=1):
+            index = base + lane
+            expert = Int32(-1)
+            if index < end:
+                expert = self.choices.expert(index)
+            alike = lanes_like(expert)
+            rank = cute.arch.popc(alike & lanes_before())
+            row = Int32(-1)
+            if expert >= 0:
+                row = self.counts[expert, self.warp] + rank
+            cute.arch.sync_warp()
+            if (expert >= 0) & (rank == 0):
+                self.counts[expert, self.warp] = row + cute.arch.popc(alike)
+            cute.arch.sync_warp()
+            if index < end:
+                vector_at(Int32, results.row_of)[index] = row
+            if expert >= 0:
+                vector_at(Int32, results.token_of_row)[row] = index // self.choices.k
+                vector_at(Float32, results.weight_of_row)[row] = vector_at(Float32, results.weights)[index]

@@ -1,0 +1,147 @@
+"""From logits, or from ids that another router chose, to the rows of experts.
+
+    choose   logits -> ids, weights; of a single chunk also the rows, else the chunk's counts
+    count    ids -> a chunk's counts
+    place    ids, counts -> rows
+
+A CTA of 32 warps has a chunk of tokens. The rows of one chunk need no other CTA, so that few tokens are one launch of
+one CTA, and more are two launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.warps import WARP
+from ..specs import LayerSpec
+from ..tracing import Traced, traced
+from .choice import Chooser, Logits, Rule
+from .placing import THREADS, WARPS, Choices, Placer, Results, token_limit
+
+
+class _Chunks(Invariant):
+    """A kernel of a CTA for each chunk of tokens."""
+
+    def __init__(self, spec: LayerSpec):
+        self.name = spec.name
+        self.capacity = spec.experts
+
+    kernel: Any
+
+    def _launch(self, arguments: tuple, tokens: Int32, chunk: Int32, stream: cuda.CUstream, follows: Int32) -> None:
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(*arguments, tokens, chunk).launch(
+            grid=(cute.ceil_div(tokens, chunk), 1, 1),
+            block=(THREADS, 1, 1),
+            smem=Placer.num_bytes(self.capacity),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=follows,
+        )
+
+    def _placer(self, choices: Choices, tokens: Int32, chunk: Int32) -> Placer:
+        block, _, _ = cute.arch.block_idx()
+        end = cutlass.min((block + 1) * chunk, tokens)
+        return Placer(choices, block * chunk * choices.k, end * choices.k, self.capacity)
+
+
+class Choose(_Chunks):
+    @cute.jit
+    def __call__(
+        self, logits: Int64, bias: Int64, num_tokens: Int64, ids: Int64, weights: Int64, offs: Int64,
+        token_of_row: Int64, row_of: Int64, weight_of_row: Int64, workspace: Int64, forms: Int32, tokens: Int32,
+        experts: Int32, k: Int32, score: Int32, normalize: Int32, num_groups: Int32, top_groups: Int32, chunk: Int32,
+        scale: Float32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            rule = Rule(k, score, normalize, num_groups, top_groups, scale)
+            results = Results(weights, offs, token_of_row, row_of, weight_of_row)
+            arguments = (Logits(logits, forms, experts, bias), rule, num_tokens, ids, results, workspace)
+            self._launch(arguments, tokens, chunk, stream, Int32(0))
+
+    @cute.kernel
+    def kernel(
+        self, logits: Logits, rule: Rule, num_tokens: Int64, ids: Int64, results: Results, workspace: Int64,
+        tokens: Int32, chunk: Int32,
+    ):  # fmt: skip
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
+        limit = token_limit(num_tokens, tokens)
+        chooser = Chooser(logits, rule, self.capacity)
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        end = cutlass.min((block + 1) * chunk, tokens)
+        for token in cutlass.range(block * chunk + thread // WARP, end, WARPS, unroll=1):
+            expert = Int32(-1)
+            weight = Float32(0.0)
+            if token < limit:
+                expert, weight = chooser.choose(token)
+            if lane < rule.k:
+                vector_at(Int32, ids)[token * rule.k + lane] = expert
+                vector_at(Float32, results.weights)[token * rule.k + lane] = weight
+        cute.arch.sync_threads()
+        choices = Choices(ids, Int32(0), Int32(0), logits.experts, rule.k, limit)
+        placer = self._placer(choices, tokens, chunk)
+        placer.count()
+        if workspace != 0:
+            placer.leave_counts(workspace, block)
+        else:
+            placer.place(results, workspace, block, Int32(1))
+
+
+class Count(_Chunks):
+    @cute.jit
+    def __call__(
+        self, ids: Int64, num_tokens: Int64, workspace: Int64, wide: Int32, first: Int32, tokens: Int32,
+        experts: Int32, k: Int32, chunk: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            choices = Choices(ids, wide, first, experts, k, Int32(0))
+            self._launch((choices, num_tokens, workspace), tokens, chunk, stream, Int32(0))
+
+    @cute.kernel
+    def kernel(self, choices: Choices, num_tokens: Int64, workspace: Int64, tokens: Int32, chunk: Int32):
+        cute.arch.griddepcontrol_launch_dependents()
+        block, _, _ = cute.arch.block_idx()
+        placer = self._placer(choices._replace(limit=token_limit(num_tokens, tokens)), tokens, chunk)
+        placer.count()
+        placer.leave_counts(workspace, block)
+
+
+class Place(_Chunks):
+    @cute.jit
+    def __call__(
+        self, ids: Int64, weights: Int64, num_tokens: Int64, offs: Int64, token_of_row: Int64, row_of: Int64,
+        weight_of_row: Int64, workspace: Int64, wide: Int32, first: Int32, tokens: Int32, experts: Int32, k: Int32,
+        chunk: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            choices = Choices(ids, wide, first, experts, k, Int32(0))
+            results = Results(weights, offs, token_of_row, row_of, weight_of_row)
+            follows = Int32(workspace != 0)
+            self._launch((choices, num_tokens, results, workspace), tokens, chunk, stream, follows)
+
+    @cute.kernel
+    def kernel(
+        self, choices: Choices, num_tokens: Int64, results: Results, workspace: Int64, tokens: Int32, chunk: Int32
+    ):  # fmt: skip
+        cute.arch.griddepcontrol_wait()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        placer = self._placer(choices._replace(limit=token_limit(num_tokens, tokens)), tokens, chunk)
+        placer.count()
+        placer.place(results, workspace, block, blocks)
+
+
+KERNELS = {"choose": Choose, "count": Count, "place": Place}
+
+
+def trace(spec: LayerSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec))

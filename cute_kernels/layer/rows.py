@@ -1,0 +1,149 @@
+"""Tokens to rows and back: permute, row[row_of[n, j]] = x[n], and combine, out[n] = residual[n] + sum over j of
+y[row_of[n, j]]. Each is the other's gradient.
+
+A thread has 16 bytes of a token and its k rows one after the other: bytes are the bound, of N k + N rows (with a
+residual N more). Sums are float32, in the order of j, rounded once. Row -1 is none: nothing is read or written for it.
+
+A CTA has 128 vectors of one token. Where a thread's index told both, a division of 64 bits took as long as two rows:
+combine of 4096 tokens of 2 rows of 4096 had 0.65 of the copy rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.vectors import elements, floats, load_vector, store_vector
+from ..specs import LayerSpec
+from ..tracing import DTYPES, Traced, traced
+
+THREADS = 256
+VECTORS = 128  # of a token, a CTA
+UNROLL = 4  # rows under way a thread: with 8, registers leave an SM 900 threads, too few for sums of 2 rows
+
+
+class _Rows(Invariant):
+    """A thread for each 16 bytes of each token."""
+
+    def __init__(self, spec: LayerSpec):
+        self.name = spec.name
+        self.dtype = DTYPES[spec.dtype]
+
+    kernel: Any
+
+    def _launch(
+        self, addresses: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
+    ) -> None:  # fmt: skip
+        """Early, by programmatic launch, where `position` kernels of the same call come before."""
+        vectors = width // elements(self.dtype)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(*addresses, k, vectors).launch(
+            grid=(tokens, cute.ceil_div(vectors, VECTORS), 1),
+            block=(VECTORS, 1, 1),
+            stream=stream,
+            use_pdl=Int32(position > 0),
+        )
+
+    @staticmethod
+    def _place() -> tuple[Int64, Int32]:
+        """This thread's token, and its column in vectors."""
+        thread, _, _ = cute.arch.thread_idx()
+        token, part, _ = cute.arch.block_idx()
+        return Int64(token), part * VECTORS + thread
+
+
+class Combine(_Rows):
+    @cute.jit
+    def __call__(
+        self, y: Int64, row_of: Int64, residual: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32,
+        position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            self._launch((y, row_of, residual, out), tokens, k, width, position, stream)
+
+    @cute.kernel
+    def kernel(self, y: Int64, row_of: Int64, residual: Int64, out: Int64, k: Int32, vectors: Int32):
+        token, column = self._place()
+        index = token * vectors + column
+        cute.arch.griddepcontrol_wait()
+        if column < vectors:
+            count = elements(self.dtype)
+            sums = cute.make_rmem_tensor(count, Float32)
+            sums.fill(0.0)
+            if residual != 0:
+                sums.store(floats(load_vector(self.dtype, residual, index)).load())
+            rows = vector_at(Int32, row_of + token * k * 4)
+            for first in cutlass.range(0, k, UNROLL, unroll=1):
+                # All loads are under way before the first sum.
+                found = cute.make_rmem_tensor(UNROLL, Int32)
+                found.fill(-1)
+                raw = cute.make_rmem_tensor((count, UNROLL), self.dtype)
+                for j in cutlass.range_constexpr(UNROLL):
+                    if first + j < k:
+                        found[j] = rows[first + j]
+                for j in cutlass.range_constexpr(UNROLL):
+                    if found[j] >= 0:
+                        raw[None, j].store(load_vector(self.dtype, y, Int64(found[j]) * vectors + column).load())
+                for j in cutlass.range_constexpr(UNROLL):
+                    if found[j] >= 0:
+                        sums.store(sums.load() + raw[None, j].load().to(Float32))
+            store_vector(self.dtype, out, index, sums)
+
+
+class Permute(_Rows):
+    @cute.jit
+    def __call__(
+        self, x: Int64, row_of: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32, stream: cuda.CUstream
+    ):
+        if tokens > 0:
+            self._launch((x, row_of, out), tokens, k, width, Int32(0), stream)
+
+    @cute.kernel
+    def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
+        token, column = self._place()
+        if column < vectors:
+            value = floats(load_vector(self.dtype, x, token * vectors + column))
+            rows = vector_at(Int32, row_of + token * k * 4)
+            for j in cutlass.range(k, unroll=UNROLL):
+                row = rows[j]
+                if row >= 0:
+                    store_vector(self.dtype, out, Int64(row) * vectors + column, value)
+
+
+class RowWeightsBackward(Invariant):
+    """d_weights[n, j] = d_rows[row_of[n, j]], 0 without a row: the gradient of the weights that rows took."""
+
+    def __init__(self, spec: LayerSpec):
+        self.name = spec.name
+
+    @cute.jit
+    def __call__(self, d_rows: Int64, row_of: Int64, d_weights: Int64, tokens: Int32, k: Int32, stream: cuda.CUstream):
+        if tokens > 0:
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(d_rows, row_of, d_weights, tokens * k).launch(
+                grid=(cute.ceil_div(tokens * k, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            )
+
+    @cute.kernel
+    def kernel(self, d_rows: Int64, row_of: Int64, d_weights: Int64, total: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        index = block * THREADS + thread
+        if index < total:
+            row = vector_at(Int32, row_of)[index]
+            there = vector_at(Float32, d_rows)[cutlass.max(row, Int32(0))]
+            vector_at(Float32, d_weights)[index] = select(row >= 0, there, Float32(0.0))
+
+
+KERNELS = {"combine": Combine, "permute": Permute, "row_weights_backward": RowWeightsBackward}
+
+
+def trace(spec: LayerSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec))

@@ -1,0 +1,1 @@
+"""How TMA reaches experts' weights and rows of a group."""

@@ -1,0 +1,177 @@
+"""How expert weights look to TMA: one descriptor for packed weights, for lists of experts and for every GLU layout.
+
+A TMA descriptor multiplies coordinates by strides and knows nothing of tensors, so the expert is not a dimension of
+E but an address: coordinates (lo, hi) count 16-byte units from the descriptor's base, lo in units of 16 bytes and hi
+in units of 1 GiB. An expert of a packed tensor lies at e * stride, an expert of a list wherever a table says.
+
+A gated layer's tile takes as many rows of the activated half as of the linear half, `parts` = 2 loads into one
+shared-memory tile [a rows | u rows], so that both halves of an output land in the same thread's accumulators. Where
+the rows of a half lie is a matter of strides only:
+
+    layout         row i of half h            dimension of i          distance of the halves
+    concat         h I + i                    I : K                   I K
+    interleaved    2 i + h                    I : 2 K                 K
+    interleaved32  64 (i / 32) + 32 h + i%32  (32, I/32) : (K, 64 K)  32 K
+
+So a kernel for blocks of 32 rows serves every layout of a half of whole blocks (form "blocked"), and one for rows at
+one stride the first two (form "strided"). Of "concat" the halves may be two tensors, whose distance is that of their
+addresses: the descriptor's base is then the lower one.
+
+The bounds of i and of k are the descriptor's, so a tile that hangs over an edge is filled with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from ..device.gmem import vector_at
+from ..device.select import select
+from ..schedule.work import WorkTile
+from ..specs import BLOCK_ROWS, LAYOUTS
+
+UNIT_BYTES = 16
+LOG2_UNITS_PER_HI = 26
+# The descriptor's bounds of (lo, hi): past any address, since only the bounds of i and k are meant to clip.
+LO_BOUND = 2**31 - 1
+HI_BOUND = 2**20
+# L2's policies, as PTX's `createpolicy.fractional.L2::evict_first` and `evict_last` make them on sm_90: for what nobody
+# reads again, and for what others read while much is written.
+EVICT_FIRST, EVICT_LAST = 0x12F0000000000000, 0x14F0000000000000
+LINE_BYTES = 128
+
+
+class ExpertAddress(NamedTuple):
+    """Where an expert starts: `table` is the address of int64 [E] offsets in 16-byte units, or 0 for packed weights.
+
+    part_units: the distance of the second part from the first; below zero where it is a tensor that lies before.
+    """
+
+    table: Int64
+    expert_units: Int64
+    part_units: Int64
+
+
+class GateRows(NamedTuple):
+    """Where a gated layer's weight rows lie, at run time: row i of half h is i % 32 * step + i / 32 * block + h * half.
+
+    `layout`: its number, of specs.LAYOUTS.
+    """
+
+    layout: Int32
+    step: Int32
+    block: Int32
+    half: Int32
+
+
+NO_GATE = GateRows(Int32(0), Int32(1), Int32(BLOCK_ROWS), Int32(0))
+
+
+def gate_rows(layout: Int32, rows: Int32) -> GateRows:
+    """Of an expert with so many weight rows, both halves'."""
+    is_concat, is_interleaved = layout == LAYOUTS["concat"], layout == LAYOUTS["interleaved"]
+    half = select(is_concat, rows // 2, select(is_interleaved, Int32(1), Int32(BLOCK_ROWS)))
+    block = select(is_concat, Int32(BLOCK_ROWS), Int32(2 * BLOCK_ROWS))
+    return GateRows(layout, select(is_interleaved, Int32(2), Int32(1)), block, half)
+
+
+def _units(elements: Int64, dtype: type[cutlass.Numeric]) -> Int64:
+    num_bytes = elements * (dtype.width // 8) if dtype.width >= 8 else elements // (8 // dtype.width)
+    return num_bytes // UNIT_BYTES
+
+
+def weight_rows(w: cute.Tensor, up: Int64 | None) -> Int32:
+    """Of an expert, both parts'. `up`: as of `weight_view`."""
+    rows = Int32(w.shape[1])
+    return rows if up is None else select(up != 0, 2 * rows, rows)
+
+
+@cute.jit
+def weight_view(
+    w: cute.Tensor, table: Int64, parts: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
+    transposed: cutlass.Constexpr[bool], gate: GateRows = NO_GATE, up: Int64 | None = None,
+):  # fmt: skip
+    """w [E,N,K] as (tensor (n, k, lo, hi), ExpertAddress), n and k named as the MMA sees them.
+
+    `layout`: one of specs.LAYOUT_FORMS; `gate` says which of its several.
+    `transposed` contracts over w's rows: n is w's last dimension, k its rows. Two parts of it are the halves of
+    "concat"; columns of the other layouts come as they lie.
+    `up`: the address of the second part where that is a tensor like w, which then is the first; 0: w has both.
+    """
+    _, rows, cols = w.shape
+    row_stride = Int64(cols)
+    half = rows // parts
+    if const_expr(up is not None and not transposed):
+        half = weight_rows(w, up) // parts
+    if const_expr(layout == "interleaved32"):
+        n_shape, n_stride = (BLOCK_ROWS, half // BLOCK_ROWS), (row_stride, 2 * BLOCK_ROWS * row_stride)
+        part_stride = BLOCK_ROWS * row_stride
+    elif const_expr(layout == "interleaved"):
+        n_shape, n_stride, part_stride = half, 2 * row_stride, row_stride
+    elif const_expr(layout == "blocked"):
+        n_shape, n_stride = (BLOCK_ROWS, half // BLOCK_ROWS), (gate.step * row_stride, gate.block * row_stride)
+        part_stride = gate.half * row_stride
+    elif const_expr(layout == "strided"):
+        n_shape, n_stride, part_stride = half, gate.step * row_stride, gate.half * row_stride
+    else:
+        n_shape, n_stride, part_stride = half, row_stride, half * row_stride
+
+    unit = UNIT_BYTES * 8 // w.element_type.width
+    address_shape, address_stride = (LO_BOUND, HI_BOUND), (unit, unit << LOG2_UNITS_PER_HI)
+    if const_expr(transposed):
+        part_stride = cols if const_expr(parts == 1) else cols // parts
+        view = cute.make_layout((part_stride, rows, *address_shape), stride=(1, row_stride, *address_stride))
+    else:
+        view = cute.make_layout((n_shape, cols, *address_shape), stride=(n_stride, 1, *address_stride))
+    base, part_units = w.iterator, _units(Int64(part_stride), w.element_type)
+    if const_expr(up is not None):
+        first = w.iterator.toint()
+        part_units = select(up != 0, (up - first) // UNIT_BYTES, part_units)
+        lowest = select((up != 0) & (up < first), up, first)
+        base = cute.make_ptr(w.element_type, lowest, cute.AddressSpace.gmem, assumed_align=UNIT_BYTES)
+    address = ExpertAddress(table, _units(Int64(w.stride[0]), w.element_type), part_units)
+    return cute.make_tensor(base, view), address
+
+
+@cute.jit
+def expert_offset(address: ExpertAddress, expert: Int32) -> Int64:
+    """Where the expert starts, in 16-byte units from the descriptor's base."""
+    units = expert * address.expert_units
+    if address.table != 0:
+        units = vector_at(Int64, address.table)[expert]
+    return units
+
+
+def part_offset(address: ExpertAddress, part: int) -> Int64:
+    """Where a part of an expert starts, in 16-byte units from the lower of its two."""
+    return cutlass.max(address.part_units if part else -address.part_units, Int64(0))
+
+
+def row_of(layout: str, gate: GateRows, column: Int32, part: int | Int32, half: Int32) -> Int32:
+    """The weight row behind a column of part 0 (a) or 1 (u) of a gated layer with `half` rows of each."""
+    if layout not in LAYOUTS:
+        return column % BLOCK_ROWS * gate.step + column // BLOCK_ROWS * gate.block + part * gate.half
+    rows = {
+        "concat": part * half + column,
+        "interleaved": 2 * column + part,
+        "interleaved32": column // BLOCK_ROWS * (2 * BLOCK_ROWS) + part * BLOCK_ROWS + column % BLOCK_ROWS,
+    }
+    return rows[layout]
+
+
+def lo_hi(units: Int64) -> tuple[Int32, Int32]:
+    """The descriptor's coordinates of an offset in 16-byte units."""
+    return Int32(units & ((1 << LOG2_UNITS_PER_HI) - 1)), Int32(units >> LOG2_UNITS_PER_HI)
+
+
+def evict_first(work: WorkTile, tile_m: int, row_bytes: Int32) -> Boolean:
+    """Whether a tile's weights should be the first to leave L2: nobody reads them again, where a group is one row tile.
+
+    Not where rows of weights begin within lines of L2: a line that left half-read comes from memory again (rows of 2880
+    bytes, gpt-oss-120b in MXFP8: 5 % more time).
+    """
+    is_read_once = (work.m_tile == 0) & (work.group_end - work.row <= tile_m)
+    return is_read_once & (row_bytes % LINE_BYTES == 0)

@@ -1,0 +1,126 @@
+"""out[t, c] = sum over j of h_pre[t, j] x[t, j, c], and its gradients.
+
+Both stream: 16 bytes of each of the n streams a thread. Forward cuts all (token, vector) pairs evenly over threads:
+nothing ties a token's vectors together. Backward gives a token to a CTA, so that the sums over C end inside it.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.invariant import Invariant
+from ..device.vectors import elements, floats, load_params, load_vector, store_param, store_vector
+from ..specs import MhcSpec
+from ..tracing import DTYPES, Traced, traced
+from .token_sums import TokenSums
+
+FORWARD_THREADS = 256
+VECTORS_PER_THREAD = 2
+BACKWARD_THREADS = 128
+
+
+class Aggregate(Invariant):
+    """Forward. `dtype`: of the streams; n of them."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.dtype = dtype
+        self.n = n
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, tokens: Int32, width: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            vectors = width // elements(self.dtype)
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(x, h_pre, out, forms, Int64(tokens) * vectors, vectors).launch(
+                grid=(cute.ceil_div(Int64(tokens) * vectors, FORWARD_THREADS * VECTORS_PER_THREAD), 1, 1),
+                block=(FORWARD_THREADS, 1, 1),
+                stream=stream,
+            )
+
+    @cute.kernel
+    def kernel(self, x: Int64, h_pre: Int64, out: Int64, forms: Int32, total: Int64, vectors: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        first = Int64(block) * (FORWARD_THREADS * VECTORS_PER_THREAD) + thread
+        raw, weights, at = [], [], []
+        for i in cutlass.range_constexpr(VECTORS_PER_THREAD):
+            # Past the end the last vector stands in, so that all loads are under way before the first is used.
+            index = cutlass.min(first + i * FORWARD_THREADS, total - 1)
+            token = index // vectors
+            column = index - token * vectors
+            source = token * self.n * vectors + column
+            raw.append([load_vector(self.dtype, x, source + j * vectors) for j in range(self.n)])
+            weights.append(load_params(h_pre, forms, token * self.n, self.n))
+            at.append(first + i * FORWARD_THREADS)
+        for i in cutlass.range_constexpr(VECTORS_PER_THREAD):
+            total_of_streams = cute.make_rmem_tensor(elements(self.dtype), Float32)
+            total_of_streams.fill(0.0)
+            for j in cutlass.range_constexpr(self.n):
+                total_of_streams.store(total_of_streams.load() + floats(raw[i][j]).load() * weights[i][j])
+            if at[i] < total:
+                store_vector(self.dtype, out, at[i], total_of_streams)
+
+
+class AggregateBackward(Invariant):
+    """d_x[t, j, c] = h_pre[t, j] d_out[t, c]; d_h_pre[t, j] = sum over c of d_out[t, c] x[t, j, c]. Either may be 0."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.dtype = dtype
+        self.n = n
+
+    @cute.jit
+    def __call__(
+        self, d_out: Int64, x: Int64, h_pre: Int64, d_x: Int64, d_h_pre: Int64, forms: Int32, tokens: Int32,
+        width: Int32, num_sms: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(d_out, x, h_pre, d_x, d_h_pre, forms, width // elements(self.dtype)).launch(
+                grid=(tokens, 1, 1),
+                block=(BACKWARD_THREADS, 1, 1),
+                smem=TokenSums.num_bytes(self.n, BACKWARD_THREADS),
+                stream=stream,
+            )
+
+    @cute.kernel
+    def kernel(self, d_out: Int64, x: Int64, h_pre: Int64, d_x: Int64, d_h_pre: Int64, forms: Int32, vectors: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        token = Int64(block)
+        sums = TokenSums(self.n, BACKWARD_THREADS)
+        weights = load_params(h_pre, forms, token * self.n, self.n)
+        dots = cute.make_rmem_tensor(self.n, Float32)
+        dots.fill(0.0)
+        for column in cutlass.range(thread, vectors, BACKWARD_THREADS):
+            here = token * self.n * vectors + column
+            raw = [load_vector(self.dtype, x, here + j * vectors) for j in range(self.n)]
+            d = floats(load_vector(self.dtype, d_out, token * vectors + column))
+            if d_x != 0:
+                for j in cutlass.range_constexpr(self.n):
+                    scaled = cute.make_rmem_tensor(elements(self.dtype), Float32)
+                    scaled.store(d.load() * weights[j])
+                    store_vector(self.dtype, d_x, here + j * vectors, scaled)
+            for j in cutlass.range_constexpr(self.n):
+                values = floats(raw[j])
+                for e in cutlass.range_constexpr(elements(self.dtype)):
+                    dots[j] += d[e] * values[e]
+        if d_h_pre != 0:
+            sums.leave(dots, 0)
+            cute.arch.sync_threads()
+            if thread < self.n:
+                store_param(d_h_pre, forms, token * self.n + thread, sums.total(thread, 0))
+
+
+KERNELS = {"aggregate": Aggregate, "aggregate_backward": AggregateBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

@@ -1,0 +1,144 @@
+"""From a projection to coefficients, a warp a token: z = p r alpha + bias, r = 1 / (rms(x) + eps); h_pre = sigmoid(z),
+h_post = 2 sigmoid(z), h_res = z. gates_backward.py has the way back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.vectors import dtype_code, load_params
+from .shapes import GATE_WARPS, outputs
+
+LANES = 32
+FINISH_CTAS_PER_SM = 8
+# Partial sums that a thread reads at a time.
+FINISH_READS = 12
+
+
+class Gates(NamedTuple):
+    """alphas (one number each) and bias [K]; `forms`: of weight, the alphas and the bias."""
+
+    alpha_pre: Int64
+    alpha_post: Int64
+    alpha_res: Int64
+    bias: Int64
+    forms: Int32
+    eps: Float32
+
+
+def sigmoid(z: Float32) -> Float32:
+    return cute.arch.rcp_approx(1.0 + cute.math.exp(-z, fastmath=True))
+
+
+@cute.jit
+def alpha_of(gates: Gates, k: Int32, n: cutlass.Constexpr[int]) -> Float32:
+    """The factor of row k of the weight."""
+    address = gates.alpha_res
+    if k < n:
+        address = gates.alpha_pre
+    elif k < 2 * n:
+        address = gates.alpha_post
+    return load_params(address, dtype_code(gates.forms, 1), Int64(0), 1)[0]
+
+
+class LaneParams(NamedTuple):
+    """For each of a lane's outputs k = lane, lane + 32, ...: alpha and bias; those past the last are zero."""
+
+    alphas: cute.Tensor
+    biases: cute.Tensor
+
+
+@cute.jit
+def lane_params(gates: Gates, n: cutlass.Constexpr[int]) -> LaneParams:
+    rounds = cute.ceil_div(outputs(n), LANES)
+    alphas, biases = cute.make_rmem_tensor(rounds, Float32), cute.make_rmem_tensor(rounds, Float32)
+    alphas.fill(0.0)
+    biases.fill(0.0)
+    for i in cutlass.range_constexpr(rounds):
+        k = cute.arch.lane_idx() + LANES * i
+        if k < outputs(n):
+            alphas[i] = alpha_of(gates, k, n)
+            biases[i] = load_params(gates.bias, dtype_code(gates.forms, 2), Int64(k), 1)[0]
+    return LaneParams(alphas, biases)
+
+
+class ProjectFinish(Invariant):
+    """Adds the slices' sums and applies norm, alpha, bias and gates. Kernel of the projection's forward."""
+
+    def __init__(self, name: str, n: int):
+        self.name = name
+        self.n = n
+        self.outputs = outputs(n)
+
+    @cute.jit
+    def launch(
+        self, sums: tuple, gates: Gates, results: tuple, tokens: Int32, columns: Int32, num_sms: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """sums: addresses of products [slices, T, K] and squares [slices, T], and slices."""
+        ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(sums, gates, results, tokens, columns).launch(
+            grid=(ctas, 1, 1), block=(GATE_WARPS * LANES, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, sums: tuple, gates: Gates, results: tuple, tokens: Int32, columns: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        products, squares, slices = sums
+        h_pre, h_post, h_res, stats = results
+        n, lane = self.n, cute.arch.lane_idx()
+        params = lane_params(gates, n)
+        first = block * GATE_WARPS + cute.arch.make_warp_uniform(thread // LANES)
+        cute.arch.griddepcontrol_wait()
+        for token in cutlass.range(first, tokens, grid * GATE_WARPS):
+            square = Float32(0.0)
+            for first_part in cutlass.range(0, slices, LANES):
+                if first_part + lane < slices:
+                    square += vector_at(Float32, squares)[Int64(first_part + lane) * tokens + token]
+            p = cute.make_rmem_tensor(cute.size(params.alphas), Float32)
+            p.fill(0.0)
+            for first_part in cutlass.range(0, slices, FINISH_READS):
+                self._add(products, slices, tokens, token, first_part, p)
+            square = cute.arch.warp_reduction_sum(square)
+            rms = cute.math.sqrt(square / Float32(columns))
+            r = 1.0 / (rms + gates.eps)
+            at = Int64(token)
+            for i in cutlass.range_constexpr(cute.size(p)):
+                k = lane + LANES * i
+                z = p[i] * r * params.alphas[i] + params.biases[i]
+                if k < n:
+                    vector_at(Float32, h_pre)[at * n + k] = sigmoid(z)
+                elif k < 2 * n:
+                    vector_at(Float32, h_post)[at * n + k - n] = 2.0 * sigmoid(z)
+                elif k < self.outputs:
+                    vector_at(Float32, h_res)[at * (n * n) + k - 2 * n] = z
+                if (stats != 0) & (k < self.outputs):
+                    vector_at(Float32, stats)[at * (self.outputs + 1) + k] = p[i]
+            if (stats != 0) & (lane == 0):
+                vector_at(Float32, stats)[at * (self.outputs + 1) + self.outputs] = rms
+
+    @cute.jit
+    def _add(
+        self, products: Int64, slices: Int32, tokens: Int32, token: Int32, first: Int32, p: cute.Tensor
+    ):  # fmt: skip
+        """Add a lane's sums of some slices, in order. All are read first; past the last slice it is read, not added."""
+        raw = cute.make_rmem_tensor((cute.size(p), FINISH_READS), Float32)
+        for j in cutlass.range_constexpr(FINISH_READS):
+            row = (Int64(cutlass.min(first + j, slices - 1)) * tokens + token) * self.outputs
+            for i in cutlass.range_constexpr(cute.size(p)):
+                k = cutlass.min(cute.arch.lane_idx() + LANES * i, self.outputs - 1)
+                raw[i, j] = vector_at(Float32, products)[row + k]
+        for j in cutlass.range_constexpr(FINISH_READS):
+            if first + j < slices:
+                for i in cutlass.range_constexpr(cute.size(p)):
+                    p[i] += raw[i, j]

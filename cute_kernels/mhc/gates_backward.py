@@ -1,0 +1,298 @@
+"""Back through the gates (gates.py), up to the gradient of p and the factor of x that the norm makes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
+from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
+from .split import split
+
+# Percent of an SM's memory that is shared, for the sums of the CTAs of the gates' backward.
+CARVEOUT = 16
+
+
+class GateInputs(NamedTuple):
+    """Gradients of the coefficients (0 where absent), and what forward left: stats [T, K + 1], p and rms."""
+
+    d_pre: Int64
+    d_post: Int64
+    d_res: Int64
+    stats: Int64
+
+
+class LaneGradients(NamedTuple):
+    """For each of a lane's outputs: where the gradient of token 0's gate lies (0: absent), bytes from token to token,
+    and how many sigmoids the gate is (0: z itself).
+    """
+
+    addresses: list
+    strides: list
+    factors: list
+
+
+class Batch(NamedTuple):
+    """What a lane has of some tokens: p and the gradients of gates [GATE_BATCH, rounds], in whose place those of p are
+    left, and the root mean square of one token, lane % GATE_BATCH.
+    """
+
+    p: cute.Tensor
+    d: cute.Tensor
+    rms: cute.Tensor
+
+
+class GatesBackward(Invariant):
+    """The gradient of p = x weight^T in two orders, the factor of x that the norm makes, and sums over tokens.
+
+    A warp takes `GATE_BATCH` tokens at a time and asks for all that it needs of them before it uses any: with a token
+    pair at a time, and a branch around each read, latency took 18 us where the bytes take 2. See
+    `shapes.backward_workspace`.
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, carveout: int = CARVEOUT):
+        """carveout: percent of an SM's memory that the next kernel shares, which need not wait for another split."""
+        self.name = name
+        self.dtype = dtype
+        self.n = n
+        self.carveout = carveout
+        # 8 streams' batch needs more registers than two CTAs have.
+        self.ctas_per_sm = GATE_CTAS_PER_SM if n < 8 else 1
+        self.outputs = outputs(n)
+        self.rounds = -(-self.outputs // LANES)
+        self.in_blocks = dtype.width == 16
+
+    @cute.jit
+    def launch(
+        self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32,
+        ctas: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """places: addresses of products, pairs, norms and sums; parts: of products in blocks, see `split.py`."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(inputs, gates, places, parts, tokens, columns).launch(
+            grid=(ctas, 1, 1),
+            block=(GATE_BACKWARD_WARPS * LANES, 1, 1),
+            smem=2 * self.rounds * LANES * GATE_BACKWARD_WARPS * 4,
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=self.carveout,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, inputs: GateInputs, gates: Gates, places: tuple, parts: Int32, tokens: Int32, columns: Int32
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        # What the next kernel does before it waits for this one relies on those before this one to have ended.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        products, pairs, norms, sums = places
+        warp = cute.arch.make_warp_uniform(thread // LANES)
+        first, step = block * GATE_BACKWARD_WARPS + warp, grid * GATE_BACKWARD_WARPS
+        batches = cute.ceil_div(tokens, TOKEN_TILE) * (TOKEN_TILE // GATE_BATCH)
+        p, d = (cute.make_rmem_tensor((GATE_BATCH, self.rounds), Float32) for _ in range(2))
+        batch = Batch(p, d, cute.make_rmem_tensor(1, Float32))
+        gradients = self._gradients(inputs)
+        self._read(inputs.stats, gradients, first, tokens, batch)
+        params = lane_params(gates, self.n)
+        of_bias, of_alpha = (cute.make_rmem_tensor(self.rounds, Float32) for _ in range(2))
+        of_bias.fill(0.0)
+        of_alpha.fill(0.0)
+        for index in cutlass.range(first, batches, step):
+            d_r = self._through_gates(params, gradients, gates.eps, index, tokens, batch, of_bias, of_alpha)
+            norm = self._norm(batch.rms[0], gates.eps, d_r, columns)
+            self._leave(products, pairs, norms, parts, index, d, norm)
+            if index + step < batches:
+                self._read(inputs.stats, gradients, index + step, tokens, batch)
+        self._leave_sums(of_bias, of_alpha, sums)
+
+    def _gradients(self, inputs: GateInputs) -> LaneGradients:
+        n, lane, made = self.n, cute.arch.lane_idx(), []
+        for i in range(self.rounds):
+            k = lane + LANES * i
+            is_pre, is_post = k < n, k < 2 * n
+            source = select(is_pre, inputs.d_pre, select(is_post, inputs.d_post, inputs.d_res))
+            place = select(is_pre, k, select(is_post, k - n, k - 2 * n))
+            stride = select(is_post, Int32(n * 4), Int32(n * n * 4))
+            factor = select(is_pre, Float32(1.0), select(is_post, Float32(2.0), Float32(0.0)))
+            is_there = (source != 0) & (k < self.outputs)
+            made.append((select(is_there, source + Int64(place) * 4, Int64(0)), stride, factor))
+        return LaneGradients(*(list(column) for column in zip(*made, strict=True)))
+
+    @cute.jit
+    def _read(self, stats: Int64, gradients: LaneGradients, index: Int32, tokens: Int32, batch: Batch):
+        """A batch; past the last token that one stands in."""
+        lane, row_bytes = cute.arch.lane_idx(), (self.outputs + 1) * 4
+        mine = cutlass.min(index * GATE_BATCH + lane % GATE_BATCH, tokens - 1)
+        batch.rms[0] = vector_at(Float32, stats + Int64(mine) * row_bytes)[self.outputs]
+        for j in cutlass.range_constexpr(GATE_BATCH):
+            token = Int64(cutlass.min(index * GATE_BATCH + j, tokens - 1))
+            row = stats + token * row_bytes
+            for i in cutlass.range_constexpr(self.rounds):
+                k = cutlass.min(lane + LANES * i, self.outputs - 1)
+                batch.p[j, i] = vector_at(Float32, row)[k]
+                # For what is absent something else is read, and not used: behind a branch no other read would begin.
+                first = gradients.addresses[i]
+                source = select(first != 0, first + token * Int64(gradients.strides[i]), row)
+                batch.d[j, i] = vector_at(Float32, source)[0]
+
+    @cute.jit
+    def _through_gates(
+        self, params: LaneParams, gradients: LaneGradients, eps: Float32, index: Int32, tokens: Int32, batch: Batch,
+        of_bias: cute.Tensor, of_alpha: cute.Tensor,
+    ) -> Float32:  # fmt: skip
+        """The gradients of p, in place of those of the gates; adds to the sums over tokens. Returns the gradient of
+        r = 1 / (rms + eps), of the token that the lane has the root mean square of.
+        """
+        mine = cute.arch.lane_idx() % GATE_BATCH
+        r_mine = select(index * GATE_BATCH + mine < tokens, 1.0 / (batch.rms[0] + eps), Float32(0.0))
+        d_r_mine = Float32(0.0)
+        for j in cutlass.range_constexpr(GATE_BATCH):
+            r, d_r = cute.arch.shuffle_sync(r_mine, j), Float32(0.0)
+            is_token = index * GATE_BATCH + j < tokens
+            for i in cutlass.range_constexpr(self.rounds):
+                p, alpha, factor = batch.p[j, i], params.alphas[i], gradients.factors[i]
+                gate = sigmoid(p * r * alpha + params.biases[i])
+                slope = select(factor != 0.0, factor * gate * (1.0 - gate), Float32(1.0))
+                is_there = (gradients.addresses[i] != 0) & is_token
+                dz = select(is_there, batch.d[j, i], Float32(0.0)) * slope
+                batch.d[j, i] = dz * r * alpha
+                d_r += dz * p * alpha
+                of_bias[i] += dz
+                of_alpha[i] += dz * p * r
+            d_r = cute.arch.warp_reduction_sum(d_r)
+            d_r_mine = select(mine == j, d_r, d_r_mine)
+        return d_r_mine
+
+    def _norm(self, rms: Float32, eps: Float32, d_r: Float32, columns: Int32) -> Float32:
+        """The factor of x in the gradient of x: that of rms by x is x / (columns rms)."""
+        r = 1.0 / (rms + eps)
+        return select(rms > 0.0, -d_r * r * r / (Float32(columns) * rms), Float32(0.0))
+
+    @cute.jit
+    def _leave(
+        self, products: Int64, pairs: Int64, norms: Int64, parts: Int32, index: Int32, d: cute.Tensor, norm: Float32
+    ):  # fmt: skip
+        """A batch's gradients of p, and its tokens' factors of x: behind their tile's blocks, or among all tokens'."""
+        lane, token = cute.arch.lane_idx(), index * GATE_BATCH
+        block = products + Int64(token // TOKEN_TILE) * block_bytes(self.n, parts)
+        part_bytes = TOKEN_TILE * self.outputs * 2
+        if lane < GATE_BATCH:
+            place = norms + Int64(token) * 4
+            if const_expr(self.in_blocks):
+                place = block + parts * part_bytes + token % TOKEN_TILE * 4
+            vector_at(Float32, place)[lane] = norm
+        for i in cutlass.range_constexpr(self.rounds):
+            k = lane + LANES * i
+            if k < self.outputs:
+                if const_expr(self.in_blocks):
+                    near, rest = split(d[None, i], self.dtype)
+                    # See `shapes.block_bytes`.
+                    at = (k // 8 * 2 + token % TOKEN_TILE // 8) * 64 + k % 8
+                    self._leave_in_block(block, at, near)
+                    if parts > 1:
+                        self._leave_in_block(block + part_bytes, at, rest)
+                else:
+                    for j in cutlass.range_constexpr(GATE_BATCH):
+                        row = Int64(token + j)
+                        vector_at(self.dtype, products)[row * self.outputs + k] = d[j, i]
+                        vector_at(self.dtype, pairs)[(row // 2 * self.outputs + k) * 2 + j % 2] = d[j, i]
+
+    def _leave_in_block(self, block: Int64, at: Int32, words: cute.Tensor) -> None:
+        """A batch's gradients of an output, below each other."""
+        narrow = cute.recast_tensor(words, self.dtype)
+        for j in range(GATE_BATCH):
+            vector_at(self.dtype, block)[at + 8 * j] = narrow[j]
+
+    @cute.jit
+    def _leave_sums(self, of_bias: cute.Tensor, of_alpha: cute.Tensor, sums: Int64):
+        """This CTA's row of sums: of the bias [K], then of the alphas, by their outputs [K]."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        places = self.rounds * LANES
+        smem = cute.make_tensor(
+            cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((2 * places, GATE_BACKWARD_WARPS))
+        )
+        for i in cutlass.range_constexpr(self.rounds):
+            at = thread % LANES + LANES * i
+            smem[at, thread // LANES] = of_bias[i]
+            smem[at + places, thread // LANES] = of_alpha[i]
+        cute.arch.sync_threads()
+        if thread < 2 * self.outputs:
+            at = thread
+            if thread >= self.outputs:
+                at = thread - self.outputs + places
+            total = Float32(0.0)
+            for warp in cutlass.range_constexpr(GATE_BACKWARD_WARPS):
+                total += smem[at, warp]
+            vector_at(Float32, sums + Int64(block) * (2 * self.outputs * 4))[thread] = total
+
+
+class GateRows(NamedTuple):
+    """Sums over tokens that `GatesBackward` left, [count, 2 K], and where those over rows go: `GateSums`."""
+
+    rows: Int64
+    count: Int32
+    out: Int64
+
+
+class GateSums(Invariant):
+    """Gradients of the bias [K] and the three alphas, one CTA's work beside that of others, in a fixed order."""
+
+    READS = 8
+
+    def __init__(self, n: int, warps: int):
+        self.n = n
+        self.outputs = outputs(n)
+        self.warps = warps
+        self.rounds = -(-2 * self.outputs // LANES)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.rounds * LANES * self.warps * 4
+
+    @cute.jit
+    def add(self, given: GateRows):
+        """By all threads of a CTA; its shared memory: `smem_bytes`."""
+        rows, count, out = given
+        thread, _, _ = cute.arch.thread_idx()
+        lane, warp, width = thread % LANES, thread // LANES, 2 * self.outputs
+        totals = cute.make_rmem_tensor(self.rounds, Float32)
+        totals.fill(0.0)
+        for row in cutlass.range(warp, count, self.warps, unroll=self.READS):
+            for i in cutlass.range_constexpr(self.rounds):
+                k = cutlass.min(lane + LANES * i, width - 1)
+                totals[i] += vector_at(Float32, rows)[Int64(row) * width + k]
+        smem = cute.make_tensor(
+            cute.arch.get_dyn_smem(Float32, alignment=16), cute.make_layout((self.rounds * LANES, self.warps))
+        )
+        for i in cutlass.range_constexpr(self.rounds):
+            smem[lane + LANES * i, warp] = totals[i]
+        cute.arch.sync_threads()
+        if warp == 0:
+            for i in cutlass.range_constexpr(self.rounds):
+                k, total = lane + LANES * i, Float32(0.0)
+                for w in cutlass.range_constexpr(self.warps):
+                    total += smem[k, w]
+                smem[k, 0] = total
+                if k < self.outputs:
+                    vector_at(Float32, out)[k] = total
+            cute.arch.sync_warp()
+            if lane < 3:
+                first, last = self.outputs + lane * self.n, self.outputs + lane * self.n + self.n
+                if lane == 2:
+                    last = Int32(2 * self.outputs)
+                total = Float32(0.0)
+                for k in cutlass.range(first, last):
+                    total += smem[k, 0]
+                vector_at(Float32, out)[self.outputs + lane] = total

@@ -1,0 +1,314 @@
+"""p = x weight^T (24 columns for n = 4) with the rows' norms, then h = alpha p / norm + bias and its gates.
+
+The tensor cores are idle most of the time, so the kernel is a stream of x. A CTA holds a slice of the weight's columns
+in shared memory. Each of its warps takes token tiles of its own and fills a ring of stages by asynchronous copies, two
+whole rows of a stage at a time; no other warp waits for it. A lane's 16 bytes of a row are its share of an MMA operand,
+in whatever order the contraction takes them, and the squares are summed from the same registers. Each slice leaves
+partial sums; a second kernel adds them in their order and takes them through the gates.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.vectors import F32, VECTOR_BYTES, dtype_code, elements, floats, load_params, run_at, shared_at
+from ..specs import MhcSpec
+from ..tracing import DTYPES, Traced, traced
+from .async_copy import AsyncCopy
+from .gates import Gates, ProjectFinish
+from .project_exact import ExactProducts
+from .project_exact import Problem as ExactProblem
+from .shapes import (
+    PROJECT_BYTES,
+    PROJECT_WARPS,
+    ROW_PADDING,
+    STAGE_BYTES,
+    STEP_BYTES,
+    TOKEN_TILE,
+    outputs,
+    ring_stages,
+    slice_capacity,
+)
+from .warp_mma import WarpMma, as_operands
+
+LANES = 32
+THREADS = PROJECT_WARPS * LANES
+# An operand: four lanes share a row of a token tile, and each lane has two rows. A step is so many vectors of each.
+LANES_PER_ROW = 4
+READS = STEP_BYTES // (LANES_PER_ROW * VECTOR_BYTES)
+WORDS = VECTOR_BYTES // 4
+# A copy: lanes side by side on a row, as many as its bytes of a step need.
+COPY_LANES = STEP_BYTES // VECTOR_BYTES
+COPY_ROWS = LANES // COPY_LANES
+STEP_WORDS, STAGE_WORDS = STEP_BYTES // 4, STAGE_BYTES // 4
+# Vectors of the weight that a thread reads at a time.
+FILL_READS = 8
+
+
+class Problem(NamedTuple):
+    """tokens T; columns nC of x and weight; `slice_columns` of them a slice, for which `groups` CTAs share the tokens.
+
+    products: float32 [slices, T, K]; squares: float32 [slices, T].
+    """
+
+    x: Int64
+    products: Int64
+    squares: Int64
+    tokens: Int32
+    columns: Int32
+    slice_columns: Int32
+    groups: Int32
+
+
+class Place(NamedTuple):
+    """A step of a token tile."""
+
+    tile: Int32
+    step: Int32
+
+
+class Path(NamedTuple):
+    """A warp's work: `vectors` of each row of its slice, cut into `steps`; tiles `stride` apart; `total` steps."""
+
+    vectors: Int32
+    steps: Int32
+    stride: Int32
+    total: Int32
+
+
+class Project(Invariant):
+    """h_pre, h_post, h_res, float32, and stats [T, K + 1]: p and the root mean square of x (0: not wanted).
+
+    This kernel multiplies 16-bit weights, in the streams' dtype; float32 ones are for `ExactProducts`.
+    `workspace`: see `shapes.project_workspace`.
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.dtype = dtype
+        self.n = n
+        self.outputs = outputs(n)
+        capacity = slice_capacity(n, dtype.width // 8) * dtype.width // 8
+        self.stages = ring_stages(n)
+        self.row_words = (capacity + ROW_PADDING) // 4
+        self.ring_words = PROJECT_WARPS * self.stages * STAGE_WORDS
+        self.exact = ExactProducts(f"{name}_exact", dtype, n)
+        self.finish = ProjectFinish(f"{name}_finish", n)
+
+    @cute.jit
+    def __call__(
+        self, x: Int64, weight: Int64, alpha_pre: Int64, alpha_post: Int64, alpha_res: Int64, bias: Int64,
+        h_pre: Int64, h_post: Int64, h_res: Int64, stats: Int64, workspace: Int64, forms: Int32, tokens: Int32,
+        width: Int32, slices: Int32, slice_columns: Int32, groups: Int32, num_sms: Int32, eps: Float32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if tokens > 0:
+            squares = workspace + Int64(slices) * tokens * (self.outputs * 4)
+            columns, code = width * self.n, dtype_code(forms, 0)
+            if code == F32:
+                exact = ExactProblem(x, weight, workspace, squares, tokens, columns, slice_columns)
+                self.exact.launch(exact, slices, groups, stream)
+            else:
+                problem = Problem(x, workspace, squares, tokens, columns, slice_columns, groups)
+                self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+                self.kernel(problem, weight, code).launch(
+                    grid=(slices, groups, 1),
+                    block=(THREADS, 1, 1),
+                    smem=PROJECT_BYTES,
+                    min_blocks_per_mp=1,
+                    stream=stream,
+                )
+            sums, results = (workspace, squares, slices), (h_pre, h_post, h_res, stats)
+            gates = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps)
+            self.finish.launch(sums, gates, results, tokens, columns, num_sms, stream)
+
+    @cute.kernel
+    def kernel(self, problem: Problem, weight: Int64, weight_code: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        _, group, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // LANES)
+        tiles = cute.ceil_div(problem.tokens, TOKEN_TILE)
+        ring = cute.arch.get_dyn_smem(Int32, alignment=128)
+        mine, weights = ring + warp * (self.stages * STAGE_WORDS), ring + self.ring_words
+        if group < tiles:
+            # Neighbouring tiles go to neighbouring CTAs: they are in flight at once, wherever T ends.
+            first, stride = Place(group + warp * problem.groups, Int32(0)), problem.groups * PROJECT_WARPS
+            count = (tiles - first.tile + stride - 1) // stride
+            path = self._path(problem, stride, count)
+            ahead = self._start(mine, problem, path, first)
+            self._fill(weights, problem, weight, weight_code)
+            cute.arch.sync_threads()
+            self._stream(mine, weights, problem, path, first, ahead)
+
+    @cute.jit
+    def _path(self, problem: Problem, stride: Int32, tiles: Int32) -> Path:
+        part, _, _ = cute.arch.block_idx()
+        columns = cutlass.min(problem.slice_columns, problem.columns - part * problem.slice_columns)
+        vectors = columns // elements(self.dtype)
+        steps = cute.ceil_div(vectors, COPY_LANES)
+        return Path(vectors, steps, stride, tiles * steps)
+
+    @cute.jit
+    def _fill(self, weights: cute.Pointer, problem: Problem, weight: Int64, code: Int32):
+        """This CTA's slice of the weight in the streams' dtype; zeros behind the last column."""
+        thread, _, _ = cute.arch.thread_idx()
+        part, _, _ = cute.arch.block_idx()
+        count, threads = elements(self.dtype), THREADS
+        per_row = problem.slice_columns // count
+        total = self.outputs * per_row
+        for first in cutlass.range(thread, total, threads * FILL_READS):
+            # Behind the end the last vector stands in, so that the reads of a turn are under way together.
+            at = [cutlass.min(first + i * threads, total - 1) for i in range(FILL_READS)]
+            columns = [part * problem.slice_columns + place % per_row * count for place in at]
+            raw = []
+            for i in cutlass.range_constexpr(FILL_READS):
+                column = cutlass.min(columns[i], problem.columns - count)
+                raw.append(load_params(weight, code, Int64(at[i] // per_row) * problem.columns + column, count))
+            for i in cutlass.range_constexpr(FILL_READS):
+                values = cute.make_rmem_tensor(count, self.dtype)
+                values.store(raw[i].load().to(self.dtype))
+                if columns[i] >= problem.columns:
+                    values.fill(0.0)
+                words = as_operands(cute.recast_tensor(values, Int32), self.dtype)
+                self._weight_words(weights, at[i] // per_row, at[i] % per_row).store(words.load())
+
+    def _weight_words(self, weights: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
+        """A vector of a row of the slice, as 32-bit words."""
+        return shared_at(Int32, weights + (row * self.row_words + vector * WORDS), WORDS)
+
+    @cute.jit
+    def _start(self, ring: cute.Pointer, problem: Problem, path: Path, first: Place) -> Place:
+        """Fill all stages but one, while the weight is read. Returns what comes next."""
+        ahead = first
+        for stage in cutlass.range_constexpr(self.stages - 1):
+            ahead = self._advance(ring + stage * STAGE_WORDS, problem, path, ahead, stage < path.total)
+        return ahead
+
+    @cute.jit
+    def _advance(self, stage: cute.Pointer, problem: Problem, path: Path, place: Place, is_any) -> Place:
+        """Start to fill a stage, if there is anything left, and return what comes next."""
+        copy = AsyncCopy(WORDS)
+        if is_any:
+            self._copy(copy, stage, problem, place, path.vectors)
+        copy.commit()
+        return self._next(place, path)
+
+    @cute.jit
+    def _stream(
+        self, ring: cute.Pointer, weights: cute.Pointer, problem: Problem, path: Path, first: Place, ahead: Place
+    ):  # fmt: skip
+        """All of a warp's tiles, steps of all of them in one pipeline. `ring`: the warp's own, with what is `ahead`."""
+        products = cute.make_rmem_tensor(self.outputs // 2, Float32)
+        squares = cute.make_rmem_tensor(2, Float32)
+        products.fill(0.0)
+        squares.fill(0.0)
+        place, stage = first, Int32(0)
+        for done in cutlass.range(path.total):
+            # All lanes have the oldest stage, and have read the one before it, which is the next to be filled.
+            AsyncCopy.wait(self.stages - 2)
+            cute.arch.sync_warp()
+            free = stage - 1
+            if stage == 0:
+                free = Int32(self.stages - 1)
+            is_any = done + (self.stages - 1) < path.total
+            ahead = self._advance(ring + free * STAGE_WORDS, problem, path, ahead, is_any)
+            self._multiply(ring + stage * STAGE_WORDS, weights, place.step, path.vectors, products, squares)
+            if place.step == path.steps - 1:
+                self._leave(problem, place.tile, products, squares)
+                products.fill(0.0)
+                squares.fill(0.0)
+            place = self._next(place, path)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+
+    @cute.jit
+    def _next(self, place: Place, path: Path) -> Place:
+        tile, step = place.tile, place.step + 1
+        if step == path.steps:
+            tile += path.stride
+            step = Int32(0)
+        return Place(tile, step)
+
+    @cute.jit
+    def _copy(self, copy: AsyncCopy, stage: cute.Pointer, problem: Problem, place: Place, vectors: Int32):
+        """A step of a token tile to a stage. Past the last token or vector the last one stands in.
+
+        Odd rows have the two halves of each 128 bytes exchanged: then an operand's 16-byte reads of 8 lanes (2 rows, 4
+        vectors each) fall on all banks.
+        """
+        part, _, _ = cute.arch.block_idx()
+        row, vector = cute.arch.lane_idx() // COPY_LANES, cute.arch.lane_idx() % COPY_LANES
+        target = stage + (row * STEP_WORDS + _exchanged(row, vector) * WORDS)
+        source = cutlass.min(place.step * COPY_LANES + vector, vectors - 1) * elements(self.dtype)
+        for i in cutlass.range_constexpr(TOKEN_TILE // COPY_ROWS):
+            token = cutlass.min(place.tile * TOKEN_TILE + row + i * COPY_ROWS, problem.tokens - 1)
+            at = Int64(token) * problem.columns + (part * problem.slice_columns + source)
+            words = run_at(Int32, problem.x + at * (self.dtype.width // 8), Int64(0), WORDS)
+            copy.start(words, target + i * (COPY_ROWS * STEP_WORDS))
+
+    @cute.jit
+    def _multiply(
+        self, stage: cute.Pointer, weights: cute.Pointer, step: Int32, vectors: Int32, products: cute.Tensor,
+        squares: cute.Tensor,
+    ):  # fmt: skip
+        """Add a step's products and squares. What stood in for vectors past the last meets zeros of the weight."""
+        lane = cute.arch.lane_idx()
+        mma = WarpMma(self.dtype)
+        for i in cutlass.range_constexpr(READS):
+            vector = i * LANES_PER_ROW + lane % LANES_PER_ROW
+            is_inside = step * COPY_LANES + vector < vectors
+            rows = []
+            for half in cutlass.range_constexpr(2):
+                row = lane // LANES_PER_ROW + 8 * half
+                at = stage + (row * STEP_WORDS + _exchanged(row, vector) * WORDS)
+                raw = cute.make_rmem_tensor(WORDS, Int32)
+                raw.store(shared_at(Int32, at, WORDS).load())
+                rows.append(as_operands(raw, self.dtype))
+                values = floats(cute.recast_tensor(raw, self.dtype))
+                total = Float32(0.0)
+                for e in cutlass.range_constexpr(elements(self.dtype)):
+                    total += values[e] * values[e]
+                if is_inside:
+                    squares[half] += total
+            for chunk in cutlass.range_constexpr(self.outputs // 8):
+                column = cute.make_rmem_tensor(WORDS, Int32)
+                at_weight = chunk * 8 + lane // LANES_PER_ROW, step * COPY_LANES + vector
+                column.store(self._weight_words(weights, *at_weight).load())
+                sums = cute.make_tensor(products.iterator + 4 * chunk, cute.make_layout(4))
+                for s in cutlass.range_constexpr(WORDS // 2):
+                    a = [rows[0][2 * s], rows[1][2 * s], rows[0][2 * s + 1], rows[1][2 * s + 1]]
+                    mma.add(sums, a, [column[2 * s], column[2 * s + 1]])
+
+    @cute.jit
+    def _leave(self, problem: Problem, tile: Int32, products: cute.Tensor, squares: cute.Tensor):
+        """A finished tile's sums over this slice, to the workspace."""
+        part, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        for half in cutlass.range_constexpr(2):
+            square = cute.arch.warp_reduction_sum(squares[half], threads_in_group=LANES_PER_ROW)
+            token = tile * TOKEN_TILE + lane // LANES_PER_ROW + 8 * half
+            if token < problem.tokens:
+                row = Int64(part) * problem.tokens + token
+                if lane % LANES_PER_ROW == 0:
+                    vector_at(Float32, problem.squares)[row] = square
+                for chunk in cutlass.range_constexpr(self.outputs // 8):
+                    at = row * self.outputs + chunk * 8 + lane % LANES_PER_ROW * 2
+                    pair = cute.make_tensor(products.iterator + 4 * chunk + 2 * half, cute.make_layout(2))
+                    run_at(Float32, problem.products, at, 2).store(pair.load())
+
+
+def _exchanged(row: Int32, vector: Int32) -> Int32:
+    """Where a stage's vector lies in its row."""
+    return vector ^ (row % 2 * LANES_PER_ROW)
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, Project(spec.name, DTYPES[spec.dtype], spec.n))

@@ -1,0 +1,422 @@
+"""The projection's gradients in one read of x: d_x = dp weight + norm x (+ addends), d_weight = dp^T x.
+
+Of 16-bit streams `project_tiles.py` makes them; here float32 ones are multiplied in TF32.
+
+A warp keeps the same columns for all of its tokens: 8 lanes of 4 columns each, in which the weight's rows are MMA
+operands that never change and d_weight's sums stay in registers. Per tile of 16 tokens a lane reads its columns of the
+four tokens 2t, 2t + 1, 2t + 8 and 2t + 9 (t = lane % 4). They are its share of the left operand of d_weight's product,
+whose contraction runs over tokens; and of d_x's product, made transposed, a lane gets exactly the elements that it
+read. So nothing passes through shared memory.
+
+    d_x^T        [16 columns, 8 tokens]   weight^T [columns, K]  times  dp^T [K, tokens]     left fixed, right read
+    d_weight^T   [16 columns, 8 outputs]  x^T [columns, tokens]  times  dp [tokens, K]       summed over tokens
+
+Row g of the i-th 16 columns is the lane's column 2i, row g + 8 its column 2i + 1 (g = lane / 4).
+
+Tokens are cut into parts, each with sums of d_weight of its own, which a last kernel adds in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.vectors import F32, dtype_code, floats, load_params, run_at, shared_at, store_params
+from ..specs import MhcSpec
+from ..tracing import DTYPES, Traced, traced
+from .gates import Gates
+from .gates_backward import GateInputs, GateRows, GatesBackward, GateSums
+from .project_tiles import Products as TileProducts
+from .project_tiles import Streams, TileGradients
+from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, spread_blocks, thread_columns
+from .split import split
+from .tile_sums import TileSums
+from .warp_columns import WarpColumns
+from .warp_mma import WarpMma, as_operands
+
+LANES = 32
+THREADS = SPREAD_WARPS * LANES
+LANES_IN_ROW = 8
+# Of a tile, a lane has the tokens 2t + OFFSETS.
+OFFSETS = (0, 1, 8, 9)
+
+
+class Products(NamedTuple):
+    """What GatesBackward left: dp in two orders and the factors of x; and where d_weight's sums go (0: nowhere)."""
+
+    products: Int64
+    pairs: Int64
+    norms: Int64
+    weights: Int64
+
+
+class ProjectBackward(Invariant):
+    """d_x, d_weight (either may be 0) and d_sums, float32 [K + 3], of bias and the alphas.
+
+    `addends`: d_x also gets h_pre d_aggregate, the gradient of the streams' sum, and d_residual, which saves a layer's
+    backward three passes over the streams. `workspace`: see `shapes.backward_workspace`.
+    """
+
+    addends = False
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.n = n
+        self.itemsize = dtype.width // 8
+        self.outputs = outputs(n)
+        if self.itemsize == 2:
+            # With addends streams share one of these, which is then read once.
+            self.tile_sums = TileSums(f"{name}_weight", n, WarpColumns(n, side_by_side=not self.addends))
+            self.rounded: Any = TileGradients(name, dtype, n, self.addends, False, self.tile_sums)
+            self.exact: Any = TileGradients(f"{name}_exact", dtype, n, self.addends, True, self.tile_sums)
+            self.gates = GatesBackward(f"{name}_gates", dtype, n, self.rounded.carveout)
+        else:
+            self.part_sums = PartSums(f"{name}_weight", n)
+            self.rounded = VectorGradients(name, n, self.addends, is_exact=False)
+            self.exact = VectorGradients(f"{name}_exact", n, self.addends, is_exact=True)
+            self.gates = GatesBackward(f"{name}_gates", dtype, n)
+
+    @cute.jit
+    def __call__(
+        self, d_pre: Int64, d_post: Int64, d_res: Int64, x: Int64, weight: Int64, alpha_pre: Int64, alpha_post: Int64,
+        alpha_res: Int64, bias: Int64, stats: Int64, d_aggregate: Int64, h_pre: Int64, d_residual: Int64, d_x: Int64,
+        d_weight: Int64, d_sums: Int64, workspace: Int64, forms: Int32, tokens: Int32, width: Int32, ctas: Int32,
+        parts: Int32, eps: Float32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        place = backward_workspace(self.n, self.itemsize, Int64(width), Int64(tokens), Int64(ctas), Int64(parts))
+        columns = width * self.n
+        at = tuple(workspace + p for p in (place.products, place.pairs, place.norms, place.sums))
+        weights = Int64(0)
+        if d_weight != 0:
+            weights = workspace + place.weights
+        if tokens > 0:
+            gates, code = Gates(alpha_pre, alpha_post, alpha_res, bias, forms, eps), dtype_code(forms, 0)
+            inputs, halves = GateInputs(d_pre, d_post, d_res, stats), Int32(1)
+            if code == F32:
+                halves = Int32(2)
+            self.gates.launch(inputs, gates, at, halves, tokens, columns, ctas, stream)
+            streams = Streams(x, d_x, d_aggregate, h_pre, d_residual, tokens, width)
+            rows = GateRows(at[3], ctas, d_sums)
+            if const_expr(self.gates.in_blocks):
+                products = TileProducts(at[0], weights)
+                if code == F32:
+                    self.exact.launch(streams, products, rows, weight, code, parts, stream)
+                else:
+                    self.rounded.launch(streams, products, rows, weight, code, parts, stream)
+                if d_weight != 0:
+                    self.tile_sums.launch(weights, parts, width, d_weight, code, stream)
+            else:
+                words = Products(at[0], at[1], at[2], weights)
+                if code == F32:
+                    self.exact.launch(streams, words, weight, code, parts, stream)
+                else:
+                    self.rounded.launch(streams, words, weight, code, parts, stream)
+                self.part_sums.launch(weights, parts, columns * self.outputs, d_weight, code, rows, stream)
+
+
+class PreBackward(ProjectBackward):
+    """ProjectBackward whose d_x is that of a whole layer's streams."""
+
+    addends = True
+
+
+class VectorGradients(Invariant):
+    """Kernel of the projection's backward for float32 streams. `addends`: d_x gets those of `Streams`, too.
+
+    is_exact: the weight is float32; then it, dp and x are split as `split.py` says, when they are multiplied.
+    """
+
+    def __init__(self, name: str, n: int, addends: bool, is_exact: bool):
+        self.name = name
+        self.dtype = Float32
+        self.n = n
+        self.addends = addends
+        self.is_exact = is_exact
+        self.itemsize = 4
+        self.outputs = outputs(n)
+        self.columns = thread_columns(n, self.itemsize)
+        self.words = self.columns
+        # Where registers are left for it.
+        self.reads_pairs_early = n < 8
+        self.reads_addends_early = addends and n < 8
+
+    @cute.jit
+    def launch(
+        self, streams: Streams, products: Products, weight: Int64, weight_code: Int32, parts: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """parts: of the tokens."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(streams, products, weight, weight_code).launch(
+            grid=(spread_blocks(self.n, self.itemsize, streams.width), parts, 1),
+            block=(THREADS, 1, 1),
+            smem=self.outputs // 8 * (self.columns // 2) * THREADS * 16 if self.is_exact else 0,
+            # Without a bound the compiler spills 2 streams' registers for more CTAs than there are.
+            min_blocks_per_mp=int(self.n == 2),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, streams: Streams, products: Products, weight: Int64, weight_code: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, part, _ = cute.arch.block_idx()
+        _, parts, _ = cute.arch.grid_dim()
+        warp, lane = cute.arch.make_warp_uniform(thread // LANES), cute.arch.lane_idx()
+        # The streams of a column are neighbouring warps', so that what they share comes from cache.
+        index = block * SPREAD_WARPS + warp
+        stream, column = index % self.n, index // self.n * (LANES_IN_ROW * self.columns)
+        if column < streams.width:
+            mine = column + lane // 4 * self.columns
+            # Lanes behind the last column work on it too, and store nothing.
+            is_inside = mine < streams.width
+            at = stream * streams.width + cutlass.min(mine, streams.width - self.columns)
+            tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
+            per_part = cute.ceil_div(tiles, parts)
+            first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
+            sums = cute.make_rmem_tensor((4, self.outputs // 8, self.columns // 2), Float32)
+            sums.fill(0.0)
+            fixed = self._fixed_operand(weight, weight_code, streams.width * self.n, at)
+            raw = cute.make_rmem_tensor((self.words, 4), Int32)
+            raw.fill(0)
+            if first < last:
+                self._read(streams, streams.x, at, first, raw)
+            for tile in cutlass.range(first, last):
+                upcoming = cute.make_rmem_tensor((self.words, 4), Int32)
+                self._read(streams, streams.x, at, cutlass.min(tile + 1, last - 1), upcoming)
+                self._tile(streams, products, fixed, raw, at, stream, tile, is_inside, sums)
+                raw.store(upcoming.load())
+            if (products.weights != 0) & is_inside:
+                self._leave(products.weights, streams.width * self.n, at, part, sums)
+
+    @cute.jit
+    def _read(self, streams: Streams, source: Int64, at: Int32, tile: Int32, words: cute.Tensor):
+        """A lane's columns of its four tokens; past the last token that one stands in, and meets zeros."""
+        for j in cutlass.range_constexpr(len(OFFSETS)):
+            token = cutlass.min(self._token(tile, j), streams.tokens - 1)
+            row = source + (Int64(token) * (streams.width * self.n) + at) * self.itemsize
+            words[None, j].store(run_at(Int32, row, Int64(0), self.words).load())
+
+    def _token(self, tile: Int32, j: int) -> Int32:
+        return tile * TOKEN_TILE + cute.arch.lane_idx() % 4 * 2 + OFFSETS[j]
+
+    def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, at: Int32) -> list:
+        """The weight at a lane's columns, for each step of 8 outputs and 16 columns: words of the left operand."""
+        place = cute.arch.lane_idx() % 4
+        steps = []
+        for step in range(self.outputs // 8):
+            low, high = (
+                load_params(weight, code, Int64(8 * step + row) * row_length + at, self.columns)
+                for row in (place, place + 4)
+            )
+            first = step * (self.columns // 2)
+            steps.append([self._left(low, high, first + i) for i in range(self.columns // 2)])
+        return steps
+
+    def _left(self, low: cute.Tensor, high: cute.Tensor, index: int) -> list:
+        """Columns 2i and 2i + 1 of two places of the contraction, `low` and `high`, of the i-th columns of a step."""
+        i = index % (self.columns // 2)
+        values = [values[2 * i + e] for values in (low, high) for e in range(2)]
+        if self.is_exact:
+            self._held(index).store(_registers(values).load())
+            return []
+        return self._parts(_registers(values))
+
+    def _held(self, index: int) -> cute.Tensor:
+        """An exact weight's operand in shared memory, a thread's own: in registers two parts would not fit."""
+        thread, _, _ = cute.arch.thread_idx()
+        smem = cute.arch.get_dyn_smem(Float32, alignment=16)
+        return shared_at(Float32, smem + (index * THREADS + thread) * 4, 4)
+
+    def _parts(self, raw: cute.Tensor) -> list:
+        """Words of an operand, and of its rests where these count."""
+        parts = split(raw, Float32) if self.is_exact else (as_operands(cute.recast_tensor(raw, Int32), Float32),)
+        return [[words[i] for i in range(cute.size(raw))] for words in parts]
+
+    def _add(self, mma: WarpMma, sums: cute.Tensor, left: list, right: list) -> None:
+        """sums += left right, rests first, but for their own product."""
+        for i, j in ((0, 1), (1, 0), (0, 0))[0 if self.is_exact else 2 :]:
+            mma.add(sums, left[i], right[j])
+
+    @cute.jit
+    def _tile(
+        self, streams: Streams, products: Products, fixed: list, raw: cute.Tensor, at: Int32, stream: Int32,
+        tile: Int32, is_inside, sums: cute.Tensor,
+    ):  # fmt: skip
+        """One tile: d_weight's sums grown, d_x stored. All reads come first: behind a store none could begin early."""
+        columns = [cute.recast_tensor(raw[None, j], self.dtype) for j in range(len(OFFSETS))]
+        chunks = range(self.outputs // 8)
+        pairs = [self._pairs(products, tile, chunk) for chunk in chunks if self.reads_pairs_early]
+        norms = [vector_at(Float32, products.norms)[self._token(tile, j)] for j in range(len(OFFSETS))]
+        addends = [self._addends(streams, tile, at, stream, j) for j in range(4) if self.reads_addends_early]
+        if products.weights != 0:
+            self._grow(products, tile, columns, pairs, sums)
+        if streams.d_x != 0:
+            for half in cutlass.range_constexpr(2):
+                made = self._product(fixed, self._rows(products, tile, half))
+                for one in cutlass.range_constexpr(2):
+                    j = 2 * half + one
+                    values = cute.make_rmem_tensor(self.columns, Float32)
+                    for i in cutlass.range_constexpr(self.columns):
+                        values[i] = made[2 * (i % 2) + one, i // 2]
+                    values.store(values.load() + floats(columns[j]).load() * norms[j])
+                    if const_expr(self.addends):
+                        scale, of_sum, of_residual = _at(addends, j, self._addends, streams, tile, at, stream, j)
+                        values.store(values.load() + floats(of_sum).load() * scale + floats(of_residual).load())
+                    token = self._token(tile, j)
+                    if (token < streams.tokens) & is_inside:
+                        first = Int64(token) * (streams.width * self.n) + at
+                        run_at(self.dtype, streams.d_x, first, self.columns).store(values.load().to(self.dtype))
+
+    def _pairs(self, products: Products, tile: Int32, chunk: int) -> list:
+        """dp as the right operand of d_weight's product, for 8 outputs: words of the pairs at 2t and 2t + 8."""
+        lane = cute.arch.lane_idx()
+        rows = [Int64(tile) * (TOKEN_TILE // 2) + pair for pair in (lane % 4, lane % 4 + 4)]
+        values = [
+            run_at(Float32, products.pairs, (row * self.outputs + chunk * 8 + lane // 4) * 2, 2).load() for row in rows
+        ]
+        return [self._parts(_registers([pair[0], pair[1]])) for pair in values]
+
+    def _rows(self, products: Products, tile: Int32, half: int) -> list:
+        """dp as the right operand of d_x's product, for one half of the tile's tokens: words for each 8 outputs."""
+        lane = cute.arch.lane_idx()
+        row = (Int64(tile) * TOKEN_TILE + 8 * half + lane // 4) * self.outputs
+        made = []
+        for step in range(self.outputs // 8):
+            places = (8 * step + lane % 4, 8 * step + lane % 4 + 4)
+            values = vector_at(Float32, products.products)
+            made.append(self._parts(_registers([values[row + place] for place in places])))
+        return made
+
+    @cute.jit
+    def _addends(
+        self, streams: Streams, tile: Int32, at: Int32, stream: Int32, j: cutlass.Constexpr[int]
+    ) -> tuple:  # fmt: skip
+        """Of the j-th token: h_pre, and the vectors of d_aggregate and d_residual, as they are stored."""
+        token = Int64(cutlass.min(self._token(tile, j), streams.tokens - 1))
+        first = token * (streams.width * self.n) + at
+        of_token = token * streams.width + at - stream * streams.width
+        of_sum = cute.make_rmem_tensor(self.columns, self.dtype)
+        of_sum.store(run_at(self.dtype, streams.d_aggregate, of_token, self.columns).load())
+        of_residual = cute.make_rmem_tensor(self.columns, self.dtype)
+        of_residual.fill(0.0)
+        if streams.d_residual != 0:
+            of_residual.store(run_at(self.dtype, streams.d_residual, first, self.columns).load())
+        return vector_at(Float32, streams.h_pre)[token * self.n + stream], of_sum, of_residual
+
+    def _grow(self, products: Products, tile: Int32, columns: list, pairs: list, sums: cute.Tensor) -> None:
+        """sums += x^T dp over the tile's tokens, in two steps of 8."""
+        mma = WarpMma(self.dtype)
+        for chunk in range(self.outputs // 8):
+            near, far = _at(pairs, chunk, self._pairs, products, tile, chunk)
+            for i in range(self.columns // 2):
+                target = sums[None, chunk, i]
+                if self.is_exact:
+                    # The tensor cores cut off what float32 does not hold, which would add up over tiles.
+                    target = cute.make_rmem_tensor(4, Float32)
+                    target.fill(0.0)
+                for half, right in enumerate((near, far)):
+                    values = [columns[2 * half + one][2 * i + e] for one in range(2) for e in range(2)]
+                    left = self._parts(_registers(values))
+                    self._add(mma, target, left, right)
+                if self.is_exact:
+                    sums[None, chunk, i].store(sums[None, chunk, i].load() + target.load())
+
+    def _product(self, fixed: list, rows: list) -> cute.Tensor:
+        """(4, columns / 2): dp weight at a lane's columns of 8 tokens, transposed."""
+        mma = WarpMma(self.dtype, half=True)
+        made = cute.make_rmem_tensor((4, self.columns // 2), Float32)
+        made.fill(0.0)
+        if self.is_exact:
+            cute.arch.sync_warp()  # or the compiler would read all that is held ahead of the loop, and spill it
+        for step, right in enumerate(rows):
+            for i in range(self.columns // 2):
+                left = fixed[step][i]
+                if self.is_exact:
+                    held = cute.make_rmem_tensor(4, Float32)
+                    held.store(self._held(step * (self.columns // 2) + i).load())
+                    left = self._parts(held)
+                self._add(mma, made[None, i], left, right)
+        return made
+
+    @cute.jit
+    def _leave(self, weights: Int64, row_length: Int32, at: Int32, part: Int32, sums: cute.Tensor):
+        """This part's sums of d_weight, to the workspace."""
+        for chunk in cutlass.range_constexpr(self.outputs // 8):
+            for one in cutlass.range_constexpr(2):
+                row = Int64(part) * self.outputs + chunk * 8 + cute.arch.lane_idx() % 4 * 2 + one
+                values = cute.make_rmem_tensor(self.columns, Float32)
+                for i in cutlass.range_constexpr(self.columns):
+                    values[i] = sums[2 * (i % 2) + one, chunk, i // 2]
+                run_at(Float32, weights, row * row_length + at, self.columns).store(values.load())
+
+
+def _registers(values: list) -> cute.Tensor:
+    raw = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        raw[i] = value
+    return raw
+
+
+def _at(early: list, index: int, read: Callable, *arguments):
+    """What was read early, or else is read now."""
+    return early[index] if early else read(*arguments)
+
+
+class PartSums(Invariant):
+    """out[i] = sum over parts p of partials[p, i], in order, four elements a thread. The CTA behind those adds the
+    gates' sums: side by side they take no time of their own.
+    """
+
+    RUN = 4
+    WARPS = 16
+
+    def __init__(self, name: str, n: int):
+        self.name = name
+        self.gate_sums = GateSums(n, self.WARPS)
+
+    @cute.jit
+    def launch(
+        self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """out: 0 if it is not wanted."""
+        ctas, threads = Int32(0), self.WARPS * LANES
+        if out != 0:
+            ctas = cute.ceil_div(size, threads * self.RUN)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(partials, parts, size, out, code, rows).launch(
+            grid=(ctas + 1, 1, 1),
+            block=(threads, 1, 1),
+            smem=self.gate_sums.smem_bytes,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, partials: Int64, parts: Int32, size: Int32, out: Int64, code: Int32, rows: GateRows):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        first = (block * (self.WARPS * LANES) + thread) * self.RUN
+        cute.arch.griddepcontrol_wait()
+        if block == blocks - 1:
+            self.gate_sums.add(rows)
+        elif first < size:
+            total = cute.make_rmem_tensor(self.RUN, Float32)
+            total.fill(0.0)
+            for part in cutlass.range(parts, unroll=4):
+                total.store(total.load() + run_at(Float32, partials, Int64(part) * size + first, self.RUN).load())
+            store_params(out, code, Int64(first), total)
+
+
+KERNELS = {"project_backward": ProjectBackward, "pre_backward": PreBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

@@ -1,0 +1,329 @@
+"""p = x weight^T with the rows' norms, for a float32 weight of which nothing is lost: two numbers an element.
+
+These would take twice the shared memory that `project.py` has for a slice of the weight, so twice as many slices, each
+with sums to write and to add for every token. Instead tokens stay, and the weight streams, too: a CTA takes 512 tokens
+and steps through the columns. Each of its warps has 64 of them, copied two units of 32 at a time to a ring of its own,
+and reads the weight's part of a step from shared memory, where the CTA's threads leave it, split, a step ahead. So the
+weight comes once for 512 tokens, mostly from the L2 cache: a tenth of x's bytes for 4 streams.
+
+Columns are cut only where tokens are too few to fill the SMs; `gates.py` adds what slices leave.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.vectors import VECTOR_BYTES, elements, run_at, shared_at
+from .async_copy import AsyncCopy
+from .shapes import PROJECT_WARPS, STEP_BYTES, TOKEN_TILE, UNIT_TOKENS, exact_ring, outputs
+from .split import rest_scale, split
+from .warp_mma import WarpMma, as_operands
+
+LANES = 32
+THREADS = PROJECT_WARPS * LANES
+LANES_PER_ROW = 4  # of an operand
+WORDS = VECTOR_BYTES // 4
+STEP_WORDS = STEP_BYTES // 4
+STEP_VECTORS = STEP_BYTES // VECTOR_BYTES
+READS = STEP_VECTORS // LANES_PER_ROW
+COPY_ROWS = LANES // STEP_VECTORS
+COPIES = UNIT_TOKENS // COPY_ROWS  # of a lane, for a unit
+UNIT_WORDS = UNIT_TOKENS * STEP_WORDS
+UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
+
+
+class Problem(NamedTuple):
+    """tokens T; columns nC of x and weight, `slice_columns` of them a slice. products: float32 [slices, T, K]; squares:
+    float32 [slices, T].
+    """
+
+    x: Int64
+    weight: Int64
+    products: Int64
+    squares: Int64
+    tokens: Int32
+    columns: Int32
+    slice_columns: Int32
+
+
+class Slice(NamedTuple):
+    """A CTA's columns, `vectors` of each row from column `first` on, in `steps`; its tokens begin at `token`."""
+
+    first: Int32
+    vectors: Int32
+    steps: Int32
+    token: Int32
+
+
+class ExactProducts(Invariant):
+    """Kernel that leaves the products and squares of each slice."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.dtype = dtype
+        self.outputs = outputs(n)
+        self.units, self.stages = exact_ring(n)
+        self.tokens = PROJECT_WARPS * UNIT_TOKENS * self.units
+        self.ring_words = PROJECT_WARPS * self.stages * UNIT_WORDS
+        self.slot_words = 2 * self.outputs * STEP_WORDS
+        # Of a lane's 16 copies, those in a row: all take 10 % longer (of 4 streams 510 us, not 465), 4 take 1 %.
+        # 8 streams' registers are spilled unless it is all, with an address made anew for each.
+        self.copies_at_once, self.keeps_offsets = (8, True) if n < 8 else (COPIES, False)
+        # Reads of a lane whose products the tensor cores add: one takes 3 % longer. Two of 8 streams do not fit
+        # registers; of float32 streams the tensor cores would cut off too much.
+        self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1
+        # Vectors of a step of the weight for each thread.
+        self.rounds = -(-self.outputs * STEP_VECTORS // THREADS)
+
+    @cute.jit
+    def launch(self, problem: Problem, slices: Int32, groups: Int32, stream: cuda.CUstream):
+        """groups: of tokens, a CTA each for every slice."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(problem).launch(
+            grid=(slices, groups, 1),
+            block=(THREADS, 1, 1),
+            smem=(self.ring_words + 2 * self.slot_words) * 4,
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, problem: Problem):
+        thread, _, _ = cute.arch.thread_idx()
+        index, group, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // LANES)
+        smem = cute.arch.get_dyn_smem(Int32, alignment=128)
+        ring, slots = smem + warp * (self.stages * UNIT_WORDS), smem + self.ring_words
+        first = index * problem.slice_columns
+        vectors = cutlass.min(problem.slice_columns, problem.columns - first) // elements(self.dtype)
+        mine = Slice(first, vectors, cute.ceil_div(vectors, STEP_VECTORS), group * self.tokens + warp * UNIT_TOKENS)
+        for unit in cutlass.range_constexpr(self.stages - 1):
+            self._advance(ring + unit * UNIT_WORDS, problem, mine, Int32(unit // self.units), unit % self.units)
+        self._stream(ring, slots, problem, mine)
+
+    @cute.jit
+    def _stream(self, ring: cute.Pointer, slots: cute.Pointer, problem: Problem, mine: Slice):
+        products = cute.make_rmem_tensor(self.units * UNIT_TILES * self.outputs // 2, Float32)
+        squares = cute.make_rmem_tensor((4, self.units * UNIT_TILES), Float32)
+        products.fill(0.0)
+        squares.fill(0.0)
+        upcoming = cute.make_rmem_tensor((elements(self.dtype), self.rounds), Float32)
+        self._read(problem, mine, Int32(0), upcoming)
+        self._keep(slots, mine, Int32(0), upcoming)
+        self._read(problem, mine, Int32(1), upcoming)
+        stage, slot = Int32(0), Int32(0)
+        for step in cutlass.range(mine.steps):
+            # All have left this step of the weight, and are done with the one before it, where the next one goes.
+            cute.arch.sync_threads()
+            self._keep(slots + (1 - slot) * self.slot_words, mine, step + 1, upcoming)
+            self._read(problem, mine, step + 2, upcoming)
+            for unit in cutlass.range_constexpr(self.units):
+                # All lanes have the oldest stage, and have read the one before it, which is the next to be filled.
+                AsyncCopy.wait(self.stages - 2)
+                cute.arch.sync_warp()
+                free = stage - 1
+                if stage == 0:
+                    free = Int32(self.stages - 1)
+                ahead = unit + self.stages - 1
+                self._advance(ring + free * UNIT_WORDS, problem, mine, step + ahead // self.units, ahead % self.units)
+                weights = slots + slot * self.slot_words
+                self._multiply(ring + stage * UNIT_WORDS, weights, mine, step, unit, products, squares)
+                stage += 1
+                if stage == self.stages:
+                    stage = Int32(0)
+            slot = 1 - slot
+        self._leave(problem, mine, products, squares)
+
+    @cute.jit
+    def _read(self, problem: Problem, mine: Slice, step: Int32, values: cute.Tensor):
+        """A thread's vectors of a step of the weight. Behind the last column or row that one stands in."""
+        for i in cutlass.range_constexpr(self.rounds):
+            row, vector = self._place(i)
+            vector += step * STEP_VECTORS
+            column = mine.first + cutlass.min(vector, mine.vectors - 1) * elements(self.dtype)
+            at = Int64(cutlass.min(row, self.outputs - 1)) * problem.columns + column
+            values[None, i].store(run_at(Float32, problem.weight, at, elements(self.dtype)).load())
+
+    def _place(self, i: int) -> tuple[Int32, Int32]:
+        """Row of the weight and vector in the step of a thread's i-th vector."""
+        thread, _, _ = cute.arch.thread_idx()
+        at = thread + i * THREADS
+        return at // STEP_VECTORS, at % STEP_VECTORS
+
+    @cute.jit
+    def _keep(self, slot: cute.Pointer, mine: Slice, step: Int32, values: cute.Tensor):
+        """A step's vectors, which were read, split, for all warps; zeros behind the last column. Reading waits for
+        nothing, and so does not put zeros there.
+        """
+        for i in cutlass.range_constexpr(self.rounds):
+            cute.arch.sync_warp()  # or the compiler would split all of 8 streams' vectors at once, and spill them
+            row, vector = self._place(i)
+            if step * STEP_VECTORS + vector >= mine.vectors:
+                values[None, i].fill(0.0)
+            if row < self.outputs:
+                parts = split(values[None, i], self.dtype)
+                for part in cutlass.range_constexpr(2):
+                    self._words(slot, part * self.outputs + row, vector).store(parts[part].load())
+
+    def _words(self, start: cute.Pointer, row: Int32, vector: Int32) -> cute.Tensor:
+        return shared_at(Int32, start + self._at(row, vector), WORDS)
+
+    def _at(self, row: Int32, vector: Int32) -> Int32:
+        """Where a vector of a row of a step lies. Odd rows have the two halves of each 128 bytes exchanged: then an
+        operand's 16-byte reads of 8 lanes (2 rows, 4 vectors each) fall on all banks.
+        """
+        return row * STEP_WORDS + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
+
+    @cute.jit
+    def _advance(
+        self, stage: cute.Pointer, problem: Problem, mine: Slice, step: Int32, unit: cutlass.Constexpr[int]
+    ):  # fmt: skip
+        """Start to fill a stage, if there is anything left. Past the last token or vector the last one stands in; where
+        a unit has no token, nothing does, and its sums are not stored.
+        """
+        copy, itemsize = AsyncCopy(WORDS), self.dtype.width // 8
+        first = mine.token + unit * (PROJECT_WARPS * UNIT_TOKENS)
+        if (step < mine.steps) & (first < problem.tokens):
+            row, vector = cute.arch.lane_idx() // STEP_VECTORS, cute.arch.lane_idx() % STEP_VECTORS
+            column = mine.first + cutlass.min(step * STEP_VECTORS + vector, mine.vectors - 1) * elements(self.dtype)
+            start = problem.x + (Int64(first + row) * problem.columns + column) * itemsize
+            target, row_bytes = self._words(stage, row, vector).iterator, problem.columns * itemsize
+            last = problem.tokens - 1 - (first + row)
+            for i in cutlass.range(COPIES, unroll=self.copies_at_once):
+                at = start + Int64(cutlass.min(i * COPY_ROWS, last)) * row_bytes
+                if const_expr(not self.keeps_offsets):
+                    token = cutlass.min(first + row + i * COPY_ROWS, problem.tokens - 1)
+                    at = problem.x + (Int64(token) * problem.columns + column) * itemsize
+                copy.start(run_at(Int32, at, Int64(0), WORDS), target + i * (COPY_ROWS * STEP_WORDS))
+        copy.commit()
+
+    @cute.jit
+    def _multiply(
+        self, stage: cute.Pointer, weights: cute.Pointer, mine: Slice, step: Int32, unit: cutlass.Constexpr[int],
+        products: cute.Tensor, squares: cute.Tensor,
+    ):  # fmt: skip
+        """Add a unit's products and squares."""
+        lane = cute.arch.lane_idx()
+        if (step + 1) * STEP_VECTORS > mine.vectors:
+            self._clear(stage, mine.vectors - step * STEP_VECTORS)
+        for i in cutlass.range(READS // self.reads_at_once, unroll=1):
+            # All rows that a lane reads are even, or all odd: so it has one place, and the others at constants from it.
+            places = [
+                self._at(lane // LANES_PER_ROW, (i * self.reads_at_once + j) * LANES_PER_ROW + lane % LANES_PER_ROW)
+                for j in range(self.reads_at_once)
+            ]
+            tiles = []
+            for tile in cutlass.range_constexpr(UNIT_TILES):
+                rows = [[self._row(stage + at, tile * TOKEN_TILE + 8 * half) for half in range(2)] for at in places]
+                tiles.append([self._left(pair) for pair in rows])
+                self._square(rows, tiles[tile], squares[None, unit * UNIT_TILES + tile])
+            for chunk in cutlass.range_constexpr(self.outputs // 8):
+                right = [
+                    [self._row(weights + at, part * self.outputs + chunk * 8) for part in range(2)] for at in places
+                ]
+                for tile in cutlass.range_constexpr(UNIT_TILES):
+                    self._add(tiles[tile], right, self._sums(products, unit * UNIT_TILES + tile, chunk))
+
+    @cute.jit
+    def _clear(self, stage: cute.Pointer, vectors: Int32):
+        """Zeros for what stands in for vectors past the last."""
+        zeros = cute.make_rmem_tensor(WORDS, Int32)
+        zeros.fill(0)
+        vector = cute.arch.lane_idx() % STEP_VECTORS
+        for i in cutlass.range(COPIES, unroll=1):
+            if vector >= vectors:
+                row = cute.arch.lane_idx() // STEP_VECTORS + i * COPY_ROWS
+                self._words(stage, row, vector).store(zeros.load())
+        cute.arch.sync_warp()
+
+    def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
+        """The words of a lane's place, so many rows behind it."""
+        words = cute.make_rmem_tensor(WORDS, Int32)
+        words.store(shared_at(Int32, place + rows * STEP_WORDS, WORDS).load())
+        return words
+
+    def _square(self, rows: list, left: list, sums: cute.Tensor) -> None:
+        """sums += x's squares: of 16-bit elements by the tensor cores, on the diagonal of rows' products by themselves,
+        which takes a quarter of the instructions. A lane may have row g's own in sums g % 2 and 2 + g % 2.
+        """
+        for half in range(2):
+            if self.dtype is Float32:
+                total = Float32(0.0)
+                for pair in rows:
+                    values = cute.recast_tensor(pair[half], Float32)
+                    for e in range(WORDS):
+                        total += values[e] * values[e]
+                sums[2 * half] = sums[2 * half] + total
+            else:
+                few = cute.make_rmem_tensor(4, Float32)
+                few.fill(0.0)
+                for pair, parts in zip(rows, left, strict=True):
+                    self._multiply_vectors(WarpMma(self.dtype), few, parts[0], pair[half])
+                for i in range(2):
+                    sums[2 * half + i] = sums[2 * half + i] + few[2 * half + i]
+
+    def _left(self, rows: list) -> list:
+        """x's operands, words of two rows each: of the numbers, and of float32 ones their rests."""
+        if self.dtype is Float32:
+            parts = [split(cute.recast_tensor(words, Float32), Float32) for words in rows]
+            return [[part[i] for part in parts] for i in range(2)]
+        return [[as_operands(words, self.dtype) for words in rows]]
+
+    def _add(self, left: list, right: list, sums: cute.Tensor) -> None:
+        """sums += left right but for rests' own products. Rests come first, which may need scaling, and the tensor
+        cores add but 4 products a read: they cut off what float32 does not hold, which would grow with the steps.
+        """
+        mma, few = WarpMma(self.dtype), cute.make_rmem_tensor(4, Float32)
+        few.fill(0.0)
+        reads = list(zip(left, right, strict=True))
+        with_rests = [(a[0], b[1]) for a, b in reads] + [(rests, b[0]) for a, b in reads for rests in a[1:]]
+        for a, b in with_rests:
+            self._multiply_vectors(mma, few, a, b)
+        if rest_scale(self.dtype) != 1.0:
+            few.store(few.load() * (1.0 / rest_scale(self.dtype)))
+        for a, b in reads:
+            self._multiply_vectors(mma, few, a[0], b[0])
+        sums.store(sums.load() + few.load())
+
+    def _multiply_vectors(self, mma: WarpMma, sums: cute.Tensor, rows: list, column: cute.Tensor) -> None:
+        for s in range(WORDS // 2):
+            a = [rows[0][2 * s], rows[1][2 * s], rows[0][2 * s + 1], rows[1][2 * s + 1]]
+            mma.add(sums, a, [column[2 * s], column[2 * s + 1]])
+
+    def _sums(self, products: cute.Tensor, tile: int, chunk: int) -> cute.Tensor:
+        at = (tile * (self.outputs // 8) + chunk) * 4
+        return cute.make_tensor(products.iterator + at, cute.make_layout(4))
+
+    @cute.jit
+    def _leave(self, problem: Problem, mine: Slice, products: cute.Tensor, squares: cute.Tensor):
+        """Sums over this slice, to the workspace."""
+        index, _, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        for tile in cutlass.range_constexpr(self.units * UNIT_TILES):
+            place = tile // UNIT_TILES * (PROJECT_WARPS * UNIT_TOKENS) + tile % UNIT_TILES * TOKEN_TILE
+            for half in cutlass.range_constexpr(2):
+                square = squares[2 * half, tile]
+                if const_expr(self.dtype is not Float32):
+                    if lane // LANES_PER_ROW % 2 == 1:
+                        square = squares[2 * half + 1, tile]
+                    if lane // 8 != lane % LANES_PER_ROW:
+                        square = Float32(0.0)
+                square = cute.arch.warp_reduction_sum(square, threads_in_group=LANES_PER_ROW)
+                token = mine.token + (place + lane // LANES_PER_ROW + 8 * half)
+                if token < problem.tokens:
+                    row = Int64(index) * problem.tokens + token
+                    if lane % LANES_PER_ROW == 0:
+                        vector_at(Float32, problem.squares)[row] = square
+                    for chunk in cutlass.range_constexpr(self.outputs // 8):
+                        at = row * self.outputs + chunk * 8 + lane % LANES_PER_ROW * 2
+                        sums = self._sums(products, tile, chunk)
+                        pair = cute.make_rmem_tensor(2, Float32)
+                        pair[0], pair[1] = sums[2 * half], sums[2 * half + 1]
+                        run_at(Float32, problem.products, at, 2).store(pair.load())

@@ -1,0 +1,401 @@
+"""The projection's gradients for 16-bit streams: d_x = dp weight + norm x (+ addends), d_weight = dp^T x, x read once.
+
+A warp keeps the same 8 vectors of columns (n = 8: 4) for all of its tokens: there the weight's part stays in registers
+as an MMA operand, and so do d_weight's sums. Tiles of 16 tokens come through a ring in shared memory, the warp's own,
+and no other warp waits for it. With g = lane / 4 and t = lane % 4:
+
+    d_x         [16 tokens, 8 columns]   dp [tokens, K]            times  weight [K, columns]   summed on top of norm x
+    d_weight^T  [16 columns, 8 outputs]  x^T [columns, tokens]     times  dp [tokens, K]        summed over tokens
+
+A lane reads x twice. As 16-byte vectors, t and t + 4 of the rows g and g + 8: the j-th pairs of elements of 4 lanes are
+the columns of one product, so that the lane gets 16 bytes of d_x at the place of those of x. And as matrices, which
+`ldmatrix` transposes, for d_weight. dp comes as blocks of 8 x 8, read straight and transposed; warps of a CTA that are
+in step share them.
+
+A row's vectors lie in an order of their own, vector ^ f(row): then copies (whole rows), vectors (two rows, four vectors
+each) and matrices (8 rows, one vector each) all fall on all banks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.vectors import floats, load_params, run_at, shared_at
+from .async_copy import AsyncCopy
+from .gates_backward import GateRows, GateSums
+from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
+from .split import rest_scale, split
+from .tile_sums import TileSums
+from .warp_columns import VECTOR, Place
+from .warp_mma import WarpMma, read_matrices
+
+LANES = 32
+WORDS = 4
+WORD_BYTES = 4
+BLOCK_WORDS = 32  # of 8 x 8 elements
+SM_BYTES, RESERVED_BYTES = 228 * 1024, 1024  # shared memory of an SM at most, and what each CTA takes besides its own
+
+
+class Streams(NamedTuple):
+    """x and d_x [T, n, C]; addends of d_x: d_aggregate [T, C] times h_pre [T, n], and d_residual, as x, or 0."""
+
+    x: Int64
+    d_x: Int64
+    d_aggregate: Int64
+    h_pre: Int64
+    d_residual: Int64
+    tokens: Int32
+    width: Int32
+
+
+class Products(NamedTuple):
+    """What GatesBackward left: dp and the factors of x; and where d_weight's sums go (0: nowhere)."""
+
+    blocks: Int64
+    weights: Int64
+
+
+class TileGradients(Invariant):
+    """Kernel of the projection's backward. `addends`: d_x gets those of `Streams`, too.
+
+    is_exact: the weight is float32, and it and dp have two parts each, as `split.py` says.
+    """
+
+    # Whether a CTA's warps begin each tile together, so that its lines of x and d_x, which are neighbours, reach memory
+    # together (a page of DRAM is some KB), and dp is found in the L1 cache; by `addends`, with which warps share lines.
+    IN_STEP = (True, False)
+    # Of the ring; by `addends`, which make them larger.
+    STAGES = (3, 2)
+
+    def __init__(
+        self, name: str, dtype: type[cutlass.Numeric], n: int, addends: bool, is_exact: bool, tile_sums: TileSums
+    ):  # fmt: skip
+        self.name = name
+        self.tile_sums = tile_sums
+        self.dtype = dtype
+        self.n = n
+        self.addends = addends
+        self.parts = 2 if is_exact else 1
+        self.stages = self.STAGES[addends]
+        self.columns = tile_sums.columns
+        self.in_step = self.IN_STEP[addends]
+        # 8 streams' sums need more registers than three CTAs have.
+        self.ctas_per_sm = SPREAD_CTAS_PER_SM if n < 8 else 2
+        self.steps = outputs(n) // 8
+        self.vectors = self.columns.vectors
+        self.copy_rows = LANES // self.vectors
+        self.tile_words = TOKEN_TILE * self.vectors * WORDS
+        self.block_words = block_bytes(n, self.parts) // WORD_BYTES
+        self.padded_words = -(-self.block_words // LANES) * LANES
+        # A stage of a warp's own, and behind all rings stages of dp: one for all warps in step, or each warp's own.
+        self.stage_words = self.tile_words * (3 if addends else 1)
+        self.dp_warps = 1 if self.in_step else SPREAD_WARPS
+        self.groups = self.vectors // 4
+        self.gate_sums = GateSums(n, SPREAD_WARPS)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.stages * (SPREAD_WARPS * self.stage_words + self.dp_warps * self.padded_words) * WORD_BYTES
+
+    @property
+    def carveout(self) -> int:
+        """Percent of an SM's memory that its CTAs need as shared memory; the rest is the L1 cache."""
+        return min(100, -(-self.ctas_per_sm * (self.smem_bytes + RESERVED_BYTES) * 100 // SM_BYTES))
+
+    @cute.jit
+    def launch(
+        self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_code: Int32, parts: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """parts: of the tokens."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(streams, products, rows, weight, weight_code).launch(
+            # One more, behind the last column, adds the gates' sums.
+            grid=(spread_blocks(self.n, 2, streams.width) + 1, parts, 1),
+            block=(SPREAD_WARPS * LANES, 1, 1),
+            smem=self.smem_bytes,
+            min_blocks_per_mp=self.ctas_per_sm,
+            preferred_smem_carveout=self.carveout,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, streams: Streams, products: Products, rows: GateRows, weight: Int64, weight_code: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, part, _ = cute.arch.block_idx()
+        blocks, parts, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(thread // LANES)
+        smem = cute.arch.get_dyn_smem(Int32, alignment=128)
+        ring = smem + warp * (self.stages * self.stage_words)
+        dp = smem + self.stages * (SPREAD_WARPS * self.stage_words + warp % self.dp_warps * self.padded_words)
+        index = block * SPREAD_WARPS + warp
+        warps = self.columns.warps(streams.width)
+        if block == blocks - 1:
+            if part == 0:
+                cute.arch.griddepcontrol_wait()
+                self.gate_sums.add(rows)
+        elif index < warps:
+            place = self.columns.place(index, streams.width)
+            # Those who copy a stage of dp: the threads of this CTA's warps that have columns, or one warp.
+            threads = cutlass.min(Int32(SPREAD_WARPS), warps - block * SPREAD_WARPS) * LANES
+            copiers = (thread, threads)
+            if const_expr(not self.in_step):
+                copiers = (thread % LANES, Int32(LANES))
+            tiles = cute.ceil_div(streams.tokens, TOKEN_TILE)
+            per_part = cute.ceil_div(tiles, parts)
+            first, last = part * per_part, cutlass.min(part * per_part + per_part, tiles)
+            sums = cute.make_rmem_tensor((4, self.steps, self.vectors // 2), Float32)
+            sums.fill(0.0)
+            # The streams were there before the gates' kernel, which began when all before it had ended.
+            for stage in cutlass.range_constexpr(self.stages - 1):
+                if first + stage < last:
+                    self._copy_streams(ring + stage * self.stage_words, streams, place, first + stage)
+            fixed = self._fixed_operand(weight, weight_code, streams.width * self.n, place)
+            # All before this line overlaps the gates' kernel, what follows reads what that has written.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+            for stage in cutlass.range_constexpr(self.stages - 1):
+                if first + stage < last:
+                    self._copy_products(dp + stage * self.padded_words, products, copiers, first + stage)
+                AsyncCopy.commit()
+            self._stream((ring, dp), copiers, streams, products, place, fixed, first, last, sums)
+            if products.weights != 0:
+                self.tile_sums.leave(products.weights, part, block, blocks - 1, sums)
+
+    @cute.jit
+    def _stream(
+        self, rings: tuple, copiers: tuple, streams: Streams, products: Products, place: Place, fixed: list,
+        first: Int32, last: Int32, sums: cute.Tensor,
+    ):  # fmt: skip
+        """All tiles of a part. rings: of the streams and of dp; copiers: this thread among those that copy dp."""
+        stage = Int32(0)
+        for tile in cutlass.range(first, last):
+            # All lanes have the oldest stage, and are done with the one before it, which is the next to be filled.
+            AsyncCopy.wait(self.stages - 2)
+            if const_expr(self.in_step):
+                cute.arch.barrier(barrier_id=1, number_of_threads=copiers[1])
+            else:
+                cute.arch.sync_warp()
+            free = stage - 1
+            if stage == 0:
+                free = Int32(self.stages - 1)
+            upcoming = tile + (self.stages - 1)
+            if upcoming < last:
+                self._copy_streams(rings[0] + free * self.stage_words, streams, place, upcoming)
+                self._copy_products(rings[1] + free * self.padded_words, products, copiers, upcoming)
+            AsyncCopy.commit()
+            blocks = rings[1] + stage * self.padded_words
+            self._tile(rings[0] + stage * self.stage_words, blocks, streams, products, place, fixed, tile, sums)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+
+    def _word(self, row: Int32, vector: Int32) -> Int32:
+        """Where a vector of a tile's row lies."""
+        turned = row % 8 // 2
+        if self.vectors == 8:
+            turned += row % 2 * 4
+        return (row * self.vectors + (vector ^ turned)) * WORDS
+
+    @cute.jit
+    def _copy_streams(self, stage: cute.Pointer, streams: Streams, place: Place, tile: Int32):
+        """A tile of x and of the addends. Past the last token or vector the last one stands in."""
+        lane = cute.arch.lane_idx()
+        once, often = AsyncCopy(WORDS), AsyncCopy(WORDS, is_shared=True)
+        vector = lane % self.vectors
+        column = place.at + cutlass.min(vector, place.inside - 1) * VECTOR
+        for i in cutlass.range_constexpr(TOKEN_TILE // self.copy_rows):
+            row = lane // self.vectors + i * self.copy_rows
+            token = Int64(cutlass.min(tile * TOKEN_TILE + row, streams.tokens - 1))
+            first = token * (streams.width * self.n) + column
+            target = stage + self._word(row, vector)
+            once.start(self._vector(streams.x, first), target)
+            if const_expr(self.addends):
+                of_token = token * streams.width + column - place.stream * streams.width
+                often.start(self._vector(streams.d_aggregate, of_token), target + self.tile_words)
+                if streams.d_residual != 0:
+                    once.start(self._vector(streams.d_residual, first), target + 2 * self.tile_words)
+
+    @cute.jit
+    def _copy_products(self, blocks: cute.Pointer, products: Products, copiers: tuple, tile: Int32):
+        """A tile of dp."""
+        often = AsyncCopy(WORDS, is_shared=True)
+        source = products.blocks + Int64(tile) * (self.block_words * WORD_BYTES)
+        for at in cutlass.range(copiers[0], self.block_words // WORDS, copiers[1]):
+            often.start(run_at(Int32, source, Int64(at) * WORDS, WORDS), blocks + at * WORDS)
+
+    def _vector(self, address: Int64, first: Int64) -> cute.Tensor:
+        return run_at(Int32, address + first * (self.dtype.width // 8), Int64(0), WORDS)
+
+    def _fixed_operand(self, weight: Int64, code: Int32, row_length: Int32, place: Place) -> list:
+        """The weight at a warp's columns, by group of 4 vectors, pair of elements, part, and 8 outputs: an operand's
+        words.
+
+        The lane's column of a product, its g-th, is element 2 j + g % 2 of the group's vector g / 2.
+        """
+        lane = cute.arch.lane_idx()
+        made: list = [[[[] for _ in range(self.parts)] for _ in range(4)] for _ in range(self.groups)]
+        for group in range(self.groups):
+            vector = cutlass.min(group * 4 + lane // 8, place.inside - 1)
+            for step in range(self.steps):
+                rows = [Int64(8 * step + lane % 4 * 2 + one) for one in range(2)]
+                values = [
+                    load_params(weight, code, row * row_length + (place.at + vector * VECTOR), VECTOR) for row in rows
+                ]
+                for j in range(4):
+                    pair = split(self._chosen(values[0], values[1], j), self.dtype)
+                    for part in range(self.parts):
+                        made[group][j][part].append(pair[part][0])
+        return made
+
+    @cute.jit
+    def _chosen(self, low: cute.Tensor, high: cute.Tensor, j: cutlass.Constexpr[int]) -> cute.Tensor:
+        """Element 2 j + g % 2 of two rows."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        pair[0], pair[1] = low[2 * j], high[2 * j]
+        if cute.arch.lane_idx() // 4 % 2 == 1:
+            pair[0], pair[1] = low[2 * j + 1], high[2 * j + 1]
+        return pair
+
+    @cute.jit
+    def _tile(
+        self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, products: Products, place: Place,
+        fixed: list, tile: Int32, sums: cute.Tensor,
+    ):  # fmt: skip
+        """d_weight's sums grown by a tile, its d_x stored."""
+        if products.weights != 0:
+            self._grow(stage, blocks, sums)
+        if streams.d_x != 0:
+            self._spread(stage, blocks, streams, place, fixed, tile)
+
+    @cute.jit
+    def _grow(self, stage: cute.Pointer, blocks: cute.Pointer, sums: cute.Tensor):
+        """sums += x^T dp."""
+        lane, mma = cute.arch.lane_idx(), WarpMma(self.dtype)
+        right = [self._dp(blocks, True, part) for part in range(self.parts)]
+        row = lane % 8 + lane // 16 * 8
+        mine = self._word(row, lane // 8 % 2)
+        for i in cutlass.range_constexpr(self.vectors // 2):
+            left = read_matrices(stage + (mine ^ (2 * i * WORDS)), self.dtype, 4, True)
+            words = [left[k] for k in range(4)]
+            for step in cutlass.range_constexpr(self.steps):
+                products = [(words, part[2 * step : 2 * step + 2]) for part in right]
+                self._add(mma, sums[None, step, i], products[0], products[1:])
+
+    def _add(self, mma: WarpMma, sums: cute.Tensor, near: tuple, with_rests: list) -> None:
+        """sums += the product of two operands, and of those of which one is of rests."""
+        if with_rests and rest_scale(self.dtype) != 1.0:
+            small = cute.make_rmem_tensor(4, Float32)
+            small.fill(0.0)
+            for operands in with_rests:
+                mma.add(small, *operands)
+            sums.store(sums.load() + small.load() * (1.0 / rest_scale(self.dtype)))
+        else:
+            for operands in with_rests:
+                mma.add(sums, *operands)
+        mma.add(sums, *near)
+
+    def _dp(self, blocks: cute.Pointer, transpose: bool, part: int) -> list:
+        """Words of a part's blocks: tokens 0..7 and 8..15 by the first 8 outputs, by the next, and so on."""
+        lane, words = cute.arch.lane_idx(), []
+        blocks = blocks + part * (2 * self.steps * BLOCK_WORDS)
+        for first in range(0, 2 * self.steps, 4):
+            count = min(4, 2 * self.steps - first)
+            block = first + lane // 8 % count
+            made = read_matrices(blocks + (block * BLOCK_WORDS + lane % 8 * WORDS), self.dtype, count, transpose)
+            words += [made[i] for i in range(count)]
+        return words
+
+    @cute.jit
+    def _spread(
+        self, stage: cute.Pointer, blocks: cute.Pointer, streams: Streams, place: Place, fixed: list, tile: Int32
+    ):  # fmt: skip
+        """d_x of a tile, by way of shared memory, so that 8 lanes store 128 bytes of one row rather than 64 of two."""
+        lane = cute.arch.lane_idx()
+        left = [self._dp(blocks, False, part) for part in range(self.parts)]
+        behind = blocks + self.parts * (2 * self.steps * BLOCK_WORDS)
+        norms = [self._float(behind + (lane // 4 + 8 * half)) for half in range(2)]
+        mine = self._word(lane // 4, lane % 4)
+        places = [
+            [stage + ((mine ^ (group * 4 * WORDS)) + half * (8 * self.vectors * WORDS)) for half in range(2)]
+            for group in range(self.groups)
+        ]
+        weights = self._addend_weights(streams, place, tile)
+        cute.arch.sync_warp()  # all lanes have read x as matrices, so that d_x may take its place
+        for group in cutlass.range_constexpr(self.groups):
+            made = self._group(places[group], left, norms, fixed[group], weights, streams.d_residual)
+            for half in cutlass.range_constexpr(2):
+                shared_at(Int32, places[group][half], WORDS).store(made[half].load())
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(TOKEN_TILE // self.copy_rows):
+            row, vector = lane // self.vectors + i * self.copy_rows, lane % self.vectors
+            words = cute.make_rmem_tensor(WORDS, Int32)
+            words.store(shared_at(Int32, stage + self._word(row, vector), WORDS).load())
+            self._store(streams, place, tile * TOKEN_TILE + row, vector, words)
+
+    def _float(self, place: cute.Pointer) -> Float32:
+        return shared_at(Float32, place, 1)[0]
+
+    @cute.jit
+    def _addend_weights(self, streams: Streams, place: Place, tile: Int32) -> list:
+        """h_pre of a lane's two tokens."""
+        made: list = []
+        if const_expr(self.addends):
+            for half in cutlass.range_constexpr(2):
+                token = cutlass.min(tile * TOKEN_TILE + cute.arch.lane_idx() // 4 + 8 * half, streams.tokens - 1)
+                made.append(vector_at(Float32, streams.h_pre)[Int64(token) * self.n + place.stream])
+        return made
+
+    @cute.jit
+    def _group(
+        self, places: list, left: list, norms: list, fixed: list, weights: list, d_residual: Int64
+    ) -> list:  # fmt: skip
+        """Words of d_x at a lane's vectors of two rows. places: of x; the addends lie behind it."""
+        mma, half_mma = WarpMma(self.dtype), WarpMma(self.dtype, half=True)
+        sums = cute.make_rmem_tensor((4, 4), Float32)
+        for half in cutlass.range_constexpr(2):
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            values.store(self._floats_at(places[half]).load() * norms[half])
+            if const_expr(self.addends):
+                of_sum = self._floats_at(places[half] + self.tile_words)
+                values.store(values.load() + of_sum.load() * weights[half])
+                if d_residual != 0:
+                    of_residual = self._floats_at(places[half] + 2 * self.tile_words)
+                    values.store(values.load() + of_residual.load())
+            for j in cutlass.range_constexpr(4):
+                sums[2 * half, j], sums[2 * half + 1, j] = values[2 * j], values[2 * j + 1]
+        for j in cutlass.range_constexpr(4):
+            for step in cutlass.range_constexpr(0, self.steps, 2):
+                count = min(2, self.steps - step)
+                a = [part[2 * step : 2 * (step + count)] for part in left]
+                b = [part[step : step + count] for part in fixed[j]]
+                with_rests = [(a[i], b[1 - i]) for i in range(self.parts) if self.parts == 2]
+                self._add(mma if count == 2 else half_mma, sums[None, j], (a[0], b[0]), with_rests)
+        made = []
+        for half in cutlass.range_constexpr(2):
+            narrow = cute.make_rmem_tensor(VECTOR, self.dtype)
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            for j in cutlass.range_constexpr(4):
+                values[2 * j], values[2 * j + 1] = sums[2 * half, j], sums[2 * half + 1, j]
+            narrow.store(values.load().to(self.dtype))
+            made.append(cute.recast_tensor(narrow, Int32))
+        return made
+
+    def _floats_at(self, place: cute.Pointer) -> cute.Tensor:
+        raw = cute.make_rmem_tensor(WORDS, Int32)
+        raw.store(shared_at(Int32, place, WORDS).load())
+        return floats(cute.recast_tensor(raw, self.dtype))
+
+    @cute.jit
+    def _store(self, streams: Streams, place: Place, token: Int32, vector: Int32, words: cute.Tensor):
+        if (token < streams.tokens) & (vector < place.inside):
+            first = Int64(token) * (streams.width * self.n) + (place.at + vector * VECTOR)
+            self._vector(streams.d_x, first).store(words.load())

@@ -1,0 +1,195 @@
+"""Sinkhorn normalisation of small matrices, one thread a matrix, and its gradient.
+
+With M0 = exp(l - rowmax), every step leaves M = diag(u) M0 diag(v), so a step is known by its 2n factors. Backward
+makes them again, keeps them in shared memory (in registers 20 iterations would be 160 numbers), and walks back. With
+H = gradient * M, elementwise, a step M' = M / (sum M + eps) turns H' into H = H' - M' sum H', rows and columns alike.
+What is kept is Q with H = Q M0: then a step is Q -= u v^T scaled by sum (M0 Q'), 9 operations a line of 4, and the
+factors serve as they are. So no rounding adds up and no matrix is stored.
+
+M0 is at least SMALLEST, or a column of nothing else than zeros would drive its factor to infinity.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device.gmem import UNBOUNDED
+from ..device.invariant import Invariant
+from ..device.vectors import load_params, store_params
+from ..specs import MhcSpec
+from ..tracing import DTYPES, Traced, traced
+
+# One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
+THREADS = 32
+SMALLEST = 1e-30
+
+
+def _exponentials(logits: cute.Tensor, n: int) -> cute.Tensor:
+    """M0 = exp(l - rowmax), row-major."""
+    result = cute.make_rmem_tensor(n * n, Float32)
+    for i in range(n):
+        largest = logits[i * n]
+        for j in range(1, n):
+            largest = cute.arch.fmax(largest, logits[i * n + j])
+        for j in range(n):
+            value = cute.math.exp(logits[i * n + j] - largest, fastmath=True)
+            result[i * n + j] = cute.arch.fmax(value, Float32(SMALLEST))
+    return result
+
+
+def _ones(n: int) -> cute.Tensor:
+    result = cute.make_rmem_tensor(n, Float32)
+    result.fill(1.0)
+    return result
+
+
+def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
+    """Divide each line of diag(u) M0 diag(v) by its sum + eps, by way of the lines' own factors.
+
+    ours, theirs: the factors of the lines and of what crosses them; strides: of the lines in M0, and within one.
+    """
+    for i in range(n):
+        total = m0[i * strides[0]] * theirs[0]
+        for j in range(1, n):
+            total += m0[i * strides[0] + j * strides[1]] * theirs[j]
+        ours[i] = ours[i] * cute.arch.rcp_approx(ours[i] * total + eps)
+
+
+@cute.jit
+def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cutlass.Constexpr[int]):
+    """One iteration: rows, then columns."""
+    _balance(m0, u, v, (n, 1), n, eps)
+    _balance(m0, v, u, (1, n), n, eps)
+
+
+@cute.jit
+def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlass.Constexpr[int]) -> cute.Tensor:
+    """A thread's matrix, normalised."""
+    m0, u, v = _exponentials(logits, n), _ones(n), _ones(n)
+    for _ in cutlass.range(iters):
+        balance(m0, u, v, eps, n)
+    for i in cutlass.range_constexpr(n * n):
+        m0[i] = m0[i] * u[i // n] * v[i % n]
+    return m0
+
+
+def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple, n: int):
+    """Q before the step that balanced the lines of which `ours` are the factors; arguments as in `_balance`."""
+    for i in range(n):
+        at = [i * strides[0] + j * strides[1] for j in range(n)]
+        total = m0[at[0]] * q[at[0]]
+        for j in range(1, n):
+            total += m0[at[j]] * q[at[j]]
+        total = total * ours[i]
+        for j in range(n):
+            q[at[j]] = q[at[j]] - theirs[j] * total
+
+
+def _through_maximum(m0: cute.Tensor, h: cute.Tensor, n: int):
+    """From H to the gradient of the logits: what each row's maximum adds to, and ties share, is taken away again."""
+    for i in range(n):
+        total, ties = h[i * n], Float32(0.0)
+        for j in range(1, n):
+            total += h[i * n + j]
+        for j in range(n):
+            ties += Float32(m0[i * n + j] == 1.0)
+        share = total * cute.arch.rcp_approx(ties)
+        for j in range(n):
+            h[i * n + j] = h[i * n + j] - share * Float32(m0[i * n + j] == 1.0)
+
+
+class Sinkhorn(Invariant):
+    """Forward, for matrices of n x n in any of PARAM_FORMS."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.n = n
+
+    @cute.jit
+    def __call__(
+        self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if matrices > 0:
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(logits, out, forms, matrices, iters, eps).launch(
+                grid=(cute.ceil_div(matrices, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
+            )
+
+    @cute.kernel
+    def kernel(self, logits: Int64, out: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        matrix = Int64(block) * THREADS + thread
+        if matrix < matrices:
+            size = self.n * self.n
+            values = load_params(logits, forms, matrix * size, size)
+            store_params(out, forms, matrix * size, doubly_stochastic(values, iters, eps, self.n))
+
+
+class SinkhornBackward(Invariant):
+    """d_logits. Shared memory is sized at each launch: 2n numbers a thread and iteration."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+        self.name = name
+        self.n = n
+
+    @cute.jit
+    def __call__(
+        self, d_out: Int64, logits: Int64, d_logits: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if matrices > 0:
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            self.kernel(d_out, logits, d_logits, forms, matrices, iters, eps).launch(
+                grid=(cute.ceil_div(matrices, THREADS), 1, 1),
+                block=(THREADS, 1, 1),
+                smem=iters * (2 * self.n * THREADS * Float32.width // 8),
+                stream=stream,
+            )
+
+    @cute.kernel
+    def kernel(
+        self, d_out: Int64, logits: Int64, d_logits: Int64, forms: Int32, matrices: Int32, iters: Int32, eps: Float32
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        matrix = Int64(block) * THREADS + thread
+        if matrix < matrices:
+            size = self.n * self.n
+            values = load_params(logits, forms, matrix * size, size)
+            q = load_params(d_out, forms, matrix * size, size)
+            m0, u, v = _exponentials(values, self.n), _ones(self.n), _ones(self.n)
+            factors = cute.make_tensor(cute.arch.get_dyn_smem(Float32, 16) + thread, cute.make_layout(UNBOUNDED))
+            for k in cutlass.range(iters):
+                balance(m0, u, v, eps, self.n)
+                for i in cutlass.range_constexpr(self.n):
+                    factors[((2 * k) * self.n + i) * THREADS] = u[i]
+                    factors[((2 * k + 1) * self.n + i) * THREADS] = v[i]
+            for i in cutlass.range_constexpr(size):
+                q[i] = q[i] * (u[i // self.n] * v[i % self.n])
+            for done in cutlass.range(iters):
+                before = iters - 2 - done
+                _step_back(m0, q, v, u, (1, self.n), self.n)
+                v.fill(1.0)
+                if before >= 0:
+                    for i in cutlass.range_constexpr(self.n):
+                        v[i] = factors[((2 * before + 1) * self.n + i) * THREADS]
+                _step_back(m0, q, u, v, (self.n, 1), self.n)
+                if before >= 0:
+                    for i in cutlass.range_constexpr(self.n):
+                        u[i] = factors[(2 * before * self.n + i) * THREADS]
+            for i in cutlass.range_constexpr(size):
+                q[i] = q[i] * m0[i]
+            _through_maximum(m0, q, self.n)
+            store_params(d_logits, forms, matrix * size, q)
+
+
+KERNELS = {"sinkhorn": Sinkhorn, "sinkhorn_backward": SinkhornBackward}
+
+
+def trace(spec: MhcSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec.name, DTYPES[spec.dtype], spec.n))

@@ -1,0 +1,67 @@
+"""Products of small tiles by one warp, on 32-bit words: a word is two 16-bit elements, or one TF32.
+
+With g = lane / 4 and t = lane % 4, a 16-bit step of depth 16 (TF32: 8) takes from a lane
+
+    a   4 words: rows g and g + 8 at place t of the contraction, then rows g and g + 8 at place t + 4
+    b   2 words: column g at place t, then at place t + 4
+
+and adds to four sums: row g at columns 2t and 2t + 1, then row g + 8 at the same. The order of the contraction is
+free as long as a and b agree: so a lane's "places" are the words that it happens to hold.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, TFloat32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from ..device.invariant import Invariant
+from ..device.vectors import shared_at
+
+
+class WarpMma(Invariant):
+    """`dtype`: of the elements. `half`: 16-bit elements in steps of depth 8: a's first two words, b's first."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], half: bool = False):
+        self.dtype = dtype
+        if dtype is Float32:
+            self.words, self.operand, op = (4, 2), TFloat32, warp.MmaTF32Op((16, 8, 8))
+        else:
+            self.words, self.operand = ((2, 1) if half else (4, 2)), dtype
+            op = warp.MmaF16BF16Op(dtype, Float32, (16, 8, 8 if half else 16))
+        self.atom = cute.make_mma_atom(op)
+
+    def add(self, sums: cute.Tensor, a: list, b: list) -> None:
+        """sums += a b, with words as listed above; `sums`: 4 float32 registers."""
+        left, right = (_operand(words, self.operand) for words in (a, b))
+        cute.mma_atom_call(self.atom, sums, left, right, sums)
+
+
+def _operand(words: list, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    registers = cute.make_rmem_tensor(len(words), Int32)
+    for i, word in enumerate(words):
+        registers[i] = word
+    return cute.recast_tensor(registers, dtype)
+
+
+def as_operands(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Words as the tensor cores take them: float32 rounded to TF32, 16-bit as they are."""
+    if const_expr(dtype is Float32):
+        rounded = cute.make_rmem_tensor(words.shape, Int32)
+        values = cute.recast_tensor(words, Float32)
+        for i in range(cute.size(words)):
+            rounded[i] = Int32(cute.arch.cvt_f32_tf32(values[i]))
+        return rounded
+    return words
+
+
+def read_matrices(row: cute.Pointer, dtype: type[cutlass.Numeric], count: int, transpose: bool) -> cute.Tensor:
+    """`count` matrices of 8 x 8 16-bit elements, or their transposes, a word of each to a lane: row g, elements 2t and
+    2t + 1. `row`: where in shared memory row lane % 8 of matrix lane / 8 begins.
+    """
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, count), dtype)
+    source = cute.make_tensor(shared_at(dtype, row, 8).iterator, cute.make_layout(2 * count))
+    target = cute.make_rmem_tensor(2 * count, dtype)
+    cute.copy(atom, source, target)
+    return cute.recast_tensor(target, Int32)

@@ -1,0 +1,377 @@
+"""Weights to folded MXFP8: quantised in blocks of 32 along the contraction, then moved onto one power of two a row.
+
+An element is rounded twice: to E4M3 with its block's scale, as the quantiser rounds it, and again once a power of two
+has moved it onto its row's. That power is the least which keeps the row's largest quantised element at 448 or under,
+and follows from the row's largest magnitude alone: quantising keeps order. So a first look at a row takes maxima, and a
+second one does the rest, each block by itself.
+
+    row    w[R,C] to data [R,C]. 1 to 8 warps a row, as few as hold it in registers: 8 vectors of 16 bytes a thread.
+           What a longer row has beyond that is read again, from L1 or L2.
+    col    w[E,N,K] to data [E,K,N], along N. A CTA takes 128 bytes of an expert's columns and walks down N twice, the
+           second time from the end, which L2 may still have. A warp takes 32 rows, a block of each column; its threads
+           have 8 rows by 16 bytes, which leave as 8 bytes of each column: 32 bytes, a sector, from four threads.
+
+Bytes of a call: R C (width + 1) by rows, width 2 or 4, and R C (2 width + 1) by columns, but for what L2 still had.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..specs import FoldMxfp8Spec
+from ..tracing import DTYPES, Traced, traced
+from .quantize_mxfp8 import VECTOR_BYTES, WORDS
+from .scale_stores import BLOCK
+from .scales import E8M0_INF, Magnitudes, exponent_of, multiplier_of
+
+WARP = 32
+WARPS = 8
+THREADS = WARPS * WARP
+MIN_BLOCKS = 3  # an SM: 24 warps, up to 4 KB of loads each; 80 registers a thread
+HELD = 8  # vectors of a row in a thread's registers
+SMEM_PERCENT = 7  # 16 of 228 KB, of which CTAs use 6; the rest is L1, from which a row or strip is read again
+UNIT_EXPONENT = 127
+FOUR = 4  # E4M3 numbers of a word
+STRIP_LANES = 8  # threads side by side: 128 bytes of a row
+SLOTS = WARP // STRIP_LANES
+RUN = BLOCK // SLOTS  # rows of a block that a thread has
+
+
+def quantised_max(amax: Float32) -> Float32:
+    """The largest quantised element of a block whose greatest magnitude is amax, before scaling."""
+    pair = cute.make_rmem_tensor(FOUR, Float32)
+    pair.fill(amax * multiplier_of(exponent_of(amax)))
+    quantised = cute.make_rmem_tensor(FOUR, Float8E4M3FN)
+    quantised.store(pair.load().to(Float8E4M3FN))
+    return Float32(quantised.load().to(Float32)[0])
+
+
+def row_exponent(amax: Float32) -> Int32:
+    """The biased exponent of the power of two for a row whose greatest magnitude is amax, 0 .. 0xFE."""
+    excess = exponent_of(quantised_max(amax)) - UNIT_EXPONENT
+    return cutlass.min(cutlass.max(exponent_of(amax) + excess, Int32(0)), Int32(E8M0_INF))
+
+
+def shift_of(exponent: Int32, target: Int32) -> Int32:
+    """Twice 2^(exponent - target) in float16, side by side; 0 under 2^-24, where its products are under half of E4M3's
+    least number all the same. A NaN's is anything."""
+    power = (cutlass.max(exponent - target + UNIT_EXPONENT, Int32(0)) << 23).bitcast(Float32)
+    pair = cute.make_rmem_tensor(2, Float16)
+    pair.fill(power.to(Float16))
+    return Int32(cute.recast_tensor(pair, Int32)[0])
+
+
+def fold_four(numbers: cute.Tensor, factor: Int32) -> Int32:
+    """Four float32 to E4M3, times two equal float16 `factor`, to E4M3 again: exact in between but for what becomes 0.
+
+    Rounded to nearest even, saturating; what is not a number becomes E4M3's NaN.
+    """
+    ptx = """{
+    .reg .b16 low, high; .reg .b32 first, second;
+    cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0};
+    cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};
+    cvt.rn.f16x2.e4m3x2 first, low;
+    cvt.rn.f16x2.e4m3x2 second, high;
+    mul.rn.f16x2 first, first, {$r4};
+    mul.rn.f16x2 second, second, {$r4};
+    cvt.rn.satfinite.e4m3x2.f16x2 low, first;
+    cvt.rn.satfinite.e4m3x2.f16x2 high, second;
+    mov.b32 {$w0}, {low, high};
+    }"""
+    four = [numbers[i] for i in range(FOUR)]
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[*four, factor]))
+
+
+class FoldMxfp8(Invariant):
+    """What both axes have in common: w is bfloat16, float16 or float32, in vectors of 16 bytes."""
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric]):
+        self.name = name
+        self.dtype = dtype
+        self.magnitudes = Magnitudes(dtype)
+        self.vector = VECTOR_BYTES * 8 // dtype.width
+
+    def _load(self, address: Int64, values: cute.Tensor) -> None:
+        pointer = cute.make_ptr(self.dtype, address, cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(self.vector)), values)
+
+    def _max_into(self, maxima: cute.Tensor, words: cute.Tensor) -> None:
+        for j in range(WORDS):
+            maxima[j] = self.magnitudes.max(maxima[j], self.magnitudes.of(words[j]))
+
+    def _store_words(self, words: cute.Tensor, address: Int64) -> None:
+        count = cute.size(words)
+        pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4 * count)
+        cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(count)))
+
+
+class Span(NamedTuple):
+    """A thread's vectors of its row: columns from `column` on, `step` apart, of those before `columns`."""
+
+    w: Int64
+    data: Int64
+    column: Int32
+    step: Int32
+    columns: Int32
+
+
+class FoldRows(FoldMxfp8):
+    """w[R,C] to data [R,C] and the bytes [R] of its scales."""
+
+    @cute.jit
+    def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
+        """As many warps a row, a power of two, as hold it in registers."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        held = WARP * HELD * self.vector
+        warps_a_row = Int32(1)
+        for power in cutlass.range_constexpr(3):
+            if w.shape[1] > held << power:
+                warps_a_row = Int32(2 << power)
+        self.kernel(w, data, scale, warps_a_row).launch(
+            grid=(cute.ceil_div(w.shape[0], WARPS // warps_a_row), 1, 1), block=(THREADS, 1, 1),
+            min_blocks_per_mp=MIN_BLOCKS, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, warps_a_row: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = thread // WARP
+        row = block * (WARPS // warps_a_row) + warp // warps_a_row
+        lane = warp % warps_a_row * WARP + thread % WARP
+        columns = select(row < w.shape[0], Int32(w.shape[1]), Int32(0))
+        span = Span(
+            w.iterator.toint() + Int64(row) * w.stride[0] * (self.dtype.width // 8),
+            data.iterator.toint() + Int64(row) * w.shape[1],
+            lane * self.vector, warps_a_row * WARP * self.vector, columns,
+        )  # fmt: skip
+        chunk = span.step * HELD
+        chunks = cute.ceil_div(columns, chunk)
+
+        maxima = cute.make_rmem_tensor(WORDS, Int32)
+        maxima.fill(0)
+        held = self._load_chunk(span, Int32(0))
+        self._max_of(held, maxima)
+        for n in cutlass.range(1, chunks, unroll=1):
+            self._max_of(self._load_chunk(span, n * chunk), maxima)
+        target = row_exponent(self._row_max(maxima, warps_a_row))
+        if (lane == 0) & (row < w.shape[0]):
+            vector_at(Uint8, scale + row)[0] = Uint8(target)
+
+        self._fold_chunk(span, Int32(0), held, target)
+        for n in cutlass.range(1, chunks, unroll=1):
+            self._fold_chunk(span, n * chunk, self._load_chunk(span, n * chunk), target)
+
+    @cute.jit
+    def _load_chunk(self, span: Span, first: Int32) -> cute.Tensor:
+        """(vector, HELD), zeros behind the row."""
+        values = cute.make_rmem_tensor((self.vector, HELD), self.dtype)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(HELD):
+            column = first + span.column + i * span.step
+            if column < span.columns:
+                self._load(span.w + Int64(column) * (self.dtype.width // 8), values[None, i])
+        return values
+
+    def _max_of(self, values: cute.Tensor, maxima: cute.Tensor) -> None:
+        words = cute.recast_tensor(values, Int32)
+        for i in range(HELD):
+            self._max_into(maxima, words[None, i])
+
+    @cute.jit
+    def _row_max(self, maxima: cute.Tensor, warps_a_row: Int32) -> Float32:
+        """The greatest magnitude of the row, in all of its threads."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = thread // WARP
+        shared = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), 16)
+        mine = self._greatest(maxima).bitcast(Int32)
+        shared[warp] = Int32(cute.arch.warp_redux_sync(mine, "max"))
+        cute.arch.sync_threads()
+        first = warp // warps_a_row * warps_a_row
+        result = Int32(0)
+        for other in cutlass.range_constexpr(WARPS):
+            if (other >= first) & (other < first + warps_a_row):
+                result = cutlass.max(result, shared[other])
+        return result.bitcast(Float32)
+
+    def _greatest(self, maxima: cute.Tensor) -> Float32:
+        """Magnitudes, of words; as float32 their bits are in the order of the numbers too."""
+        word = maxima[0]
+        for j in range(1, WORDS):
+            word = self.magnitudes.max(word, maxima[j])
+        return self.magnitudes.greatest(word)
+
+    @cute.jit
+    def _fold_chunk(self, span: Span, first: Int32, values: cute.Tensor, target: Int32):
+        for i in cutlass.range_constexpr(HELD):
+            column = first + span.column + i * span.step
+            if first + i * span.step < span.columns:  # all lanes of a warp take part in the shuffles
+                exponent = exponent_of(self._block_max(values[None, i]))
+                numbers = cute.make_rmem_tensor(self.vector, Float32)
+                numbers.store(values[None, i].load().to(Float32) * multiplier_of(exponent))
+                fours = cute.logical_divide(numbers, cute.make_layout(FOUR))
+                folded = cute.make_rmem_tensor(self.vector // FOUR, Int32)
+                factor = shift_of(exponent, target)
+                for j in cutlass.range_constexpr(self.vector // FOUR):
+                    folded[j] = fold_four(fours[None, j], factor)
+                if column < span.columns:
+                    self._store_words(folded, span.data + column)
+
+    def _block_max(self, values: cute.Tensor) -> Float32:
+        """Of the block that this thread's 16 bytes lie in."""
+        words = cute.recast_tensor(values, Int32)
+        kind = self.magnitudes
+        word = kind.of(words[0])
+        for j in range(1, WORDS):
+            word = kind.max(word, kind.of(words[j]))
+        distance = 1
+        while distance < BLOCK // self.vector:
+            word = kind.max(word, cute.arch.shuffle_sync_bfly(word, distance))
+            distance *= 2
+        return kind.greatest(word)
+
+
+class Strip(NamedTuple):
+    """A thread's columns: its vector of the first row that is its warp's at `w`, rows `row_bytes` apart."""
+
+    w: Int64
+    row_bytes: Int64
+    inside: Boolean
+
+
+class FoldColumns(FoldMxfp8):
+    """w[E,N,K] to data [E,K,N] and the bytes [E,K] of its scales."""
+
+    @cute.jit
+    def launch(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
+        """A CTA a strip of columns, an expert's side by side, since they read the same pages of memory."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector) * w.shape[0]
+        self.kernel(w, data, scale).launch(
+            grid=(strips, 1, 1), block=(THREADS, 1, 1),
+            min_blocks_per_mp=MIN_BLOCKS, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, w: cute.Tensor, data: cute.Tensor, scale: Int64):
+        thread, _, _ = cute.arch.thread_idx()
+        index, _, _ = cute.arch.block_idx()
+        warp, lane = thread // WARP, thread % STRIP_LANES
+        strips = cute.ceil_div(w.shape[2], STRIP_LANES * self.vector)
+        expert = index // strips
+        column = (index % strips * STRIP_LANES + lane) * self.vector
+        row = thread % WARP // STRIP_LANES * RUN
+        row_bytes = Int64(w.shape[2]) * (self.dtype.width // 8)
+        first = w.iterator.toint() + Int64(expert) * w.stride[0] * (self.dtype.width // 8)
+        strip = Strip(
+            first + row * row_bytes + column * (self.dtype.width // 8), row_bytes, column < w.shape[2]
+        )  # fmt: skip
+        blocks = Int32(w.shape[1] // BLOCK)
+
+        maxima = cute.make_rmem_tensor(WORDS, Int32)
+        maxima.fill(0)
+        for block in cutlass.range(warp, blocks, WARPS, unroll=1):
+            self._max_of(self._load_block(strip, block), maxima)
+        targets = self._column_targets(maxima)
+        if (thread < STRIP_LANES) & strip.inside:
+            at = scale + Int64(expert) * w.shape[2] + column
+            for c in cutlass.range_constexpr(self.vector):
+                vector_at(Uint8, at + c)[0] = Uint8(targets[c])
+
+        out = data.iterator.toint() + Int64(expert) * data.stride[0] + Int64(column) * w.shape[1] + row
+        turns = (blocks - warp + WARPS - 1) // WARPS
+        for turn in cutlass.range(turns, unroll=1):
+            block = (turns - 1 - turn) * WARPS + warp
+            values = self._load_block(strip, block)
+            self._fold_block(values, targets, out + block * BLOCK, w.shape[1], strip.inside)
+
+    @cute.jit
+    def _load_block(self, strip: Strip, block: Int32) -> cute.Tensor:
+        """(vector, RUN), zeros behind the last column."""
+        values = cute.make_rmem_tensor((self.vector, RUN), self.dtype)
+        values.fill(0.0)
+        if strip.inside:
+            first = strip.w + block * (strip.row_bytes * BLOCK)
+            for i in cutlass.range_constexpr(RUN):
+                self._load(first + i * strip.row_bytes, values[None, i])
+        return values
+
+    def _max_of(self, values: cute.Tensor, maxima: cute.Tensor) -> None:
+        words = cute.recast_tensor(values, Int32)
+        for i in range(RUN):
+            self._max_into(maxima, words[None, i])
+
+    def _max_over_slots(self, maxima: cute.Tensor) -> None:
+        for distance in (STRIP_LANES, 2 * STRIP_LANES):
+            for j in range(WORDS):
+                maxima[j] = self.magnitudes.max(maxima[j], cute.arch.shuffle_sync_bfly(maxima[j], distance))
+
+    @cute.jit
+    def _column_targets(self, maxima: cute.Tensor) -> cute.Tensor:
+        """The exponent of each of the thread's columns, from what all warps have seen of it."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % STRIP_LANES
+        shared = cutlass.utils.SmemAllocator().allocate_tensor(
+            Int32, cute.make_layout((WORDS, STRIP_LANES, WARPS)), VECTOR_BYTES
+        )
+        self._max_over_slots(maxima)
+        if thread % WARP < STRIP_LANES:
+            cute.autovec_copy(maxima, shared[None, lane, thread // WARP])
+        cute.arch.sync_threads()
+        columns = cute.make_rmem_tensor(self.vector, self.dtype)
+        words = cute.recast_tensor(columns, Int32)
+        words.fill(0)
+        others = cute.make_rmem_tensor(WORDS, Int32)
+        for warp in cutlass.range_constexpr(WARPS):
+            cute.autovec_copy(shared[None, lane, warp], others)
+            self._max_into(words, others)
+        targets = cute.make_rmem_tensor(self.vector, Int32)
+        for c in cutlass.range_constexpr(self.vector):
+            targets[c] = row_exponent(columns[c].to(Float32))
+        return targets
+
+    @cute.jit
+    def _fold_block(self, values: cute.Tensor, targets: cute.Tensor, out: Int64, pitch: Int32, inside: Boolean):
+        """`out`: of this thread's rows of its first column; columns are `pitch` bytes apart."""
+        columns = cute.make_rmem_tensor(self.vector, self.dtype)
+        maxima = cute.recast_tensor(columns, Int32)
+        maxima.fill(0)
+        self._max_of(values, maxima)
+        self._max_over_slots(maxima)
+        for c in cutlass.range_constexpr(self.vector):
+            exponent = exponent_of(columns[c].to(Float32))
+            numbers = cute.make_rmem_tensor(RUN, Float32)
+            multiplier = multiplier_of(exponent)
+            for i in cutlass.range_constexpr(RUN):
+                numbers[i] = values[c, i].to(Float32) * multiplier
+            fours = cute.logical_divide(numbers, cute.make_layout(FOUR))
+            folded = cute.make_rmem_tensor(RUN // FOUR, Int32)
+            factor = shift_of(exponent, targets[c])
+            for j in cutlass.range_constexpr(RUN // FOUR):
+                folded[j] = fold_four(fours[None, j], factor)
+            if inside:
+                self._store_words(folded, out + Int64(c) * pitch)
+
+
+class Fold:
+    def __init__(self, spec: FoldMxfp8Spec):
+        kernel = FoldRows if spec.axis == "row" else FoldColumns
+        self.fold = kernel(spec.name, DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
+        if w.shape[0] > 0:
+            self.fold.launch(w, data, scale, stream)
+
+
+def trace(spec: FoldMxfp8Spec) -> Traced:
+    return traced(spec, Fold(spec))

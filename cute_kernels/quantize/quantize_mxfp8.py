@@ -1,0 +1,467 @@
+"""MXFP8 quantisation: x[T,K] to E4M3, and a power of two (E8M0) for each block of 32 or 128 along rows or columns.
+
+A CTA reads a tile once, 16 bytes a load, into registers, where the numbers stay; magnitudes alone meet other threads,
+by shuffles along a row and through 2 or 4 KB of shared memory along a column. A tile is some rows of a band of 128,
+times some columns:
+
+    rows             2 rows of each quarter, which share sectors of swizzled scales, by 1024; a thread has 8 x 16 bytes
+    columns          128 rows by 128, an atom of scales; a thread has 16 rows of 16 bytes, from here on
+    both             128 rows by 256 (float32: 128)
+    both, strips     32 rows by 512, where blocks are of 32 and scales plain, which a quarter of a band suffices for
+
+128 KB of loads are under way on an SM at most, where 4.3 TB/s and 1 us of latency ask for 33. Tiles are wide for the
+plain scales of rows: a store of less than a sector (32 bytes) costs as much as one of two, and a row of 128 columns
+has 4 bytes of them, of 256 8, of a strip 16; rows alone store whole sectors.
+
+Bytes of a call, none of them moved twice: T K (width + copies (1 + 1/32)), width 2 or 4, copies 1 or 2: 3.03 an element
+for the rows of 16-bit numbers, 4.06 for both axes. Instructions are no bound: 9 and 13 an element, of the 21 and 28
+that an SM issues while those bytes pass at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..specs import QuantizeMxfp8Spec
+from ..tracing import DTYPES, Traced, traced
+from .scale_stores import BLOCK, BLOCKS, QUARTERS, TILE, WORD_BYTES, ScaleGrid, ScaleStores, Strip
+from .scales import Magnitudes, exponent_of, multiplier_of, power_of_two
+
+SECTOR_BYTES = 32
+VECTOR_BYTES = 16
+WORDS = VECTOR_BYTES // WORD_BYTES
+WARP = 32
+BYTES_IN_FLIGHT = 128 << 10  # on an SM: half of its registers
+SMEM_PERCENT = 14  # 32 of 228 KB: CTAs take 20 at most; loads under way want the rest as cache
+
+
+class Outputs(NamedTuple):
+    """Addresses of E4M3 [T,K] and its E8M0 scales, by rows and by columns; of an axis not asked for, anything."""
+
+    row_data: Int64
+    row_scale: Int64
+    col_data: Int64
+    col_scale: Int64
+
+
+class ScaleLayout(NamedTuple):
+    """How scales are made: one for 128 elements (`wide`) instead of 32; laid out in 128 x 4 atoms (`swizzled`)."""
+
+    wide: Int32
+    swizzled: Int32
+
+
+class Reach(NamedTuple):
+    """Rows of a tile: those before `end` hold numbers, the others count as zeros; those before `stop` are stored.
+
+    By rows alone, both are where the last group ends. By columns, groups begin at multiples of 128 rows: `end` is the
+    end of the tile's group, and `stop` is T, or 0 behind the last group.
+    """
+
+    end: Int32
+    stop: Int32
+
+
+class Origin(NamedTuple):
+    """A thread's part of a tile, 16 bytes at `column` of rows from `row` on, and the tile: its band of 128 rows begins
+    at `band`, its own rows at `row0`, its columns at `col0`."""
+
+    row: Int32
+    column: Int32
+    band: Int32
+    row0: Int32
+    col0: Int32
+
+
+class Tile(NamedTuple):
+    """What a CTA quantises: `run` rows of each quarter of a band of 128, or of one quarter, times some columns."""
+
+    run: int
+    quarters: int
+    columns: int
+    rows_per_thread: int
+
+
+# Scales of a row are a sector, or half of one.
+ROWS = Tile(2, QUARTERS, SECTOR_BYTES * BLOCK, 8)
+STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
+
+
+def tile_of(axis: str, vector: int) -> Tile:
+    """The tile that serves all layouts, where a thread has `vector` elements of a row."""
+    columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
+    return ROWS if axis == "row" else Tile(BLOCK, QUARTERS, columns, STRIP.rows_per_thread)
+
+
+class QuantizeMxfp8(Invariant):
+    """Kernel of x, bfloat16, float16 or float32, whose rows start at multiples of 16 bytes and hold a multiple of 32.
+
+    `axis`: "row", "col" or "both". `tile`: STRIP for plain scales of 32 elements alone; by default one for all layouts.
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], axis: str, tile: Tile | None = None):
+        self.name = name
+        self.dtype = dtype
+        self.by_row = axis != "col"
+        self.by_col = axis != "row"
+        self.magnitudes = Magnitudes(dtype)
+        self.vector = VECTOR_BYTES * 8 // dtype.width
+        tile = tile or tile_of(axis, self.vector)
+        self.all_layouts = tile.quarters == QUARTERS
+        self.run = tile.run
+        self.rows = tile.quarters * tile.run
+        self.blocks_down = self.rows // BLOCK
+        self.columns = tile.columns
+        self.rows_per_thread = tile.rows_per_thread
+        self.lanes = self.columns // self.vector  # threads along a row
+        self.slots = self.rows // self.rows_per_thread
+        self.threads = self.lanes * self.slots
+        self.stores = ScaleStores(self.rows, self.run, self.threads)
+        self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)
+
+    def _tiles_along_k(self, x: cute.Tensor) -> Int32:
+        return cute.ceil_div(x.shape[1], self.columns)
+
+    @cute.jit
+    def launch(
+        self,
+        x: cute.Tensor,
+        outputs: Outputs,
+        offs: Int64,
+        num_groups: Int32,
+        layout: ScaleLayout,
+        stream: cuda.CUstream,
+    ):
+        """One CTA a tile, those of the same rows side by side, since they read the same pages of memory."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        tiles = cute.ceil_div(x.shape[0], TILE) * (TILE // self.rows) * self._tiles_along_k(x)
+        self.kernel(x, outputs, offs, num_groups, layout).launch(
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.min_blocks, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, layout: ScaleLayout):
+        cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        tile, _, _ = cute.arch.block_idx()
+        tiles_along_k = self._tiles_along_k(x)
+        line = tile // tiles_along_k
+        lines_per_band = TILE // self.rows
+        band = line // lines_per_band * TILE
+        row0 = band + line % lines_per_band * self.run
+        col0 = tile % tiles_along_k * self.columns
+        row = row0 + thread // self.lanes * self.rows_per_thread
+        origin = Origin(row, col0 + thread % self.lanes * self.vector, band, row0, col0)
+
+        values = self._load(x, origin)
+        reach = self._reach(x, band, offs, num_groups)
+        if band < reach.stop:
+            self._quantize(x, outputs, layout, values, reach, origin)
+
+    @cute.jit
+    def _load(self, x: cute.Tensor, origin: Origin) -> cute.Tensor:
+        """(vector, rows) of x, zeros outside of it. Whole bands are read without a branch, all loads at once."""
+        values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
+        values.fill(0.0)
+        atom = cute.make_copy_atom(
+            CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
+            l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
+        )  # fmt: skip
+        first = x.iterator.toint() + (Int64(origin.row) * x.stride[0] + origin.column) * (self.dtype.width // 8)
+        row_bytes = x.stride[0] * (self.dtype.width // 8)
+        if origin.column < x.shape[1]:
+            if origin.band + TILE <= x.shape[0]:
+                for i in cutlass.range_constexpr(self.rows_per_thread):
+                    at = first + self.stores.below(i) * row_bytes
+                    cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
+            else:
+                for i in cutlass.range_constexpr(self.rows_per_thread):
+                    if origin.row + self.stores.below(i) < x.shape[0]:
+                        at = first + self.stores.below(i) * row_bytes
+                        cute.copy(atom, self._vector_at(self.dtype, at), values[None, i])
+        return values
+
+    def _vector_at(self, dtype: type[cutlass.Numeric], address: Int64) -> cute.Tensor:
+        """A thread's elements, of x or of a result, aligned to their size."""
+        align = self.vector * dtype.width // 8
+        pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+        return cute.make_tensor(pointer, cute.make_layout(self.vector))
+
+    @cute.jit
+    def _reach(self, x: cute.Tensor, band: Int32, offs: Int64, num_groups: Int32) -> Reach:
+        """Where the band's rows end, from group ends that are sorted; each clamped to the buffer."""
+        rows = Int32(x.shape[0])
+        end = rows
+        stop = rows
+        if offs != 0:
+            ends = vector_at(Int32, offs)
+            if const_expr(self.by_col):
+                stop = Int32(0)
+                lane = cute.arch.lane_idx()
+                for base in cutlass.range(0, num_groups, 32):
+                    nearest = rows + 1
+                    if base + lane < num_groups:
+                        candidate = ends[base + lane]
+                        if candidate > band:
+                            nearest = cutlass.min(candidate, rows)
+                    nearest = Int32(cute.arch.warp_redux_sync(nearest, "min"))
+                    if nearest <= rows:
+                        stop = rows
+                        end = cutlass.min(end, nearest)
+            else:
+                end = cutlass.max(Int32(0), cutlass.min(ends[num_groups - 1], rows))
+                stop = end
+        return Reach(end, stop)
+
+    @cute.jit
+    def _quantize(
+        self, x: cute.Tensor, outputs: Outputs, layout: ScaleLayout, values: cute.Tensor, reach: Reach, origin: Origin
+    ):
+        plain = layout.swizzled == 0
+        thread, _, _ = cute.arch.thread_idx()
+        slot = thread // self.lanes
+        words = cute.recast_tensor(values, Int32)
+        if reach.end < origin.band + TILE:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                for j in cutlass.range_constexpr(WORDS):
+                    words[j, i] = select(origin.row + self.stores.below(i) < reach.end, words[j, i], Int32(0))
+
+        smem = cutlass.utils.SmemAllocator()
+        row_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.columns // BLOCK, self.rows)), 16)
+        row_exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
+        col_exponents = cute.make_rmem_tensor(self.vector, Int32)
+        if const_expr(self.by_row):
+            self._row_exponents(words, layout, row_exponents)
+            self._put_row_scales(x, row_exponents, row_scales, origin, slot)
+        if const_expr(self.by_col):
+            col_scales = smem.allocate_tensor(Uint8, cute.make_layout((self.blocks_down, self.columns)), 16)
+            col_maxima = smem.allocate_tensor(Int32, cute.make_layout((WORDS, self.lanes, self.slots)), 16)
+            self._put_column_maxima(words, col_maxima, slot)
+            cute.arch.sync_threads()
+            self._column_exponents(col_maxima, slot, layout, col_exponents)
+            self._put_column_scales(x, col_exponents, col_scales, origin, slot)
+
+        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, origin)
+        cute.arch.sync_threads()
+        if const_expr(self.by_row):
+            self._store_row_scales(x, outputs.row_scale, row_scales, reach, origin, plain)
+        if const_expr(self.by_col):
+            self._store_column_scales(x, outputs.col_scale, col_scales, origin, plain)
+
+    @cute.jit
+    def _row_exponents(self, words: cute.Tensor, layout: ScaleLayout, exponents: cute.Tensor):
+        """Of the block that this thread's 16 bytes of each row lie in."""
+        kind = self.magnitudes
+        maxima = cute.make_rmem_tensor(self.rows_per_thread, Int32)
+        for i in cutlass.range_constexpr(self.rows_per_thread):
+            maxima[i] = kind.of(words[0, i])
+            for j in cutlass.range_constexpr(1, WORDS):
+                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+        self._max_over_lanes(maxima, 1, BLOCK // self.vector)
+        if const_expr(self.all_layouts):
+            if layout.wide != 0:
+                self._max_over_lanes(maxima, BLOCK // self.vector, TILE // self.vector)
+        for i in cutlass.range_constexpr(self.rows_per_thread):
+            exponents[i] = exponent_of(kind.greatest(maxima[i]))
+
+    def _max_over_lanes(self, maxima: cute.Tensor, first: int, beyond: int) -> None:
+        distance = first
+        while distance < beyond:
+            for i in range(self.rows_per_thread):
+                maxima[i] = self.magnitudes.max(maxima[i], cute.arch.shuffle_sync_bfly(maxima[i], distance))
+            distance *= 2
+
+    def _put_column_maxima(self, words: cute.Tensor, col_maxima: cute.Tensor, slot: Int32) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        kind = self.magnitudes
+        maxima = cute.make_rmem_tensor(WORDS, Int32)
+        for j in range(WORDS):
+            maxima[j] = kind.of(words[j, 0])
+            for i in range(1, self.rows_per_thread):
+                maxima[j] = kind.max(maxima[j], kind.of(words[j, i]))
+        cute.autovec_copy(maxima, col_maxima[None, thread % self.lanes, slot])
+
+    @cute.jit
+    def _column_exponents(self, col_maxima: cute.Tensor, slot: Int32, layout: ScaleLayout, exponents: cute.Tensor):
+        """Of this thread's columns, from the maxima of the slots that make up its block."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % self.lanes
+        columns = cute.make_rmem_tensor(self.vector, self.dtype)
+        maxima = cute.recast_tensor(columns, Int32)
+        maxima.fill(0)
+        slots_per_block = self.slots // self.blocks_down
+        first = slot // slots_per_block * slots_per_block
+        for other in cutlass.range_constexpr(slots_per_block):
+            self._max_with(maxima, col_maxima[None, lane, first + other])
+        if const_expr(self.all_layouts):
+            if layout.wide != 0:
+                for other in cutlass.range_constexpr(self.slots):
+                    self._max_with(maxima, col_maxima[None, lane, other])
+        for c in cutlass.range_constexpr(self.vector):
+            exponents[c] = exponent_of(columns[c].to(Float32))
+
+    def _max_with(self, maxima: cute.Tensor, others: cute.Tensor) -> None:
+        fragment = cute.make_rmem_tensor(WORDS, Int32)
+        cute.autovec_copy(others, fragment)
+        for j in range(WORDS):
+            maxima[j] = self.magnitudes.max(maxima[j], fragment[j])
+
+    @cute.jit
+    def _put_row_scales(
+        self, x: cute.Tensor, exponents: cute.Tensor, row_scales: cute.Tensor, origin: Origin, slot: Int32
+    ):
+        """Zero for a block that lies past the last column, where an atom has one all the same."""
+        thread, _, _ = cute.arch.thread_idx()
+        lanes_per_block = BLOCK // self.vector
+        if thread % lanes_per_block == 0:
+            block = thread % self.lanes // lanes_per_block
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                inside = origin.column < x.shape[1]
+                scale = Uint8(select(inside, exponents[i], Int32(0)))
+                row_scales[block, slot * self.rows_per_thread + i] = scale
+
+    @cute.jit
+    def _put_column_scales(
+        self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, origin: Origin, slot: Int32
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        slots_per_block = self.slots // self.blocks_down
+        if slot % slots_per_block == 0:
+            for c in cutlass.range_constexpr(self.vector):
+                inside = origin.row < x.shape[0]
+                column = thread % self.lanes * self.vector + c
+                col_scales[slot // slots_per_block, column] = Uint8(select(inside, exponents[c], Int32(0)))
+
+    @cute.jit
+    def _store_data(
+        self, x: cute.Tensor, outputs: Outputs, values: cute.Tensor, row_exponents: cute.Tensor,
+        col_exponents: cute.Tensor, reach: Reach, origin: Origin,
+    ):  # fmt: skip
+        by_column = cute.make_rmem_tensor(self.vector, Float32)
+        if const_expr(self.by_col):
+            for c in cutlass.range_constexpr(self.vector):
+                by_column[c] = multiplier_of(col_exponents[c])
+        width = Int64(x.shape[1])
+        first = Int64(origin.row) * width + origin.column
+        if origin.column < x.shape[1]:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                if origin.row + self.stores.below(i) < reach.stop:
+                    numbers = values[None, i].load().to(Float32)
+                    at = first + self.stores.below(i) * width
+                    if const_expr(self.by_row):
+                        by_row = multiplier_of(row_exponents[i])
+                        self._store(numbers * by_row, outputs.row_data + at)
+                    if const_expr(self.by_col):
+                        self._store(numbers * by_column.load(), outputs.col_data + at)
+
+    def _store(self, scaled: cute.TensorSSA, address: Int64) -> None:
+        """Rounded to nearest even, saturating; what is not a number becomes E4M3's NaN."""
+        result = cute.make_rmem_tensor(self.vector, Float8E4M3FN)
+        result.store(scaled.to(Float8E4M3FN))
+        cute.autovec_copy(result, self._vector_at(Float8E4M3FN, address))
+
+    @cute.jit
+    def _store_row_scales(
+        self, x: cute.Tensor, address: Int64, scales: cute.Tensor, reach: Reach, origin: Origin, plain: Boolean
+    ):
+        blocks = Int32(x.shape[1] // BLOCK)
+        block0 = origin.col0 // BLOCK
+        if plain:
+            self.stores.words(scales, Strip(address, origin.row0, reach.stop, block0, blocks))
+        elif const_expr(self.all_layouts):
+            rows = Int32(x.shape[0])
+            self.stores.atoms(scales, ScaleGrid(address, origin.row0, rows, reach.stop, block0, blocks))
+
+    @cute.jit
+    def _store_column_scales(self, x: cute.Tensor, address: Int64, scales: cute.Tensor, origin: Origin, plain: Boolean):
+        width = Int32(x.shape[1])
+        blocks = Int32(cute.ceil_div(x.shape[0], BLOCK))
+        block0 = origin.row0 // BLOCK
+        if plain:
+            shape = self.columns, self.blocks_down
+            by_column = cute.make_tensor(scales.iterator, cute.make_layout(shape, stride=(self.blocks_down, 1)))
+            store = self.stores.words if self.blocks_down == 1 else self.stores.strip
+            store(by_column, Strip(address, block0, blocks, origin.col0, width))
+        elif const_expr(self.all_layouts):
+            for first in cutlass.range_constexpr(0, self.columns, TILE):
+                if origin.col0 + first < width:
+                    atom = cute.local_tile(scales, (BLOCKS, TILE), (0, first // TILE))
+                    self.stores.atoms(atom, ScaleGrid(address, origin.col0 + first, width, width, block0, blocks))
+
+
+class RoundMxfp8(QuantizeMxfp8):
+    """The values that x would have in MXFP8, by rows in blocks of 32, in x's dtype: T K 2 width bytes.
+
+    `outputs.row_data` is the address of [T,K] of that dtype; nothing looks at the others, nor at the layout.
+    """
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric]):
+        super().__init__(name, dtype, "row")
+
+    @cute.jit
+    def _quantize(
+        self, x: cute.Tensor, outputs: Outputs, layout: ScaleLayout, values: cute.Tensor, reach: Reach, origin: Origin
+    ):
+        exponents = cute.make_rmem_tensor(self.rows_per_thread, Int32)
+        self._row_exponents(cute.recast_tensor(values, Int32), layout, exponents)
+        row_bytes = Int64(x.shape[1]) * (self.dtype.width // 8)
+        first = outputs.row_data + origin.row * row_bytes + origin.column * (self.dtype.width // 8)
+        if origin.column < x.shape[1]:
+            for i in cutlass.range_constexpr(self.rows_per_thread):
+                if origin.row + self.stores.below(i) < reach.stop:
+                    scaled = values[None, i].load().to(Float32) * multiplier_of(exponents[i])
+                    rounded = scaled.to(Float8E4M3FN).to(Float32) * power_of_two(exponents[i])
+                    result = cute.make_rmem_tensor(self.vector, self.dtype)
+                    result.store(rounded.to(self.dtype))
+                    cute.autovec_copy(result, self._vector_at(self.dtype, first + self.stores.below(i) * row_bytes))
+
+
+class Quantize:
+    """By both axes a kernel of its own, with larger tiles, serves plain scales of 32 elements."""
+
+    def __init__(self, spec: QuantizeMxfp8Spec):
+        dtype = DTYPES[spec.dtype]
+        self.quantize = QuantizeMxfp8(spec.name, dtype, spec.axis)
+        self.strips = QuantizeMxfp8(f"{spec.name}_strips", dtype, spec.axis, STRIP)
+        self.has_strips = spec.axis == "both"
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, row_data: Int64, row_scale: Int64, col_data: Int64, col_scale: Int64, offs: Int64,
+        num_groups: Int32, wide: Int32, swizzled: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            outputs = Outputs(row_data, row_scale, col_data, col_scale)
+            arguments = (x, outputs, offs, num_groups, ScaleLayout(wide, swizzled), stream)
+            if const_expr(not self.has_strips):
+                self.quantize.launch(*arguments)
+            elif (wide == 0) & (swizzled == 0):
+                self.strips.launch(*arguments)
+            else:
+                self.quantize.launch(*arguments)
+
+
+class Round:
+    def __init__(self, spec: QuantizeMxfp8Spec):
+        self.round = RoundMxfp8(spec.name, DTYPES[spec.dtype])
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, offs: Int64, num_groups: Int32, stream: cuda.CUstream):
+        if x.shape[0] > 0:
+            outputs = Outputs(Int64(out.iterator.toint()), Int64(0), Int64(0), Int64(0))
+            self.round.launch(x, outputs, offs, num_groups, ScaleLayout(Int32(0), Int32(0)), stream)
+
+
+def trace(spec: QuantizeMxfp8Spec) -> Traced:
+    return traced(spec, (Round if spec.rounded else Quantize)(spec))

@@ -1,0 +1,99 @@
+"""How a tile's scales get from shared memory to memory: plain, or swizzled in atoms of 128 x 4 (docs/mxfp8.md)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+
+TILE = 128
+BLOCK = 32
+BLOCKS = TILE // BLOCK
+QUARTERS = 4
+WORD_BYTES = 4
+
+
+class ScaleGrid(NamedTuple):
+    """Where the scales of a copy lie, [outer, blocks] of counts `outer_count` and `block_count`, the tile's first at
+    (outer0, block0). Those of outer indexes from `stop` on are not this call's, but zeros behind the last one are."""
+
+    address: Int64
+    outer0: Int32
+    outer_count: Int32
+    stop: Int32
+    block0: Int32
+    block_count: Int32
+
+
+class Strip(NamedTuple):
+    """Where plain scales lie as they do in memory, [outer, inner]: a tile's first at (outer0, inner0)."""
+
+    address: Int64
+    outer0: Int32
+    outer_count: Int32
+    inner0: Int32
+    inner_count: Int32
+
+
+class ScaleStores(Invariant):
+    """Of a tile of `rows` rows, `run` of each quarter of 128 or of one, by `threads` threads."""
+
+    def __init__(self, rows: int, run: int, threads: int):
+        self.rows = rows
+        self.run = run
+        self.threads = threads
+
+    def below(self, row: int | Int32) -> int | Int32:
+        """The tile's rows from its first one."""
+        return row // self.run * BLOCK + row % self.run
+
+    @cute.jit
+    def strip(self, scales: cute.Tensor, strip: Strip):
+        """(inner, outer) scales, a byte a thread: a warp's are neighbours, whatever the width of the matrix."""
+        thread, _, _ = cute.arch.thread_idx()
+        width = cute.size(scales, mode=[0])
+        for n in cutlass.range_constexpr(cute.ceil_div(cute.size(scales), self.threads)):
+            index = thread + n * self.threads
+            outer = strip.outer0 + self.below(index // width)
+            inner = strip.inner0 + index % width
+            if (inner < strip.inner_count) & (outer < strip.outer_count):
+                at = strip.address + Int64(outer) * strip.inner_count + inner
+                vector_at(Uint8, at)[0] = scales[index % width, index // width]
+
+    @cute.jit
+    def words(self, scales: cute.Tensor, strip: Strip):
+        """(inner, outer) scales, four a thread where the width of the matrix lets them be aligned."""
+        if strip.inner_count % WORD_BYTES == 0:
+            thread, _, _ = cute.arch.thread_idx()
+            width = cute.size(scales, mode=[0]) // WORD_BYTES
+            count = cute.size(scales) // WORD_BYTES
+            for n in cutlass.range_constexpr(cute.ceil_div(count, self.threads)):
+                index = thread + n * self.threads
+                outer = strip.outer0 + self.below(index // width)
+                inner = strip.inner0 + index % width * WORD_BYTES
+                if (index < count) & (inner < strip.inner_count) & (outer < strip.outer_count):
+                    at = strip.address + Int64(outer) * strip.inner_count + inner
+                    mine = cute.recast_tensor(scales[None, index // width], Int32)
+                    vector_at(Int32, at)[0] = mine[index % width]
+        else:
+            self.strip(scales, strip)
+
+    @cute.jit
+    def atoms(self, scales: cute.Tensor, grid: ScaleGrid):
+        """(blocks, outer) scales, four of a row or column a thread, neighbours in the order of the atom."""
+        thread, _, _ = cute.arch.thread_idx()
+        atoms = cute.ceil_div(grid.block_count, BLOCKS)
+        atom = grid.block0 // BLOCKS + thread // self.rows
+        word = thread % self.rows
+        outer = grid.outer0 + word % QUARTERS * BLOCK + word // QUARTERS
+        inside = (outer < grid.stop) | (outer >= grid.outer_count)
+        if (thread < cute.size(scales) // BLOCKS) & (atom < atoms) & inside:
+            first = (Int64(grid.outer0 // TILE) * atoms + atom) * (TILE * BLOCKS)
+            at = grid.address + first + grid.outer0 % TILE * (QUARTERS * BLOCKS) + word * BLOCKS
+            mine = scales[None, word % QUARTERS * self.run + word // QUARTERS]
+            vector_at(Int32, at)[0] = cute.recast_tensor(mine, Int32)[thread // self.rows]

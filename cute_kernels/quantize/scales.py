@@ -1,0 +1,68 @@
+"""E8M0 scale bytes: byte e is 2^(e - 127), 255 is NaN. The number a byte is, and the byte a block of numbers gets."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..device.select import select
+
+E8M0_INF, E8M0_NAN = 0xFE, 0xFF
+F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
+F32_TWO_TO_MINUS_127, F32_MAGNITUDE = 0x00400000, 0x7FFFFFFF
+
+
+def power_of_two(byte: Int32) -> Float32:
+    """A scale byte, 0 .. 255, as float32, exactly: byte 0 is a subnormal."""
+    bits = cutlass.max(byte << 23, Int32(F32_TWO_TO_MINUS_127))
+    return select(byte == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
+
+
+def magnitude_of(value: Float32) -> Int32:
+    """|x| as an integer, whose order is that of the numbers; a NaN is the greatest."""
+    return value.bitcast(Int32) & F32_MAGNITUDE
+
+
+def exponent_of(amax: Float32) -> Int32:
+    """The biased exponent of the least power of two that is not below amax / 448; 0xFE for Inf, 0xFF for NaN.
+
+    A float32 quotient of mantissa 0 is that power; else the exponent is one up. 2^-127, exponent 0, is the subnormal
+    of mantissa 0x400000.
+    """
+    quotient = (amax * Float32(1 / 448)).bitcast(Int32)
+    carry = select(quotient < F32_MIN_NORMAL, Int32(0x3FFFFF), Int32(F32_MANTISSA))
+    exponent = cutlass.min((quotient + carry) >> 23, Int32(E8M0_INF))
+    return select(quotient > F32_INF, Int32(E8M0_NAN), exponent)
+
+
+def multiplier_of(exponent: Int32) -> Float32:
+    """2^(127 - exponent): every one of them is a float32, the last (0xFE) a subnormal. NaN for 0xFF."""
+    bits = (Int32(E8M0_INF) - exponent) << 23
+    bits = select(exponent == E8M0_INF, Int32(F32_TWO_TO_MINUS_127), bits)
+    return select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
+
+
+class Magnitudes:
+    """|x| as unsigned integers, two in a word where x is 16-bit: their order is that of the numbers, and NaN is above
+    Inf, so that a NaN reaches the scale."""
+
+    def __init__(self, dtype: type[cutlass.Numeric]):
+        self.dtype = dtype
+        self.packed = dtype.width == 16
+        self.mask = 0x7FFF7FFF if self.packed else 0x7FFFFFFF
+
+    def of(self, word: Int32) -> Int32:
+        return word & Int32(self.mask)
+
+    def max(self, a: Int32, b: Int32) -> Int32:
+        kind = "u16x2" if self.packed else "u32"
+        ptx = f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};"
+        return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
+
+    def greatest(self, word: Int32) -> Float32:
+        """The greater magnitude of a word."""
+        pair = cute.make_rmem_tensor(32 // self.dtype.width, self.dtype)
+        words = cute.recast_tensor(pair, Int32)
+        words[0] = self.max(word, word >> 16) if self.packed else word
+        return pair[0].to(Float32)

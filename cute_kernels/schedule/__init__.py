@@ -1,0 +1,1 @@
+"""Which tile a CTA works on next, from group sizes that only the device knows."""

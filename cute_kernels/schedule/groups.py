@@ -1,0 +1,63 @@
+"""Group sizes that only the device knows, and how to read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.warps import warp_sum
+
+OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
+
+
+class Groups(NamedTuple):
+    """Group sizes on the device: an address, what lies there (OFFS_INT32, ...), how many, and the buffer's rows.
+
+    tickets: the address of a counter that clusters may draw from (tickets.py), or 0.
+    """
+
+    address: Int64
+    encoding: Int32
+    count: Int32
+    tickets: Int64
+    rows: Int32
+
+
+def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
+    return cutlass.max(low, cutlass.min(value, high))
+
+
+def int32_at(groups: Groups, index: Int32) -> Int32:
+    return vector_at(Int32, groups.address)[index]
+
+
+@cute.jit
+def group_size(groups: Groups, index: Int32) -> Int32:
+    """Rows of a group given by its size, clamped to the buffer: no garbage can overflow a sum of 32."""
+    size = Int32(0)
+    if groups.encoding == SPLITS_INT64:
+        wide = vector_at(Int64, groups.address)[index]
+        size = Int32(cutlass.max(Int64(0), cutlass.min(wide, Int64(groups.rows))))
+    else:
+        size = clamp(int32_at(groups, index), Int32(0), groups.rows)
+    return size
+
+
+@cute.jit
+def last_row_end(groups: Groups) -> Int32:
+    """Where the last group's rows end, for every lane of a warp: rows from here on belong to nobody."""
+    end = Int32(0)
+    lane = cute.arch.lane_idx()
+    if groups.encoding == OFFS_INT32:
+        for group in cutlass.range(lane, groups.count, 32):
+            end = cutlass.max(end, clamp(int32_at(groups, group), Int32(0), groups.rows))
+        end = cute.arch.warp_reduction(end, cutlass.max, threads_in_group=32)
+    else:
+        for group in cutlass.range(lane, groups.count, 32):
+            end = cutlass.min(end + group_size(groups, group), groups.rows)
+        end = cutlass.min(warp_sum(end), groups.rows)
+    return end

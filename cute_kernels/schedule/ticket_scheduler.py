@@ -1,0 +1,90 @@
+"""The scheduler of tile_scheduler.py for clusters that draw tickets, with light groups' tiles between heavy ones'."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ..device.select import select
+from ..device.warps import warp_sum
+from ..tiles import TileConfig
+from .groups import Groups
+from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
+from .tickets import Tickets
+from .work import TileGrid, WorkRing, no_work
+
+# Light groups with fewer tiles than this share of the others' come last, together.
+FEW = 16
+
+
+class TicketScheduler(LightGroupScheduler):
+    """Cluster tiles are numbered: a cluster's first tile has the cluster's own number, and a ticket t is number C + t,
+    C being how many clusters there are.
+
+    A light group has at most `light_rows` rows: its weights take longer to come from memory than to be multiplied. In
+    the order of experts all SMs wait for memory at such a group, and leave memory alone at others (gpt-oss-120b,
+    Dirichlet 0.5: 5 % of the time). So light tiles and heavy ones come in the same proportion from begin to end.
+
+    Without a counter, tiles come in the order of experts and in a fixed order.
+    """
+
+    def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid, light_rows: int, tickets: Tickets):
+        super().__init__(tile, groups, grid, light_rows)
+        self.tickets = tickets
+
+    @cute.jit
+    def _count(self) -> tuple[Int32, Int32]:
+        """Cluster tiles of light groups and of heavy ones."""
+        light, heavy = Int32(0), Int32(0)
+        for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
+            rows = self._rows_of(group)
+            tiles = self._num_clusters(rows)
+            of_light = select(self._is_of(LIGHT, rows), tiles, Int32(0))
+            light += of_light
+            heavy += tiles - of_light
+        return warp_sum(light), warp_sum(heavy)
+
+    def _light_before(self, number: Int32, num_light: Int32, num_heavy: Int32, num_clusters: Int32) -> Int32:
+        """How many tiles before the one of a number, which a ticket gave, are light."""
+        first_heavy = cutlass.min(num_heavy, num_clusters)
+        first_light = cutlass.min(num_light, num_clusters - first_heavy)
+        count, light, heavy = number - num_clusters, num_light - first_light, num_heavy - first_heavy
+        in_proportion = Int32(Int64(count) * light // cutlass.max(light + heavy, Int32(1)))
+        come_last = cutlass.max(count - heavy, Int32(0))
+        return first_light + select(light * FEW < heavy, come_last, in_proportion)
+
+    @cute.jit
+    def run(self, ring: WorkRing):
+        if self.groups.tickets == 0:
+            self.run_static(ring)
+        else:
+            self.run_dynamic(ring)
+
+    @cute.jit
+    def run_dynamic(self, ring: WorkRing):
+        """Find the cluster's tiles and put them into the ring, then the end mark."""
+        number, num_clusters = self._cluster()
+        heavy, light = new_cursor(), new_cursor()
+        state, taken = ring.producer_state(), Int32(0)
+        # The first numbers are heavy tiles', so that nobody waits for groups to be counted, which takes 2 us.
+        work, heavy = self._find(heavy, HEAVY, number)
+        state = self._hand_over(ring, state, work)
+
+        num_light, num_heavy = self._count()
+        total = num_light + num_heavy
+        if (number >= num_heavy) & (number < total):
+            work, light = self._find(light, LIGHT, number - num_heavy)
+            state = self._hand_over(ring, state, work)
+        while number < total:
+            number = num_clusters + self.tickets.take(taken, total)
+            if number < total:
+                self.tickets.release(taken)
+                taken += 1
+                of_light = self._light_before(number, num_light, num_heavy, num_clusters)
+                if self._light_before(number + 1, num_light, num_heavy, num_clusters) > of_light:
+                    work, light = self._find(light, LIGHT, of_light)
+                else:
+                    work, heavy = self._find(heavy, HEAVY, number - of_light)
+                state = self._hand_over(ring, state, work)
+        ring.put(state, no_work())

@@ -1,0 +1,197 @@
+"""Which output tile a CTA works on next, from group sizes that only the device knows.
+
+Cluster c of a persistent grid of C clusters takes cluster tiles c, c + C, c + 2C, ... of one linear order: experts in
+order; inside an expert, bands of `RASTER_BAND` row tiles; inside a band, weight tiles outermost, so that the CTAs that
+run at once share a few weight tiles and a few row tiles, both out of L2. One warp a CTA walks the groups, 32 experts a
+step, one a lane, and hands each tile to the other warps through a small ring in shared memory: nobody else reads
+group sizes, and the latency of reading them hides behind the MMAs of the tile before. ticket_scheduler.py is the same
+for clusters that draw tickets instead, wgrad_scheduler.py for weight gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.warps import inclusive_scan, last_lane
+from ..tiles import TileConfig
+from .groups import OFFS_INT32, Groups, clamp, group_size, int32_at
+from .work import TileGrid, WorkRing, WorkTile, no_work
+
+# Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
+# and a weight tile is read from memory once for 8 uses.
+RASTER_BAND = 8
+
+
+class GroupWindow(NamedTuple):
+    """32 consecutive groups, one a lane: row range and, inclusive, the linear tile index where the group ends."""
+
+    base: Int32
+    begin: Int32
+    end: Int32
+    tiles_end: Int32
+
+
+class GroupTileScheduler(Invariant):
+    """Walks the groups for one CTA. Compile-time: tile and cluster; run-time: groups and weight tiles an expert."""
+
+    def __init__(self, tile: TileConfig, groups: Groups, grid: TileGrid):
+        self.tile_m = tile.m
+        self.cluster_m = tile.cluster_m
+        self.cluster_n = tile.cluster_n
+        self.adaptive = tile.adaptive
+        self.groups = groups
+        self.grid = grid
+
+    def _num_m_clusters(self, rows: Int32) -> Int32:
+        """Cluster tiles along m that a group of `rows` has."""
+        rows_per_cluster = self.tile_m * self.cluster_m
+        return (rows + rows_per_cluster - 1) // rows_per_cluster
+
+    def _num_clusters(self, rows: Int32) -> Int32:
+        """Cluster tiles of a group of `rows`. An adaptive cluster takes the columns of an odd row tile in pairs."""
+        if not self.adaptive:
+            return self._num_m_clusters(rows) * self.grid.num_n
+        row_tiles = (rows + self.tile_m - 1) // self.tile_m
+        return row_tiles // 2 * self.grid.num_n + row_tiles % 2 * ((self.grid.num_n + 1) // 2)
+
+    def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        return begin + m_tile * self.tile_m
+
+    def _is_of(self, kind: str, rows: Int32) -> Boolean:
+        """Whether a group of `rows` is of a kind."""
+        raise NotImplementedError
+
+    @cute.jit
+    def _load_window(
+        self, base: Int32, rows_before: Int32, tiles_before: Int32, kind: cutlass.Constexpr[str | None] = None
+    ) -> GroupWindow:
+        """Groups base .. base + 31. Lanes past the last group hold empty ones; groups of another kind have no tiles."""
+        groups = self.groups
+        lane = cute.arch.lane_idx()
+        group = base + lane
+        present = group < groups.count
+        begin = Int32(0)
+        end = Int32(0)
+        if groups.encoding == OFFS_INT32:
+            if present:
+                end = clamp(int32_at(groups, group), Int32(0), groups.rows)
+                if group > 0:
+                    begin = clamp(int32_at(groups, group - 1), Int32(0), end)
+        else:
+            size = Int32(0)
+            if present:
+                size = group_size(groups, group)
+            end = cutlass.min(rows_before + inclusive_scan(size, lane), groups.rows)
+            begin = cutlass.max(end - size, Int32(0))
+        tiles = Int32(0)
+        if present:
+            tiles = self._num_clusters(end - begin)
+            if const_expr(kind is not None):
+                tiles = select(self._is_of(kind, end - begin), tiles, Int32(0))
+        return GroupWindow(base, begin, end, tiles_before + inclusive_scan(tiles, lane))
+
+    @cute.jit
+    def _tile_in_window(self, window: GroupWindow, tile: Int32, tiles_before: Int32) -> WorkTile:
+        """The work of this CTA in cluster tile `tile`, which lies in one of the window's groups."""
+        lane = cute.arch.popc(cute.arch.vote_ballot_sync(window.tiles_end <= tile))
+        begin = cute.arch.shuffle_sync(window.begin, lane)
+        end = cute.arch.shuffle_sync(window.end, lane)
+        first_tile = tiles_before
+        before = cute.arch.shuffle_sync(window.tiles_end, cutlass.max(lane - 1, Int32(0)))
+        if lane > 0:
+            first_tile = before
+
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        tile_at = self._adaptive_tile_at if const_expr(self.adaptive) else self._tile_at
+        return WorkTile(window.base + lane, *tile_at(tile - first_tile, begin, end, rank))
+
+    def _in_bands(self, index: Int32, banded: Int32, swept: Int32) -> tuple[Int32, Int32]:
+        """Where cluster tile `index` lies among `banded` x `swept`: bands of the former, swept along the latter."""
+        band = index // (RASTER_BAND * swept)
+        in_band = index - band * RASTER_BAND * swept
+        height = cutlass.max(cutlass.min(banded - band * RASTER_BAND, Int32(RASTER_BAND)), Int32(1))
+        column = in_band // height
+        return band * RASTER_BAND + in_band - column * height, column
+
+    def _cluster_tile_at(self, index: Int32, rows: Int32) -> tuple[Int32, Int32]:
+        """Row and column of cluster tile `index` of a group."""
+        return self._in_bands(index, self._num_m_clusters(rows), self.grid.num_n)
+
+    def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
+        """The work of this CTA in cluster tile `index` of a group, from `row` on."""
+        m_cluster, n_cluster = self._cluster_tile_at(index, end - begin)
+        m_tile = m_cluster * self.cluster_m + rank % self.cluster_m
+        n_tile = n_cluster * self.cluster_n + rank // self.cluster_m
+        return self._first_row(begin, m_tile), end, m_tile, n_tile, Int32(0)
+
+    @cute.jit
+    def _adaptive_tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32):
+        """The same where two CTAs have neighbouring row tiles or, at an odd row tile, neighbouring weight tiles.
+
+        An odd row tile joins the last band: its cluster tile comes right behind those of its two weight tiles, so that
+        these are read from memory once. Where it meets a lone weight tile, each CTA has half of its rows.
+        """
+        row_tiles = (end - begin + self.tile_m - 1) // self.tile_m
+        pairs, odd = row_tiles // 2, row_tiles % 2
+        last_band = cutlass.max(pairs - 1, Int32(0)) // RASTER_BAND
+        band = cutlass.min(index // (RASTER_BAND * self.grid.num_n), last_band)
+        in_band = index - band * RASTER_BAND * self.grid.num_n
+        height = cutlass.min(pairs - band * RASTER_BAND, Int32(RASTER_BAND))
+        joined = Int32(0)
+        if band == last_band:
+            joined = odd
+        of_two = 2 * height + joined
+        two = in_band // of_two
+        in_two = in_band - two * of_two
+        column = in_two // cutlass.max(height, Int32(1))
+        m_tile = (band * RASTER_BAND + in_two - column * height) * 2 + rank
+        n_tile = two * 2 + column
+        pairs_columns = Int32(0)
+        half = Int32(0)
+        if (joined > 0) & ((column > 1) | (n_tile >= self.grid.num_n) | (height == 0)):
+            m_tile, n_tile, pairs_columns = row_tiles - 1, two * 2 + rank, Int32(1)
+            if two * 2 + 1 == self.grid.num_n:
+                n_tile, pairs_columns, half = two * 2, Int32(0), Int32(self.tile_m // 2)
+        row = self._first_row(begin, m_tile)
+        if (half > 0) & (rank == 0):
+            end = cutlass.min(end, row + half)
+        return row + rank * half, end, m_tile, n_tile, pairs_columns
+
+    def _cluster(self) -> tuple[Int32, Int32]:
+        """Which cluster of the grid this CTA is in, and of how many."""
+        cluster_size = self.cluster_m * self.cluster_n
+        bidx, _, _ = cute.arch.block_idx()
+        gdim, _, _ = cute.arch.grid_dim()
+        return bidx // cluster_size, gdim // cluster_size
+
+    def run(self, ring: WorkRing) -> None:
+        """The scheduler warp's whole life."""
+        self.run_static(ring)
+
+    @cute.jit
+    def run_static(self, ring: WorkRing):
+        """Tiles in a fixed order: walk the groups, put this CTA's tiles into the ring, then the end mark."""
+        tile, num_clusters = self._cluster()
+        state = ring.producer_state()
+        tiles_before = Int32(0)
+        window = self._load_window(Int32(0), Int32(0), tiles_before)
+        window_end = last_lane(window.tiles_end)
+        more = Boolean(True)
+        while more:
+            while (tile >= window_end) & (window.base + 32 < self.groups.count):
+                tiles_before = window_end
+                window = self._load_window(window.base + 32, last_lane(window.end), tiles_before)
+                window_end = last_lane(window.tiles_end)
+            more = tile < window_end
+            work = no_work()
+            if more:
+                work = self._tile_in_window(window, tile, tiles_before)
+            ring.put(state, work)
+            state.advance()
+            tile += num_clusters

@@ -1,0 +1,86 @@
+"""The scheduler of weight gradients: every group has the same tiles, empty ones too, and light groups' come between
+heavy ones', for the former wait for their stores and the latter for their MMAs.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from ..device.select import select
+from ..device.warps import warp_sum
+from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
+from .work import WorkRing, no_work
+
+
+class WgradTileScheduler(LightGroupScheduler):
+    """Cluster c of C takes heavy tiles c, c + C, ... and light ones C - 1 - c, 2C - 1 - c, ..., each kind in the order
+    of experts: a cluster with one heavy tile less has one light tile more. Both kinds are interleaved such that a
+    cluster's progress through its light tiles (by count) matches its progress through its heavy ones (by rows).
+
+    Light tiles come in pairs, so that heavy ones still go to one pingpong warpgroup and the other in turn: one by one
+    they would leave them all to the same, with no MMAs beside its epilogues (0.88 of the speed on Qwen3-30B, half of
+    whose experts have no rows, instead of 1.04). No tickets: to draw one takes 2 us, as long as a tile of 128 rows.
+    """
+
+    def _num_m_clusters(self, rows: Int32) -> Int32:
+        return self.grid.num_m
+
+    def _first_row(self, begin: Int32, m_tile: Int32) -> Int32:
+        return begin
+
+    @cute.jit
+    def _cluster_tile_at(self, index: Int32, rows: Int32):
+        """Bands of the longer side: the operand of the shorter one, read again for every band, stays in L2.
+
+        dw2 of Mixtral-8x7B, 4096 x 14336: 0.40 GB of memory are read instead of 1.12.
+        """
+        num_m, num_n = self.grid.num_m, self.grid.num_n
+        m_cluster, n_cluster = self._in_bands(index, num_m, num_n)
+        if num_n * self.cluster_n > num_m * self.cluster_m:
+            n_cluster, m_cluster = self._in_bands(index, num_n, num_m)
+        return m_cluster, n_cluster
+
+    @cute.jit
+    def _count(self) -> tuple[Int32, Int32]:
+        """Light groups, and rows of heavy ones."""
+        light, rows_of_heavy = Int32(0), Int32(0)
+        for group in cutlass.range(cute.arch.lane_idx(), self.groups.count, 32):
+            rows = self._rows_of(group)
+            is_light = self._is_of(LIGHT, rows)
+            light += select(is_light, Int32(1), Int32(0))
+            rows_of_heavy += select(is_light, Int32(0), rows)
+        return warp_sum(light), warp_sum(rows_of_heavy)
+
+    @cute.jit
+    def run(self, ring: WorkRing):
+        """Find the cluster's tiles and put them into the ring, then the end mark."""
+        cluster, num_clusters = self._cluster()
+        heavy, light = new_cursor(), new_cursor()
+        state = ring.producer_state()
+        # Before groups are counted, which takes 2 us.
+        work, heavy = self._find(heavy, HEAVY, cluster)
+        state = self._hand_over(ring, state, work)
+
+        light_groups, rows_of_heavy = self._count()
+        tiles_of_group = self.grid.num_m * self.grid.num_n
+        num_light = (light_groups * tiles_of_group + cluster) // num_clusters
+        rows_of_tiles = cutlass.max(Float32(rows_of_heavy) * Float32(tiles_of_group), Float32(1.0))
+        light_a_row = Float32(num_light) * Float32(num_clusters) / rows_of_tiles
+
+        heavy_tile, done, rows, more = cluster, Int32(0), Int32(0), Boolean(True)
+        while more:
+            more = work.expert >= 0
+            rows += work.group_end - work.row
+            due = select(more, cutlass.min(Int32(Float32(rows) * light_a_row) // 2 * 2, num_light), num_light)
+            while done < due:
+                light_work, light = self._find(light, LIGHT, (done + 1) * num_clusters - 1 - cluster)
+                ring.put(state, light_work)
+                state.advance()
+                done += 1
+            if more:
+                heavy_tile += num_clusters
+                work, heavy = self._find(heavy, HEAVY, heavy_tile)
+                state = self._hand_over(ring, state, work)
+        ring.put(state, no_work())

@@ -1,0 +1,84 @@
+"""One CTA's next output tile, and the ring in shared memory through which the scheduler warp hands it to the others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32
+
+from ..device.invariant import Invariant
+
+# Two tiles in work, by pingpong warpgroups, one being loaded, one to come. Fewer where tickets are drawn, late: tiles
+# that begin together are neighbours then (1 % of DeepSeek-V3's FC1 under skew).
+STAGES, TICKET_STAGES = 4, 2
+SLOT_WORDS = 6
+
+
+class WorkTile(NamedTuple):
+    """One CTA's output tile: tile coordinates, its first ragged row and the row where its group ends.
+
+    Rows ragged (GEMM): `row` is the tile's first row and m_tile its index in the group. Contraction ragged (wgrad):
+    `row` is the group's first row. expert < 0 ends the work. pairs_columns, of an adaptive cluster: its CTAs have the
+    same rows and neighbouring columns where it is not 0, else the same columns and neighbouring rows.
+    """
+
+    expert: Int32
+    row: Int32
+    group_end: Int32
+    m_tile: Int32
+    n_tile: Int32
+    pairs_columns: Int32
+
+
+def no_work() -> WorkTile:
+    return WorkTile(*[Int32(word) for word in (-1, 0, 0, 0, 0, 0)])
+
+
+class TileGrid(NamedTuple):
+    """Cluster tiles of one expert's output. Where rows are ragged, `num_m` comes from the group instead."""
+
+    num_m: Int32
+    num_n: Int32
+
+
+class WorkRing(Invariant):
+    """The ring through which the scheduler warp hands tiles to `num_consumer_warps` other warps of its CTA."""
+
+    def __init__(self, barriers: cute.Pointer, slots: cute.Pointer, num_consumer_warps: int, stages: int = STAGES):
+        self.stages = stages
+        self.pipeline = pipeline.PipelineAsync.create(
+            barrier_storage=barriers,
+            num_stages=stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, num_consumer_warps),
+            defer_sync=True,
+        )
+        self.slots = cute.make_tensor(slots, cute.make_layout((SLOT_WORDS, stages)))
+
+    def producer_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+
+    def consumer_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+
+    @cute.jit
+    def put(self, state: pipeline.PipelineState, work: WorkTile):
+        """Hand over one tile; called by all lanes of the scheduler warp."""
+        self.pipeline.producer_acquire(state)
+        with cute.arch.elect_one():
+            for word in cutlass.range_constexpr(SLOT_WORDS):
+                self.slots[word, state.index] = work[word]
+            self.pipeline.producer_commit(state)
+
+    @cute.jit
+    def get(self, state: pipeline.PipelineState) -> WorkTile:
+        """Wait for the next tile and copy it; called by all lanes of a consumer warp."""
+        self.pipeline.consumer_wait(state)
+        work = WorkTile(*[cute.arch.make_warp_uniform(self.slots[word, state.index]) for word in range(SLOT_WORDS)])
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.pipeline.consumer_release(state)
+        return work

@@ -1,0 +1,249 @@
+"""Epilogues: what happens to accumulators between the last wgmma and the store."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
+
+from ... import activation as act
+from ...device.gmem import vector_at
+from ...device.invariant import Invariant
+from ...memory.weights import NO_GATE, GateRows
+from ...quantize.scales import power_of_two
+from ...schedule.groups import Groups
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from ..budget import ROWS, SLOTS
+from ..fragments import TileShare, registers
+from ..turns import THREADS
+from .shape import EpilogueShape, KernelEpilogue, SlotShape, Smem, SmemField
+from .store import Slots
+
+UPPER_HALF = -(1 << 16)
+
+
+class OptionalInputs(NamedTuple):
+    """Optional inputs of an epilogue as device addresses, 0 where absent.
+
+    Biases are packed [E, columns] at `bias`, or `bias_table` holds an address for each expert. `scale` is float32 [T].
+    """
+
+    bias: Int64
+    bias_table: Int64
+    scale: Int64
+
+
+class Inputs(NamedTuple):
+    """Run-time inputs of a GEMM's epilogue.
+
+    bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
+    for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
+    gate: where a gated layer's weight rows lie.
+    """
+
+    optional: OptionalInputs
+    params: act.ActivationParams
+    bias_size: Int32
+    w_scale: Int64 = Int64(0)
+    out_scale: Int64 = Int64(0)
+    gate: GateRows = NO_GATE
+
+
+class ColumnSmem(NamedTuple):
+    """A warpgroup's shared memory for its tile's columns: biases, and scale bytes where weights have them."""
+
+    bias: cute.Tensor
+    scales: Any = None  # cute.Tensor | None
+
+
+class Prefetched(NamedTuple):
+    """A thread's row scales, two a slab, and scale bytes of columns, on their way while the mainloop runs."""
+
+    row_scales: cute.Tensor
+    column_scales: cute.Tensor | None
+
+
+class WarpgroupState(Invariant):
+    """What one MMA warpgroup's epilogue holds while the kernel runs."""
+
+    def __init__(self, inputs: Any, slots: Slots, smem: ColumnSmem):
+        self.inputs = inputs
+        self.optional = inputs.optional
+        self.params = inputs.params
+        self.bias_size = inputs.bias_size
+        self.slots = slots
+        self.smem = smem
+        self.lane = slots.thread % 32
+        self.row_in_slab = slots.thread // 32 * 16 + self.lane // 4
+
+    def has_bias(self) -> cutlass.Boolean:
+        return (self.optional.bias | self.optional.bias_table) != 0
+
+
+class Epilogue(KernelEpilogue):
+    """Compile-time half of an epilogue; a warpgroup calls `begin` before a tile's mainloop and `finish` after it.
+
+    `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
+    scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
+
+    scales_columns: weights are folded, with a scale for each of their rows.
+    cols: of a chunk, which a slot holds. chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
+    """
+
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
+        scales_columns: bool = False,
+    ):  # fmt: skip
+        self.tile = tile
+        self.scales_columns = scales_columns
+        self.tile_n = tile.n
+        self.slabs = tile.slabs
+        self.parts = parts
+        self.part_n = tile.n // parts
+        self.layout = layout
+        self.cols = tile.chunk_columns
+        self.dtype = dtype
+        self.chunks_per_slab = self.part_n // self.cols
+
+    @property
+    def shape(self) -> EpilogueShape:
+        smem: tuple[SmemField, ...] = (SmemField("bias", self.dtype, (self.tile_n,)),)
+        if self.scales_columns:
+            smem += (SmemField("scales", BFloat16, (self.tile_n,)),)
+        slots = SlotShape(
+            self.dtype, self.slabs * self.chunks_per_slab, row_bytes=self.cols * self.dtype.width // 8
+        )  # fmt: skip
+        return EpilogueShape(slots, smem, self.parts, self.layout)
+
+    def kernel_inputs(self, inputs: Any) -> Any:
+        """Host side: the epilogue's inputs as the kernel takes them."""
+        return inputs
+
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> Any:
+        return WarpgroupState(inputs, slots, ColumnSmem(**smem))
+
+    def store_views(self, outputs: tuple, inputs: Any) -> tuple:
+        """How the outputs look to TMA stores."""
+        return outputs
+
+    def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
+        """The element of the bias behind a column of a part of the tile; past the end where there is none."""
+        return column
+
+    def finish_slab(
+        self, state: Any, acc: cute.Tensor, scales: cute.Tensor, stores: tuple, work: WorkTile, row: Int32,
+        first_slot: int,
+    ) -> None:  # fmt: skip
+        """Turn the accumulators of the 64 rows from `row` on into stores, the first of them from `first_slot`."""
+        raise NotImplementedError
+
+    @cute.jit
+    def finish(
+        self, state: WarpgroupState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
+        share: TileShare,
+    ):  # fmt: skip
+        """Turn a warpgroup's accumulators into stores."""
+        scales = prefetched.row_scales
+        if const_expr(self.scales_columns):
+            self._put_column_scales(state, prefetched.column_scales)
+        for slab in cutlass.range_constexpr(self.slabs):
+            row = work.row + (share.first_slab + slab) * ROWS
+            first_slot = slab * self.chunks_per_slab % SLOTS
+            count = cute.size(acc) // self.slabs
+            values, two_scales = registers(acc, slab * count, count), registers(scales, 2 * slab, 2)
+            # Of a cooperative tile a warpgroup may have no rows, and it holds back nobody by going on.
+            if const_expr(self.tile.takes_turns):
+                self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
+            elif row < work.group_end:
+                self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
+
+    @cute.jit
+    def begin(self, state: WarpgroupState, work: WorkTile, share: TileShare) -> Prefetched:
+        """Fetch the biases into shared memory and return this thread's two row scales of each slab."""
+        scales = cute.make_rmem_tensor(2 * self.slabs, Float32)
+        scales.fill(1.0)
+        if state.optional.scale != 0:
+            scale = vector_at(Float32, state.optional.scale)
+            for i in cutlass.range_constexpr(2 * self.slabs):
+                row = work.row + (share.first_slab + i // 2) * ROWS + state.row_in_slab + i % 2 * 8
+                if row < work.group_end:
+                    scales[i] = scale[row]
+        if state.has_bias():
+            self._fetch_bias(state, work)
+        return Prefetched(scales, self._fetch_column_scales(state, work) if const_expr(self.scales_columns) else None)
+
+    @cute.jit
+    def _bias_of(self, state: Any, expert: Int32) -> Int64:
+        """The address of an expert's bias."""
+        address = state.optional.bias + Int64(expert) * state.bias_size * (self.dtype.width // 8)
+        if state.optional.bias_table != 0:
+            address = vector_at(Int64, state.optional.bias_table)[expert]
+        return address
+
+    @cute.jit
+    def _fetch_bias(self, state: WarpgroupState, work: WorkTile):
+        bias = vector_at(self.dtype, self._bias_of(state, work.expert))
+        for i in cutlass.range_constexpr((self.tile_n + THREADS - 1) // THREADS):
+            column, element = self._element(state, work, i)
+            if column < self.tile_n:
+                # Columns without a weight row count in the scale of a quantised result: zeros.
+                if element < state.bias_size:
+                    state.smem.bias[column] = bias[element]
+                else:
+                    state.smem.bias[column] = self.dtype(0)
+
+    @cute.jit
+    def _fetch_column_scales(self, state: WarpgroupState, work: WorkTile) -> cute.Tensor:
+        """Scale bytes of the columns that this thread fetches for."""
+        scales = vector_at(Uint8, state.inputs.w_scale + Int64(work.expert) * state.bias_size)
+        count = (self.tile_n + THREADS - 1) // THREADS
+        fetched = cute.make_rmem_tensor(count, Int32)
+        for i in cutlass.range_constexpr(count):
+            column, element = self._element(state, work, i)
+            fetched[i] = Int32(0)
+            if (column < self.tile_n) & (element < state.bias_size):
+                fetched[i] = Int32(scales[element]) & 0xFF
+        return fetched
+
+    @cute.jit
+    def _put_column_scales(self, state: WarpgroupState, fetched: cute.Tensor):
+        for i in cutlass.range_constexpr(cute.size(fetched)):
+            column = state.slots.thread + i * THREADS
+            if column < self.tile_n:
+                state.smem.scales[column] = power_of_two(fetched[i]).to(BFloat16)
+        state.slots.sync()
+
+    def _element(self, state: WarpgroupState, work: WorkTile, i: int) -> tuple[Int32, Int32]:
+        """The i-th column of the tile that this thread fetches for, and the weight row behind it."""
+        column = state.slots.thread + i * THREADS
+        part, column_in_part = column // self.part_n, column % self.part_n
+        return column, self.bias_index(state, work.n_tile * self.part_n + column_in_part, part)
+
+    @cute.jit
+    def _scale_columns(self, state: WarpgroupState, acc: cute.Tensor):
+        """acc *= the scales of the weight rows behind its columns."""
+        if const_expr(self.scales_columns):
+            values = registers(acc)
+            pairs = cute.recast_tensor(state.smem.scales, Int32)
+            for i in cutlass.range_constexpr(self.tile_n // 8):
+                two = pairs[4 * i + state.lane % 4]
+                for pair in cutlass.range_constexpr(2):
+                    # A bfloat16 is the upper half of a float32.
+                    bits = two << 16 if const_expr(pair == 0) else two & Int32(UPPER_HALF)
+                    values[4 * i + pair] *= bits.bitcast(Float32)
+                    values[4 * i + 2 + pair] *= bits.bitcast(Float32)
+
+    @cute.jit
+    def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):
+        """acc += bias, times a scale for each of the thread's two rows."""
+        if state.has_bias():
+            state.slots.sync()
+            values = registers(acc)
+            for i in cutlass.range(self.tile_n // 8 * 2, unroll_full=True):
+                group, pair = i // 2, i % 2
+                bias = Float32(state.smem.bias[8 * group + 2 * (state.lane % 4) + pair])
+                values[4 * group + pair] += bias * scale_upper_row
+                values[4 * group + 2 + pair] += bias * scale_lower_row

@@ -1,0 +1,85 @@
+"""A gated FC1 of transposed weights whose columns come as they lie, a and u of an output in one tile of columns.
+
+TMA moves runs of 16 bytes along a row, and so cannot part columns that alternate. But the accumulators of a thread
+(fragments.py) hold both columns of each of its outputs: where a and u are neighbours, registers 2 i and 2 i + 1; where
+32 of a come before 32 of u, registers 16 apart. Biases and preactivations are in the order of the columns, too.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...device.select import select
+from ...specs import BLOCK_ROWS, GroupedGluSpec
+from ..budget import ROWS
+from ..fragments import chunk_of
+from ..turns import THREADS
+from .activation import ActivationEpilogue
+from .store import narrowed
+
+BLOCK_REGS = ROWS * BLOCK_ROWS // THREADS
+QUAD = 4
+# Of `prmt`, which numbers the bytes of its first word 0 to 3 and of its second 4 to 7: the lower or the upper half of
+# either, the first word's below, or the second's.
+LOWER, UPPER = (0x5410, 0x1054), (0x7632, 0x3276)
+
+
+class BlocksEpilogue(ActivationEpilogue):
+    """Of "interleaved32": an output's a and u are of one thread, and outputs are in the order of accumulators."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
+        super().__init__(dtype, spec, in_order=True)
+
+    def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
+        both = chunk_of(acc, chunk, 2 * cols)
+        blocks = cute.make_layout((BLOCK_REGS, cols // BLOCK_ROWS), stride=(1, 2 * BLOCK_REGS))
+        return tuple(cute.make_tensor(both.iterator + part * BLOCK_REGS, blocks) for part in range(2))
+
+
+class NeighboursEpilogue(ActivationEpilogue):
+    """Of "interleaved": a thread has one of each 4 outputs of a row, which its quad exchanges once they are 16-bit."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
+        super().__init__(dtype, spec, in_order=True)
+
+    def arguments_of(self, acc: cute.Tensor, chunk: int, cols: int) -> tuple[cute.Tensor, ...]:
+        both = chunk_of(acc, chunk, 2 * cols)
+        pairs = cute.make_layout(cute.size(both) // 2, stride=2)
+        return tuple(cute.make_tensor(both.iterator + part, pairs) for part in range(2))
+
+    def row_of_output(self, i: int) -> int:
+        return i % 2
+
+    def ordered(self, outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
+        return in_accumulators_order(narrowed(outputs, self.dtype), lane)
+
+
+@cute.jit
+def in_accumulators_order(outputs: cute.Tensor, lane: Int32) -> cute.Tensor:
+    """16-bit outputs of a thread, 2 j + row that of column 4 j + lane % 4 in either of its rows, as accumulators lie.
+
+    Of 8 columns a thread wants the two from 2 (lane % 4) on, and has one of the first four and one of the last. A word
+    is both rows of a column. In two rounds each lane of a quad sends both of its words: lanes 0, 1, 2, 3 hear lanes 0,
+    2, 1, 3, then 1, 3, 0, 2. So 64 columns take 16 shuffles, 16 `prmt` and 16 selects a thread.
+    """
+    result = cute.make_rmem_tensor(cute.size(outputs), outputs.element_type)
+    words, wanted = cute.recast_tensor(outputs, Int32), cute.recast_tensor(result, Int32)
+    is_odd, is_upper = lane % 2 == 1, lane % QUAD >= QUAD // 2
+    source = lane // QUAD * QUAD + lane % 2 * 2 + lane % QUAD // 2
+    lower, upper = (select(is_upper, Int32(second), Int32(first)) for first, second in (LOWER, UPPER))
+    for j in cutlass.range_constexpr(cute.size(words) // 2):
+        first, last = words[2 * j], words[2 * j + 1]
+        one = cute.arch.shuffle_sync(select(is_odd, last, first), source)
+        other = cute.arch.shuffle_sync(select(is_odd, first, last), source ^ 1)
+        wanted[2 * j] = Int32(cute.arch.prmt(one, other, lower))
+        wanted[2 * j + 1] = Int32(cute.arch.prmt(one, other, upper))
+    return result
+
+
+NATURAL_EPILOGUES: dict[str, type[ActivationEpilogue]] = {
+    "interleaved": NeighboursEpilogue,
+    "interleaved32": BlocksEpilogue,
+}
+"""By the gate layout. Of "concat" two boxes part the columns, and without a gate there is nothing to part."""

@@ -1,0 +1,79 @@
+"""TMA loads into a warpgroup's staging slots, of what is added to the accumulators that leave from there.
+
+An element lies in a slot where its sum will, so a warpgroup reads a slot, adds its accumulators and overwrites it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warp
+
+from ...device.invariant import Invariant
+from ...device.select import select
+from ..budget import SLOT_BYTES, SLOTS
+from .store import Slots, matrix_copy
+
+
+class TileLoads(NamedTuple):
+    """A TMA load of a slot's elements."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class SlotBarriers(Invariant):
+    """Of a CTA. full, of a slot: its bytes, by transaction; 1 arrival (the storing warp, which expects them)."""
+
+    def __init__(self, barriers: cute.Pointer, num_warpgroups: int):
+        self.full = barriers
+        self.count = SLOTS * num_warpgroups
+
+    @cute.jit
+    def make(self):
+        """Called by all threads, before the CTA's warps see each other's barriers."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(self.count):
+                    cute.arch.mbarrier_init(self.full + i, 1)
+
+
+class SlotLoads(Invariant):
+    """One warpgroup's. The loads of a slot are numbered from 0, and each is waited for."""
+
+    def __init__(self, barriers: SlotBarriers, slots: Slots):
+        self.full = barriers.full + slots.warpgroup_index * SLOTS
+        self.slots = slots
+        if slots.dtype.width == 16:
+            self.tiled_copy = matrix_copy(warp.LdMatrix8x8x16bOp(False, 4), slots.dtype, slots.cols)
+            self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
+
+    @cute.jit
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Start loading a tile into a slot that is free; called by the storing warp."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, SLOT_BYTES)
+        smem = cute.group_modes(self.slots.smem, 0, 2)
+        to, source = cpasync.tma_partition(atom, 0, cute.make_layout(1), smem, cute.group_modes(tile, 0, 2))
+        cute.copy(atom, source, to[None, slot], tma_bar_ptr=self.full + slot)
+
+    def wait(self, slot: int, number: Int32) -> None:
+        cute.arch.mbarrier_wait(self.full + slot, number % 2)
+
+    @cute.jit
+    def add(self, values: cute.Tensor, slot: cutlass.Constexpr[int], adds: Boolean):
+        """Add a loaded slot to accumulators of its elements, where `adds`."""
+        dtype = self.slots.dtype
+        loaded = cute.make_rmem_tensor(cute.size(values), dtype)
+        if const_expr(dtype.width == 16):
+            source = self.source[None, None, None, slot]
+            cute.copy(self.tiled_copy, source, cute.make_tensor(loaded.iterator, cute.make_layout(source.shape)))
+        else:
+            for i in cutlass.range_constexpr(cute.size(values) // 2):
+                pair = cute.make_tensor(loaded.iterator + 2 * i, cute.make_layout(2))
+                cute.autovec_copy(self.slots.pair(slot, i), pair)
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] + select(adds, Float32(loaded[i]), Float32(0.0))

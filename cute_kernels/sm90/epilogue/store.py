@@ -1,0 +1,211 @@
+"""Storing tiles: staging slots in shared memory, and the TMA stores that empty them.
+
+Each MMA warpgroup owns 64 rows of a tile and works alone: it converts 128 bytes of columns at a time, writes them into
+one of its `SLOTS` staging slots (64 rows of 128 bytes, 128-byte swizzle), and one warp starts a TMA store of the slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90_utils
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
+
+from ...device.invariant import Invariant
+from ...device.select import select
+from ...memory.ragged import clipped, ragged_rows
+from ...schedule.work import WorkTile
+from ...specs import LAYOUTS
+from ..budget import ROW_BYTES as ROW_BYTES
+from ..budget import ROWS as ROWS
+from ..budget import SLOT_BYTES as SLOT_BYTES
+from ..budget import SLOTS as SLOTS
+from ..swizzle import swizzled_layout
+from ..turns import THREADS
+
+# Of a slot of 16-bit elements, as all but weight gradients and narrow chunks have.
+COLS = ROW_BYTES // 2
+# Named barrier 0 is the CTA's own.
+FIRST_BARRIER = 1
+
+
+class RaggedStore(NamedTuple):
+    """A TMA store into (T, columns[, half]) whose rows end where a group ends."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+    def tile(
+        self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = COLS,
+        rows: int = ROWS,
+    ) -> cute.Tensor:  # fmt: skip
+        """The 64 x 64 tile at (row, col), or of as many rows and columns as a slot has."""
+        group = clipped(self.tensor, row, work.group_end)
+        if half is not None:
+            group = group[None, None, half]
+        return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
+
+
+def columns(dtype: type[cutlass.Numeric], row_bytes: int = ROW_BYTES) -> int:
+    """Columns of a slot."""
+    return row_bytes * 8 // dtype.width
+
+
+def smem_layout(
+    dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
+) -> cute.ComposedLayout:
+    """(row, column, *more) of slots."""
+    return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
+
+
+def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -> RaggedStore:
+    """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
+    cols = columns(tensor.element_type) if cols is None else cols
+    atom, view = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(), ragged_rows(tensor), smem_layout(tensor.element_type, rows=rows, cols=cols),
+        (rows, cols),
+    )  # fmt: skip
+    return RaggedStore(atom, view)
+
+
+def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
+    """A concat preactivation [T, 2I] as (T, I, half): each half clips at its own last column. Where `layout` says that
+    it is none, at run time, as (T, 2I, 1).
+    """
+    rows, cols = tensor.shape
+    half = cols // 2
+    shape = rows, half, 2
+    if layout is not None:
+        is_concat = layout == LAYOUTS["concat"]
+        shape = rows, select(is_concat, half, cols), select(is_concat, Int32(2), Int32(1))
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=(*tensor.stride, half)))
+
+
+def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Registers as `dtype`; themselves where they are that already."""
+    if values.element_type is dtype:
+        return values
+    result = cute.make_rmem_tensor(values.shape, dtype)
+    result.store(values.load().to(dtype))
+    return result
+
+
+def matrix_copy(op, dtype: type[cutlass.Numeric], cols: int) -> cute.TiledCopy:
+    """How ldmatrix or stmatrix moves 64 rows of 16-bit elements between a slot and registers in accumulators' order."""
+    mma = sm90_utils.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (ROWS, cols)
+    )
+    return cute.make_tiled_copy_C(cute.make_copy_atom(op, dtype), mma)
+
+
+class Slots(Invariant):
+    """A warpgroup's staging slots: fill one from registers, store it, reuse it when its store has been read."""
+
+    def __init__(
+        self, smem: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
+        chunks_per_tile: int,
+    ):  # fmt: skip
+        self.dtype = dtype
+        # Chunk c of every tile takes slot c % SLOTS. With an odd count a tile's first slot is the one before's last.
+        self.may_be_pending = SLOTS - 1 if chunks_per_tile % SLOTS == 0 else 0
+        self.smem = smem
+        self.cols = cute.size(smem, mode=[1])
+        self.warpgroup_index = warpgroup_index
+        self.chunks_per_tile = chunks_per_tile
+        self.barrier = FIRST_BARRIER + warpgroup_index
+        self.thread = thread
+        self.is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0
+        self._partition()
+
+    def _partition(self) -> None:
+        """How stmatrix gets the accumulators of 64 rows into a slot."""
+        if self.dtype.width == 16:
+            self.tiled_copy = matrix_copy(warp.StMatrix8x8x16bOp(False, 4), self.dtype, self.cols)
+            self.destination = self.tiled_copy.get_slice(self.thread).partition_D(self.smem)
+
+    def recast(self, dtype: type[cutlass.Numeric]) -> Slots:
+        """The same slots for elements of another width."""
+        layout = smem_layout(dtype, cute.size(self.smem, mode=[2]))
+        smem = cute.make_tensor(cute.recast_ptr(self.smem.iterator, layout.inner, dtype=dtype), layout.outer)
+        return Slots(smem, dtype, self.warpgroup_index, self.thread, self.chunks_per_tile)
+
+    def sync(self):
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=THREADS)
+
+    @cute.jit
+    def acquire(self):
+        """Wait until the store that last used the next slot has read it."""
+        if self.is_storing_warp:
+            cute.arch.cp_async_bulk_wait_group(self.may_be_pending, read=True)
+        self.sync()
+
+    @cute.jit
+    def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Write a slot's worth of registers, in the order of accumulators, converted where they are not yet."""
+        converted = narrowed(values, self.dtype)
+        self.acquire()
+        self.write(converted, slot)
+
+    @cute.jit
+    def write(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """The same of converted registers, into a slot that is free."""
+        if const_expr(self.dtype.width == 16):
+            shape = self.destination[None, None, None, 0].shape
+            source = cute.make_tensor(values.iterator, cute.make_layout(shape))
+            cute.copy(self.tiled_copy, source, self.destination[None, None, None, slot])
+        else:
+            for i in cutlass.range_constexpr(cute.size(values) // 2):
+                pair = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
+                cute.autovec_copy(pair, self.pair(slot, i))
+
+    def pair(self, slot: int, number: int) -> cute.Tensor:
+        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot of 32-bit elements."""
+        lane = self.thread % 32
+        line = self.smem[self.thread // 32 * 16 + lane // 4 + number % 2 * 8, None, slot]
+        return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
+
+    @cute.jit
+    def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):
+        """Write 16 of a slot's columns from 16-bit registers in the order of accumulators. The slot must be free."""
+        target = cute.append_ones(self.destination[(None, piece), 0, 0, slot], 2)
+        cute.copy(self.tiled_copy, cute.append_ones(values, 2), target)
+
+    def publish(self):
+        """Make a filled slot visible to TMA."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync()
+
+    @cute.jit
+    def start(self, atom: cute.CopyAtom, tile: cute.Tensor, slot: Int32 | int, policy: Int64 | None = None):
+        """Start storing a published slot, with a policy for L2; called by the storing warp alone."""
+        source, destination = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(self.smem, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+        cute.copy(atom, source[None, slot], destination, cache_policy=policy)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store(self, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Publish a filled slot and start its store into a tile of `target`."""
+        self.publish()
+        if self.is_storing_warp:
+            self.start(target.atom, tile, slot)
+
+    @cute.jit
+    def put(self, values: cute.Tensor, target: RaggedStore, tile: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Convert, stage and store a slot's worth of accumulator registers."""
+        self.fill(values, slot)
+        self.store(target, tile, slot)
+
+    def wait_all(self):
+        """Until stores have read their slots; called by the storing warp."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def drain(self):
+        """Before the CTA ends: shared memory must outlive its stores' reads."""
+        if self.is_storing_warp:
+            self.wait_all()

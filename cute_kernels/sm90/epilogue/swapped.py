@@ -1,0 +1,281 @@
+"""Epilogues of a swapped tile: accumulators whose rows are columns of the output, and whose columns are its rows.
+
+The element (row, column) of a slab's accumulators (fragments.py) is output column `row`, output row `column`: thread t
+has columns 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and rows 8 j + 2 (t % 4) + v % 2 at register 4 j + v. Of a slab
+that is half a's and half u's, v / 2 is the part, and columns are 8 (t / 32) + (t % 32) / 4 of 32. stmatrix transposes
+results on their way into a slot. So a bias is a register and a row scale comes from shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import warp
+
+from ... import activation as act
+from ...device.gmem import vector_at
+from ...device.invariant import Invariant
+from ...device.select import select
+from ...formats import OPERANDS
+from ...memory.weights import row_of
+from ...quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
+from ...schedule.groups import Groups
+from ...schedule.work import WorkTile
+from ...specs import GroupedGluSpec
+from ...tiles import TileConfig
+from ..budget import ROWS, SLOTS, stage_k
+from ..fragments import TileShare, registers
+from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
+from ..swizzle import swizzle_of
+from ..turns import THREADS
+from .base import Epilogue
+from .shape import EpilogueShape, SlotShape, Smem, SmemField
+from .store import Slots, narrowed
+
+WARPS = THREADS // 32
+# Rows and columns of a matrix of stmatrix, which writes two or four.
+MATRIX = 8
+MATRICES = 4
+
+
+class RowSmem(NamedTuple):
+    """A warpgroup's shared memory: a float32 for each row of the tile, and a byte for each of its warps and rows of a
+    chunk where the output is rounded."""
+
+    scales: cute.Tensor
+    exponents: Any = None  # cute.Tensor | None
+
+
+class SwappedSlots(Slots):
+    """Slots of as many rows as a chunk has, filled from transposed accumulators."""
+
+    def _partition(self) -> None:
+        """A lane's 16 bytes of a piece: row lane % 8 of matrix lane / 8, which are 1 or 2 of columns, then of rows."""
+        rows, columns = (cute.size(self.smem, mode=[i]) for i in range(2))
+        across = columns // (WARPS * MATRIX)
+        matrices = min(MATRICES, rows // MATRIX * across)
+        lane, matrix = self.thread % 32, self.thread % 32 // MATRIX
+        column_chunk = self.thread // 32 * across + matrix % across
+        row = matrix // across * MATRIX + lane % MATRIX
+        row_bytes = columns * self.dtype.width // 8
+        swizzled = (column_chunk ^ swizzle_of(lane % MATRIX, row_bytes)) * SWIZZLE_CHUNK
+        self.first = Int32(self.smem.iterator.toint()) + row * row_bytes + swizzled
+        self.slot_bytes = rows * row_bytes
+        self.piece_bytes = matrices // across * MATRIX * row_bytes
+        self.piece_values = 2 * matrices
+        self.atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), self.dtype)
+
+    @cute.jit
+    def fill(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
+        """Write a chunk of registers, in the order of accumulators."""
+        converted = narrowed(values, self.dtype)
+        self.acquire()
+        count = self.piece_values
+        for piece in cutlass.range_constexpr(cute.size(values) // count):
+            at = self.first + (slot * self.slot_bytes + piece * self.piece_bytes)
+            pointer = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=16)
+            target = cute.make_tensor(pointer, cute.make_layout((count, 1)))
+            cute.copy(self.atom, cute.append_ones(registers(converted, count * piece, count), 2), target)
+
+    @cute.jit
+    def skip(self):
+        """Count a chunk that is not stored, so that others find their slots free when they should be."""
+        if self.is_storing_warp:
+            cute.arch.cp_async_bulk_commit_group()
+
+
+class SwappedState(Invariant):
+    """What one MMA warpgroup's epilogue holds while the kernel runs."""
+
+    def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
+        self.optional = inputs.optional
+        self.params = inputs.params
+        self.bias_size = inputs.bias_size
+        self.gate = inputs.gate
+        self.slots = slots
+        self.smem = smem
+        self.lane = slots.thread % 32
+        self.warp = slots.thread // 32
+
+    def has_bias(self) -> cutlass.Boolean:
+        return (self.optional.bias | self.optional.bias_table) != 0
+
+
+class SwappedEpilogue(Epilogue):
+    """Chunks of at most 64 rows and 64 columns, or 32 of a slab that has both a and u.
+
+    `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory.
+    """
+
+    slots_type = SwappedSlots
+    # Whether a row scale multiplies the bias alone, and counts only where there is one.
+    scales_bias = False
+    rounds = False
+
+    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat"):
+        super().__init__(dtype, tile, parts, layout)
+        self.rows = SwappedRows(tile, parts)
+        # Where stages are halves of k-tiles, slots are halves too: they make room for one more.
+        self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
+        self.chunk_columns = self.rows.chunk_columns
+        self.row_chunks = tile.m // self.chunk_rows
+        self.column_chunks = self.rows.columns // self.chunk_columns
+        self.chunks = self.column_chunks * self.row_chunks
+        self.num_slots = min(SLOTS, self.chunks)
+
+    @property
+    def shape(self) -> EpilogueShape:
+        row_bytes = self.chunk_columns * self.dtype.width // 8
+        slots = SlotShape(self.dtype, self.chunks, self.num_slots, self.chunk_rows, row_bytes)
+        smem: tuple[SmemField, ...] = (SmemField("scales", Float32, (self.tile.m,)),)
+        if self.rounds:
+            smem += (SmemField("exponents", Uint8, (self.chunk_rows, WARPS)),)
+        return EpilogueShape(slots, smem, self.parts, self.layout)
+
+    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> SwappedState:
+        assert isinstance(slots, SwappedSlots)
+        return SwappedState(inputs, slots, RowSmem(**smem))
+
+    @cute.jit
+    def begin(self, state: SwappedState, work: WorkTile, share: TileShare) -> cute.Tensor:
+        biases = cute.make_rmem_tensor(self.rows.count, Float32)
+        biases.fill(0.0)
+        if state.has_bias():
+            self._fetch_bias(state, biases, work, share)
+        address = state.optional.scale
+        if const_expr(self.scales_bias):
+            address = select(state.has_bias(), address, Int64(0))
+        for i in cutlass.range_constexpr((self.tile.m + THREADS - 1) // THREADS):
+            row = state.slots.thread + i * THREADS
+            scale = Float32(1.0)
+            if (address != 0) & (work.row + row < work.group_end):
+                scale = vector_at(Float32, address)[work.row + row]
+            if row < self.tile.m:
+                state.smem.scales[row] = scale
+        return biases
+
+    @cute.jit
+    def _fetch_bias(self, state: SwappedState, biases: cute.Tensor, work: WorkTile, share: TileShare):
+        bias = vector_at(self.dtype, self._bias_of(state, work.expert))
+        half = state.bias_size // self.parts
+        for i in cutlass.range_constexpr(self.rows.count):
+            column = work.n_tile * self.part_n + self.rows.column(i, share.first_slab, state.slots.thread)
+            if column < half:
+                biases[i] = Float32(bias[row_of(self.layout, state.gate, column, self.rows.part(i), half)])
+
+    @cute.jit
+    def finish(
+        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, stores: tuple, work: WorkTile,
+        share: TileShare,
+    ):  # fmt: skip
+        first_column = work.n_tile * self.part_n + self.rows.first_column(share.first_slab)
+        columns = state.bias_size // self.parts
+        size = self.chunk_rows, self.chunk_columns
+        state.slots.sync()
+        for i in cutlass.range_constexpr(self.chunks):
+            row, column = i // self.column_chunks * size[0], first_column + i % self.column_chunks * size[1]
+            if (work.row + row < work.group_end) & (column < columns):
+                values = self._outputs(state, acc, biases, i // self.column_chunks, i % self.column_chunks)
+                if const_expr(self.rounds):
+                    self._round(state, values)
+                tile = stores[0].tile(work, work.row + row, column, rows=size[0], cols=size[1])
+                state.slots.put(values, stores[0], tile, i % self.num_slots)
+            else:
+                state.slots.skip()
+
+    @cute.jit
+    def _outputs(
+        self, state: SwappedState, acc: cute.Tensor, biases: cute.Tensor, row_chunk: cutlass.Constexpr[int],
+        column_chunk: cutlass.Constexpr[int],
+    ):  # fmt: skip
+        """A chunk of results, float32: for each 8 rows, the thread's columns by two rows."""
+        slab_regs, count = cute.size(acc) // self.slabs, self.rows.thread_columns
+        sums = tuple(cute.make_rmem_tensor(self.chunk_rows // 4 * count, Float32) for _ in range(self.parts))
+        for i in cutlass.range_constexpr(cute.size(sums[0])):
+            eight = row_chunk * (self.chunk_rows // 8) + i // (2 * count)
+            for part in cutlass.range_constexpr(self.parts):
+                row = count * column_chunk + i // 2 % count + part * self.rows.part_count
+                total = registers(acc, row // 2 * slab_regs)[4 * eight + 2 * (row % 2) + i % 2]
+                bias = biases[row]
+                if const_expr(self.scales_bias):
+                    bias *= self._row_scale(state, eight, i)
+                sums[part][i] = total + bias
+        outputs = self._activated(state, sums)
+        if const_expr(not self.scales_bias):
+            for i in cutlass.range_constexpr(cute.size(outputs)):
+                outputs[i] *= self._row_scale(state, row_chunk * (self.chunk_rows // 8) + i // (2 * count), i)
+        return outputs
+
+    def _row_scale(self, state: SwappedState, eight: int, i: int) -> Float32:
+        """Of the row of a chunk's result i, which is one of the tile's eight rows number `eight`."""
+        return state.smem.scales[8 * eight + 2 * (state.lane % 4) + i % 2]
+
+    def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
+        """Results but for row scales, of sums for each part."""
+        return sums[0]
+
+    def _round(self, state: SwappedState, values: cute.Tensor) -> None:
+        """Round a chunk of results to numbers of another format."""
+
+
+class SwappedLinearEpilogue(SwappedEpilogue):
+    """y = acc + bias * scale[row]."""
+
+    scales_bias = True
+
+
+class SwappedActivationEpilogue(SwappedEpilogue):
+    """act = activation(acc + bias) * scale[row]; rounded to MXFP8 values, 32 columns a block, where the format says so.
+
+    A thread holds both halves of each of its outputs.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
+        self.spec = spec
+        self.rounds = OPERANDS[spec.operands].act.holds is not None
+        super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout)
+
+    def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
+        return act.activate(self.spec.activation, sums, state.params)
+
+    @cute.jit
+    def _round(self, state: SwappedState, values: cute.Tensor):
+        """To what quantising to MXFP8 and back gives, from float32. A block of 32 columns is that of two warps or four.
+
+        A thread's columns, `count` of them, are of one block: exponent i is that of row i % 2 of the eight i / 2.
+        """
+        count = self.rows.thread_columns
+        exponents = cute.make_rmem_tensor(cute.size(values) // count, Int32)
+        for i in cutlass.range_constexpr(cute.size(exponents)):
+            amax = Int32(0)
+            for column in cutlass.range_constexpr(count):
+                amax = cutlass.max(amax, magnitude_of(values[i // 2 * 2 * count + 2 * column + i % 2]))
+            for log_distance in cutlass.range_constexpr(2, 5):
+                amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, 1 << log_distance))
+            exponents[i] = exponent_of(amax.bitcast(Float32))
+        # The greater maximum has the greater exponent.
+        self._exchange(state, exponents)
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] * multiplier_of(exponents[i // (2 * count) * 2 + i % 2])
+        rounded = cute.make_rmem_tensor(cute.size(values), Float8E4M3FN)
+        rounded.store(values.load().to(Float8E4M3FN))
+        values.store(rounded.load().to(Float32))
+        for i in cutlass.range_constexpr(cute.size(values)):
+            values[i] = values[i] * power_of_two(exponents[i // (2 * count) * 2 + i % 2])
+
+    @cute.jit
+    def _exchange(self, state: SwappedState, exponents: cute.Tensor):
+        """The greatest of each row's exponent and those of the warps which have other columns of the block."""
+        for i in cutlass.range_constexpr(cute.size(exponents)):
+            if state.lane < 4:
+                row = i // 2 * 8 + 2 * state.lane + i % 2
+                state.smem.exponents[row, state.warp] = exponents[i].to(Uint8)
+        state.slots.sync()
+        for i in cutlass.range_constexpr(cute.size(exponents)):
+            row = i // 2 * 8 + 2 * (state.lane % 4) + i % 2
+            for other in cutlass.range_constexpr(1, WARPS // self.rows.thread_columns):
+                exponent = Int32(state.smem.exponents[row, state.warp ^ other]) & 0xFF
+                exponents[i] = cutlass.max(exponents[i], exponent)

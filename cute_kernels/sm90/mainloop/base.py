@@ -1,0 +1,349 @@
+"""Mainloops: TMA fills a ring of shared-memory stages with A and B tiles, wgmma warpgroups empty it.
+
+In a cluster, CTAs that share a tile each load a slice and multicast it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90_utils
+from cutlass import Boolean, Float32, Int16, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from ...device.invariant import Invariant
+from ...device.select import select
+from ...device.warps import WARP
+from ...memory.weights import EVICT_FIRST, evict_first
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from ..fragments import TileShare
+from ..gemm_policy import GemmPolicy
+from ..turns import THREADS, Turns
+from .gathered_rows import WARPS, RowIndices
+
+WARPS_PER_GROUP = 4
+MMA_K = 16
+
+
+AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA = "after epilogue", "after MMA", "before MMA"
+"""When a warpgroup asks for its next tile. Early, it may ask for its scales; late, it has registers and a turn less to
+wait for: tiles are handed out as late as can be (schedule/tickets.py)."""
+
+
+class MmaTile(NamedTuple):
+    """What a warpgroup multiplies: a tile, the one after it (itself, where it is asked for later), and its share."""
+
+    work: WorkTile
+    next_work: WorkTile
+    share: TileShare
+    num_k_tiles: Int32
+
+
+class NoScales(Invariant):
+    """Of a mainloop that multiplies by none."""
+
+    def begin(self, work: WorkTile) -> None:
+        """Ask for the first scales of a tile."""
+
+
+class Loop(NamedTuple):
+    """One of the loops over k-tiles that a tile's MMAs are made of.
+
+    `slabs`, `depth`: how much of a k-tile it multiplies. `before`: k-tiles of the tile that earlier loops multiply.
+    """
+
+    num_k_tiles: Int32
+    slabs: int
+    depth: int
+    before: Int32 | int = 0
+
+
+class Operands(NamedTuple):
+    """What the producer reads: TMA atoms and coordinate tensors of A and B, and more that the mainloop needs.
+
+    scales: their address, for a mainloop that multiplies by them.
+    """
+
+    atom_a: cute.CopyAtom
+    a: cute.Tensor
+    atom_b: cute.CopyAtom
+    b: cute.Tensor
+    extra: tuple
+    rows: RowIndices
+    scales: Int64 = Int64(0)
+
+
+class Source(Invariant):
+    """A TMA load. Where the two CTAs of a cluster share it, each loads its half of a tile, for both."""
+
+    def __init__(self, atom: cute.CopyAtom, tensor: cute.Tensor, sharers: int):
+        self.atom = atom
+        self.tensor = tensor
+        self.sharers = sharers
+        self.rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if sharers > 1 else Int32(0)
+        self.mask = Int16(2**sharers - 1) if sharers > 1 else 0
+
+    def partition(self, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+        """Shared and global memory of tiles whose first two modes are (rows, k)."""
+        sharers = cute.make_layout(self.sharers)
+        return cpasync.tma_partition(
+            self.atom, self.rank, sharers, cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        )
+
+    def copy(
+        self, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer, policy: Int64 | None = None
+    ) -> None:  # fmt: skip
+        cute.copy(self.atom, source, target, tma_bar_ptr=barrier, mcast_mask=self.mask, cache_policy=policy)
+
+
+class Mainloop(Invariant):
+    """Compile-time shape of a mainloop, and its two halves: `load` for the TMA warp, `mma` for a warpgroup.
+
+    Pipeline "stages": the producer, 1 thread of the TMA warp, arms a stage's transaction count and TMA arrives. The
+    consumers, one lane of each MMA warp of each CTA that shares the stage, arrive when their wgmma have read it.
+    """
+
+    # Whether a tile may have no k-tiles at all; its accumulators are then zeros.
+    may_be_empty = False
+    # Whether an operand's rows may come by index.
+    gathers = True
+    looks_ahead = AFTER_EPILOGUE
+    # Whether scales are there before the kernel before has ended.
+    scales_are_ready = False
+
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, a_major: OperandMajorMode, b_major: OperandMajorMode,
+        stages: int,
+    ):  # fmt: skip
+        self.dtype = self.a_dtype = self.b_dtype = dtype
+        self.tile = tile
+        self.stages = stages
+        self.a_major = a_major
+        self.b_major = b_major
+        self.a_layout = self._smem_layout(self.a_major, tile.m, stages)
+        self.b_layout = self._smem_layout(self.b_major, tile.n, stages)
+
+    def _smem_layout(self, major: OperandMajorMode, rows: int, *stages: int) -> cute.ComposedLayout:
+        """(rows, k[, stages]) with 128-byte swizzle."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        is_k_major = major == OperandMajorMode.K
+        atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if is_k_major else kinds.MN_SW128, self.dtype)
+        order = (0, 1, 2) if is_k_major else (1, 0, 2)
+        return cute.tile_to_shape(atom, (rows, self.tile.k, *stages), order=order[: 2 + len(stages)])
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile.m + self.tile.n) * self.tile.k * self.dtype.width // 8
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """64 x tile.n wgmmas, the warpgroups of a tile stacked along rows."""
+        return sm90_utils.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            self.a_major,
+            self.b_major,
+            Float32,
+            (self.tile.warpgroups_per_tile, 1, 1),
+            (64, self.tile.n),
+        )
+
+    def _tma(self, tensor: cute.Tensor, major: OperandMajorMode, rows: int, num_multicast: int):
+        one_cta = num_multicast == 1
+        op = cpasync.CopyBulkTensorTileG2SOp() if one_cta else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        layout = self._smem_layout(major, rows)
+        return cpasync.make_tiled_tma_atom(op, tensor, layout, (rows, self.tile.k), num_multicast=num_multicast)
+
+    def make_pipeline(self, barriers: cute.Pointer, gathers: Boolean) -> pipeline.PipelineTmaAsync:
+        """`gathers`: whether warps fill stages beside the TMA thread. Each of their threads arrives."""
+        producers = select(gathers, Int32(1 + WARP * WARPS), Int32(1))
+        peers = self.tile.cluster_m + self.tile.cluster_n - 1
+        consumers = peers * self.tile.warpgroups_per_tile * WARPS_PER_GROUP
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
+            tx_count=self.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, self.tile.cluster_m, self.tile.cluster_n, 1)),
+            defer_sync=True,
+        )
+
+    def after_wait(self) -> None:
+        """What a stage that is full still needs before wgmma reads it: rows that were copied, not loaded by TMA, are
+        writes of the generic proxy. Where none were, the fence costs nothing that could be measured.
+        """
+        if self.gathers:
+            cute.arch.fence_view_async_shared()
+
+    def producer_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+
+    def consumer_state(self) -> pipeline.PipelineState:
+        return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        raise NotImplementedError
+
+    def load_ahead(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile,
+    ) -> Int32:  # fmt: skip
+        """Load what does not depend on the kernel before; returns how many k-tiles of the first tile have it."""
+        return Int32(0)
+
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        """Fill stages with all of K for one output tile; called by the TMA warp. Returns the advanced state.
+
+        `ahead`: the k-tiles that `load_ahead` has begun.
+        """
+        raise NotImplementedError
+
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        """As `load`, of rows that come by index; called by the first or second of the warps that gather."""
+        raise NotImplementedError
+
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, slab: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """A and B as wgmma's descriptors, for a warpgroup whose share of the tile begins at a slab."""
+        mma = self.tiled_mma()
+        thread_mma = mma.get_slice(slab * THREADS)
+        return mma.make_fragment_A(thread_mma.partition_A(sA)), mma.make_fragment_B(thread_mma.partition_B(sB))
+
+    def scales(self, operands: Operands, share: TileShare) -> Any:
+        """A thread's, for all of its tiles; `begin` asks for a tile's first ones."""
+        return NoScales()
+
+    def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
+        """Those that `mma` is made of. At a branch within or around a loop ptxas would wait for each wgmma: where there
+        is a choice, there is a loop for each, of which others have no rounds.
+        """
+        return [Loop(num_k_tiles, self.tile.slabs, self.tile.k)]
+
+    def accumulators(self) -> cute.Tensor:
+        """A thread's accumulators: (wgmma's own, slab, 1)."""
+        return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C((self.tile.m, self.tile.n)), Float32)
+
+    @cute.jit
+    def mma(
+        self, acc: cute.Tensor, fragments: tuple, scales: NoScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, turns: Turns,
+    ):  # fmt: skip
+        """acc = A B^T over all of K; called by a whole warpgroup, in its turn. Returns the advanced state.
+
+        One k-tile of wgmma stays in flight: the stage before it is released while it runs.
+        """
+        release = state.clone()
+        if const_expr(self.may_be_empty):
+            acc.fill(0.0)
+        turns.wait()
+        for loop in self.loops(tile.work, tile.num_k_tiles):
+            state, release = self._k_tiles(acc, *fragments, *loop, stages, state, release)
+        turns.pass_on()
+        warpgroup.wait_group(0)
+        if tile.num_k_tiles > 0:
+            stages.consumer_release(release)
+        return state
+
+    @cute.jit
+    def _k_tiles(
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, num_k_tiles: Int32,
+        slabs: cutlass.Constexpr[int], depth: cutlass.Constexpr[int], before: Int32 | cutlass.Constexpr[int],
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, release: pipeline.PipelineState,
+    ):  # fmt: skip
+        """The k-tiles of a Loop, the last in flight. Returns the next stage, and one to release."""
+        tiled_mma = self.tiled_mma()
+        for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            stages.consumer_wait(state)
+            self.after_wait()
+            warpgroup.fence()
+            has_begun = before + k_tile > 0
+            for k_block in cutlass.range_constexpr(depth // MMA_K):
+                first = const_expr(k_block == 0 and not self.may_be_empty)
+                tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(has_begun) if first else True)
+                b = tCrB[None, None, k_block, state.index]
+                for slab in cutlass.range_constexpr(slabs):
+                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
+                    c = cute.append_ones(acc[None, slab, 0], 3)
+                    cute.gemm(tiled_mma, c, a, b, c)
+            warpgroup.commit_group()
+            state.advance()
+            if has_begun:
+                warpgroup.wait_group(1)
+                stages.consumer_release(release)
+                release.advance()
+        return state, release
+
+
+class WeightsFirst(Mainloop):
+    """A mainloop whose weights depend on nothing that the kernel before writes: it begins with those of all stages.
+
+    `policy.evicts_weights`: weights that are read once are the first to leave L2, so that what is read again stays: the
+    data gradient of gpt-oss-120b, 128 rows an expert, reads 4.4 GB of memory instead of 5.0.
+    """
+
+    policy: GemmPolicy
+
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        """The distance of an expert's weight rows."""
+        raise NotImplementedError
+
+    def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
+        """Stages that a tile takes: here a k-tile is one."""
+        return self.num_k_tiles(operands, work)
+
+    @cute.jit
+    def load_ahead(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile,
+    ):  # fmt: skip
+        """The weights of as many stages as there are."""
+        count = Int32(0)
+        if work.expert >= 0:
+            count = cutlass.min(self.num_stages(operands, work), Int32(self.stages))
+            self._load(operands, sA, sB, stages, state.clone(), work, Int32(0), count, False)
+        return count
+
+    @cute.jit
+    def load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32,
+    ):  # fmt: skip
+        return self._load(operands, sA, sB, stages, state, work, ahead, self.num_stages(operands, work), True)
+
+    @cute.jit
+    def _load(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
+        with_rows: cutlass.Constexpr[bool],
+    ):  # fmt: skip
+        """Fill `count` stages, the first `ahead` of which have their weights; `with_rows`: with rows of x as well.
+
+        A branch, because a load with a policy, be it the usual one, costs up to 1 %.
+        """
+        tiles = (operands, sA, sB, stages)
+        rest = (work, ahead, count, with_rows)
+        if const_expr(self.policy.evicts_weights):
+            if evict_first(work, self.tile.m, self.weight_row_bytes(operands)):
+                state = self._fill(*tiles, state, *rest, Int64(EVICT_FIRST))
+            else:
+                state = self._fill(*tiles, state, *rest, None)
+        else:
+            state = self._fill(*tiles, state, *rest, None)
+        return state
+
+    def _fill(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32, with_rows: bool,
+        policy: Int64 | None,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        """The same, with L2's policy for the weights. Returns the advanced state."""
+        raise NotImplementedError

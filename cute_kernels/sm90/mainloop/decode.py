@@ -1,0 +1,64 @@
+"""What a decoding mainloop asks of a weight format: how its elements are read, and how they become bfloat16 numbers.
+
+A block's scale byte e is 2^(e - 127), which is a bfloat16 number, at e = 0 a subnormal one. Where the greatest element
+times it leaves bfloat16's range, and where it is NaN, the block makes NaN of its whole row, for all rows of x. Such
+bytes are those from `first_bad` on; they are noted, and reach the result at the end of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+LANES_OF_16 = 0x00010001
+# A bfloat16's exponent begins at bit 7.
+EXPONENT_ONE = (1 << 7) * LANES_OF_16
+# What stands for 2^-127, which has no exponent.
+HALF_OF_LEAST_NORMAL = (1 << 6) * LANES_OF_16
+BYTE_LANES = 0x01010101
+BYTE_SIGNS = 0x80808080
+BYTE_MAGNITUDES = 0x7F7F7F7F
+
+
+class Decoder:
+    """Of a format. element: what TMA loads. pair: an unsigned integer of the size of two elements, which are decoded
+    together. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or more.
+    """
+
+    element: Any
+    pair: Any
+    first_bad: int
+
+    def read(self, address: Int32) -> Int32:
+        """Two neighbouring elements of shared memory."""
+        pointer = cute.make_ptr(self.pair, address, cute.AddressSpace.smem, assumed_align=self.pair.width // 8)
+        return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+
+    def decoded(self, pair: Int32, multiplier: Int32) -> Int32:
+        """What `read` gave, times their scale, as two bfloat16 numbers."""
+        raise NotImplementedError
+
+    def bad_scales(self, scales: Int32, row: int) -> Int32:
+        """Not 0 where one of four scale bytes is bad; the bits of up to 8 rows are apart."""
+        # Added to the lower 7 bits of a byte, it carries into bit 7 where these are those of a bad one.
+        carry = Int32((256 - self.first_bad) * BYTE_LANES)
+        return ((((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales) >> row) & Int32(_signs_of(row))
+
+
+def multiplier_of(scales: Int32, index: int) -> Int32:
+    """2^(e - 127) in both halves, of byte `index` of four scale bytes."""
+    byte = (scales >> 8 * index) & 0xFF
+    return cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
+
+
+def _signs_of(row: int) -> int:
+    bits = BYTE_SIGNS >> row
+    return bits - (bits >> 31 << 32)
+
+
+def is_bad(bad: Int32, row: int) -> cutlass.Boolean:
+    """Whether `bad_scales` noted one of the row."""
+    return (bad & Int32(_signs_of(row))) != 0

@@ -1,0 +1,365 @@
+"""The mainloop of weights in a narrow format: decoded in registers, they are the rows of a 16-bit MMA whose columns are
+rows of x.
+
+wgmma reads its first operand from registers and the second from shared memory, so they are swapped: y^T = w x^T. A
+warpgroup has one or two slabs of 64 weight rows and decodes a k-tile of 128 in steps of 32, the elements of a scale,
+while the wgmmas of the step before run: fragments of two steps take turns.
+
+A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
+16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: of E4M3 2 bytes of shared memory,
+and the 8 rows of a load are 8 x 8 bytes in banks of their own, by the swizzle.
+Which weight rows those are, and which bytes of them, swapped_rows.py says; what these become, the format's decoder.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90_utils
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from ...device.gmem import vector_at
+from ...device.invariant import Invariant
+from ...device.select import select
+from ...formats import E4M3, SCALE_BLOCK, Format
+from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from ..budget import ROW_BYTES, ROWS, stage_k
+from ..fragments import TileShare, registers
+from ..gemm_policy import GemmPolicy
+from ..swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
+from ..swizzle import swizzle_of, swizzled_layout
+from ..turns import THREADS, Turns
+from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
+from .decode import Decoder, is_bad, multiplier_of
+from .decode_e4m3 import E4m3Decoder
+from .gathered_rows import NO_ROWS
+
+DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder()}
+"""By the element of a weight format, whose scales are of SCALE_BLOCK elements."""
+# A word of scale bytes is a row's for a k-tile.
+SCALES_PER_WORD = 4
+STEP = SCALE_BLOCK // MMA_K
+# 32-bit registers of a slab's fragment of one wgmma.
+FRAGMENT_REGS = 4
+
+
+class ScaleGrid(NamedTuple):
+    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles. share: a warpgroup's.
+    gate: which of the rows are whose.
+    """
+
+    address: Int64
+    rows: Int32
+    blocks: Int32
+    k_tiles: Int32
+    share: TileShare
+    gate: GateRows
+
+
+class WeightScales(Invariant):
+    """Scale bytes of a thread's rows, a word of four for each k-tile, asked for while the one before is in work; those
+    of a tile's first one during the last of the tile before.
+
+    expert: the address of its scales. begins: where a row's begin. bad: of the tile so far.
+    """
+
+    def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
+        self.grid = grid
+        self.decoder = decoder
+        self.rows = rows
+        self.layout = layout
+        self.expert = cute.make_rmem_tensor(1, Int64)
+        self.begins = cute.make_rmem_tensor(rows.count, Int32)
+        self.words = cute.make_rmem_tensor(rows.count, Int32)
+        self.next = cute.make_rmem_tensor(rows.count, Int32)
+        self.bad = cute.make_rmem_tensor(1, Int32)
+        self.bad.fill(0)
+
+    @cute.jit
+    def begin(self, work: WorkTile):
+        """Ask for the first scales of a tile."""
+        self._aim(work)
+        self._fetch(Int32(0))
+
+    @cute.jit
+    def _aim(self, work: WorkTile):
+        """Fetch from a tile's rows from now on. The end mark's are an expert's like any other."""
+        grid = self.grid
+        half = grid.rows // self.rows.parts
+        thread = _thread_of_warpgroup()
+        self.expert[0] = grid.address + Int64(cutlass.max(work.expert, Int32(0))) * (grid.rows * grid.blocks)
+        for i in cutlass.range_constexpr(self.rows.count):
+            # Rows past the last one are zeros and never stored: any row's scales will do.
+            column = work.n_tile * self.rows.part_n + self.rows.column(i, grid.share.first_slab, thread)
+            row = row_of(self.layout, grid.gate, cutlass.min(column, half - 1), self.rows.part(i), half)
+            self.begins[i] = row * grid.blocks
+
+    @cute.jit
+    def _fetch(self, k_tile: Int32):
+        """Ask for the scales of a k-tile: words, where a matrix of such rows has them aligned."""
+        first = k_tile * SCALES_PER_WORD
+        address, blocks = self.expert[0], self.grid.blocks
+        if (blocks | Int32(address)) % SCALES_PER_WORD == 0:
+            for i in cutlass.range_constexpr(self.rows.count):
+                self.next[i] = vector_at(Int32, address + (self.begins[i] + first))[0]
+        else:
+            scales = vector_at(Uint8, address)
+            for i in cutlass.range_constexpr(self.rows.count):
+                word = Int32(0)
+                for byte in cutlass.range_constexpr(SCALES_PER_WORD):
+                    if first + byte < blocks:
+                        word |= (Int32(scales[self.begins[i] + first + byte]) & 0xFF) << 8 * byte
+                self.next[i] = word
+
+    @cute.jit
+    def take(self):
+        """Make `words` of the scales that were asked for."""
+        for i in cutlass.range_constexpr(self.rows.count):
+            self.words[i] = self.next[i]
+            self.bad[0] |= self.decoder.bad_scales(self.words[i], i)
+
+    @cute.jit
+    def ask(self, k_tile: Int32, next_work: WorkTile):
+        """Ask for the scales of a k-tile; of the one behind the last, for the first of the next tile."""
+        if k_tile == self.grid.k_tiles:
+            self._aim(next_work)
+            k_tile = Int32(0)
+        self._fetch(k_tile)
+
+    @cute.jit
+    def spoil(self, acc: cute.Tensor):
+        """Make NaN of the rows that had a bad scale."""
+        if self.bad[0] != 0:
+            slabs = self.rows.count // ROW_HALVES
+            count = cute.size(acc) // slabs
+            for slab in cutlass.range_constexpr(slabs):
+                values = registers(acc, slab * count, count)
+                for i in cutlass.range_constexpr(count):
+                    row = ROW_HALVES * slab + i // 2 % ROW_HALVES
+                    bad = is_bad(self.bad[0], row)
+                    values[i] = select(bad, Float32(float("nan")), values[i])
+            self.bad[0] = Int32(0)
+
+
+class DecodingMainloop(WeightsFirst):
+    """A: `parts` ranges of an expert's weight rows in a format, B: tile.m rows of x at any row.
+
+    `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
+    """
+
+    gathers = False
+    looks_ahead = BEFORE_MMA  # the last k-tile of a tile asks for the first scales of the next
+    scales_are_ready = True
+
+    def __init__(
+        self, dtype: type[cutlass.Numeric], weights: Format, tile: TileConfig, parts: int, layout: str, stages: int,
+        policy: GemmPolicy,
+    ):  # fmt: skip
+        self.format = weights
+        self.decoder = DECODERS[weights.element]
+        self.dtype = self.b_dtype = dtype
+        self.a_dtype = self.decoder.element
+        self.policy = policy
+        self.tile = tile
+        self.parts = parts
+        self.part_n = tile.n // parts
+        self.rows = SwappedRows(tile, parts)
+        self.layout = layout
+        self.stages = stages
+        self.x_k = ROW_BYTES * 8 // dtype.width
+        self.stage_k = stage_k(tile)
+        self.row_bytes = weights.num_bytes(self.stage_k)
+        self.a_layout = swizzled_layout(self.a_dtype, (tile.n, self.stage_k, stages))
+        self.b_layout = swizzled_layout(dtype, (tile.m, self.stage_k, stages))
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile.n * self.format.bits + self.tile.m * self.dtype.width) * self.stage_k // 8
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """One warpgroup's 64 x tile.m wgmmas, A from registers."""
+        k_major = OperandMajorMode.K
+        return sm90_utils.make_trivial_tiled_mma(
+            self.dtype, self.dtype, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.tile.m),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    def operands(
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64, gate: GateRows
+    ) -> Operands:
+        """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
+        atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
+        atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
+        return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
+
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        return self.format.num_bytes(cute.size(operands.b, mode=[1]))
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return cute.ceil_div(cute.size(operands.b, mode=[1]), self.tile.k)
+
+    def num_stages(self, operands: Operands, work: WorkTile) -> Int32:
+        return self.num_k_tiles(operands, work) * (self.tile.k // self.stage_k)
+
+    @cute.jit
+    def _fill(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
+        with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
+    ):  # fmt: skip
+        """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
+        address, *_ = operands.extra
+        w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
+        tAsA, tAgA = _partition(
+            operands.atom_a, cute.flat_divide(sA, w_box), cute.local_tile(operands.a, w_box, (None, None, None, None))
+        )
+        x_rows = cute.domain_offset((work.row, 0), operands.b)
+        tBsB, tBgB = _partition(operands.atom_b, cute.flat_divide(sB, x_box), cute.local_tile(x_rows, x_box, (0, None)))
+        first = expert_offset(address, work.expert)
+        x_boxes = self.stage_k // self.x_k
+        for stage in cutlass.range(count, unroll=1):
+            barrier = stages.producer_get_barrier(state)
+            if stage >= ahead:
+                stages.producer_acquire(state)
+                for part in cutlass.range_constexpr(self.parts):
+                    lo, hi = lo_hi(first + part * address.part_units)
+                    source = tAgA[None, work.n_tile, stage, lo, hi]
+                    target = tAsA[None, part, 0, state.index]
+                    cute.copy(operands.atom_a, source, target, tma_bar_ptr=barrier, cache_policy=policy)
+            if const_expr(with_rows):
+                for i in cutlass.range_constexpr(x_boxes):
+                    source = tBgB[None, stage * x_boxes + i]
+                    cute.copy(operands.atom_b, source, tBsB[None, 0, i, state.index], tma_bar_ptr=barrier)
+            state.advance()
+        return state
+
+    def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
+        """Where a thread's first two elements of A lie, in the first stage, and B as wgmma's descriptors."""
+        thread = _thread_of_warpgroup()
+        lane = thread % 32
+        # Rows 8 apart have the same swizzle.
+        swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.format.num_bytes(PAIR)
+        first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
+        mma = self.tiled_mma()
+        return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
+
+    def accumulators(self) -> cute.Tensor:
+        """A thread's accumulators: (wgmma's own, slab, 1)."""
+        shape = (self.tile.slabs * ROWS, self.tile.m)
+        return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
+
+    def scales(self, operands: Operands, share: TileShare) -> WeightScales:
+        """A thread's, for all of its tiles."""
+        _, expert_rows, gate = operands.extra
+        k = cute.size(operands.b, mode=[1])
+        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
+        return WeightScales(grid, self.rows, self.layout, self.decoder)
+
+    @cute.jit
+    def mma(
+        self, acc: cute.Tensor, fragments: tuple, scales: WeightScales, tile: MmaTile,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, turns: Turns,
+    ):  # fmt: skip
+        """acc = A B^T over all of K; called by a whole warpgroup. Returns the advanced state.
+
+        While a step's wgmmas run, the next step is decoded, across k-tiles too. The compiler wants none in flight where
+        the loop closes, else it runs all of them one by one.
+        """
+        first, tCrB = fragments
+        tiled_mma = self.tiled_mma()
+        shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, SCALE_BLOCK))
+        buffers = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
+        steps, stage_steps = self.tile.k // SCALE_BLOCK, self.stage_k // SCALE_BLOCK
+        num_k_tiles = scales.grid.k_tiles
+        if num_k_tiles > 0:
+            self._open(first, buffers[0], scales, stages, state)
+        for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            # At the top, and taken at the bottom: carried into the next round they would be moved, and so waited for.
+            scales.ask(k_tile + 1, tile.next_work)
+            first_stage = state.clone()
+            state.advance()
+            last_stage = first_stage
+            if const_expr(steps > stage_steps):
+                last_stage = state.clone()
+                state.advance()
+            for step in cutlass.range_constexpr(steps):
+                fragment, following = buffers[step % 2], buffers[(step + 1) % 2]
+                stage, in_stage = (first_stage if step < stage_steps else last_stage).index, step % stage_steps
+                if const_expr(in_stage + 1 < stage_steps):
+                    pairs = self._read(first, stage, in_stage + 1)
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(STEP):
+                    tiled_mma.set(
+                        warpgroup.Field.ACCUMULATE, Boolean(k_tile > 0) if const_expr(step + i == 0) else True
+                    )
+                    b = tCrB[None, None, in_stage * STEP + i, stage]
+                    cute.gemm(tiled_mma, acc, fragment[None, None, i], b, acc)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if const_expr(step == stage_steps):
+                    stages.consumer_release(first_stage)
+                if const_expr(in_stage + 1 < stage_steps):
+                    self._decode(pairs, scales, following, step + 1)
+                elif const_expr(step + 1 < steps):
+                    stages.consumer_wait(last_stage)
+                    self._decode(self._read(first, last_stage.index, 0), scales, following, step + 1)
+                elif k_tile + 1 < num_k_tiles:
+                    self._open(first, following, scales, stages, state)
+            warpgroup.wait_group(0)
+            stages.consumer_release(last_stage)
+        scales.spoil(acc)
+        return state
+
+    @cute.jit
+    def _open(
+        self, first: Int32, fragment: cute.Tensor, scales: WeightScales, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState,
+    ):  # fmt: skip
+        """Wait for the next k-tile and decode its first step."""
+        scales.take()
+        stages.consumer_wait(state)
+        self._decode(self._read(first, state.index, 0), scales, fragment, 0)
+
+    def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
+        """A thread's pairs of elements of a stage's step, in the order of fragments: register, slab, wgmma."""
+        pairs = cute.make_rmem_tensor((FRAGMENT_REGS, self.tile.slabs, STEP), Int32)
+        for i in range(STEP):
+            chunk, inside = chunk_of_k(self.format, step * SCALE_BLOCK + i * MMA_K)
+            at_chunk = (first + stage * (self.tile.n * self.row_bytes)) ^ Int32(chunk * SWIZZLE_CHUNK)
+            for slab in range(self.tile.slabs):
+                for register in range(FRAGMENT_REGS):
+                    row = ROW_HALVES * slab + register % ROW_HALVES
+                    beside = register // ROW_HALVES * self.format.num_bytes(MMA_K // 2)
+                    at = at_chunk + (self.rows.distance(row) * self.row_bytes + inside + beside)
+                    pairs[register, slab, i] = self.decoder.read(at)
+        return pairs
+
+    def _decode(self, pairs: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
+        registers = cute.recast_tensor(fragment, Int32)
+        for slab in range(self.tile.slabs):
+            for half in range(ROW_HALVES):
+                row = ROW_HALVES * slab + half
+                multiplier = multiplier_of(scales.words[row], step)
+                for i in range(STEP):
+                    for register in range(half, FRAGMENT_REGS, ROW_HALVES):
+                        registers[register, slab, i] = self.decoder.decoded(pairs[register, slab, i], multiplier)
+
+
+def _thread_of_warpgroup() -> Int32:
+    thread, _, _ = cute.arch.thread_idx()
+    return thread % THREADS
+
+
+def _partition(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Shared and global memory of boxes whose first two modes are (rows, k)."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )

@@ -1,0 +1,188 @@
+"""The FP8 mainloop: E4M3 rows with a scale for each 128 of the contraction, times weights folded to one scale a row.
+
+Hopper's tensor cores know no scales, and add E4M3 products in fewer bits than float32 has. So a k-tile is 128 deep, its
+wgmmas start from zero, and CUDA cores add their sum, times the row's scale, to float32 accumulators: one fused
+multiply-add for each element and k-tile, beside 128 in the tensor cores. The weights' scales are left to the epilogue.
+
+A thread has 128 accumulators, and 64 for a k-tile of a `piece`: 64 rows and 128 columns. While one warpgroup of a
+cooperative tile promotes a piece, the other's wgmmas run.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90_utils
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ...device.gmem import vector_at
+from ...device.invariant import Invariant
+from ...quantize.scales import power_of_two
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from ..budget import ROWS
+from ..fragments import TileShare, registers
+from ..gemm_policy import GemmPolicy
+from ..turns import THREADS, Turns
+from .base import AFTER_MMA, MmaTile, Operands
+from .gathered_rows import RowIndices
+from .gemm import GemmMainloop
+
+MMA_K = 32
+PIECE_N = 128
+PIECE_REGS = ROWS * PIECE_N // THREADS
+SCALE_BLOCK = 32
+"""Elements that have a scale byte of their own in memory; a k-tile's four are equal, and the first is read."""
+
+
+class RowScales(Invariant):
+    """Where the scales of a thread's rows lie, two rows a slab, and those of the next k-tile, on their way.
+
+    They are asked for while the k-tile before is in work: a tile's first ones before the epilogue of the tile before.
+    rows: which of x's rows are whose. first_row: a thread's, in the tile. blocks: scales of a row. last: the last
+    k-tile. begins: where a row's scales do.
+    """
+
+    def __init__(
+        self, address: Int64, rows: RowIndices, first_row: Int32, num_rows: int, blocks: Int32, last: Int32
+    ):  # fmt: skip
+        self.address = address
+        self.rows = rows
+        self.first_row = first_row
+        self.num_rows = num_rows
+        self.blocks = Int64(blocks)
+        self.last = last
+        self.begins = cute.make_rmem_tensor(num_rows, Int64)
+        self.next = cute.make_rmem_tensor(num_rows, Int32)
+
+    @cute.jit
+    def begin(self, work: WorkTile):
+        """Ask for a tile's first scales.
+
+        Rows behind the group's end are never stored, and the end mark has none: any row's will do.
+        """
+        first = work.row + self.first_row
+        for i in cutlass.range_constexpr(self.num_rows):
+            row = cutlass.max(cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1), Int32(0))
+            if self.rows.address != 0:
+                row = self.rows.clamped(self.rows.index_of(row))
+            self.begins[i] = self.address + row * self.blocks
+        self._fetch(Int32(0))
+
+    @cute.jit
+    def _fetch(self, k_tile: Int32):
+        block = cutlass.min(k_tile, self.last) * (PIECE_N // SCALE_BLOCK)
+        for i in cutlass.range_constexpr(self.num_rows):
+            self.next[i] = Int32(vector_at(Uint8, self.begins[i])[block]) & 0xFF
+
+    @cute.jit
+    def take(self, k_tile: Int32) -> cute.Tensor:
+        """The scales of a k-tile, which the call before asked for; asks for the next one's."""
+        scales = cute.make_rmem_tensor(self.num_rows, Float32)
+        for i in cutlass.range_constexpr(self.num_rows):
+            scales[i] = power_of_two(self.next[i])
+        self._fetch(k_tile + 1)
+        return scales
+
+
+class Fp8Mainloop(GemmMainloop):
+    """A: E4M3 rows of x; B: ranges of an expert's E4M3 weight rows; both along the contraction.
+
+    `scales` of the operands is the address of the scale bytes of x's rows, [rows, K / 32]. Those of the next tile's
+    first k-tile are on their way during an epilogue.
+    """
+
+    looks_ahead = AFTER_MMA
+
+    def __init__(self, tile: TileConfig, parts: int, stages: int, policy: GemmPolicy, load_warp_gathers: bool):
+        super().__init__(Float8E4M3FN, tile, parts, False, stages, policy, load_warp_gathers)
+        self.pieces = tile.n // PIECE_N
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """64 x 128 wgmmas, the warpgroups of a tile stacked along rows."""
+        return sm90_utils.make_trivial_tiled_mma(
+            self.dtype, self.dtype, self.a_major, self.b_major, Float32, (self.tile.warpgroups_per_tile, 1, 1),
+            (ROWS, PIECE_N),
+        )  # fmt: skip
+
+    def accumulators(self) -> cute.Tensor:
+        """A thread's accumulators: slab by slab, in the order that one wgmma of all columns would have."""
+        return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
+
+    def scales(self, operands: Operands, share: TileShare) -> RowScales:
+        """A thread's, for all of its tiles."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % THREADS
+        first_row = share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
+        k = cute.size(operands.a, mode=[1])
+        last = cute.ceil_div(k, self.tile.k) - 1
+        return RowScales(operands.scales, operands.rows, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
+
+    @cute.jit
+    def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):
+        """Pass over a tile's stages, each once it is full: released before, it could count for a round too early."""
+        for _ in cutlass.range(num_k_tiles, unroll=1):
+            stages.consumer_wait(state)
+            stages.consumer_release(state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def mma(
+        self, acc: cute.Tensor, fragments: tuple, scales: RowScales, tile: MmaTile, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, turns: Turns,
+    ):  # fmt: skip
+        """acc = A B^T over all of K; called by a whole warpgroup, whose share may have no rows. Returns the advanced
+        state.
+        """
+        has_rows = tile.work.row + tile.share.first_slab * ROWS < tile.work.group_end
+        acc.fill(0.0)
+        num_k_tiles = scales.last + 1
+        if has_rows:
+            state = self._multiply(acc, *fragments, scales, num_k_tiles, stages, state)
+        else:
+            state = self._skip(num_k_tiles, stages, state)
+        return state
+
+    @cute.jit
+    def _multiply(
+        self, acc: cute.Tensor, tCrA: cute.Tensor, tCrB: cute.Tensor, scales: RowScales, num_k_tiles: Int32,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+    ):  # fmt: skip
+        tiled_mma = self.tiled_mma()
+        partial = cute.make_rmem_tensor(PIECE_REGS, Float32)
+        wgmma_acc = cute.make_tensor(partial.iterator, tiled_mma.partition_shape_C((tiled_mma.shape_mnk[0], PIECE_N)))
+        for k_tile in cutlass.range(num_k_tiles, unroll=1):
+            stages.consumer_wait(state)
+            self.after_wait()
+            row_scales = cute.make_rmem_tensor(2 * self.tile.slabs, Float32)
+            for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
+                slab, columns = piece // self.pieces, piece % self.pieces
+                warpgroup.fence()
+                for k_block in cutlass.range_constexpr(self.tile.k // MMA_K):
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, Boolean(k_block > 0))
+                    a = cute.append_ones(tCrA[None, slab, k_block, state.index], 2)
+                    b = cute.append_ones(tCrB[None, columns, k_block, state.index], 2)
+                    cute.gemm(tiled_mma, wgmma_acc, a, b, wgmma_acc)
+                warpgroup.commit_group()
+                if const_expr(piece == 0):
+                    row_scales.store(scales.take(k_tile).load())
+                warpgroup.wait_group(0)
+                self._promote(registers(acc, piece * PIECE_REGS, PIECE_REGS), partial, row_scales, slab)
+            stages.consumer_release(state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def _promote(self, acc: cute.Tensor, partial: cute.Tensor, scales: cute.Tensor, slab: cutlass.Constexpr[int]):
+        """One row after the other, so that a scale is read by every second multiply-add alone (`.reuse`).
+
+        Two and two in turns, as they lie, four took 6 cycles where the scales were in different banks of registers, and
+        8 where they were not: 3 to 7 % of the whole loop, as ptxas likes.
+        """
+        for row in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(PIECE_REGS // 2):
+                at = i // 2 * 4 + row * 2 + i % 2
+                acc[at] += partial[at] * scales[2 * slab + row]

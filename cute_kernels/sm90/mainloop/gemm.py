@@ -1,0 +1,196 @@
+"""The mainloop of rows times experts' weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode
+
+from ...device.invariant import Invariant
+from ...device.select import select
+from ...memory.row_boxes import acquire, num_boxes
+from ...memory.weights import ExpertAddress, expert_offset, lo_hi, part_offset
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from ..budget import ROWS
+from ..gemm_policy import GemmPolicy
+from .base import Loop, Operands, Source, WeightsFirst
+from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, row_indices
+
+
+class Weights(Invariant):
+    """The weights of an output tile, k-tile by k-tile. ahead: those that are on their way. num_bytes: of a stage, as
+    far as TMA brings it. addresses: of each of its parts.
+    """
+
+    def __init__(
+        self, source: Source, tiles: tuple[cute.Tensor, cute.Tensor], ahead: Int32, num_bytes: Int32, n_tile: Int32,
+        addresses: list[tuple[Int32, Int32]], policy: Int64 | None,
+    ):  # fmt: skip
+        self.source = source
+        self.smem, self.gmem = tiles
+        self.ahead = ahead
+        self.num_bytes = num_bytes
+        self.n_tile = n_tile
+        self.addresses = addresses
+        self.policy = policy
+
+    @cute.jit
+    def load(self, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, k_tile: Int32):
+        if k_tile >= self.ahead:
+            acquire(stages, state, self.num_bytes)
+            barrier = stages.producer_get_barrier(state)
+            for part in cutlass.range_constexpr(self.num_parts):
+                k, lo, hi = self.k_tile_at(part, k_tile)
+                source = self.gmem[None, self.n_tile, k, lo, hi]
+                self.source.copy(source, self.smem[None, part, 0, state.index], barrier, self.policy)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.addresses)
+
+    def k_tile_at(self, part: int, k_tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """Of a k-tile of a part: which one there, and the address."""
+        lo, hi = self.addresses[part]
+        return k_tile, lo, hi
+
+
+class GemmMainloop(WeightsFirst):
+    """A: `tile.m` rows of x at any row, or by index (gathered_rows.py); groups need no alignment, rows past a group's
+    end are computed, not stored, and loaded only where their box (row_boxes.py) has others.
+    B: `parts` ranges of an expert's weight rows (weights.py); `transposed`: w holds rows of k.
+
+    `load_warp_gathers`: the TMA warp is the first of the warps that gather, since another one is taken.
+
+    `policy.skips_half_tiles`: a warpgroup with a tile of its own leaves out the second slab where that has no rows.
+    """
+
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int, transposed: bool, stages: int,
+        policy: GemmPolicy, load_warp_gathers: bool,
+    ):  # fmt: skip
+        self.policy = policy
+        self.parts = parts
+        self.part_n = tile.n // parts
+        b_major = OperandMajorMode.MN if transposed else OperandMajorMode.K
+        super().__init__(dtype, tile, OperandMajorMode.K, b_major, stages)
+        self.load_warp_gathers = load_warp_gathers
+        # Fewer than the other warp: what TMA takes has registers, too.
+        self.tma_warp_rows = tile.m * 5 // 16
+        self.rows = GatherAlongRows(tile.m, dtype)
+
+    def operands(
+        self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int64, scales: Int64
+    ) -> Operands:  # fmt: skip
+        """Host side: the TMA descriptors of x (rows, k) and of the weights (n, k, lo, hi)."""
+        atom_a, a = self._tma(x, self.a_major, self.tile.box_rows, self.tile.row_sharers)
+        atom_b, b = self._tma(w, self.b_major, self.part_n, self.tile.cluster_m)
+        extra: tuple = (address,)
+        if self.tile.adaptive:
+            extra += self._tma(w, self.b_major, self.part_n, 1), self._tma(x, self.a_major, self.tile.box_rows, 1)
+        return Operands(atom_a, a, atom_b, b, extra, row_indices(rows, x), scales)
+
+    def gather(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, rank: Int32,
+    ) -> pipeline.PipelineState:  # fmt: skip
+        num_k_tiles = self.num_k_tiles(operands, work)
+        share = Share(self.tma_warp_rows, (self.tile.m - self.tma_warp_rows) // LINES_AT_ONCE)
+        share = share if self.load_warp_gathers else self.rows.half(rank)
+        return self.rows.fill(operands.rows, sA, share, stages, state, work, num_k_tiles)
+
+    def _row_sources(self, operands: Operands) -> tuple[Source, Source | None]:
+        """Rows that a cluster's CTAs share, and rows that they do not, where a tile has both kinds."""
+        shared = Source(operands.atom_a, operands.a, self.tile.row_sharers)
+        if not self.tile.adaptive:
+            return shared, None
+        atom, tensor = operands.extra[2]
+        return shared, Source(atom, tensor, 1)
+
+    def weight_row_bytes(self, operands: Operands) -> Int32:
+        along = 1 if self.b_major == OperandMajorMode.K else 0
+        return cute.size(operands.b, mode=[along]) * (self.dtype.width // 8)
+
+    def num_k_tiles(self, operands: Operands, work: WorkTile) -> Int32:
+        return cute.ceil_div(cute.size(operands.a, mode=[1]), self.tile.k)
+
+    def loops(self, work: WorkTile, num_k_tiles: Int32) -> list[Loop]:
+        if not self.policy.skips_half_tiles:
+            return super().loops(work, num_k_tiles)
+        is_short = work.group_end - work.row <= ROWS
+        of_one = select(is_short, num_k_tiles, Int32(0))
+        return [Loop(num_k_tiles - of_one, self.tile.slabs, self.tile.k), Loop(of_one, 1, self.tile.k)]
+
+    @cute.jit
+    def _fill(
+        self, operands: Operands, sA: cute.Tensor, sB: cute.Tensor, stages: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState, work: WorkTile, ahead: Int32, count: Int32,
+        with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
+    ):  # fmt: skip
+        address, *alone = operands.extra
+        a_shared, a_alone = self._row_sources(operands)
+        b_shared = Source(operands.atom_b, operands.b, self.tile.cluster_m)
+        tiles = (address, sA, sB, stages)
+        rest = (operands.rows, work, ahead, count, with_rows, policy)
+        if const_expr(self.tile.adaptive):
+            # Where columns are paired, the CTAs have the same rows of A; else the same columns of B.
+            atom, tensor = alone[0]
+            b_alone = Source(atom, tensor, 1)
+            if work.pairs_columns > 0:
+                state = self._load_from(a_shared, b_alone, *tiles, state, *rest)
+            else:
+                state = self._load_from(a_alone, b_shared, *tiles, state, *rest)
+        else:
+            state = self._load_from(a_shared, b_shared, *tiles, state, *rest)
+        return state
+
+    @cute.jit
+    def _load_from(
+        self, a: Source, b: Source, address: ExpertAddress, sA: cute.Tensor, sB: cute.Tensor,
+        stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, rows: RowIndices, work: WorkTile,
+        ahead: Int32, count: Int32, with_rows: cutlass.Constexpr[bool], policy: Int64 | None,
+    ):  # fmt: skip
+        tile = self.tile
+        boxes = select(rows.address == 0, num_boxes(tile, work), Int32(0))
+        x_box, w_box = (tile.box_rows, tile.k), (self.part_n, tile.k)
+        gB = cute.local_tile(b.tensor, w_box, (None, None, None, None))
+        tBsB, tBgB = b.partition(cute.flat_divide(sB, w_box), gB)
+        first = expert_offset(address, work.expert)
+        gA = self.row_tiles(a.tensor, work.row, x_box)
+        tAsA, tAgA = a.partition(cute.flat_divide(sA, x_box), gA)
+        num_bytes = (boxes * tile.box_rows + tile.n) * (tile.k * self.dtype.width // 8)
+        addresses = [lo_hi(first + part_offset(address, part)) for part in range(self.num_addresses)]
+        weights = self.weights(a.tensor, b, (tBsB, tBgB), ahead, num_bytes, work.n_tile, addresses, policy)
+        in_order = count
+        if const_expr(with_rows and self.load_warp_gathers):
+            if rows.address != 0:
+                share = Share(0, self.tma_warp_rows // LINES_AT_ONCE)
+                state = self.rows.fill(rows, sA, share, stages, state, work, count, weights)
+                in_order = Int32(0)
+        for k_tile in cutlass.range(in_order, unroll=1):
+            weights.load(stages, state, k_tile)
+            if const_expr(with_rows):
+                for box in cutlass.range(boxes, unroll=1):
+                    barrier = stages.producer_get_barrier(state)
+                    a.copy(self.row_tile(a.tensor, tAgA, box, k_tile), tAsA[None, box, 0, state.index], barrier)
+            state.advance()
+        return state
+
+    @property
+    def num_addresses(self) -> int:
+        """Parts of an expert's weights that a tile reads."""
+        return self.parts
+
+    def weights(self, x: cute.Tensor, *of: Any) -> Weights:
+        return Weights(*of)
+
+    def row_tiles(self, x: cute.Tensor, row: Int32, box: tuple[int, int]) -> cute.Tensor:
+        """x from a row on, in boxes."""
+        return cute.local_tile(cute.domain_offset((row, 0), x), box, (None, None))
+
+    def row_tile(self, x: cute.Tensor, tiles: cute.Tensor, box: Int32, k_tile: Int32) -> cute.Tensor:
+        return tiles[None, box, k_tile]
