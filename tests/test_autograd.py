@@ -559,9 +559,9 @@ class TestRefusals:
     def test_operators_without_a_gradient(self) -> None:
         c = small()
         given = leaves(c)
-        for arguments in ({"x": given["x"], "w1": c.w1}, {"x": c.x, "w1": given["w1"]}):
-            with pytest.raises(glulam.GradientNotSupported, match="grouped_glu has no gradient"):
-                glulam.grouped_glu(**arguments, offs=c.offs)
+        for arguments in ({"dy": given["x"], "x": c.x}, {"dy": c.x, "x": given["x"]}):
+            with pytest.raises(glulam.GradientNotSupported, match="grouped_wgrad has no gradient"):
+                glulam.grouped_wgrad(**arguments, offs=c.offs)
 
     @pytest.mark.parametrize(
         ("changes", "error", "words"),

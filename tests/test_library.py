@@ -228,7 +228,7 @@ def test_a_trace_refuses_what_a_call_refuses(c: Case) -> None:
 
 def test_gradients_are_refused_in_a_trace(c: Case) -> None:
     x = c.x.detach().requires_grad_()
-    compiled = torch.compile(lambda x: glulam.grouped_glu(x, c.w1, offs=c.offs), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda x: glulam.grouped_wgrad(x, c.x, offs=c.offs), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="has no gradient"):
         compiled(x)
     with pytest.raises(glulam.GradientNotSupported):

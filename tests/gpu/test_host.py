@@ -189,8 +189,8 @@ def test_explain() -> None:
 
 def test_gradients_are_refused() -> None:
     c = case(100)
-    with torch.enable_grad(), pytest.raises(glulam.GradientNotSupported, match="grouped_glu has no gradient"):
-        glulam.grouped_glu(c.x.requires_grad_(), c.w1, offs=c.offs)
+    with torch.enable_grad(), pytest.raises(glulam.GradientNotSupported, match="grouped_wgrad has no gradient"):
+        glulam.grouped_wgrad(c.x.requires_grad_(), c.x, offs=c.offs)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

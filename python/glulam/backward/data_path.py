@@ -20,17 +20,13 @@ from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import grouped_mm
 from ..signature import any_requires_grad
-from .parts import Targets
+from .parts import Targets, contracted, groups_of
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 """Arguments whose gradients need that of the activation."""
 
 DataGradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Of h; the activation again; of x and of row_scale (but for b2's share), where they are wanted."""
-
-
-def groups_of(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: named[name] for name in ("offs", "splits") if name in named}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,12 +171,6 @@ def path_of(call: Any) -> DataPath:
     trained = any_requires_grad(*weights.values())
     quantised: DataPath = kind(recipe=call.recipe, trained=trained, wide=wide)
     return quantised
-
-
-def contracted(w: Any, transpose_w: bool) -> int:
-    """Columns of the x that a weight is multiplied with."""
-    columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
-    return columns
 
 
 def _dtype(w: Any) -> torch.dtype:

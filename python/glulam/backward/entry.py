@@ -8,28 +8,27 @@ from typing import Any
 from ..call import Call
 from ..errors import GradientNotSupported
 from ..experts import GateUp
+from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
 from ..signature import any_requires_grad, refuse_out
-from . import planned, planned_mlp, planned_mm
+from . import glu, mm, planned, planned_mlp
+from .function import Formula, apply
 from .parts import ORDINARY, Targets, check_targets
 
-MAKERS: dict[type[Call], planned.Maker] = {
-    GroupedMmCall: planned_mm.MAKER,
+HOW: dict[type[Call], planned.Maker | Formula] = {
+    GroupedMmCall: mm.MAKER,
+    GroupedGluCall: glu.FORMULA,
     GroupedMlpCall: planned_mlp.MAKER,
     Mxfp8MlpCall: planned_mlp.MAKER,
 }
-"""How differentiable calls get a plan for forward and backward together, or else go the general way."""
+"""How calls are differentiated: common ones by a plan for forward and backward together, others by a formula."""
 
 
 def has_data_gradients_apart(call: Call) -> bool:
     """Whether no plan serves a call, since x's gradient is a call of its own: of an MLP whose weights lie otherwise."""
     return isinstance(call, GroupedMlpCall) and (call.transpose_w or isinstance(call.w1, GateUp))
-
-
-def _maker(call: Call) -> planned.Maker | None:
-    return next((MAKERS[kind] for kind in type(call).__mro__ if kind in MAKERS), None)
 
 
 def requires_grad(call: Call) -> bool:
@@ -58,20 +57,22 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
         raise GradientNotSupported(
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
-    maker = _maker(call)
-    if maker is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
+    how = next((HOW[kind] for kind in type(call).__mro__ if kind in HOW), None)
+    if how is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
-    assert maker is not None  # of the others, none was left
+    assert how is not None  # of the others, none was left
     try:
         if targets is not ORDINARY:
             call.check_plain()
             check_targets(call, targets)
+        if isinstance(how, Formula):
+            return apply(call, how, targets)
         if not has_data_gradients_apart(call):
-            result = planned.run(call, key, targets, maker)
+            result = planned.run(call, key, targets, how)
             if result is not NotImplemented:
                 return result
-        return maker.general(call, targets)
+        return apply(call, how.formula, targets)
     except Exception:
         call.judge()  # so that the error names this operator and its arguments, not those that it is made of
         raise

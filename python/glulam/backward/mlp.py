@@ -8,92 +8,46 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..groups import caller, part_of
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..signature import check_flag, check_recipe
-from .data_path import DataPath, QuantisedPath, groups_of, path_of
-from .layout import Layout, flatten
-from .parts import (
-    ORDINARY,
-    Targets,
-    WeightGrad,
-    as_result,
-    backward_of,
-    check_saved,
-    once_differentiable,
-    scale_of_bias_grad,
-    taken,
-    tensor_groups,
-    usable,
-    weight_grad,
-    wide_weight_grad,
-)
+from .data_path import DataPath, QuantisedPath, path_of
+from .function import Formula
+from .parts import Targets, WeightGrad, groups_of, scale_of_bias_grad, weight_grad, wide_weight_grad
 
 INPUTS = ("x", "w1", "w2", "row_scale", "b1", "b2")
 OPPOSITE = {"x_rows": "dy_rows", "dy_rows": "x_rows"}
 
 
 class Options(NamedTuple):
-    """What is not differentiated. `op`: the operator's name. `form`: the activation and its numbers, as keywords of the
-    operators.
-    """
+    """What is not differentiated. `form`: the activation and its numbers, as keywords of the operators."""
 
-    op: str
     form: dict[str, Any]
     recompute: bool
-    targets: Targets
     path: DataPath
 
-    def grad_of(self, name: str) -> WeightGrad:
-        return self.targets.weights.get(name, wide_weight_grad if name in self.path.wide else weight_grad)
+    def grad_of(self, name: str, targets: Targets) -> WeightGrad:
+        return targets.weights.get(name, wide_weight_grad if name in self.path.wide else weight_grad)
 
 
-def options(call: Any, targets: Targets) -> Options:
+def _options(call: Any) -> Options:
     """Of a GroupedMlpCall or Mxfp8MlpCall."""
-    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
-    return Options(call.op, form, call.recompute, targets, path_of(call))
-
-
-def apply(call: Any, targets: Targets = ORDINARY) -> Tensor:
-    """The result of a GroupedMlpCall or Mxfp8MlpCall, differentiable."""
-    chosen = options(call, targets)._replace(op=caller(call.op))
-    if not isinstance(chosen.path, QuantisedPath):
+    path = path_of(call)
+    if not isinstance(path, QuantisedPath):
         check_recipe(call.op, call.recipe)
     check_flag(call.op, "recompute", call.recompute)
-    groups = tensor_groups(call.op, call.offs, call.splits, call.x)
-    arguments = {name: getattr(call, name) for name in (*INPUTS, *call.of_tokens)}
-    layout, flat = flatten({**arguments, **groups})
-    return GroupedMlp.apply(layout, chosen, *flat)  # type: ignore[no-untyped-call]
+    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
+    return Options(form, call.recompute, path)
 
 
-class GroupedMlp(torch.autograd.Function):
-    """Inputs: the layout, the options, and the flat arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, options: Options, *flat: Any) -> Tensor:
-        ctx.layout, ctx.options = layout, options
-        given, wanted = layout.named(flat), layout.wanted(ctx.needs_input_grad[2:])
-        keep_preact = bool(wanted & options.path.need_preact) and not options.recompute
-        keep_act = "w2" in wanted and not options.recompute
-        out = options.targets.out
-        with part_of(options.op):
-            y, kept = options.path.forward(given, options.form, keep_preact, keep_act, out)
-        ctx.saved_layout, saved = flatten({**_to_save(given, wanted, options), **kept})
-        ctx.save_for_backward(*saved)
-        return y if out is None else as_result(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        needed = ctx.needs_input_grad[2:]
-        wanted = ctx.layout.wanted(needed)
-        saved = ctx.saved_layout.named(taken(ctx))
-        with backward_of(ctx.options.op):
-            gradients = make_gradients(saved, ctx.options, usable(dy), wanted)
-        flat = ctx.layout.flat_gradients(gradients, needed)
-        return None, None, *once_differentiable(ctx.options.op, flat)
+def _forward(
+    given: dict[str, Any], wanted: frozenset[str], options: Options, out: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    keep_preact = bool(wanted & options.path.need_preact) and not options.recompute
+    keep_act = "w2" in wanted and not options.recompute
+    y, kept = options.path.forward(given, options.form, keep_preact, keep_act, out)
+    return y, {**_to_save(given, wanted, options), **kept}
 
 
 def _to_save(given: dict[str, Any], wanted: frozenset[str], options: Options) -> dict[str, Any]:
@@ -116,13 +70,14 @@ def _to_save(given: dict[str, Any], wanted: frozenset[str], options: Options) ->
     return {name: value for name, value in given.items() if used[name]}
 
 
-def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: frozenset[str]) -> dict[str, Any]:
+def _gradients(
+    saved: dict[str, Any], options: Options, targets: Targets, wanted: frozenset[str], dy: Tensor
+) -> dict[str, Any]:
     """The gradients that are wanted, by name. The preactivation leaves `saved`.
 
     The data path comes first, then the weights, so that each intermediate goes once nothing needs it: h before any
     weight gradient is allocated, its gradient before the last.
     """
-    check_saved(options.op, saved)
     d_result, dy = dy, options.path.gathered(saved, dy)
     groups, scale, rows = groups_of(saved), saved["row_scale"], saved.get("rows")
 
@@ -134,12 +89,12 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
         """The gradient of a weight as it lies. `by_index`: which of dy and x has rows so, where some have."""
         if options.path.transpose_w:
             dy, x, by_index = x, dy, OPPOSITE[by_index]
-        return options.grad_of(name)(dy, x, grouped(by_index))
+        return options.grad_of(name, targets)(dy, x, grouped(by_index))
 
     result: dict[str, Any] = {}
     act = None
     if wanted & options.path.need_preact:
-        dpreact, act, dx, d_scale = options.path.gradients(saved, options.form, options.targets, dy, wanted)
+        dpreact, act, dx, d_scale = options.path.gradients(saved, options.form, targets, dy, wanted)
         result["x"] = dx
         if "w1" in wanted:
             halves = dpreact.chunk(2, dim=1) if options.path.in_halves else (dpreact,)
@@ -166,3 +121,6 @@ def make_gradients(saved: dict[str, Any], options: Options, dy: Tensor, wanted: 
 def _act(saved: dict[str, Any], options: Options) -> Tensor:
     act: Tensor | None = saved.get("act")
     return options.path.new_act(saved, options.form) if act is None else act
+
+
+FORMULA = Formula(INPUTS, _options, _forward, _gradients)

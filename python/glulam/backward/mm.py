@@ -1,82 +1,43 @@
-"""The gradient of grouped_mm: y = x w_e^T + s b_e."""
+"""The gradient of grouped_mm: y = x w_e^T + s b_e.
+
+With a plan, forward is one launch, backward one for x's gradient and one for the weight's.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..call import Call
+from ..changed import changed
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
-from .layout import Layout, flatten
-from .parts import (
-    ORDINARY,
-    Targets,
-    as_result,
-    backward_of,
-    check_saved,
-    once_differentiable,
-    scale_of_bias_grad,
-    taken,
-    tensor_groups,
-    usable,
-)
-
-OP = "grouped_mm"
+from ..ops.grouped_wgrad import GroupedWgradCall
+from ..problem import Problem
+from .function import Formula
+from .parts import Targets, contracted, groups_of, scale_of_bias_grad
+from .planned import Maker, Part, TrainingPlan, is_common, requires, save
 
 
-def apply(call: GroupedMmCall, targets: Targets = ORDINARY) -> Tensor:
-    """The result of a call, differentiable."""
-    groups = tensor_groups(OP, call.offs, call.splits, call.x)
-    arguments = {"x": call.x, "w": call.w, "bias": call.bias, "bias_scale": call.bias_scale, **groups}
-    layout, flat = flatten(arguments)
-    return GroupedMm.apply(layout, call.transpose_w, targets, *flat)  # type: ignore[no-untyped-call]
+def _forward(
+    given: dict[str, Any], wanted: frozenset[str], transpose_w: bool, out: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    used = {
+        "x": "w" in wanted, "w": "x" in wanted, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted,
+        "offs": True, "splits": True,
+    }  # fmt: skip
+    y = grouped_mm(transpose_w=transpose_w, out=out, **given)
+    return y, {name: value for name, value in given.items() if used[name]}
 
 
-class GroupedMm(torch.autograd.Function):
-    """Inputs: the layout, transpose_w, the targets, and the flat arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, transpose_w: bool, targets: Targets, *flat: Any) -> Tensor:
-        ctx.layout, ctx.transpose_w, ctx.targets = layout, transpose_w, targets
-        given, wanted = layout.named(flat), layout.wanted(ctx.needs_input_grad[3:])
-        used = {
-            "x": "w" in wanted,
-            "w": "x" in wanted,
-            "bias": "bias_scale" in wanted,
-            "bias_scale": "bias" in wanted,
-            "offs": True,
-            "splits": True,
-        }
-        ctx.saved_layout, saved = flatten({name: value for name, value in given.items() if used[name]})
-        ctx.save_for_backward(*saved)
-        y = grouped_mm(transpose_w=transpose_w, out=targets.out, **given)
-        return y if targets.out is None else as_result(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        needed = ctx.needs_input_grad[3:]
-        wanted = ctx.layout.wanted(needed)
-        saved = ctx.saved_layout.named(taken(ctx))
-        with backward_of(OP):
-            gradients = make_gradients(saved, ctx.transpose_w, ctx.targets, usable(dy), wanted)
-        flat = ctx.layout.flat_gradients(gradients, needed)
-        return None, None, None, *once_differentiable(OP, flat)
-
-
-def make_gradients(
-    saved: dict[str, Any], transpose_w: bool, targets: Targets, dy: Tensor, wanted: frozenset[str]
+def _gradients(
+    saved: dict[str, Any], transpose_w: bool, targets: Targets, wanted: frozenset[str], dy: Tensor
 ) -> dict[str, Any]:
-    """The gradients that are wanted, by name."""
-    check_saved(OP, saved)
-    groups: dict[str, Any] = {name: saved[name] for name in ("offs", "splits") if name in saved}
-    result: dict[str, Any] = {}
+    groups, result = groups_of(saved), {}
     if "x" in wanted:
-        w = saved["w"]
-        columns = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
-        dx = targets.new_grad_input(dy, columns)
-        result["x"] = grouped_mm(dy, w, **groups, transpose_w=not transpose_w, out=dx)
+        dx = targets.new_grad_input(dy, contracted(saved["w"], transpose_w))
+        result["x"] = grouped_mm(dy, saved["w"], **groups, transpose_w=not transpose_w, out=dx)
     if "w" in wanted:
         left, right = (saved["x"], dy) if transpose_w else (dy, saved["x"])
         result["w"] = targets.grad_of("w")(left, right, groups)
@@ -85,3 +46,65 @@ def make_gradients(
     if "bias_scale" in wanted and saved["bias"] is not None:
         result["bias_scale"] = scale_of_bias_grad(dy, saved["bias"], groups)
     return result
+
+
+FORMULA = Formula(("x", "w", "bias", "bias_scale"), lambda call: call.transpose_w, _forward, _gradients)
+
+
+def _planned_forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
+    x, w, _, _, scale, groups = inputs
+    need, forward = plan.needs, plan.parts["forward"]
+    y = x.new_empty(x.shape[0], forward.constants["width"]) if targets.out is None else targets.out
+    forward.run(*inputs, y)
+    save(ctx, x if need["w"] else None, w if need["x"] else None, groups, scale if need["bias"] else None)
+    return y
+
+
+def _planned_backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor) -> dict[str, Any]:
+    x, w, groups, scale = kept
+    need, by_groups, result = plan.needs, plan.grouped(groups), {}
+    if need["x"]:
+        dgrad = plan.parts["x"]
+        dx = targets.new_grad_input(dy, dgrad.constants["width"])
+        result["x"] = dgrad.run(x=dy, w=w, groups=groups, out=dx)
+    if need["w"]:
+        left, right = (x, dy) if plan.general else (dy, x)
+        if "w" in targets.weights:
+            result["w"] = targets.weights["w"](left, right, by_groups)
+        else:
+            result["w"] = plan.parts["w"].run(dy=left, x=right, groups=groups)
+    if need["bias"]:
+        result["bias"] = grouped_bias_grad(dy, row_scale=scale, **by_groups)
+    return result
+
+
+def _check(call: Call) -> Problem | None:
+    """As of Maker: without a scale that is trained. Raises ValueError or TypeError where an argument does not fit."""
+    problem = call.check()
+    if requires(call, "bias_scale") or not is_common(call):
+        return None
+    call.check_addresses()
+    return problem
+
+
+def _parts(call: Call, problem: Problem) -> dict[str, Part]:
+    """The launches. dy is stood for by x."""
+    x_columns, y_columns, x = problem.in_features, problem.out_features, call.x
+    groups = {"offs": call.offs, "splits": call.splits}
+    parts = {"forward": Part(changed(call, out=x), problem)}
+    if requires(call, "x"):
+        dgrad = changed(problem, in_features=y_columns, out_features=x_columns, transpose_w=not problem.transpose_w)
+        given = {"x": x, "w": call.w, "rows": None, "bias": None, "bias_scale": None, "out": x}
+        parts["x"] = Part(GroupedMmCall(**given, **groups, transpose_w=not problem.transpose_w), dgrad)
+    if requires(call, "w"):
+        n, k = (x_columns, y_columns) if problem.transpose_w else (y_columns, x_columns)
+        wgrad = changed(
+            problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
+        )
+        absent = dict.fromkeys(("dy_rows", "x_rows", "mask", "out", "out_dtype"))
+        parts["w"] = Part(GroupedWgradCall(dy=x, x=x, **groups, **absent, accumulate=False), wgrad)
+    return parts
+
+
+SAVED = ("x", "w", "groups", "bias_scale")
+MAKER = Maker(FORMULA, _check, _parts, lambda _: None, SAVED, _planned_forward, _planned_backward)

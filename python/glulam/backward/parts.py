@@ -33,6 +33,18 @@ from ..signature import (
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
 
+
+def groups_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Of arguments by name, the group sizes."""
+    return {name: named[name] for name in ("offs", "splits") if name in named}
+
+
+def contracted(w: Any, transpose_w: bool) -> int:
+    """Columns of the x that a weight is multiplied with."""
+    columns: int = (w if isinstance(w, Tensor) else w[0]).shape[-2 if transpose_w else -1]
+    return columns
+
+
 BIAS_COLUMNS = 8
 """Rows of a weight that holds a bias in its first: as few as a kernel takes."""
 

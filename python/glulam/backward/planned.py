@@ -7,7 +7,7 @@ directions. What is done here less often than a plan is kept for takes the gener
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,8 @@ from ..plan import check_apart, checking
 from ..plans import Plans
 from ..problem import Problem
 from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
-from .parts import ORDINARY, Targets, key_of
+from .function import Formula, apply, apply_untransformed
+from .parts import ORDINARY, Targets, key_of, once_differentiable, taken
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -37,21 +38,25 @@ class Part(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """How calls of an operator get a plan.
+    """How calls of an operator are differentiated by a plan.
 
     Attributes:
-        check: the problem of a call, which is checked; None of one that takes the general path.
+        formula: the general way, which serves what a plan does not.
+        check: the problem of a call, which is checked; None of one that takes the general way.
         parts: the launches of a step, by name.
-        options: what else a plan has, by name; see `TrainingPlan.options`.
-        apply: the autograd function's, of a plan, targets and what is given.
-        general: the general path of a call.
+        options: of a call, what else a plan needs.
+        saved: names of what forward saves.
+        forward: of a plan, autograd's context, targets and the plan's tensors: the result. It saves.
+        backward: of a plan, targets, what was saved, which may be emptied, and the result's gradient: those by name.
     """
 
+    formula: Formula
     check: Callable[[Any], Problem | None]
     parts: Callable[[Any, Problem], dict[str, Part]]
     options: Callable[[Any], Any]
-    apply: Callable[..., Any]
-    general: Callable[[Any, Targets], Any]
+    saved: tuple[str, ...]
+    forward: Callable[..., Tensor]
+    backward: Callable[..., dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +65,8 @@ class TrainingPlan:
 
     Attributes:
         kind: of the call; `names`: its tensors, which `run` takes in this order.
-        maker: see above. parts: the launches of a step. options: what the operator's backward needs besides.
+        maker: see above. parts: the launches of a step.
+        general: the formula's options; `options`: the maker's.
         needs: by name, whether a tensor requires a gradient. grouped_by: "offs" or "splits".
         arguments: those of the call that are no tensors.
         index, only: the device, and whether the process sees no other.
@@ -71,6 +77,7 @@ class TrainingPlan:
     names: tuple[str, ...]
     maker: Maker
     parts: Mapping[str, Plan]
+    general: Any
     options: Any
     needs: Mapping[str, bool]
     grouped_by: str
@@ -103,8 +110,23 @@ class TrainingPlan:
         if has_functorch_transforms():
             groups = {"offs": None, "splits": None}
             call = self.kind(**{**self.arguments, **groups, "out": None, **self.by_argument(self.all_named(given))})
-            return self.maker.general(call, targets)
-        return self.maker.apply(self, targets, *given)
+            return apply(call, self.maker.formula, targets)
+        return apply_untransformed(self, targets, *given)
+
+    def forward(self, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
+        return self.maker.forward(self, ctx, targets, *inputs)
+
+    def backward(self, ctx: Any, targets: Targets, dy: Tensor) -> Any:
+        """By launches; or by public operators, which look at everything anew: with a graph of the backward, from a dy
+        that is traced, a view or misaligned, or after hooks gave back tensors that lie otherwise."""
+        maker, kept = self.maker, list(taken(ctx))
+        if is_usual(dy) and as_saved(ctx, kept) and are_in_memory(dy, *kept):
+            gradients = maker.backward(self, targets, kept, dy)
+            return [gradients.get(name) if need else None for name, need in self.needs.items()]
+        wanted = frozenset(name for name, need in self.needs.items() if need)
+        saved = self.by_argument(dict(zip(maker.saved, kept, strict=True)))
+        gradients = maker.formula.backward(self.op, saved, self.general, targets, wanted, dy)
+        return once_differentiable(self.op, [gradients.get(name) for name in self.names])
 
     def all_named(self, given: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.names, given, strict=True))
@@ -165,6 +187,7 @@ def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None 
         names=call.reads,
         maker=maker,
         parts=parts,
+        general=maker.formula.options(call),
         options=options,
         needs={name: requires(call, name) for name in call.reads},
         grouped_by="offs" if call.splits is None else "splits",
@@ -181,7 +204,7 @@ def _key_of(call: Call) -> Hashable:
     return None if any(isinstance(value, (list, tuple)) for value in vars(call).values()) else key_of(call)
 
 
-def is_common(call: Call, problem: Problem) -> bool:
+def is_common(call: Call) -> bool:
     """Tensors in GPU memory, no list; and more than one row or token, whose stride torch leaves arbitrary."""
     if checking():
         return False
@@ -216,12 +239,12 @@ def save(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def as_saved(ctx: Any, tensors: tuple[Tensor | None, ...]) -> bool:
+def as_saved(ctx: Any, tensors: Sequence[Tensor | None]) -> bool:
     """Whether tensors lie as they did: hooks of saved tensors need not give back what they were given."""
     return ctx.layouts is None or ctx.layouts == _layouts(tensors)
 
 
-def _layouts(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+def _layouts(tensors: Sequence[Tensor | None]) -> list[Any]:
     return [
         None if t is None else (t.__class__ in gpus.PLAIN_TENSORS, t.shape, t.dtype, t.device, t.stride())
         for t in tensors

@@ -5,7 +5,6 @@ Forward is one launch; backward is one for its data path (the gradients of h, x 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,117 +13,79 @@ from torch import Tensor
 from ..call import Call
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
-from ..ops.mlp_training import (
-    GradientsCall,
-    Mxfp8TokenGradientsCall,
-    WeightGradientCall,
-    forward_kind,
-)
+from ..ops.mlp_training import GradientsCall, Mxfp8TokenGradientsCall, WeightGradientCall, forward_kind
 from ..problem import Problem, training_parts
 from . import mlp
 from .data_path import path_of
-from .parts import ORDINARY, Targets, as_result, backward_of, once_differentiable, scale_of_bias_grad, taken, usable
-from .planned import Maker, Part, TrainingPlan, are_in_memory, as_saved, is_common, is_usual, requires, save
+from .parts import Targets, scale_of_bias_grad
+from .planned import Maker, Part, TrainingPlan, is_common, requires, save
 
 
-class Options(NamedTuple):
-    """What backward needs besides launches.
+class Copies(NamedTuple):
+    """Whether a layer's rows are copied."""
 
-    Attributes:
-        general: as the general path takes them.
-        copies: whether a layer's rows are copied, forward and backward.
-        widths: of h, the activation, x and the result.
-    """
-
-    general: mlp.Options
-    copies: tuple[bool, bool]
+    forward: bool
+    backward: bool
 
 
 SAVED = ("x", "w1", "w2", "preact", "groups", "row_scale", "b2", "rows", "row_of")
 
 
-class PlannedMlp(torch.autograd.Function):
-    """Inputs: the plan, the targets, and what the plan names."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: TrainingPlan, targets: Targets, *inputs: Any) -> Tensor:
-        given, need, out = plan.named(inputs), plan.needs, targets.out
-        x, row_of, read = given["x"], given.get("row_of"), given
-        if plan.options.copies[0]:
-            read = {**given, "x": plan.options.general.path.rows(x, row_of)}
-            del read["rows"]
-        forward = plan.parts["forward"]
-        y = x.new_empty(x.shape[0], forward.constants["width"]) if out is None else out
-        _, preact = forward.run(**read, out=y)
-        ctx.plan, ctx.targets = plan, targets
-        save(
-            ctx, x if need["w1"] else None, given["w1"] if need["x"] else None, given["w2"], preact, given["groups"],
-            given.get("row_scale"), given.get("b2") if need["row_scale"] else None, given.get("rows"), row_of,
-        )  # fmt: skip
-        return y if out is None else as_result(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        plan: TrainingPlan = ctx.plan
-        targets: Targets = ctx.targets
-        kept = taken(ctx)
-        if not is_usual(dy) or not as_saved(ctx, kept) or not are_in_memory(dy, *kept):
-            return _unusual_backward(plan, targets, kept, dy)
-        x, w1, w2, preact, groups, scale, b2, indices, row_of = kept
-        del kept
-        need, parts, d_result = plan.needs, plan.parts, dy
-        if plan.options.copies[1]:
-            rows, indices = plan.options.general.path.rows, None
-            x, dy = None if x is None else rows(x, row_of), rows(dy, row_of)
-        made: dict[str, Any] = {}
-        if need["x"]:
-            out, width = targets.grad_input, parts["gradients"].constants["hidden"]
-            dx = d_result.new_empty(len(d_result), width) if out is None else targets.given_grad_input(d_result)
-            made = {"w1": w1, "out": dx, **({} if row_of is None else {"row_of": row_of})}
-        if indices is not None:
-            made["rows"] = indices
-        if scale is not None:
-            made["row_scale"] = scale
-        gradients = parts["gradients"].run(dy=dy, w2=w2, preact=preact, groups=groups, **made)
-        dpreact, act, d_x, d_scale = gradients
-        if targets.grad_input is not None:
-            torch.autograd.graph.increment_version(targets.grad_input)
-        # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
-        del gradients, made, preact
-        dw1 = dw2 = db1 = db2 = None
-        if need["w1"] and "w1" in targets.weights:
-            dw1 = targets.weights["w1"](dpreact, x, plan.grouped(groups, x_rows=indices))
-        elif need["w1"]:
-            dw1 = parts["w1"].run(dy=dpreact, x=x, groups=groups, x_rows=indices)
-        if need["b1"]:
-            db1 = grouped_bias_grad(dpreact, **plan.grouped(groups))
-        del dpreact
-        if need["w2"] and "w2" in targets.weights:
-            dw2 = targets.weights["w2"](dy, act, plan.grouped(groups, dy_rows=indices))
-        elif need["w2"]:
-            dw2 = parts["w2"].run(dy=dy, x=act, groups=groups, dy_rows=indices)
-        by_groups = plan.grouped(groups, rows=indices)
-        if need["b2"]:
-            db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
-        if b2 is not None and d_scale is not None:
-            d_scale += scale_of_bias_grad(dy, b2, by_groups)
-        by_name = {"x": d_x, "w1": dw1, "w2": dw2, "row_scale": d_scale, "b1": db1, "b2": db2, "residual": d_result}
-        return None, None, *[by_name.get(name) if need[name] else None for name in plan.names]
+def _forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
+    given, need, out = dict(zip(plan.names, inputs, strict=True)), plan.needs, targets.out
+    x, row_of, forward = given["x"], given.get("row_of"), plan.parts["forward"]
+    y = x.new_empty(x.shape[0], forward.constants["width"]) if out is None else out
+    if plan.options.forward:
+        copied = {**given, "x": plan.general.path.rows(x, row_of), "rows": None}
+        inputs = tuple(copied.values())
+    _, preact = forward.run(*inputs, y)
+    save(
+        ctx, x if need["w1"] else None, given["w1"] if need["x"] else None, given["w2"], preact, given["groups"],
+        given["row_scale"], given["b2"] if need["row_scale"] else None, given["rows"], row_of,
+    )  # fmt: skip
+    return y
 
 
-_apply: Callable[..., Any] = super(torch.autograd.Function, PlannedMlp).apply
-"""PlannedMlp.apply without its look at every argument for what functorch left behind, which takes 2 us."""
-
-
-def _unusual_backward(plan: TrainingPlan, targets: Targets, kept: tuple[Any, ...], dy: Tensor) -> Any:
-    """By the public operators, which look at everything anew: with a graph of the backward, from a dy that is traced, a
-    view or misaligned, or after hooks gave back tensors that lie otherwise."""
-    wanted = frozenset(name for name, need in plan.needs.items() if need)
-    options = plan.options.general._replace(targets=targets)
-    saved = plan.by_argument(dict(zip(SAVED, kept, strict=True)))
-    with backward_of(options.op):
-        gradients = mlp.make_gradients(saved, options, usable(dy), wanted)
-    return None, None, *once_differentiable(options.op, [gradients.get(name) for name in plan.names])
+def _backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor) -> dict[str, Any]:
+    x, w1, w2, preact, groups, scale, b2, indices, row_of = kept
+    kept.clear()
+    need, parts, d_result = plan.needs, plan.parts, dy
+    if plan.options.backward:
+        rows, indices = plan.general.path.rows, None
+        x, dy = None if x is None else rows(x, row_of), rows(dy, row_of)
+    made: dict[str, Any] = {}
+    if need["x"]:
+        out, width = targets.grad_input, parts["gradients"].constants["hidden"]
+        dx = d_result.new_empty(len(d_result), width) if out is None else targets.given_grad_input(d_result)
+        made = {"w1": w1, "out": dx, **({} if row_of is None else {"row_of": row_of})}
+    if indices is not None:
+        made["rows"] = indices
+    if scale is not None:
+        made["row_scale"] = scale
+    gradients = parts["gradients"].run(dy=dy, w2=w2, preact=preact, groups=groups, **made)
+    dpreact, act, d_x, d_scale = gradients
+    if targets.grad_input is not None:
+        torch.autograd.graph.increment_version(targets.grad_input)
+    # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
+    del gradients, made, preact
+    dw1 = dw2 = db1 = db2 = None
+    if need["w1"] and "w1" in targets.weights:
+        dw1 = targets.weights["w1"](dpreact, x, plan.grouped(groups, x_rows=indices))
+    elif need["w1"]:
+        dw1 = parts["w1"].run(dy=dpreact, x=x, groups=groups, x_rows=indices)
+    if need["b1"]:
+        db1 = grouped_bias_grad(dpreact, **plan.grouped(groups))
+    del dpreact
+    if need["w2"] and "w2" in targets.weights:
+        dw2 = targets.weights["w2"](dy, act, plan.grouped(groups, dy_rows=indices))
+    elif need["w2"]:
+        dw2 = parts["w2"].run(dy=dy, x=act, groups=groups, dy_rows=indices)
+    by_groups = plan.grouped(groups, rows=indices)
+    if need["b2"]:
+        db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
+    if b2 is not None and d_scale is not None:
+        d_scale += scale_of_bias_grad(dy, b2, by_groups)
+    return {"x": d_x, "w1": dw1, "w2": dw2, "row_scale": d_scale, "b1": db1, "b2": db2, "residual": d_result}
 
 
 def _check(call: Call) -> Problem | None:
@@ -132,7 +93,7 @@ def _check(call: Call) -> Problem | None:
     argument does not fit."""
     problem = call.check()
     needs_preact = any(requires(call, name) for name in path_of(call).need_preact)
-    if not needs_preact or call.recompute or not is_common(call, problem):
+    if not needs_preact or call.recompute or not is_common(call):
         return None
     if any(w.dtype != call.x.dtype for w in (call.w1, call.w2)):
         return None
@@ -140,9 +101,9 @@ def _check(call: Call) -> Problem | None:
     return problem
 
 
-def _options(call: Call) -> Options:
+def _options(call: Call) -> Copies:
     copies = _copies(call)
-    return Options(mlp.options(call, ORDINARY), (copies and not isinstance(call, Mxfp8MlpCall), copies))
+    return Copies(copies and not isinstance(call, Mxfp8MlpCall), copies)
 
 
 def _copies(call: Call) -> bool:
@@ -181,4 +142,4 @@ def _parts(call: Call, problem: Problem) -> dict[str, Part]:
     return parts
 
 
-MAKER = Maker(_check, _parts, _options, _apply, mlp.apply)
+MAKER = Maker(mlp.FORMULA, _check, _parts, _options, SAVED, _forward, _backward)

@@ -9,8 +9,8 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import recipes
-from ..backward.data_path import DataGradients, DataPath, QuantisedPath, contracted
-from ..backward.parts import Targets
+from ..backward.data_path import DataGradients, DataPath, QuantisedPath
+from ..backward.parts import Targets, contracted
 from ..call import Call
 from ..changed import changed
 from ..front import operator

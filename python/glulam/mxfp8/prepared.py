@@ -57,7 +57,7 @@ class _Entry:
     `streams`: on which it may be read; others wait for `ready`.
     """
 
-    __slots__ = ("capture", "dtype", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
+    __slots__ = ("capture", "dtype", "index", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
     steps: ClassVar[int] = 0
     """That optimizers took in this process."""
 
@@ -70,7 +70,8 @@ class _Entry:
         self.step = _Entry.steps
         self.prepared = prepared
         self.capture = capture
-        self.streams = {_stream(prepared.data)}
+        self.index = prepared.data.get_device() if runs_kernels(prepared.data) else None
+        self.streams = {self._stream()}
         self.ready = torch.cuda.current_stream(prepared.data.device).record_event() if prepared.data.is_cuda else None
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
@@ -85,14 +86,19 @@ class _Entry:
 
     def use(self) -> Prepared:
         """Ready for the current stream, and alive until its work is done."""
-        stream = _stream(self.prepared.data)
-        if stream not in self.streams and self.ready is not None:
+        stream = self._stream()
+        if stream in self.streams:
+            return self.prepared
+        if self.ready is not None:
             current = torch.cuda.current_stream(self.prepared.data.device)
             current.wait_event(self.ready)
             for tensor in self.prepared:
                 tensor.record_stream(current)
         self.streams.add(stream)
         return self.prepared
+
+    def _stream(self) -> int:
+        return 0 if self.index is None else gpus.raw_stream(self.index)
 
 
 def _note_step(*_: Any) -> None:
@@ -144,7 +150,7 @@ class PreparedWeights:
         entry = None if weight is None else weight.entries.get(form)
         if weight is None or entry is None or not entry.is_of(tensors) or weight.trained_by_graph:
             return None
-        if not _is_capturing(tensors):
+        if entry.index is None or not gpus.is_capturing():
             return entry.use()
         if not any(kept is entry.prepared for kept in self._kept_for_graphs):
             self._kept_for_graphs.append(entry.prepared)
@@ -215,10 +221,6 @@ def _version(tensor: Tensor) -> int:
 
 def _is_capturing(tensors: Sequence[Tensor]) -> bool:
     return runs_kernels(tensors[0]) and gpus.is_capturing()
-
-
-def _stream(tensor: Tensor) -> int:
-    return gpus.raw_stream(tensor.get_device()) if runs_kernels(tensor) else 0
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ class GroupedGluCall(Call):
     """A call of grouped_glu."""
 
     op = "grouped_glu"
+    differentiable = True
     torch_results = {
         "": ("Tensor", {"return_preact": False}),
         "_preact": ("(Tensor, Tensor)", {"return_preact": True}),
@@ -115,7 +116,8 @@ def grouped_glu(
 ) -> Any:
     """act = activation(h) * row_scale[row], h = x w1_e^T (+ bias_e), where e is the expert whose group the row lies in.
 
-    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written.
+    Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. Differentiable
+    once in x, w1, bias and row_scale; gradients of rows behind the last group are zero.
 
     Args:
         x: [T, H], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
@@ -125,7 +127,7 @@ def grouped_glu(
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, H], and no copy of the rows is made. An index out
-            of range is clamped.
+            of range is clamped. There is no gradient with it.
         bias: [E, 2I or I] or a list of E tensors, x's dtype, laid out as w1's rows.
         row_scale: float32 [T], a factor for the activation of each row.
         activation: with a gate "swiglu", "clamped_swiglu", "geglu" (tanh form), "reglu"; without "srelu" (squared
@@ -144,7 +146,8 @@ def grouped_glu(
 
     Raises:
         ValueError, TypeError: an argument that does not fit; nothing was launched.
-        GradientNotSupported: grad mode is on and an argument requires a gradient.
+        GradientNotSupported: `out` or `rows` is given although an argument requires a gradient, or a second derivative
+            is taken.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         CaptureError: host splits under CUDA graph capture.
     """
