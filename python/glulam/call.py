@@ -130,8 +130,20 @@ class Call:
         raise NotImplementedError
 
     def results(self, problem: Problem) -> Any:
-        """New tensors for what is returned, uninitialised."""
-        raise NotImplementedError
+        """What is returned: tensors that were given, or new ones, uninitialised."""
+        known = {**problem.dims, **self.dims(), **self.constants(problem)}
+        made = [self._result(one, known) for one in self.made() if one.returned]
+        if "result" in known:
+            return known["result"](*made)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _result(self, made: Made, known: dict[str, Any]) -> Any:
+        if made.name in self.outputs and (given := getattr(self, made.name)) is not None:
+            return given
+        shape = known[made.shape] if isinstance(made.shape, str) else [known[name] for name in made.shape]
+        like = getattr(self, made.like) if made.like else self.lead
+        make = like.new_zeros if made.zeros else like.new_empty
+        return make(shape, dtype=known[made.dtype] if made.dtype else like.dtype)
 
     def reference(self, problem: Problem) -> Any:
         raise NotImplementedError
@@ -149,11 +161,19 @@ class Call:
         return self.makes
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        """What the launch needs by name, and no number of rows changes."""
+        """What the launch needs by name besides dimensions, and no number of rows changes."""
         return {}
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
-        """The same of what rows change; "memory" lists parts for `scratch`: shapes and dtypes, or bytes."""
+    def dims(self) -> dict[str, Any]:
+        """Dimensions that the problem does not know."""
+        return {}
+
+    def memory(self, problem: Problem) -> list[Any]:
+        """Parts for `scratch_of`: shapes and dtypes, or bytes."""
+        return []
+
+    def kernels(self, problem: Problem) -> dict[str, Any]:
+        """Functions besides the problem's own, by name."""
         return {}
 
     def texts(self, problem: Problem) -> dict[str, str]:
@@ -362,10 +382,9 @@ class Call:
             "index": index,
             "device": self.lead.device,
             "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
-            "num_groups": problem.experts,
             "num_sms": gpu.sm_count,
-            **self.constants(problem),
             **self._constants_of_rows(problem, serving),
+            **self.constants(problem),
         }
         shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
         return self._plan(shape, constants, serving)
@@ -376,11 +395,12 @@ class Call:
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         served = serving.at(problem.rows)
-        sizes = self.sizes(problem)
-        if parts := sizes.get("memory"):
-            sizes["memory"] = workspace.Layouts(*[self._part(part) for part in parts])
-        function = served.function if problem.rows else launch_nothing
-        return {"num_rows": problem.rows, "function": function, "draws_tickets": served.draws_tickets, **sizes}
+        memory = self.memory(problem)
+        return {
+            **problem.dims, **self.dims(), **self.kernels(problem), "draws_tickets": served.draws_tickets,
+            "function": served.function if problem.rows else launch_nothing,
+            "memory": workspace.Layouts(*map(self._part, memory)) if memory else None,
+        }  # fmt: skip
 
     def _part(self, part: Any) -> Any:
         if isinstance(part, int):
@@ -389,7 +409,7 @@ class Call:
         return workspace.Layout(shape, dtype, self.lead.device, self.lead.get_device())
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
-        constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
+        constants = {**like.constants, **self._constants_of_rows(problem, like.serving), **self.constants(problem)}
         return self._plan(like.shape, constants, like.serving)
 
     def _present(self) -> list[str]:

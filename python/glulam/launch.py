@@ -30,9 +30,10 @@ class Made(NamedTuple):
     Attributes:
         name: of the argument that may give it; else of the result.
         kernel: what the function calls it.
-        shape: names of constants, one of each size, or of the sizes together.
+        shape: names of constants, one of each size (`Problem.dims`), or of the sizes together.
         like: the argument that has its device, and its dtype; the leading one by default.
         dtype: the name of a constant, where it has another.
+        zeros: whether rows behind the last group are zero, which the function writes.
         returned: False of what only the function needs.
     """
 
@@ -41,6 +42,7 @@ class Made(NamedTuple):
     shape: tuple[str, ...] | str
     like: str = ""
     dtype: str = ""
+    zeros: bool = False
     returned: bool = True
 
 

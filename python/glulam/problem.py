@@ -60,6 +60,14 @@ class Problem:
     in_halves: bool = False
 
     @property
+    def dims(self) -> dict[str, int]:
+        """Sizes of tensors, by the names that launches have for them (`launch.Made`)."""
+        return {
+            "num_rows": self.rows, "num_groups": self.experts, "in_features": self.in_features,
+            "intermediate": self.intermediate, "out_features": self.out_features, "preact_width": self.w1_rows,
+        }  # fmt: skip
+
+    @property
     def but_rows(self) -> tuple[Any, ...]:
         """All fields but `rows`."""
         return _BUT_ROWS(self)

@@ -54,7 +54,7 @@ FORMULA = Formula(("x", "w", "bias", "bias_scale"), lambda call: call.transpose_
 def _planned_forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
     x, w, _, _, scale, groups = inputs
     need, forward = plan.needs, plan.parts["forward"]
-    y = x.new_empty(x.shape[0], forward.constants["width"]) if targets.out is None else targets.out
+    y = x.new_empty(x.shape[0], forward.constants["out_features"]) if targets.out is None else targets.out
     forward.run(*inputs, y)
     save(ctx, x if need["w"] else None, w if need["x"] else None, groups, scale if need["bias"] else None)
     return y
@@ -65,7 +65,7 @@ def _planned_backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy:
     need, by_groups, result = plan.needs, plan.grouped(groups), {}
     if need["x"]:
         dgrad = plan.parts["x"]
-        dx = targets.new_grad_input(dy, dgrad.constants["width"])
+        dx = targets.new_grad_input(dy, dgrad.constants["out_features"])
         result["x"] = dgrad.run(x=dy, w=w, groups=groups, out=dx)
     if need["w"]:
         left, right = (x, dy) if plan.general else (dy, x)

@@ -34,7 +34,7 @@ SAVED = ("x", "w1", "w2", "preact", "groups", "row_scale", "b2", "rows", "row_of
 def _forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
     given, need, out = dict(zip(plan.names, inputs, strict=True)), plan.needs, targets.out
     x, row_of, forward = given["x"], given.get("row_of"), plan.parts["forward"]
-    y = x.new_empty(x.shape[0], forward.constants["width"]) if out is None else out
+    y = x.new_empty(x.shape[0], forward.constants["out_features"]) if out is None else out
     if plan.options.forward:
         copied = {**given, "x": plan.general.path.rows(x, row_of), "rows": None}
         inputs = tuple(copied.values())
@@ -55,7 +55,7 @@ def _backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor)
         x, dy = None if x is None else rows(x, row_of), rows(dy, row_of)
     made: dict[str, Any] = {}
     if need["x"]:
-        out, width = targets.grad_input, parts["gradients"].constants["hidden"]
+        out, width = targets.grad_input, parts["gradients"].constants["out_features"]
         dx = d_result.new_empty(len(d_result), width) if out is None else targets.given_grad_input(d_result)
         made = {"w1": w1, "out": dx, **({} if row_of is None else {"row_of": row_of})}
     if indices is not None:

@@ -12,7 +12,6 @@ from .. import recipes
 from ..backward.data_path import DataGradients, DataPath, QuantisedPath
 from ..backward.parts import Targets, contracted
 from ..call import Call
-from ..changed import changed
 from ..front import operator
 from ..groups import part_of
 from ..launch import Made
@@ -164,17 +163,13 @@ class OfTokens(Call):
             if tensor is not None:
                 check_like(self.op, name, tensor, shape, like, why)
 
-    def results(self, problem: Problem) -> Tensor:
-        tokens: Tensor = super().results(changed(problem, rows=len(self.row_of)))
-        return tokens
-
     def reference(self, problem: Problem) -> Tensor:
-        rows = self.reference_rows(super().results(problem).zero_())
-        return _sums(rows, self.row_of, self.residual, self.out)
+        rows = self.x.new_zeros(problem.rows, problem.out_features, dtype=self.result_dtype)
+        return _sums(self.reference_rows(rows), self.row_of, self.residual, self.out)
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
+    def dims(self) -> dict[str, Any]:
         tokens, k = self.row_of.shape
-        return {**super().sizes(problem), "tokens": tokens, "k": k}
+        return {"tokens": tokens, "k": k}
 
     @staticmethod
     def look(op: str, outs: list[Any], **read: Any) -> None:
@@ -185,7 +180,7 @@ class OfTokens(Call):
 class MoeCall(OfTokens, GroupedMlpCall):
     """A call of moe in 16 bits."""
 
-    makes = (GroupedMlpCall.makes[0]._replace(name="y", returned=False), Made("out", "out", ("tokens", "width")))
+    makes = (GroupedMlpCall.makes[0]._replace(name="y", returned=False), Made("out", "out", ("tokens", "out_features")))
     data_path = PathOfTokens()
 
 
@@ -195,7 +190,7 @@ class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
     torch_op = "moe_mxfp8"
     makes = (
         Mxfp8MlpCall.makes[0]._replace(name="y", returned=False),
-        Made("out", "out", ("tokens", "width"), dtype="out_dtype"),
+        Made("out", "out", ("tokens", "out_features"), dtype="out_dtype"),
     )
     data_path = QuantisedPathOfTokens
 

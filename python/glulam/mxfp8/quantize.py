@@ -99,10 +99,6 @@ def _buffers(axis: str, block: str, scale_layout: str, out: Any) -> list[Tensor]
     return [tensor for copy in copies for tensor in (copy.data, copy.scale)]
 
 
-def new_results(x: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
-
-
 def _all(*made: Tensor) -> tuple[Tensor, ...]:
     return made
 
@@ -179,15 +175,12 @@ class QuantizeMxfp8Call(Call):
                 )
         return ends
 
-    def results(self, problem: Problem) -> tuple[Tensor, ...]:
-        return new_results(self.x, self._shapes())
-
     def without_rows(self, problem: Problem) -> tuple[Tensor, ...]:
         """Nothing to write, and no blocks to write it in."""
-        return self.results(problem) if self.out is None else tuple(self.out)
+        return self._results(problem)
 
     def reference(self, problem: Problem) -> tuple[Tensor, ...]:
-        results = self.results(problem) if self.out is None else tuple(self.out)
+        results = self._results(problem)
         if not problem.rows:
             return results
         ends = None if self.offs is None else self.host_ends()
@@ -208,9 +201,12 @@ class QuantizeMxfp8Call(Call):
         dtypes = {"data_dtype": DATA_DTYPE, "scale_dtype": SCALE_DTYPE}
         return {"wide": wide, "swizzled": swizzled, **dtypes, "result": _all}
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
+    def dims(self) -> dict[str, Any]:
         shapes = zip(self.made(), self._shapes(), strict=True)
         return {str(made.shape): shape for made, (shape, _) in shapes}
+
+    def _results(self, problem: Problem) -> tuple[Tensor, ...]:
+        return self.results(problem) if self.out is None else tuple(self.out)
 
 
 @operator(QuantizeMxfp8Call)

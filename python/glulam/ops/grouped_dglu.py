@@ -67,8 +67,8 @@ class GroupedDgluCall(Call):
     sources = {"scale": "row_scale"}
     makes = (
         Made("dpreact", "dpreact", ("num_rows", "preact_width")),
-        Made("act", "act", ("num_rows", "width")),
-        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale"),
+        Made("act", "act", ("num_rows", "intermediate")),
+        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True),
     )
     scratch = {"partials": "matrix"}
 
@@ -120,15 +120,8 @@ class GroupedDgluCall(Call):
     def assembled(self, returned: Any) -> GluGradients:
         return GluGradients(*returned)
 
-    def results(self, problem: Problem) -> GluGradients:
-        """New tensors for the results, uninitialised."""
-        dpreact = self.dy.new_empty(problem.rows, problem.w1_rows)
-        act = self.dy.new_empty(problem.rows, problem.intermediate)
-        d_row_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None
-        return GluGradients(dpreact, act, d_row_scale)
-
     def reference(self, problem: Problem) -> GluGradients:
-        results = self.results(problem)
+        results: GluGradients = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
         dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         given = (dy, self.w2, self.preact, self.host_ends(), self.row_scale, form)
@@ -142,13 +135,11 @@ class GroupedDgluCall(Call):
         return self.scratch if self.wants_d_row_scale and problem.rows else {}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        widths = {"width": problem.intermediate, "preact_width": problem.w1_rows, "result": GluGradients}
-        return {**widths, **ActivationParams(*map(float, self.params))._asdict()}
+        return {"result": GluGradients, **ActivationParams(*map(float, self.params))._asdict()}
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
-        if not self.scratch_of(problem):
-            return {}
-        return {"memory": [(partials_shape(problem.rows, problem.intermediate), torch.float32)]}
+    def memory(self, problem: Problem) -> list[Any]:
+        shape = partials_shape(problem.rows, problem.intermediate)
+        return [(shape, torch.float32)] if self.scratch_of(problem) else []
 
 
 @operator(GroupedDgluCall)

@@ -39,7 +39,7 @@ class GroupedGluCall(Call):
         "_preact": ("(Tensor, Tensor)", {"return_preact": True}),
     }
     sources = {"w": "w1", "scale": "row_scale"}
-    makes = (Made("out", "act", ("num_rows", "width")), Made("preact", "preact", ("num_rows", "preact_width")))
+    makes = (Made("out", "act", ("num_rows", "intermediate")), Made("preact", "preact", ("num_rows", "preact_width")))
 
     def check(self) -> Problem:
         _, columns = check_x(self.op, self.x)
@@ -77,9 +77,8 @@ class GroupedGluCall(Call):
             return returned
         return (self.out, returned) if self.return_preact else self.out
 
-    def results(self, problem: Problem) -> Any:
-        out = self.x.new_empty(problem.rows, problem.intermediate) if self.out is None else self.out
-        return (out, self.x.new_empty(problem.rows, problem.w1_rows)) if self.return_preact else out
+    def made(self) -> tuple[Made, ...]:
+        return self.makes if self.return_preact else self.makes[:1]
 
     def reference(self, problem: Problem) -> Any:
         results = self.results(problem)
@@ -91,8 +90,7 @@ class GroupedGluCall(Call):
         return results
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        widths = {"width": problem.intermediate, "preact_width": problem.w1_rows}
-        return {**widths, **kernel_params(self.activation, self.glu_layout, self.params)._asdict()}
+        return kernel_params(self.activation, self.glu_layout, self.params)._asdict()
 
 
 @operator(GroupedGluCall)

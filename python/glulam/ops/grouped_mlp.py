@@ -45,7 +45,7 @@ class GroupedMlpCall(Call):
     op = "grouped_mlp"
     differentiable = True
     sources = {"scale": "row_scale"}
-    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "width")),)
+    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features")),)
     scratch = {"mid": "matrix"}
 
     def again(self) -> Any:
@@ -97,11 +97,8 @@ class GroupedMlpCall(Call):
         """`out`, and what the result is made of beside rows. `like`: a matrix of these."""
         check_out(self.op, "out", self.out, like, width)
 
-    def results(self, problem: Problem) -> Tensor:
-        return self.x.new_empty(problem.rows, problem.out_features)
-
     def reference(self, problem: Problem) -> Tensor:
-        return self.reference_rows(self.results(problem) if self.out is None else self.out)
+        return self.reference_rows(self.results(problem))
 
     def reference_rows(self, out: Tensor) -> Tensor:
         form = (self.activation, self.glu_layout, self.params)
@@ -111,11 +108,10 @@ class GroupedMlpCall(Call):
         return out
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        params = kernel_params(self.activation, self.glu_layout, self.params)
-        return {"width": problem.out_features, **params._asdict()}
+        return kernel_params(self.activation, self.glu_layout, self.params)._asdict()
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
-        return {"memory": [((problem.rows, problem.intermediate), self.lead.dtype)]}
+    def memory(self, problem: Problem) -> list[Any]:
+        return [((problem.rows, problem.intermediate), self.lead.dtype)]
 
 
 def by_recipe(recipe: str | Recipe, **arguments: Any) -> Tensor:

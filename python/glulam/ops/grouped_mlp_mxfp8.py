@@ -187,7 +187,7 @@ class Mxfp8MlpCall(Call):
     torch_op = "grouped_mlp_mxfp8"
     differentiable = True
     sources = {"scale": "row_scale"}
-    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "width"), dtype="out_dtype"),)
+    makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),)
     ready = staticmethod(ready)
 
     @property
@@ -270,9 +270,6 @@ class Mxfp8MlpCall(Call):
         if not self.x.is_contiguous():
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
-    def results(self, problem: Problem) -> Tensor:
-        return self.x.new_empty(problem.rows, problem.out_features, dtype=self.result_dtype)
-
     def _prepared_weights(self) -> tuple[Prepared, Prepared]:
         first, second = (self._prepared_weight(_form(self.recipe), name) for name in self.weights)
         return first, second
@@ -292,7 +289,7 @@ class Mxfp8MlpCall(Call):
         return super(Mxfp8MlpCall, call).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
-        return self.reference_rows(self.results(problem) if self.out is None else self.out)
+        return self.reference_rows(self.results(problem))
 
     def reference_rows(self, out: Tensor) -> Tensor:
         form = (self.activation, self.glu_layout, self.params)
@@ -311,7 +308,7 @@ class Mxfp8MlpCall(Call):
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         params = kernel_params(self.activation, self.glu_layout, self.params)
-        return {"width": problem.out_features, "out_dtype": self.result_dtype, **params._asdict()}
+        return {"out_dtype": self.result_dtype, **params._asdict()}
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
@@ -321,16 +318,14 @@ class Mxfp8MlpCall(Call):
         rows = {"rounded": "matrix"} if problem.operands == "mxfp8_exact" else {}
         return {"mid": "matrix", **rows, **({"copied": "matrix"} if self.of_tokens else {})}
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
-        x, of_rows = self.x.shape[0], (problem.rows, problem.in_features)
-        shapes = {"x8": (x, problem.in_features), "rounded": (x, problem.in_features), "copied": of_rows}
-        shapes["mid"] = (problem.rows, problem.intermediate)
+    def memory(self, problem: Problem) -> list[Any]:
+        x, of_rows = (self.x.shape[0], problem.in_features), (problem.rows, problem.in_features)
+        shapes = {"x8": x, "rounded": x, "copied": of_rows, "mid": (problem.rows, problem.intermediate)}
         dtype = DATA_DTYPE if problem.operands == "mxfp8" else self.result_dtype
-        names = self.scratch_of(problem)
-        memory = [
-            scale_bytes(shapes[name[:-6]]) if name.endswith("_scale") else (shapes[name], dtype) for name in names
+        return [
+            scale_bytes(shapes[name.removesuffix("_scale")]) if kind == "bytes" else (shapes[name], dtype)
+            for name, kind in self.scratch_of(problem).items()
         ]
-        return {"memory": memory, **({"round": self._rounding(problem)} if "rounded" in names else {})}
 
     def texts(self, problem: Problem) -> dict[str, str]:
         names = self.scratch_of(problem)
@@ -348,13 +343,15 @@ class Mxfp8MlpCall(Call):
             return (f"round({', '.join(given)})",)
         return ("x = x if x.is_contiguous() else x.contiguous()",) if "copied" in names else ()
 
-    def _rounding(self, problem: Problem) -> Callable[..., Any]:
-        """The kernel that rounds x to MXFP8 values."""
+    def kernels(self, problem: Problem) -> dict[str, Any]:
+        """`round`: what rounds x to values of MXFP8."""
+        if problem.operands != "mxfp8_exact":
+            return {}
         if not problem.rows:
-            return launch_nothing
+            return {"round": launch_nothing}
         rows, columns = self.x.shape
         wanted = Problem("quantize_mxfp8", problem.dtype, rows, 1, columns, axis="row", rounded=True)
-        return kernels.serving(wanted, gpus.gpu(self.lead.get_device())).at(rows).function
+        return {"round": kernels.serving(wanted, gpus.gpu(self.lead.get_device())).at(rows).function}
 
     @staticmethod
     def look(op: str, outs: list[Any], **read: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +36,7 @@ class GroupedMmCall(Call):
     op = "grouped_mm"
     differentiable = True
     sources = {"scale": "bias_scale"}
-    makes = (Made("out", "y", ("num_rows", "width")),)
+    makes = (Made("out", "y", ("num_rows", "out_features")),)
 
     def check(self) -> Problem:
         _, columns = check_x(self.op, self.x)
@@ -81,17 +80,11 @@ class GroupedMmCall(Call):
         check_width(self.op, "w.gate", n, runs_kernels(self.x))
         return experts, 2 * n, k
 
-    def results(self, problem: Problem) -> Tensor:
-        return self.x.new_empty(problem.rows, problem.out_features)
-
     def reference(self, problem: Problem) -> Tensor:
-        out = self.results(problem) if self.out is None else self.out
+        out: Tensor = self.results(problem)
         x = self.x if self.rows is None else take_rows(self.x, self.rows)
         reference.grouped_mm(x, self.w, self.host_ends(), self.bias, self.bias_scale, self.transpose_w, out)
         return out
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {"width": problem.out_features}
 
 
 @operator(GroupedMmCall)

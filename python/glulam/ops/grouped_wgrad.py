@@ -36,7 +36,7 @@ class GroupedWgradCall(Call):
     torch_types = {"out": "Tensor(a!)[]"}
     settled_without_out = {"accumulate": False, "mask": None}
     settled_with_out = {"out_dtype": None}
-    makes = (Made("out", "dw", ("num_groups", "n", "k"), dtype="dtype"),)
+    makes = (Made("out", "dw", ("num_groups", "out_features", "in_features"), dtype="dtype"),)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -99,13 +99,9 @@ class GroupedWgradCall(Call):
                 f"{self.op}: out_dtype is {self.out_dtype} but out is {self.result_dtype}; leave out_dtype out"
             )
 
-    def results(self, problem: Problem) -> Tensor:
-        shape = (problem.experts, problem.out_features, problem.in_features)
-        return self.x.new_empty(shape, dtype=self.result_dtype)
-
     def without_rows(self, problem: Problem) -> Any:
         """Every group is empty: zeros, but for those that accumulate."""
-        out: Any = self.results(problem) if self.out is None else self.out
+        out = self.results(problem)
         if self.accumulate:
             return out
         for expert in range(problem.experts):
@@ -117,7 +113,7 @@ class GroupedWgradCall(Call):
         return out
 
     def reference(self, problem: Problem) -> Any:
-        out = self.results(problem) if self.out is None else self.out
+        out = self.results(problem)
         adds = [self.accumulate] * problem.experts if self.mask is None else self.mask.tolist()
         dy = self.dy if self.dy_rows is None else take_rows(self.dy, self.dy_rows)
         x = self.x if self.x_rows is None else take_rows(self.x, self.x_rows)
@@ -125,8 +121,7 @@ class GroupedWgradCall(Call):
         return out
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        sizes = {"n": problem.out_features, "k": problem.in_features}
-        return {**sizes, "dtype": self.result_dtype, "accumulate": int(self.accumulate)}
+        return {"dtype": self.result_dtype, "accumulate": int(self.accumulate)}
 
 
 @operator(GroupedWgradCall)

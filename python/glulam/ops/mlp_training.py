@@ -72,15 +72,8 @@ _FOLDED = {
 }  # fmt: skip
 
 
-class KeepsPreact(Call):
-    """Of a forward: h is a result as well."""
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "preact_width": problem.w1_rows}
-
-
-class FoldsRows(KeepsPreact):
-    """The same in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
+class FoldsRows(Call):
+    """Of a forward in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
 
     tabled = ()  # a launch looks prepared weights up
     x_scale = w1_scale = w2_scale = dtype = None
@@ -98,8 +91,8 @@ class FoldsRows(KeepsPreact):
 @functools.cache
 def forward_kind(kind: Any) -> Any:
     """The kind of calls that are like those of an MLP or a layer, and keep h."""
-    how = FoldsRows if issubclass(kind, Mxfp8MlpCall) else KeepsPreact
-    made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
+    bases = (FoldsRows, kind) if issubclass(kind, Mxfp8MlpCall) else (kind,)
+    made: Any = type(f"{kind.__name__}KeepsPreact", bases, {"makes": (*kind.makes, PREACT)})
     made.declare(kind.names)
     return made
 
@@ -117,10 +110,6 @@ class Mxfp8ForwardCall(FoldsRows, Mxfp8MlpCall):
 
     def check(self) -> Problem:
         return changed(super().check(), save_preact=True)
-
-    def results(self, problem: Problem) -> Any:
-        out = super().results(problem) if self.out is None else self.out
-        return out, self.x.new_empty(problem.rows, problem.w1_rows)
 
     def prepared(self) -> Any:
         return super(Mxfp8MlpCall, self).prepared()
@@ -154,9 +143,9 @@ class GradientsCall(Call):
     result = DataGradients
     makes: tuple[Made, ...] = (
         Made("dpreact", "dpreact", ("num_rows", "preact_width")),
-        Made("act", "act", ("num_rows", "width")),
-        Made("out", "dx", ("num_rows", "hidden")),
-        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale"),
+        Made("act", "act", ("num_rows", "intermediate")),
+        Made("out", "dx", ("num_rows", "out_features"), zeros=True),
+        Made("d_row_scale", "d_scale", ("num_rows",), like="row_scale", zeros=True),
     )
 
     row_of: Any = None
@@ -169,7 +158,7 @@ class GradientsCall(Call):
         dpreact, act, dx, d_row_scale = self.makes
         dx_of: tuple[Made, ...] = (dx,)
         if self.row_of is not None:  # rows, and the sums of a token's
-            dx_of = dx._replace(name="dx", returned=False), Made("out", "dx_tokens", ("tokens", "hidden"))
+            dx_of = dx._replace(name="dx", returned=False), Made("out", "dx_tokens", ("tokens", "out_features"))
         return dpreact, act, *(dx_of if self.input_grad else ()), *((d_row_scale,) if self.wants_d_row_scale else ())
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
@@ -177,22 +166,22 @@ class GradientsCall(Call):
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         params = kernel_params(self.activation, self.glu_layout, self.params)._asdict()
-        widths = {"width": problem.intermediate, "preact_width": problem.w1_rows, "hidden": problem.out_features}
-        names = [made.name for made in self.made() if made.returned]
-        return {**widths, **params, "result": _gathered(*names)}
+        return {**params, "result": _gathered(*[made.name for made in self.made() if made.returned])}
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
-        dpreact = (problem.rows, problem.w1_rows)
-        shapes = {"dy8": (self.dy.shape[0], problem.in_features), "dpreact8": dpreact}
-        memory: list[Any] = []
+    def dims(self) -> dict[str, Any]:
+        tokens, k = (0, 0) if self.row_of is None else self.row_of.shape
+        return {"tokens": tokens, "k": k}
+
+    def memory(self, problem: Problem) -> list[Any]:
+        shapes = {"dy8": (self.dy.shape[0], problem.in_features), "dpreact8": (problem.rows, problem.w1_rows)}
+        parts: list[Any] = []
         for name, kind in self.scratch_of(problem).items():
             if name == "partials":
-                memory.append((partials_shape(problem.rows, problem.intermediate), torch.float32))
+                parts.append((partials_shape(problem.rows, problem.intermediate), torch.float32))
             else:
                 shape = shapes[name.removesuffix("_scale")]
-                memory.append(scale_bytes(shape) if kind == "bytes" else (shape, DATA_DTYPE))
-        tokens, k = (0, 0) if self.row_of is None else self.row_of.shape
-        return {"memory": memory, "tokens": tokens, "k": k}
+                parts.append(scale_bytes(shape) if kind == "bytes" else (shape, DATA_DTYPE))
+        return parts
 
 
 @functools.cache
@@ -256,16 +245,10 @@ class Mxfp8GradientsCall(GradientsCall):
             dx = others.pop(0)
         return DataGradients(dpreact, act, dx, others[0] if others else None)
 
-    def results(self, problem: Problem) -> DataGradients:
-        rows, dx = problem.rows, self.out
-        if self.input_grad:
-            dx = self.dy.new_zeros(rows, problem.out_features) if dx is None else dx.zero_()
-        d_scale = torch.zeros_like(self.row_scale) if self.wants_d_row_scale else None
-        dpreact, act = (self.dy.new_empty(rows, width) for width in (problem.w1_rows, problem.intermediate))
-        return DataGradients(dpreact, act, dx, d_scale)
-
     def reference(self, problem: Problem) -> DataGradients:
-        results = self.results(problem)
+        results: DataGradients = self.results(problem)
+        if self.out is not None:
+            self.out.zero_()
         w1, w2 = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
         form = (self.activation, self.glu_layout, self.params)
         dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
@@ -296,7 +279,7 @@ class WeightGradientCall(GroupedWgradCall):
     """A weight's, of which an MLP has two by one kernel. `n`, `k`: its sizes."""
 
     def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "n": self.n, "k": self.k}
+        return {**super().constants(problem), "out_features": self.n, "in_features": self.k}
 
 
 _OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")
