@@ -13,19 +13,25 @@ from torch import Tensor
 from ..call import Call
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
-from ..ops.mlp_training import GradientsCall, Mxfp8TokenGradientsCall, WeightGradientCall, forward_kind
+from ..ops.mlp_training import SMALL_BYTES, GradientsCall, Mxfp8TokenGradientsCall, WeightGradientCall, forward_kind
 from ..problem import Problem, training_parts
 from . import mlp
 from .data_path import path_of
-from .parts import Targets, scale_of_bias_grad
+from .parts import Targets, contracted, scale_of_bias_grad
 from .planned import Maker, Part, TrainingPlan, is_common, requires, save
 
 
-class Copies(NamedTuple):
-    """Whether a layer's rows are copied."""
+class Options(NamedTuple):
+    """What launches depend on.
 
-    forward: bool
-    backward: bool
+    Attributes:
+        copies_forward, copies_backward: whether a layer's rows are copied.
+        is_small: forward's activation is.
+    """
+
+    copies_forward: bool
+    copies_backward: bool
+    is_small: bool
 
 
 SAVED = ("x", "w1", "w2", "preact", "groups", "row_scale", "b2", "rows", "row_of")
@@ -35,7 +41,7 @@ def _forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Te
     given, need, out = dict(zip(plan.names, inputs, strict=True)), plan.needs, targets.out
     x, row_of, forward = given["x"], given.get("row_of"), plan.parts["forward"]
     y = x.new_empty(x.shape[0], forward.constants["out_features"]) if out is None else out
-    if plan.options.forward:
+    if plan.options.copies_forward:
         copied = {**given, "x": plan.general.path.rows(x, row_of), "rows": None}
         inputs = tuple(copied.values())
     _, preact = forward.run(*inputs, y)
@@ -50,7 +56,7 @@ def _backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor)
     x, w1, w2, preact, groups, scale, b2, indices, row_of = kept
     kept.clear()
     need, parts, d_result = plan.needs, plan.parts, dy
-    if plan.options.backward:
+    if plan.options.copies_backward:
         rows, indices = plan.general.path.rows, None
         x, dy = None if x is None else rows(x, row_of), rows(dy, row_of)
     made: dict[str, Any] = {}
@@ -101,9 +107,14 @@ def _check(call: Call) -> Problem | None:
     return problem
 
 
-def _options(call: Call) -> Copies:
+def _options(call: Call) -> Options:
     copies = _copies(call)
-    return Copies(copies and not isinstance(call, Mxfp8MlpCall), copies)
+    return Options(copies and not isinstance(call, Mxfp8MlpCall), copies, _is_small(call))
+
+
+def _is_small(call: Call) -> bool:
+    inner: int = contracted(call.w2, getattr(call, "transpose_w", False))
+    return call.num_rows * inner * call.x.element_size() <= SMALL_BYTES
 
 
 def _copies(call: Call) -> bool:
@@ -121,7 +132,9 @@ def _parts(call: Call, problem: Problem) -> dict[str, Part]:
     x, tokens = call.x, getattr(call, "row_of", None)
     rows_first = {} if in_mxfp8 or not copies else {"rows": None}
     kind: Any = type(call)
-    forward = forward_kind(kind)(**{**call.arguments(), **rows_first, "out": x}, trained=trained)
+    forward = forward_kind(kind)(
+        **{**call.arguments(), **rows_first, "out": x}, trained=trained, is_small=_is_small(call)
+    )
     groups = {"offs": call.offs, "splits": call.splits}
     rows = None if copies else call.indices
     lead = x if rows is not None or not copies else x.new_empty(problem.rows, 0)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import recipes
+from .. import recipes, workspace
 from ..activations import kernel_params
 from ..call import Call
 from ..changed import changed
@@ -72,6 +72,24 @@ _FOLDED = {
 }  # fmt: skip
 
 
+SMALL_BYTES = workspace.GRANULE
+"""Up to here forward's activation lies in a workspace; a larger one is worth giving back after the call."""
+LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False)
+
+
+class KeepsPreact(Call):
+    """Of a forward in 16 bits. `is_small`: whether its activation is."""
+
+    def made(self) -> tuple[Made, ...]:
+        return self.makes if self.is_small else (*self.makes, LARGE)
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        return super().scratch_of(problem) if self.is_small else {}
+
+    def memory(self, problem: Problem) -> list[Any]:
+        return super().memory(problem) if self.is_small else []
+
+
 class FoldsRows(Call):
     """Of a forward in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
 
@@ -91,8 +109,8 @@ class FoldsRows(Call):
 @functools.cache
 def forward_kind(kind: Any) -> Any:
     """The kind of calls that are like those of an MLP or a layer, and keep h."""
-    bases = (FoldsRows, kind) if issubclass(kind, Mxfp8MlpCall) else (kind,)
-    made: Any = type(f"{kind.__name__}KeepsPreact", bases, {"makes": (*kind.makes, PREACT)})
+    how = FoldsRows if issubclass(kind, Mxfp8MlpCall) else KeepsPreact
+    made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
     made.declare(kind.names)
     return made
 
