@@ -21,7 +21,7 @@ from . import tickets, workspace
 from .plan import aligned_row, check_apart
 
 LINE = 116
-TICKETS = "counters(device, index) if draws_tickets else 0"
+TICKETS = "tickets.counters(device, index) if draws_tickets else 0"
 
 
 class Made(NamedTuple):
@@ -174,7 +174,7 @@ def text_of(shape: Shape) -> str:
 def _on_its_device(shape: Shape) -> list[str]:
     if shape.single_gpu:
         return []
-    return ["if current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
+    return ["if gpus.current() != index:", "    with on(index):", f"        return run({', '.join(shape.takes)})"]
 
 
 def _looks(shape: Shape, call: str) -> list[str]:
@@ -202,7 +202,7 @@ def _makes(shape: Shape) -> list[str]:
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")
     if shape.scratch:
-        lines.append("".join(f"{name}_memory, " for name, _ in shape.scratch) + "= take_all(memory)")
+        lines.append("".join(f"{name}_memory, " for name, _ in shape.scratch) + "= workspace.take(memory)")
     return lines
 
 
@@ -213,11 +213,11 @@ def _code(shape: Shape) -> CodeType:
 
 
 _NAMES: dict[str, Any] = {
-    "take_all": workspace.take_all,
     "aligned_row": aligned_row,
-    "counters": tickets.counters,
-    "current": lambda: gpus.current(),
+    "gpus": gpus,
     "on": torch.cuda.device,
+    "tickets": tickets,
+    "workspace": workspace,
 }
 
 

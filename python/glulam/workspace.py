@@ -111,9 +111,6 @@ def take(layout: Layout | Layouts) -> Any:
     return _view(layout, stream) if view is None else view
 
 
-take_all = take
-
-
 def make_room(kept: dict[tuple[int, int], Any], index: int) -> None:
     """For one more stream of a device, in what is kept by (device, stream)."""
     mine = [other for other in kept if other[0] == index]
