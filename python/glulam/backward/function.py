@@ -52,7 +52,7 @@ class General(NamedTuple):
     options: Any
     layout: Layout
 
-    def forward(self, ctx: Any, targets: Targets, *flat: Any) -> Any:
+    def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
             result, kept = self.formula.forward(given, wanted, self.options, targets.out)
@@ -73,7 +73,7 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Any, targets: Targets, *inputs: Any) -> Any:
         ctx.step, ctx.targets = step, targets
-        result = step.forward(ctx, targets, *inputs)
+        result = step.forward(ctx, targets, inputs)
         return result if targets.out is None else as_result(result)
 
     @staticmethod

@@ -51,8 +51,8 @@ def _gradients(
 FORMULA = Formula(("x", "w", "bias", "bias_scale"), lambda call: call.transpose_w, _forward, _gradients)
 
 
-def _planned_forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
-    x, w, _, _, scale, groups = inputs
+def _planned_forward(plan: TrainingPlan, ctx: Any, targets: Targets, inputs: tuple[Any, ...]) -> Tensor:
+    x, w, scale, groups, _ = plan.pick((*inputs, None))
     need, forward = plan.needs, plan.parts["forward"]
     y = x.new_empty(x.shape[0], forward.constants["out_features"]) if targets.out is None else targets.out
     forward.run(*inputs, y)
@@ -106,5 +106,6 @@ def _parts(call: Call, problem: Problem) -> dict[str, Part]:
     return parts
 
 
+TAKES = ("x", "w", "bias_scale", "groups", "")
 SAVED = ("x", "w", "groups", "bias_scale")
-MAKER = Maker(FORMULA, _check, _parts, lambda _: None, SAVED, _planned_forward, _planned_backward)
+MAKER = Maker(FORMULA, _check, _parts, lambda _: None, TAKES, SAVED, _planned_forward, _planned_backward)

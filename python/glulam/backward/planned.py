@@ -7,7 +7,9 @@ directions. What is done here less often than a plan is kept for takes the gener
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from .function import Formula, apply, apply_untransformed
 from .parts import ORDINARY, Targets, key_of, once_differentiable, taken
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_picker = functools.cache(itemgetter)  # equal plans have the same
 hooks_of_saved_tensors: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 PLANS: Plans[Any] = Plans()
@@ -45,7 +48,7 @@ class Maker(NamedTuple):
         check: the problem of a call, which is checked; None of one that takes the general way.
         parts: the launches of a step, by name.
         options: of a call, what else a plan needs.
-        saved: names of what forward saves.
+        takes: names of tensors that forward asks for; saved: of what it saves.
         forward: of a plan, autograd's context, targets and the plan's tensors: the result. It saves.
         backward: of a plan, targets, what was saved, which may be emptied, and the result's gradient: those by name.
     """
@@ -54,6 +57,7 @@ class Maker(NamedTuple):
     check: Callable[[Any], Problem | None]
     parts: Callable[[Any, Problem], dict[str, Part]]
     options: Callable[[Any], Any]
+    takes: tuple[str, ...]
     saved: tuple[str, ...]
     forward: Callable[..., Tensor]
     backward: Callable[..., dict[str, Any]]
@@ -64,7 +68,9 @@ class TrainingPlan:
     """The constants of a differentiable call.
 
     Attributes:
-        kind: of the call; `names`: its tensors, which `run` takes in this order.
+        kind: of the call; `names`: its tensors, which `run` takes in this order; `present`: those that are there, and
+            `there` picks them.
+        pick: what the maker's forward asks for, of the tensors and a None.
         maker: see above. parts: the launches of a step.
         general: the formula's options; `options`: the maker's.
         needs: by name, whether a tensor requires a gradient. grouped_by: "offs" or "splits".
@@ -75,6 +81,9 @@ class TrainingPlan:
 
     kind: type[Call]
     names: tuple[str, ...]
+    present: tuple[str, ...]
+    there: Callable[[Any], tuple[Tensor, ...]]
+    pick: Callable[[Any], tuple[Any, ...]]
     maker: Maker
     parts: Mapping[str, Plan]
     general: Any
@@ -95,26 +104,27 @@ class TrainingPlan:
 
     def run(self, *given: Any) -> Tensor:
         """`given`: the call's tensors and `out`, which is None."""
-        return self.run_into(ORDINARY, *given[:-1])
+        return self.run_into(ORDINARY, given[:-1])
 
-    def run_into(self, targets: Targets, *given: Any) -> Tensor:
+    def run_into(self, targets: Targets, given: tuple[Any, ...]) -> Tensor:
         """The same, with the result and gradients where `targets` says."""
         if not self.only and gpus.current() != self.index:
             with torch.cuda.device(self.index):
-                return self.run_into(targets, *given)
-        at = tuple([0 if one is None else one.data_ptr() for one in given])
+                return self.run_into(targets, given)
+        there = self.there(given)
+        at = tuple([one.data_ptr() for one in there])
         if at not in self.apart:
-            read = self.named(given)
+            read = dict(zip(self.present, there, strict=True))
             self.kind.look(self.op, [], **read)
             check_apart(self, at, [], read)
         if has_functorch_transforms():
-            groups = {"offs": None, "splits": None}
-            call = self.kind(**{**self.arguments, **groups, "out": None, **self.by_argument(self.all_named(given))})
+            named = self.by_argument(dict(zip(self.names, given, strict=True)))
+            call = self.kind(**{**self.arguments, "offs": None, "splits": None, "out": None, **named})
             return apply(call, self.maker.formula, targets)
         return apply_untransformed(self, targets, *given)
 
-    def forward(self, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
-        return self.maker.forward(self, ctx, targets, *inputs)
+    def forward(self, ctx: Any, targets: Targets, inputs: tuple[Any, ...]) -> Tensor:
+        return self.maker.forward(self, ctx, targets, inputs)
 
     def backward(self, ctx: Any, targets: Targets, dy: Tensor) -> Any:
         """By launches; or by public operators, which look at everything anew: with a graph of the backward, from a dy
@@ -122,18 +132,11 @@ class TrainingPlan:
         maker, kept = self.maker, list(taken(ctx))
         if is_usual(dy) and as_saved(ctx, kept) and are_in_memory(dy, *kept):
             gradients = maker.backward(self, targets, kept, dy)
-            return [gradients.get(name) if need else None for name, need in self.needs.items()]
+            return [gradients.get(name) for name in self.names]
         wanted = frozenset(name for name, need in self.needs.items() if need)
         saved = self.by_argument(dict(zip(maker.saved, kept, strict=True)))
         gradients = maker.formula.backward(self.op, saved, self.general, targets, wanted, dy)
         return once_differentiable(self.op, [gradients.get(name) for name in self.names])
-
-    def all_named(self, given: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(self.names, given, strict=True))
-
-    def named(self, given: tuple[Any, ...]) -> dict[str, Any]:
-        """What is there of what is given, by name."""
-        return {name: one for name, one in zip(self.names, given, strict=True) if one is not None}
 
     def by_argument(self, named: dict[str, Any]) -> dict[str, Any]:
         """The same with group sizes under the operator's own name for them."""
@@ -169,7 +172,7 @@ def run(call: Call, key: Hashable, targets: Targets, maker: Maker) -> Any:
             if plans is call.plans or not call.of_tokens:
                 call.settle_rows(key, plans, problem, plan)
         plans.keep(key, plan)
-    return plan.run_into(targets, *[getattr(call, name) for name in call.reads])
+    return plan.run_into(targets, tuple([getattr(call, name) for name in call.reads]))
 
 
 def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None = None) -> TrainingPlan:
@@ -182,9 +185,13 @@ def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None 
         else part.call.resized_plan(like.parts[name], part.problem)
         for name, part in maker.parts(call, problem).items()
     }  # fmt: skip
+    present = tuple(name for name in call.reads if getattr(call, name) is not None)
     return TrainingPlan(
         kind=type(call),
         names=call.reads,
+        present=present,
+        there=_picker(*[call.reads.index(name) for name in present]),
+        pick=_picker(*[call.reads.index(name) if name in call.reads else -1 for name in maker.takes]),
         maker=maker,
         parts=parts,
         general=maker.formula.options(call),
@@ -195,7 +202,7 @@ def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None 
         index=call.lead.get_device(),
         only=gpus.is_only_one(),
         rows=problem.rows,
-        extents=call.extents(call.reads),
+        extents=call.extents(present),
     )
 
 

@@ -34,20 +34,21 @@ class Options(NamedTuple):
     is_small: bool
 
 
+TAKES = ("x", "w1", "w2", "row_scale", "b2", "rows", "row_of", "groups")
 SAVED = ("x", "w1", "w2", "preact", "groups", "row_scale", "b2", "rows", "row_of")
 
 
-def _forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Tensor:
-    given, need, out = dict(zip(plan.names, inputs, strict=True)), plan.needs, targets.out
-    x, row_of, forward = given["x"], given.get("row_of"), plan.parts["forward"]
-    y = x.new_empty(x.shape[0], forward.constants["out_features"]) if out is None else out
+def _forward(plan: TrainingPlan, ctx: Any, targets: Targets, inputs: tuple[Any, ...]) -> Tensor:
+    x, w1, w2, scale, b2, rows, row_of, groups = plan.pick((*inputs, None))
+    need, forward = plan.needs, plan.parts["forward"]
+    y = x.new_empty(x.shape[0], forward.constants["out_features"]) if targets.out is None else targets.out
     if plan.options.copies_forward:
-        copied = {**given, "x": plan.general.path.rows(x, row_of), "rows": None}
-        inputs = tuple(copied.values())
+        named = dict(zip(plan.names, inputs, strict=True))
+        inputs = tuple({**named, "x": plan.general.path.rows(x, row_of), "rows": None}.values())
     _, preact = forward.run(*inputs, y)
     save(
-        ctx, x if need["w1"] else None, given["w1"] if need["x"] else None, given["w2"], preact, given["groups"],
-        given["row_scale"], given["b2"] if need["row_scale"] else None, given["rows"], row_of,
+        ctx, x if need["w1"] else None, w1 if need["x"] else None, w2, preact, groups, scale,
+        b2 if need["row_scale"] else None, rows, row_of,
     )  # fmt: skip
     return y
 
@@ -55,25 +56,21 @@ def _forward(plan: TrainingPlan, ctx: Any, targets: Targets, *inputs: Any) -> Te
 def _backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor) -> dict[str, Any]:
     x, w1, w2, preact, groups, scale, b2, indices, row_of = kept
     kept.clear()
-    need, parts, d_result = plan.needs, plan.parts, dy
+    need, parts, d_result, dx = plan.needs, plan.parts, dy, None
     if plan.options.copies_backward:
         rows, indices = plan.general.path.rows, None
         x, dy = None if x is None else rows(x, row_of), rows(dy, row_of)
-    made: dict[str, Any] = {}
     if need["x"]:
-        out, width = targets.grad_input, parts["gradients"].constants["out_features"]
-        dx = d_result.new_empty(len(d_result), width) if out is None else targets.given_grad_input(d_result)
-        made = {"w1": w1, "out": dx, **({} if row_of is None else {"row_of": row_of})}
-    if indices is not None:
-        made["rows"] = indices
-    if scale is not None:
-        made["row_scale"] = scale
-    gradients = parts["gradients"].run(dy=dy, w2=w2, preact=preact, groups=groups, **made)
-    dpreact, act, d_x, d_scale = gradients
+        width = parts["gradients"].constants["out_features"]
+        no_buffer = targets.grad_input is None
+        dx = d_result.new_empty(d_result.shape[0], width) if no_buffer else targets.given_grad_input(d_result)
+    dpreact, act, _, d_scale = parts["gradients"].run(
+        dy=dy, w1=w1, w2=w2, preact=preact, row_scale=scale, rows=indices, row_of=row_of, groups=groups, out=dx
+    )
     if targets.grad_input is not None:
         torch.autograd.graph.increment_version(targets.grad_input)
     # Each intermediate goes as soon as its last use is launched: the largest tensors of a step meet here.
-    del gradients, made, preact
+    del preact
     dw1 = dw2 = db1 = db2 = None
     if need["w1"] and "w1" in targets.weights:
         dw1 = targets.weights["w1"](dpreact, x, plan.grouped(groups, x_rows=indices))
@@ -91,7 +88,10 @@ def _backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor)
         db2 = grouped_bias_grad(dy, row_scale=scale, **by_groups)
     if b2 is not None and d_scale is not None:
         d_scale += scale_of_bias_grad(dy, b2, by_groups)
-    return {"x": d_x, "w1": dw1, "w2": dw2, "row_scale": d_scale, "b1": db1, "b2": db2, "residual": d_result}
+    gradients = {"x": dx, "w1": dw1, "w2": dw2, "row_scale": d_scale, "b1": db1, "b2": db2}
+    if need.get("residual"):
+        gradients["residual"] = d_result
+    return gradients
 
 
 def _check(call: Call) -> Problem | None:
@@ -155,4 +155,4 @@ def _parts(call: Call, problem: Problem) -> dict[str, Part]:
     return parts
 
 
-MAKER = Maker(mlp.FORMULA, _check, _parts, _options, SAVED, _forward, _backward)
+MAKER = Maker(mlp.FORMULA, _check, _parts, _options, TAKES, SAVED, _forward, _backward)
