@@ -62,7 +62,8 @@ def _planned_forward(plan: TrainingPlan, ctx: Any, targets: Targets, inputs: tup
 
 def _planned_backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy: Tensor) -> dict[str, Any]:
     x, w, groups, scale = kept
-    need, by_groups, result = plan.needs, plan.grouped(groups), {}
+    need = plan.needs
+    result: dict[str, Any] = {}
     if need["x"]:
         dgrad = plan.parts["x"]
         dx = targets.new_grad_input(dy, dgrad.constants["out_features"])
@@ -70,11 +71,11 @@ def _planned_backward(plan: TrainingPlan, targets: Targets, kept: list[Any], dy:
     if need["w"]:
         left, right = (x, dy) if plan.general else (dy, x)
         if "w" in targets.weights:
-            result["w"] = targets.weights["w"](left, right, by_groups)
+            result["w"] = targets.weights["w"](left, right, plan.grouped(groups))
         else:
             result["w"] = plan.parts["w"].run(dy=left, x=right, groups=groups)
     if need["bias"]:
-        result["bias"] = grouped_bias_grad(dy, row_scale=scale, **by_groups)
+        result["bias"] = grouped_bias_grad(dy, row_scale=scale, **plan.grouped(groups))
     return result
 
 
