@@ -13,4 +13,7 @@ OF_TOKENS = ("row_of", "residual")
 VECTORS = (*PER_ROW, *OF_TOKENS, "w1_scale", "w2_scale", "mask")
 """Tensors that kernels take by address."""
 GROUPS = ("offs", "splits")
+FLAGS = (
+    "return_preact", "recompute", "row_scale_grad", "accumulate", "transpose_w", "trained", "input_grad",
+)  # fmt: skip
 TENSORS = (*MATRICES, *WEIGHTS, *BIASES, *VECTORS, "out")

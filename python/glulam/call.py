@@ -18,7 +18,7 @@ from cute_kernels.signatures import Signature
 from . import device as gpus
 from . import experts, groups, kernels, workspace
 from .activations import ActivationParams
-from .arguments import BIASES, GROUPS, MATRICES, OF_TOKENS, PER_ROW, TENSORS, VECTORS, WEIGHTS
+from .arguments import BIASES, FLAGS, GROUPS, MATRICES, OF_TOKENS, PER_ROW, TENSORS, VECTORS, WEIGHTS
 from .changed import changed
 from .experts import ExpertList, GateUp
 from .launch import Made, Plan, Shape
@@ -28,10 +28,18 @@ from .problem import Problem
 from .signature import (
     MAX_ROWS,
     any_requires_grad,
+    check_activation,
     check_alignment,
+    check_bias,
+    check_flag,
+    check_groups,
+    check_indices,
     check_no_overlap,
+    check_params,
     check_plain,
+    check_scale,
     check_written,
+    check_x,
     extent,
     leading,
     refuse_gradients,
@@ -128,6 +136,37 @@ class Call:
     def check(self) -> Problem:
         """The problem, from metadata alone. Raises ValueError or TypeError."""
         raise NotImplementedError
+
+    def check_lead(self, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, Tensor]:
+        """Of the leading argument: its columns, and a matrix of T rows, like which the others are."""
+        name, lead = leading(self.op), self.lead
+        _, columns = check_x(self.op, lead, dtypes)
+        check_indices(self.op, self.indices, lead, of=name)
+        return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
+
+    def check_options(self) -> None:
+        """The activation, its layout and numbers, and flags."""
+        if "activation" in self.options:
+            check_activation(self.op, self.activation, self.glu_layout)
+            check_params(self.op, self.params)
+        for name in FLAGS:
+            if name in self.options:
+                check_flag(self.op, name, getattr(self, name))
+
+    def check_addends(self, experts: int, counted: str, like: Tensor, **widths: int) -> None:
+        """Group sizes, biases, of which `widths` are given, and scales of rows. `counted`: what has so many experts."""
+        check_groups(self.op, self.offs, self.splits, self.lead, experts, counted)
+        for name, width in widths.items():
+            check_bias(self.op, name, getattr(self, name), like, experts, width)
+        for name in ("row_scale", "bias_scale"):
+            if name in self.names:
+                check_scale(self.op, name, getattr(self, name), like)
+
+    def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
+        """The problem of T rows, in the leading argument's dtype unless told otherwise."""
+        told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype)}
+        told.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
+        return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
 
     def results(self, problem: Problem) -> Any:
         """What is returned: tensors that were given, or new ones, uninitialised."""
@@ -522,6 +561,13 @@ class Call:
             warnings.warn(f"{self.op}: {ENV_CHECK} cannot read group sizes under graph capture", stacklevel=4)
         else:
             self.host_ends()
+
+
+_OF_PROBLEMS = ("activation", "glu_layout", "transpose_w")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _on_host(splits: Any) -> bool:

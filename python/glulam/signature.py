@@ -83,7 +83,8 @@ def refuse_gradients(op: str, **arguments: Any) -> None:
         if any_requires_grad(value):
             raise GradientNotSupported(
                 f"{op} has no gradient, and {name} requires one; call it under torch.no_grad() or "
-                f"torch.inference_mode(), or give {name}.detach() (grouped_mm, grouped_glu and grouped_mlp are differentiable)"
+                f"torch.inference_mode(), or give {name}.detach() (grouped_mm, grouped_glu and grouped_mlp are "
+                "differentiable)"
             )
 
 

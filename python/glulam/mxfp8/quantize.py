@@ -131,14 +131,7 @@ class QuantizeMxfp8Call(Call):
             groups = count_groups(self.op, self.offs, None, self.x)
         if self.out is not None:
             self._check_out()
-        return Problem(
-            op=self.op,
-            dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=rows,
-            experts=groups,
-            in_features=columns,
-            axis=self.axis,
-        )
+        return self.problem(groups, columns, axis=self.axis)
 
     def _shapes(self) -> Shapes:
         rows, columns = self.x.shape

@@ -16,16 +16,9 @@ from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
 from ..signature import (
-    check_activation,
     check_experts,
-    check_flag,
-    check_groups,
-    check_indices,
-    check_params,
     check_rows_like,
-    check_scale,
     check_width,
-    check_x,
     intermediate_width,
     mismatch,
     runs_kernels,
@@ -77,13 +70,8 @@ class GroupedDgluCall(Call):
         return self.row_scale is not None and self.row_scale_grad
 
     def check(self) -> Problem:
-        _, columns = check_x(self.op, self.dy)
-        check_indices(self.op, self.rows, self.dy, of="dy")
-        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
-        check_flag(self.op, "row_scale_grad", self.row_scale_grad)
-        check_flag(self.op, "transpose_w", self.transpose_w)
+        columns, like = self.check_lead()
+        self.check_options()
         shape = check_experts(self.op, "w2", self.w2, self.dy, "E I H" if self.transpose_w else "E H I")
         experts, hidden, width = (shape[0], shape[2], shape[1]) if self.transpose_w else shape
         if hidden != columns:
@@ -92,26 +80,12 @@ class GroupedDgluCall(Call):
             mismatch(self.op, "w2", shape, wanted, f"dy has {columns} columns{other}")
         check_width(self.op, "w2", width, runs_kernels(self.dy))
         preact_width = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
-        if intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout) != width:
-            wanted_width = (
-                width
-                * preact_width
-                // intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
-            )
-            mismatch(self.op, "preact", self.preact.shape, (rows, wanted_width), f"w2 gives I = {width}")
-        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
-        check_scale(self.op, "row_scale", self.row_scale, like)
-        return Problem(
-            op=self.op,
-            dtype=str(self.dy.dtype).removeprefix("torch."),
-            rows=rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            transpose_w=self.transpose_w,
-        )
+        inner = intermediate_width(self.op, "preact", preact_width, self.activation, self.glu_layout)
+        if inner != width:
+            preact = (self.num_rows, width * preact_width // inner)
+            mismatch(self.op, "preact", self.preact.shape, preact, f"w2 gives I = {width}")
+        self.check_addends(experts, "w2", like)
+        return self.problem(experts, columns, intermediate=width)
 
     @property
     def variant(self) -> str:

@@ -15,16 +15,8 @@ from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
 from ..signature import (
-    check_activation,
-    check_bias,
-    check_flag,
-    check_groups,
-    check_indices,
     check_out,
-    check_params,
-    check_scale,
     check_w1,
-    check_x,
 )
 from .rows import take_rows
 
@@ -42,31 +34,13 @@ class GroupedGluCall(Call):
     makes = (Made("out", "act", ("num_rows", "intermediate")), Made("preact", "preact", ("num_rows", "preact_width")))
 
     def check(self) -> Problem:
-        _, columns = check_x(self.op, self.x)
-        check_indices(self.op, self.rows, self.x)
-        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
-        check_flag(self.op, "return_preact", self.return_preact)
-        check_flag(self.op, "transpose_w", self.transpose_w)
+        columns, like = self.check_lead()
+        self.check_options()
         form = (self.activation, self.glu_layout, self.transpose_w)
         experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
-        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
-        check_bias(self.op, "bias", self.bias, self.x, experts, w1_rows)
-        check_scale(self.op, "row_scale", self.row_scale, like)
+        self.check_addends(experts, "w1", like, bias=w1_rows)
         check_out(self.op, "out", self.out, like, width)
-        return Problem(
-            op=self.op,
-            dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=self.num_rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            save_preact=self.return_preact,
-            transpose_w=self.transpose_w,
-        )
+        return self.problem(experts, columns, intermediate=width, save_preact=self.return_preact)
 
     @property
     def variant(self) -> str:

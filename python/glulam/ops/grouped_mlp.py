@@ -17,19 +17,11 @@ from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
-    check_activation,
-    check_bias,
     check_experts,
-    check_flag,
-    check_groups,
-    check_indices,
     check_out,
-    check_params,
     check_recipe,
-    check_scale,
     check_w1,
     check_width,
-    check_x,
     mismatch,
     runs_kernels,
 )
@@ -59,14 +51,9 @@ class GroupedMlpCall(Call):
                     f"{self.op}: {name} is in MXFP8, and recipe is 'bf16'; choose a recipe that takes it, as 'mxfp8', "
                     f"or give {name}.dequantize() in 16 bits"
                 )
-        _, columns = check_x(self.op, self.x)
-        check_indices(self.op, self.rows, self.x)
-        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
+        columns, like = self.check_lead()
+        self.check_options()
         check_recipe(self.op, self.recipe)
-        check_flag(self.op, "recompute", self.recompute)
-        check_flag(self.op, "transpose_w", self.transpose_w)
         form = (self.activation, self.glu_layout, self.transpose_w)
         experts, w1_rows, width = check_w1(self.op, self.w1, self.x, *form)
         shape = check_experts(self.op, "w2", self.w2, self.x, "E I H" if self.transpose_w else "E H I")
@@ -75,23 +62,10 @@ class GroupedMlpCall(Call):
         if shape != wanted:
             mismatch(self.op, "w2", shape, wanted, f"w1 gives E = {experts}, I = {width}")
         check_width(self.op, "w2", out_features, runs_kernels(self.x))
-        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
-        check_bias(self.op, "b1", self.b1, self.x, experts, w1_rows)
-        check_bias(self.op, "b2", self.b2, self.x, experts, out_features)
-        check_scale(self.op, "row_scale", self.row_scale, like)
+        self.check_addends(experts, "w1", like, b1=w1_rows, b2=out_features)
         self.check_result(out_features, like)
-        return Problem(
-            op=GroupedMlpCall.op,
-            dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=self.num_rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            out_features=out_features,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            transpose_w=self.transpose_w,
-        )
+        sizes = {"intermediate": width, "out_features": out_features}
+        return self.problem(experts, columns, op=GroupedMlpCall.op, **sizes)
 
     def check_result(self, width: int, like: Tensor) -> None:
         """`out`, and what the result is made of beside rows. `like`: a matrix of these."""

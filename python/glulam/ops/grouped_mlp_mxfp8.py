@@ -18,7 +18,7 @@ from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
 from .. import device as gpus
 from .. import kernels, recipes
 from ..activations import kernel_params
-from ..call import Call
+from ..call import Call, dtype_name
 from ..changed import changed
 from ..errors import GradientNotSupported
 from ..experts import GateUp
@@ -32,17 +32,10 @@ from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
     any_requires_grad,
-    check_activation,
-    check_bias,
     check_experts,
-    check_flag,
-    check_groups,
     check_indices,
     check_out,
-    check_params,
-    check_scale,
     check_width,
-    check_x,
     intermediate_width,
     mismatch,
     runs_kernels,
@@ -214,19 +207,15 @@ class Mxfp8MlpCall(Call):
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
-        check_flag(self.op, "recompute", self.recompute)
+        self.check_options()
         if self.recompute and not recipe.trains:
             raise ValueError(
                 f"{self.op}: recompute is True, but recipe {self.recipe!r} has no gradient; leave it out, or choose "
                 "recipe 'mxfp8' or 'bf16'"
             )
-        _, columns = check_x(self.op, self.x, None if self.x_scale is None else (DATA_DTYPE,))
-        check_indices(self.op, self.rows, self.x)
-        rows = self.num_rows
-        like = self.x.new_empty(rows, 0, dtype=self.result_dtype)  # what biases and the result are like
+        columns, _ = self.check_lead(None if self.x_scale is None else (DATA_DTYPE,))
+        like = self.x.new_empty(self.num_rows, 0, dtype=self.result_dtype)  # what biases and the result are like
         self._check_x_scale()
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
         experts, w1_rows, hidden = shape = check_weight(self, "w1", "E 2I H", recipe)
         if hidden != columns:
             mismatch(self.op, "w1", shape, (experts, w1_rows, columns), f"x has {columns} columns")
@@ -235,28 +224,16 @@ class Mxfp8MlpCall(Call):
         out_features = shape[1]
         if shape != (experts, out_features, width):
             mismatch(self.op, "w2", shape, (experts, out_features, width), f"w1 gives E = {experts}, I = {width}")
-        dtype = str(self.result_dtype).removeprefix("torch.")
+        dtype = dtype_name(self.result_dtype)
         widths = {"H (x's columns)": columns, "I": width, "the number of w2's rows": out_features}
         recipes.check_fits(self.op, recipe, dtype, runs_kernels(self.x), **widths)
-        check_groups(self.op, self.offs, self.splits, self.x, experts, "w1")
-        check_bias(self.op, "b1", self.b1, like, experts, w1_rows)
-        check_bias(self.op, "b2", self.b2, like, experts, out_features)
-        check_scale(self.op, "row_scale", self.row_scale, like)
+        self.check_addends(experts, "w1", like, b1=w1_rows, b2=out_features)
         self.check_result(out_features, like)
-        return Problem(
-            op=Mxfp8MlpCall.op,
-            dtype=dtype,
-            rows=rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            out_features=out_features,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            quantized=self.x_scale is not None and recipe.operands == "mxfp8",
-            operands=recipe.operands,
+        return self.problem(
+            experts, columns, op=Mxfp8MlpCall.op, dtype=dtype, intermediate=width, out_features=out_features,
+            quantized=self.x_scale is not None and recipe.operands == "mxfp8", operands=recipe.operands,
             fc2_operands=recipe.fc2_operands,
-        )
+        )  # fmt: skip
 
     def check_result(self, width: int, like: Tensor) -> None:
         """`out`, and what the result is made of beside rows. `like`: a matrix of these."""

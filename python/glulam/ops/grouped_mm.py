@@ -14,16 +14,10 @@ from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
 from ..signature import (
-    check_bias,
     check_experts,
-    check_flag,
-    check_groups,
     check_halves,
-    check_indices,
     check_out,
-    check_scale,
     check_width,
-    check_x,
     mismatch,
     runs_kernels,
 )
@@ -39,10 +33,8 @@ class GroupedMmCall(Call):
     makes = (Made("out", "y", ("num_rows", "out_features")),)
 
     def check(self) -> Problem:
-        _, columns = check_x(self.op, self.x)
-        check_indices(self.op, self.rows, self.x)
-        like = self.x if self.rows is None else self.x.new_empty(self.num_rows, 0)
-        check_flag(self.op, "transpose_w", self.transpose_w)
+        columns, like = self.check_lead()
+        self.check_options()
         in_halves = isinstance(self.w, GateUp)
         shape = self._check_halves() if in_halves else check_experts(self.op, "w", self.w, self.x, "E N K")
         experts, n, k = shape
@@ -52,20 +44,9 @@ class GroupedMmCall(Call):
             other = f", or give transpose_w={not self.transpose_w}" if width == columns else ""
             mismatch(self.op, "w", shape, wanted, f"x has {columns} columns{other}")
         check_width(self.op, "w", width, runs_kernels(self.x))
-        check_groups(self.op, self.offs, self.splits, self.x, experts, "w")
-        check_bias(self.op, "bias", self.bias, self.x, experts, width)
-        check_scale(self.op, "bias_scale", self.bias_scale, like)
+        self.check_addends(experts, "w", like, bias=width)
         check_out(self.op, "out", self.out, like, width)
-        return Problem(
-            op=self.op,
-            dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=self.num_rows,
-            experts=experts,
-            in_features=columns,
-            out_features=width,
-            transpose_w=self.transpose_w,
-            in_halves=in_halves,
-        )
+        return self.problem(experts, columns, out_features=width, in_halves=in_halves)
 
     def _check_halves(self) -> tuple[int, ...]:
         """[E, 2N, K], of a GateUp."""

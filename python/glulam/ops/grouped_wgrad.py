@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..call import Call
+from ..call import Call, dtype_name
 from ..experts import ExpertList
 from ..front import operator
 from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
 from ..signature import (
-    check_flag,
     check_gradient_buffers,
     check_indices,
     check_mask,
@@ -53,22 +52,14 @@ class GroupedWgradCall(Call):
         check_indices(self.op, self.x_rows, self.x, "x_rows")
         n = self._check_dy()
         experts = count_groups(self.op, self.offs, self.splits, self.x)
-        check_flag(self.op, "accumulate", self.accumulate)
+        self.check_options()
         check_mask(self.op, self.mask, self.x, experts)
         check_out_dtype(self.op, self.out_dtype, self.x)
         if self.out is not None:
             check_gradient_buffers(self.op, self.out, self.x, (experts, n, k))
-        self._check_options()
-        return Problem(
-            op=self.op,
-            dtype=str(self.x.dtype).removeprefix("torch."),
-            rows=self.num_rows,
-            experts=experts,
-            in_features=k,
-            out_features=n,
-            out_dtype=str(self.result_dtype).removeprefix("torch."),
-            gathers=self.dy_rows is not None or self.x_rows is not None,
-        )
+        self._check_contradictions()
+        gathers = self.dy_rows is not None or self.x_rows is not None
+        return self.problem(experts, k, out_features=n, out_dtype=dtype_name(self.result_dtype), gathers=gathers)
 
     def _check_dy(self) -> int:
         """dy's columns."""
@@ -87,7 +78,7 @@ class GroupedWgradCall(Call):
     def free(self) -> tuple[int, ...]:
         return tuple(place for place, rows in enumerate((self.dy_rows, self.x_rows)) if rows is not None)
 
-    def _check_options(self) -> None:
+    def _check_contradictions(self) -> None:
         """Options that contradict each other."""
         if self.out is None and (self.accumulate or self.mask is not None):
             name = "accumulate" if self.accumulate else "mask"

@@ -25,15 +25,8 @@ from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..problem import Problem
 from ..recipes import Recipe
 from ..signature import (
-    check_activation,
-    check_flag,
-    check_groups,
-    check_indices,
     check_out,
-    check_params,
     check_rows_like,
-    check_scale,
-    check_x,
     intermediate_width,
     mismatch,
 )
@@ -220,34 +213,18 @@ class Mxfp8GradientsCall(GradientsCall):
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
-        _, columns = check_x(self.op, self.dy)
-        check_indices(self.op, self.rows, self.dy, of="dy")
-        rows, like = self.num_rows, self.dy if self.rows is None else self.dy.new_empty(self.num_rows, 0)
-        check_activation(self.op, self.activation, self.glu_layout)
-        check_params(self.op, self.params)
-        for name in ("trained", "input_grad", "row_scale_grad"):
-            check_flag(self.op, name, getattr(self, name))
+        columns, like = self.check_lead()
+        self.check_options()
         width_of_h = check_rows_like(self.op, "preact", self.preact, like, None, "it has the rows of dy")
         width = intermediate_width(self.op, "preact", width_of_h, self.activation, self.glu_layout)
         experts, *_ = shape = check_weight(self, "w2", "E H I", recipe)
         if shape != (experts, columns, width):
             mismatch(self.op, "w2", shape, (experts, columns, width), "dy and preact have that many columns")
         hidden = self._check_w1(recipe, experts, width_of_h) if self.input_grad else 0
-        check_groups(self.op, self.offs, self.splits, self.dy, experts, "w2")
-        check_scale(self.op, "row_scale", self.row_scale, like)
+        self.check_addends(experts, "w2", like)
         check_out(self.op, "out", self.out, like, hidden)
-        return Problem(
-            op="grouped_dglu",
-            dtype=str(self.dy.dtype).removeprefix("torch."),
-            rows=rows,
-            experts=experts,
-            in_features=columns,
-            intermediate=width,
-            out_features=hidden,
-            activation=self.activation,
-            glu_layout=self.glu_layout,
-            operands=recipe.operands,
-        )
+        sizes = {"intermediate": width, "out_features": hidden}
+        return self.problem(experts, columns, op="grouped_dglu", **sizes, operands=recipe.operands)
 
     def _check_w1(self, recipe: Recipe, experts: int, rows: int) -> int:
         """The columns of dx."""
