@@ -241,6 +241,11 @@ class Plan:
         names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
         self.run = names["run"] = FunctionType(_code(shape), names, "run", (None,) * len(shape.takes))
 
+    @property
+    def text(self) -> str:
+        """`run`, as Python."""
+        return text_of(self.shape)
+
     def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
         """Of addresses that were not seen before: all are memory, and no output overlaps an argument."""
         self.look(self.op, outs, **read)

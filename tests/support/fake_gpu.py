@@ -146,11 +146,19 @@ def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
 
     def run(*values: Any) -> None:
         named = bound(signature, values)
+        _check_sums(named)
         for step in chain.steps if chain else ():
             if not step.when or named[step.when]:
                 exported(step.stage, check_only)(*signature_of(step.stage).pack(**taken(step, named)))
 
     return run if chain else stage
+
+
+def _check_sums(named: dict[str, Any]) -> None:
+    """Sums go to tokens of some number, or nowhere."""
+    for name in ("out", "dx_tokens"):
+        if named.get(name) and "row_of" in named and not (named["row_of"] and named["tokens"] and named["k"]):
+            raise ValueError(f"{name} is given, and no tokens")
 
 
 def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
