@@ -46,10 +46,8 @@ def test_no_import_is_part_of_a_circle(package: object) -> None:
 
 
 def test_the_front_knows_no_architecture_by_name() -> None:
-    """But for what hyper-connections ask of theirs."""
     root = Path(glulam.__file__).parent  # type: ignore[arg-type]
-    naming = {path.relative_to(root).parts[0] for path in root.rglob("*.py") if "cute_kernels.sm90" in path.read_text()}
-    assert naming == {"mhc"}
+    assert not [path for path in root.rglob("*.py") if "cute_kernels.sm90" in path.read_text()]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
