@@ -46,7 +46,7 @@ ARCHS = ("sm_90a",)
 def _check_operands(operands: str, tile: TileConfig) -> None:
     require("operands", operands, OPERANDS)
     formats = OPERANDS[operands]
-    depth = TILE_K[formats.w.bits]
+    depth = TILE_K[max(formats.w.bits, 8)]  # of narrower elements a row of shared memory is half as long
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
     if tile.swapped != formats.decodes:
