@@ -1,13 +1,13 @@
-"""Activation math, in one place, on float32 scalars of a thread.
+"""What activations are made of (`formulas`), on float32 scalars of a thread.
 
-`a` is the gate (activated half), `u` the linear half. Clamps are selects, not min/max instructions, so that a NaN
-stays a NaN as it does in torch. sigmoid costs two MUFU operations (ex2, rcp) and is exact to about 2^-22;
-tanh.approx would save one but errs by 2^-11, which float16 outputs would show.
+Clamps are selects, not min/max instructions, so that a NaN stays a NaN as it does in torch. sigmoid costs two MUFU
+operations (ex2, rcp) and is exact to about 2^-22; tanh.approx would save one but errs by 2^-11, which float16 outputs
+would show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
@@ -15,12 +15,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from .device.select import select
+from .formulas import GATED, UNGATED
 from .specs import ACTIVATION_FORMS, KINDS
 
 LOG2_E = 1.4426950408889634
 SQRT_2_OVER_PI = 0.7978845608028654
 SQRT_HALF = 0.7071067811865476
-INV_SQRT_2_PI = 0.3989422804014327
 # Abramowitz and Stegun 7.1.26: erfc(z) = exp(-z^2) (c1 t + ... + c5 t^5), t = 1 / (1 + step z), to 1.5e-7.
 ERFC_STEP = 0.3275911
 ERFC = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
@@ -52,10 +52,6 @@ def _sigmoid(x: Float32) -> Float32:
     return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2_E), fastmath=True))
 
 
-def _silu(x: Float32) -> Float32:
-    return x * _sigmoid(x)
-
-
 def _gelu_tanh(x: Float32) -> Float32:
     """0.5 x (1 + tanh z) = x sigmoid(2 z), z = sqrt(2/pi) (x + 0.044715 x^3)."""
     return x * _sigmoid(x * (Float32(2 * SQRT_2_OVER_PI) + Float32(2 * SQRT_2_OVER_PI * 0.044715) * x * x))
@@ -73,25 +69,19 @@ def _normal(x: Float32) -> tuple[Float32, Float32]:
     return select(x < Float32(0.0), tail, Float32(1.0) - tail), density
 
 
-def _clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> Float32:
-    gate = _at_most(a, p.limit)
-    linear = -_at_most(-_at_most(u, p.limit), p.limit)
-    return gate * _sigmoid(p.alpha * gate) * (linear + p.offset)
+def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
+    """gelu_tanh = x s, s = sigmoid(2 z); derivative s + x s (1 - s) 2 z'."""
+    linear, cubic = Float32(2 * SQRT_2_OVER_PI), Float32(2 * SQRT_2_OVER_PI * 0.044715)
+    sigmoid = _sigmoid(x * (linear + cubic * x * x))
+    slope = linear + Float32(3.0) * cubic * x * x
+    return x * sigmoid, sigmoid + x * sigmoid * (Float32(1.0) - sigmoid) * slope
 
 
-GATED: dict[str, Callable[[Float32, Float32, ActivationParams], Float32]] = {
-    "swiglu": lambda a, u, p: _silu(a) * u,
-    "clamped_swiglu": _clamped_swiglu,
-    "geglu": lambda a, u, p: _gelu_tanh(a) * u,
-    "reglu": lambda a, u, p: _relu(a) * u,
-}
-
-UNGATED: dict[str, Callable[[Float32, ActivationParams], Float32]] = {
-    "srelu": lambda a, p: _relu(a) * _relu(a),
-    "silu": lambda a, p: _silu(a),
-    "gelu": lambda a, p: a * _normal(a)[0],
-    "none": lambda a, p: a,
-}
+DEVICE = SimpleNamespace(
+    number=Float32, sigmoid=_sigmoid, relu=_relu, at_most=_at_most, select=select, gelu_tanh=_gelu_tanh,
+    with_d_gelu_tanh=_with_d_gelu_tanh, normal=_normal,
+)  # fmt: skip
+"""What formulas compute with."""
 
 
 def activate(served: str, parts: tuple, params: ActivationParams) -> cute.Tensor:
@@ -113,78 +103,12 @@ def _fill_one_of(outputs: cute.Tensor, names: cutlass.Constexpr, parts: tuple, p
 
 
 def _fill(outputs: cute.Tensor, name: str, parts: tuple, params: ActivationParams) -> None:
-    function: Callable[..., Float32] = (GATED if len(parts) == 2 else UNGATED)[name]
+    formula = (GATED if len(parts) == 2 else UNGATED)[name]
     for i in range(cute.size(outputs)):
-        outputs[i] = function(*(part[i] for part in parts), params)
+        outputs[i] = formula.value(DEVICE, *(part[i] for part in parts), params)
 
 
-def _d_silu(sigmoid: Float32, silu: Float32) -> Float32:
-    return sigmoid + silu * (Float32(1.0) - sigmoid)
-
-
-def _d_swiglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
-    sigmoid = _sigmoid(a)
-    silu = a * sigmoid
-    return silu * u, u * _d_silu(sigmoid, silu), silu
-
-
-def _d_clamped_swiglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
-    zero = Float32(0.0)
-    gate = _at_most(a, p.limit)
-    linear = -_at_most(-_at_most(u, p.limit), p.limit)
-    sigmoid = _sigmoid(p.alpha * gate)
-    d_gate = sigmoid + p.alpha * gate * sigmoid * (Float32(1.0) - sigmoid)
-    d_a = select(a > p.limit, zero, (linear + p.offset) * d_gate)
-    d_u = select(u > p.limit, zero, select(u < -p.limit, zero, gate * sigmoid))
-    return gate * sigmoid * (linear + p.offset), d_a, d_u
-
-
-def _d_geglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
-    gelu, d_gelu = _with_d_gelu_tanh(a)
-    return gelu * u, u * d_gelu, gelu
-
-
-def _with_d_gelu_tanh(x: Float32) -> tuple[Float32, Float32]:
-    """gelu_tanh = x s, s = sigmoid(2 z); derivative s + x s (1 - s) 2 z'."""
-    linear, cubic = Float32(2 * SQRT_2_OVER_PI), Float32(2 * SQRT_2_OVER_PI * 0.044715)
-    sigmoid = _sigmoid(x * (linear + cubic * x * x))
-    slope = linear + Float32(3.0) * cubic * x * x
-    return x * sigmoid, sigmoid + x * sigmoid * (Float32(1.0) - sigmoid) * slope
-
-
-def _d_reglu(a: Float32, u: Float32, p: ActivationParams) -> tuple[Float32, Float32, Float32]:
-    relu = _relu(a)
-    return relu * u, select(a > Float32(0.0), u, Float32(0.0)), relu
-
-
-def _with_d_srelu(a: Float32) -> tuple[Float32, Float32]:
-    relu = _relu(a)
-    return relu * relu, Float32(2.0) * relu
-
-
-def _with_d_silu(a: Float32) -> tuple[Float32, Float32]:
-    sigmoid = _sigmoid(a)
-    return a * sigmoid, _d_silu(sigmoid, a * sigmoid)
-
-
-def _with_d_gelu(a: Float32) -> tuple[Float32, Float32]:
-    """gelu = a Phi(a); derivative Phi(a) + a phi(a)."""
-    cdf, density = _normal(a)
-    return a * cdf, cdf + a * density * Float32(INV_SQRT_2_PI)
-
-
-# (activation, its derivatives by a and by u).
-GATED_BACKWARD: dict[str, Callable[[Float32, Float32, ActivationParams], tuple[Float32, Float32, Float32]]] = {
-    "swiglu": _d_swiglu,
-    "clamped_swiglu": _d_clamped_swiglu,
-    "geglu": _d_geglu,
-    "reglu": _d_reglu,
-}
-
-# (activation, its derivative).
-UNGATED_BACKWARD: dict[str, Callable[[Float32], tuple[Float32, Float32]]] = {
-    "srelu": _with_d_srelu,
-    "silu": _with_d_silu,
-    "gelu": _with_d_gelu,
-    "none": lambda a: (a, Float32(1.0)),
-}
+def slopes(name: str, parts: list[Float32], params: ActivationParams) -> tuple[Float32, ...]:
+    """An activation of (a, u), or of a, and its derivatives by each."""
+    formula = (GATED if len(parts) == 2 else UNGATED)[name]
+    return formula.with_slopes(DEVICE, *parts, params)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from . import formulas
 from .formats import DECODED as DECODED
 from .formats import OPERANDS as OPERANDS
 from .formats import next_operands
@@ -19,8 +20,7 @@ DTYPES = {"bfloat16": "bf16", "float16": "f16"}
 QUANTIZED_DTYPES = {**DTYPES, "float32": "f32"}
 QUANTIZE_AXES = ("row", "col", "both")
 FOLD_AXES = ("row", "col")
-GATED = ("swiglu", "clamped_swiglu", "geglu", "reglu")
-UNGATED = ("srelu", "silu", "gelu", "none")
+GATED, UNGATED = tuple(formulas.GATED), tuple(formulas.UNGATED)
 ACTIVATIONS = GATED + UNGATED
 GLU_LAYOUTS = ("concat", "interleaved", "interleaved32")
 KINDS = {name: number for number, name in enumerate(ACTIVATIONS)}
@@ -46,7 +46,7 @@ ARCHS = ("sm_90a",)
 def _check_operands(operands: str, tile: TileConfig) -> None:
     require("operands", operands, OPERANDS)
     formats = OPERANDS[operands]
-    depth = TILE_K[formats.w.bits]
+    depth = TILE_K[max(formats.w.bits, 8)]  # of narrower elements a row of shared memory is half as long
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
     if tile.swapped != formats.decodes:

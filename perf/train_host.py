@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
-from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
-from ffi_bridge import loader
-from glulam import groups
-from glulam.ops.grouped_dglu import partials_shape
-from glulam.tickets import new_counters
+from glulam.ops.grouped_mlp import GroupedMlpCall
+from glulam.ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
+from glulam.problem import Problem, training_parts
+from glulam.tuner.tensors import call_with
 
 from .timing import Summary
 from .training import Results, TrainingData
@@ -22,41 +19,35 @@ LAYER = "glulam.grouped_mlp, forward and backward"
 BARE = "bare launches of forward and backward (4 calls, 7 launches)"
 AUTOGRAD = "part: autograd alone, with the same tensors saved and allocated, and no kernel"
 
-ARCH = "sm_90a"
-FORWARD = GroupedMlpSpec(GroupedGluSpec("bfloat16", "gated", "blocked", True, SMALL), GroupedMmSpec(tile=SMALL))
-BACKWARD = GroupedDgluSpec(tile=LARGE, dgrad=LARGE)
-WEIGHTS = GroupedWgradSpec(tile=WGRAD)
-
-
-def bundled(spec: Spec) -> Callable[..., Any]:
-    return loader.load(ARCH).function(spec.name)
-
 
 class BareLaunches:
     """The layer by its exported functions, with arguments and memory made beforehand; a call returns the results."""
 
-    def __init__(self, d: TrainingData, function: Callable[[Spec], Callable[..., Any]], sm_count: int) -> None:
+    def __init__(self, d: TrainingData) -> None:
         x, w1, w2, scale, dy = (tensor.detach() for tensor in (d.x, d.w1, d.w2, d.row_scale, d.dy))
-        act, preact, dpreact = (torch.empty_like(tensor) for tensor in (d.act, d.preact, d.dpreact))
-        y, dx, dw1, dw2, d_scale = (torch.empty_like(tensor) for tensor in (x, x, w1, w2, scale))
-        partials = torch.empty(partials_shape(x.shape[0], act.shape[1]), device=x.device)
-        counters = new_counters(x.device)
-        rest = {**groups.arguments(d.offs, counters), "num_sms": sm_count}
-        sums = {"scale": scale.data_ptr(), "d_scale": d_scale.data_ptr(), "partials": partials.data_ptr()}
-        self.results: Results = (y, dx, dw1, dw2, d_scale)
-        self._kept = (partials, scale, counters)
-        rows = {"preact": preact, "dpreact": dpreact, "act": act, "dx": dx}
-        calls: list[tuple[Spec, dict[str, Any]]] = [
-            (FORWARD, {"x": x, "w1": w1, "mid": act, "preact": preact, "w2": w2, "y": y, "scale": sums["scale"]}),
-            (BACKWARD, {"dy": dy, "w1": w1, "w2": w2, **rows, **sums}),
-            (WEIGHTS, {"dy": dpreact, "x": x, "dw": dw1}),
-            (WEIGHTS, {"dy": dy, "x": act, "dw": dw2}),
+        (experts, hidden, inner), offs = w2.shape, d.offs
+        mlp = Problem("grouped_mlp", "bfloat16", len(x), experts, hidden, inner, hidden, "swiglu")
+        problems = training_parts(mlp)
+        shared = {"offs": offs, "row_scale": scale}
+        forward = call_with(forward_kind(GroupedMlpCall), x=x, w1=w1, w2=w2, **shared).bare(problems.forward)
+        y, preact = forward.results
+        of_h = call_with(GradientsCall, dy=dy, w1=w1, w2=w2, preact=preact, input_grad=True, **shared)
+        gradients = of_h.bare(problems.data_gradients)
+        dpreact, act, dx, d_scale = gradients.results
+        weights = [
+            call_with(WeightGradientCall, dy=left, x=right, n=left.shape[1], k=right.shape[1], offs=offs).bare(
+                problems.weight_gradients
+            )
+            for left, right in ((dpreact, x), (dy, act))
         ]
-        self._calls = [(function(spec), signature_of(spec).pack(**given, **rest)) for spec, given in calls]
+        self._launches = [forward, gradients, *weights]
+        self._calls = [(bare.function, bare.values) for bare in self._launches]
+        (dw1,), (dw2,) = (bare.results for bare in weights)
+        self.results: Results = (y, dx, dw1, dw2, d_scale)
 
     def __call__(self) -> Results:
-        for function, arguments in self._calls:
-            function(*arguments)
+        for function, values in self._calls:
+            function(*values)
         return self.results
 
 
@@ -85,8 +76,7 @@ def autograd_alone(d: TrainingData) -> None:
 
 def items(d: TrainingData) -> dict[str, Callable[[], object]]:
     """Calls to be timed beside those of the whole layer."""
-    sm_count = torch.cuda.get_device_properties(d.x.device).multi_processor_count
-    return {BARE: BareLaunches(d, bundled, sm_count), AUTOGRAD: lambda: autograd_alone(d)}
+    return {BARE: BareLaunches(d), AUTOGRAD: lambda: autograd_alone(d)}
 
 
 def differences(times: dict[str, Summary]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.fake_gpu import FakeGpu, _memory
+from support.fake_gpu import FakeGpu
+from support.memory import memory
 
 from glulam import device as gpus
 from glulam import tickets
@@ -36,7 +37,7 @@ def capture(monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu) -> Iterator[Capt
 
 def counters(index: int = 0) -> int:
     address = tickets.counters(CPU, index)
-    assert not address or _memory(address, NUM_COUNTERS, torch.int32).tolist() == [0] * NUM_COUNTERS
+    assert not address or memory(address, NUM_COUNTERS, dtype=torch.int32).tolist() == [0] * NUM_COUNTERS
     return address
 
 

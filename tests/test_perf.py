@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import fake_gpu, layer_results
 
-from cute_kernels.specs import GroupedDgluSpec, GroupedMmSpec, GroupedWgradSpec
+import glulam
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD
+from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec
 from perf import __main__ as cli
 from perf import (
     cells,
@@ -59,7 +61,7 @@ from perf.problem import MAX_COPIES, ROTATION_BYTES, TOKENS, copies_needed, make
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
 from perf.suites import SUITES, power, quantize
 from perf.suites.compare import make_sets
-from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, KNOWN_ROWS, NEW_ROWS, WITHOUT_OUT, derived
+from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, KNOWN_ROWS, NEW_ROWS, WITHOUT_OUT, bare_items, derived
 from perf.suites.train import HOST_ITEMS, needed_bytes, saved_bytes
 from perf.targets import HOST_OURS, target
 from perf.timing import Summary, interleave, percentile, summarise
@@ -359,8 +361,9 @@ def test_training_counts_three_forwards():
 
 
 @pytest.mark.parametrize("op", training.KERNELS)
-def test_bytes_of_a_kernel_are_its_operands(op):
+def test_bytes_of_a_kernel_are_its_operands(op, monkeypatch):
     """As the same kernel is counted where kernels are compared, but for the row scale and its gradient."""
+    fake_gpu.install(monkeypatch)
     case = dataclasses.replace(QWEN3, experts=4, rows=256)
     specs = {"dglu": GroupedDgluSpec(), "dgrad": GroupedMmSpec(transpose_w=True)}
     (made, *_) = make_sets(case, op, specs.get(op, GroupedWgradSpec()), "cpu")[:1]
@@ -390,10 +393,16 @@ def test_host_items_of_training_compute_the_layer(item):
     assert training.relative_error(HOST_ITEMS[item](d), wanted) <= training.MAX_RELATIVE_ERROR
 
 
-def test_bare_launches_compute_the_layer():
+def test_bare_launches_compute_the_layer(monkeypatch):
     d = training_data()
-    bare = train_host.BareLaunches(d, lambda spec: fake_gpu.exported(spec), fake_gpu.SM_COUNT)
     wanted = training.torch_layer(d)
+    fake = fake_gpu.install(monkeypatch)
+    bare = train_host.BareLaunches(d)
+    assert fake.specs == [
+        GroupedMlpSpec(GroupedGluSpec("bfloat16", "gated", "blocked", True, SMALL), GroupedMmSpec(tile=SMALL)),
+        GroupedDgluSpec(tile=LARGE, dgrad=LARGE),
+        GroupedWgradSpec(tile=WGRAD),
+    ]
     for _ in range(2):
         assert training.relative_error(bare(), wanted) <= training.MAX_RELATIVE_ERROR
 
@@ -1097,3 +1106,18 @@ def test_tables_show_on_a_console(capsys):
         for table in tables.tables_of(make()):
             cli.show(table, cli._console())
     assert "4200 (1.50x)" in capsys.readouterr().out
+
+
+def test_bare_launches_of_a_layer_compute_it(monkeypatch):
+    fake = fake_gpu.install(monkeypatch)
+    b = make_problem(TINY, device="cpu").sets[0]
+    items = bare_items(b)
+    wanted_mlp = glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs)
+    wanted_mm = glulam.grouped_mm(b.mid, b.w2, offs=b.offs)
+    for name, wanted in ((BARE_MLP, wanted_mlp), (BARE_MM, wanted_mm)):
+        b.y.fill_(math.nan)
+        items[name]()
+        assert b.y.equal(wanted)
+    fake.launches.clear()
+    items[BARE_NOTHING]()
+    assert len(fake.launches) == 1 and b.y.equal(wanted_mm)

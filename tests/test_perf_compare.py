@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import fake_gpu
 
+from cute_kernels.chains import signature_of
 from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, shipped_specs
 from cute_kernels.specs import GroupedMmSpec, GroupedWgradSpec, from_dict, operands_of, to_dict
 from perf import tables
@@ -18,7 +19,6 @@ from perf.options import Options
 from perf.suites import compare
 from perf.timing import Summary
 
-SMS = fake_gpu.SM_COUNT
 CASE = Case("small", 5, 64, 128, 70, "dirichlet")
 LIMITS = {"cublas_8192_tflops": 780.0, "copy_tbps": 4.27, "launch_us": 4.7}
 
@@ -43,9 +43,14 @@ class FakeBundle:
         def launch(*arguments):
             right(*arguments)
             if name in self.wrong:
-                arguments[2].mul_(1.1)
+                fake_gpu.bound(signature_of(spec), arguments)["y"].mul_(1.1)
 
         return launch
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    fake_gpu.install(monkeypatch)
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def found(*patterns, bundles=None):
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_operation_runs_every_kernel_that_serves_it(op, untimed):
     for _, spec, group in compare.contests(found("*"), (op,)):
-        record = compare._record(CASE, op, spec, group, 1.0, SMS)
+        record = compare._record(CASE, op, spec, group, 1.0)
         assert len(record["errors"]) == len(group)
         assert max(record["errors"].values()) <= compare.MAX_RELATIVE_ERROR
         assert [from_dict(data) for data in record["specs"].values()] == [candidate.spec for candidate in group]
@@ -94,7 +99,7 @@ def test_a_wrong_kernel_is_left_out_and_the_others_are_timed(untimed):
     right, wrong = GroupedMmSpec(tile=LARGE), GroupedMmSpec(tile=SMALL)
     group = found("*", bundles={"one": FakeBundle([right, wrong], wrong=[wrong.name])})
     with pytest.warns(UserWarning, match=f"{wrong.name} is left out: its relative error is 0.1"):
-        record = compare._record(CASE, "fc2", right, group, 1.0, SMS)
+        record = compare._record(CASE, "fc2", right, group, 1.0)
     assert list(record["times"]) == [LARGE.name]
 
 
@@ -104,7 +109,7 @@ def test_a_kernel_that_raises_is_left_out(untimed):
 
     group = [compare.Candidate("t", GroupedMmSpec(), fails)]
     with pytest.warns(UserWarning, match="is left out: too much shared memory"):
-        assert compare._record(CASE, "fc2", GroupedMmSpec(), group, 1.0, SMS) is None
+        assert compare._record(CASE, "fc2", GroupedMmSpec(), group, 1.0) is None
 
 
 def test_names_and_patterns_choose_functions():
@@ -150,7 +155,7 @@ def test_table_marks_the_fastest_and_shows_the_share_of_dense(untimed):
     case = dataclasses.replace(CASE, rows=5 * 64)
     (_, spec, group), *_ = compare.contests(found("grouped_mm_bf16_nt_*"), ("fc2",))
     records = [
-        compare._record(dataclasses.replace(case, routing=routing), "fc2", spec, group, 1.0, SMS)
+        compare._record(dataclasses.replace(case, routing=routing), "fc2", spec, group, 1.0)
         for routing in ("uniform", "dirichlet")
     ]
     (table,) = tables.compare_tables({"suite": "compare", "limits": LIMITS, "records": records})
@@ -174,4 +179,4 @@ def test_tensors_start_as_nan_so_that_unwritten_results_show():
     (_, spec, _), *_ = compare.contests(found("grouped_dglu_bf16_swiglu_concat*"), ())
     made = compare.make_sets(CASE, "dglu", spec, "cpu")[0]
     assert all(bool(result.isnan().all()) for result in made.results)
-    assert not torch.equal(made.dy, compare.make_sets(CASE, "dglu", spec, "cpu")[1].dy)
+    assert not torch.equal(made.call.dy, compare.make_sets(CASE, "dglu", spec, "cpu")[1].call.dy)

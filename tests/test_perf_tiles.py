@@ -15,7 +15,6 @@ from cute_kernels.specs import GroupedGluSpec, GroupedMmSpec
 from perf.cases import Case, tile_cases
 from perf.suites import compare, tiles
 
-SMS = fake_gpu.SM_COUNT
 SPECS = [spec for tile in (LARGE, SMALL) for spec in (
     GroupedGluSpec(tile=tile), GroupedMmSpec(tile=tile), GroupedMmSpec(transpose_w=True, tile=tile)
 )]  # fmt: skip
@@ -32,6 +31,7 @@ def cases(*_):
 @pytest.fixture
 def cpu(monkeypatch):
     """Small models on the CPU; a call takes 7 us less the length of the queue."""
+    fake_gpu.install(monkeypatch)
     make_sets = tiles.make_sets
     monkeypatch.setattr(tiles, "tile_cases", cases)
     monkeypatch.setattr(tiles, "make_sets", lambda *given: make_sets(*given, device="cpu"))
@@ -45,7 +45,7 @@ def waiting(bundle, ops=(), options=None):
 
 def test_every_model_operation_routing_and_size_is_measured(cpu):
     todo = waiting(FakeBundle(SPECS))
-    records = list(tiles.sweep(todo, 60.0, SMS))
+    records = list(tiles.sweep(todo, 60.0))
     seen = {(r["model"], r["op"], r["routing"], r["rows_per_expert"]) for r in records}
     assert len(records) == len(seen) == 2 * 3 * 2 * 3
     assert all(record["us"] == {LARGE.name: 7.0, SMALL.name: 7.0} for record in records)
@@ -62,13 +62,13 @@ def test_the_budget_ends_a_sweep_whose_coarse_half_comes_first(cpu, monkeypatch)
     clock = itertools.count()
     monkeypatch.setattr(tiles, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     with pytest.warns(UserWarning, match="--budget ended with 31 of 36 cases to go"):
-        assert len(list(tiles.sweep(todo, 6, SMS))) == 5
+        assert len(list(tiles.sweep(todo, 6))) == 5
 
 
 def test_a_wrong_kernel_is_left_out_of_its_operation(cpu):
     wrong = GroupedMmSpec(tile=SMALL).name
     with pytest.warns(UserWarning, match=f"{wrong} is left out"):
-        records = list(tiles.sweep(waiting(FakeBundle(SPECS, wrong=[wrong])), 60.0, SMS))
+        records = list(tiles.sweep(waiting(FakeBundle(SPECS, wrong=[wrong])), 60.0))
     assert all((SMALL.name in record["us"]) == (record["op"] != "fc2") for record in records)
 
 
@@ -82,7 +82,7 @@ def test_what_was_measured_before_a_failure_is_kept(cpu, monkeypatch):
 
     monkeypatch.setattr(tiles, "measure", fails)
     with pytest.warns(UserWarning, match="ended the sweep with 33 cases to go: an illegal"):
-        assert len(list(tiles.sweep(waiting(FakeBundle(SPECS)), 60.0, SMS))) == 3
+        assert len(list(tiles.sweep(waiting(FakeBundle(SPECS)), 60.0))) == 3
 
 
 def test_the_sweep_covers_the_models_and_leaves_out_what_is_too_large():
@@ -96,7 +96,7 @@ def test_the_sweep_covers_the_models_and_leaves_out_what_is_too_large():
 
 
 @pytest.mark.parametrize("op", tiles.FORWARD_AND_DGRAD)
-def test_bytes_are_those_of_the_tensors(op):
+def test_bytes_are_those_of_the_tensors(op, cpu):
     case = dataclasses.replace(MODELS[0], rows=24)
     spec = next(spec for _, name, spec, _ in waiting(FakeBundle(SPECS), (op,)) if name == op)
     made = compare.make_sets(case, op, spec, "cpu")[0]

@@ -21,16 +21,17 @@ from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError
-from glulam import kernels
+from glulam import device, kernels
 from glulam.choose import choose, known, loadable
 from glulam.choose import table as tables
 from glulam.choose.shipped import families_of, family_of, shipped_choice, shipped_specs
 from glulam.choose.table import Point
 from glulam.problem import Problem
+from glulam.tickets import NUM_COUNTERS
 from glulam.tuner import candidates as space
 from glulam.tuner import entry, routing
 from glulam.tuner.session import Options, decide
-from glulam.tuner.tensors import Tensors, num_bytes
+from glulam.tuner.tensors import launches_of, num_bytes, of_rows
 from glulam.tuner.timing import Summary
 from perf.results import RESULTS, read
 
@@ -348,26 +349,38 @@ class TestArguments:
         assert {tables.layer_key(problem) for problem in asked} == wanted
 
     @pytest.mark.parametrize("name", PROBLEMS)
-    def test_kernels_get_the_arguments_that_they_take(self, name: str) -> None:
+    def test_kernels_get_the_arguments_that_they_take(self, name: str, fake_gpu: Any) -> None:
         problem = dataclasses.replace(PROBLEMS[name], experts=3, rows=40, in_features=24, intermediate=16)
         if problem.op in ("grouped_mm",) or name == "wgrad":
             problem = dataclasses.replace(problem, intermediate=0)
         if problem.out_features:
             problem = dataclasses.replace(problem, out_features=24)
-        spec = space.candidates(problem, ARCH)[0]
-        tensors = Tensors(problem, torch.device("cpu"))
+        specs = space.candidates(problem, ARCH)
+        assert len({signature_of(spec) for spec in specs}) == 1, "they are passed the same"
+        made = launches_of(problem, device.gpu(0), "cpu")
+        results = [result for bare in made for result in bare.results]
         offs = torch.tensor([5, 5, 33], dtype=torch.int32)
         for rows in (40, 33):
-            for result in tensors.results:
+            for result in results:
                 result.zero_()
-            for named in tensors.launches(rows, offs):
-                exported(spec)(*signature_of(spec).pack(**named, num_sms=SM_COUNT))
-            assert all(bool(result.any()) and bool(result.isfinite().all()) for result in tensors.results_of(rows))
+            for bare in made:
+                exported(specs[0])(*of_rows(bare, rows, offs))
+            assert all(bool(result.any()) and bool(result.isfinite().all()) for result in results)
+            assert not any(result[33:].any() for result in results if len(result) == 40)
 
     def test_the_size_of_a_set_is_known_before_it_is_made(self) -> None:
         problem = rows_of(MM, 16)
         t, k, n = problem.rows, problem.in_features, problem.out_features
-        assert num_bytes(problem) == 2 * (t * k + problem.experts * n * k + t * n)
+        gpu = device.Gpu(GPU, ARCH, SM_COUNT)
+        beside = 4 * problem.experts + 4 * NUM_COUNTERS
+        assert num_bytes(problem, gpu) == 2 * (t * k + problem.experts * n * k + t * n) + beside
+
+    @pytest.mark.parametrize("name", PROBLEMS)
+    def test_the_size_of_a_set_is_that_of_its_tensors(self, name: str, fake_gpu: Any) -> None:
+        problem = rows_of(dataclasses.replace(PROBLEMS[name], experts=3), 4)
+        made = launches_of(problem, device.gpu(0), "cpu")
+        tensors = [tensor for bare in made for tensor in (*bare.memory, *bare.results)]
+        assert num_bytes(problem, device.gpu(0)) == sum(tensor.nbytes for tensor in tensors)
 
 
 class TestTable:

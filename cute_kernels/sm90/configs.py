@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from ..formats import next_operands
 from ..specs import (
     BLOCK_ROWS,
     DECODED,
@@ -204,16 +205,15 @@ def mxfp8_specs() -> list[Spec]:
 
 
 def decoded_specs() -> list[Spec]:
-    """Every GEMM of 16-bit rows and MXFP8 weights. FC2 is the same, whether FC1 rounds what it makes or not."""
-    specs: list[Spec] = []
-    for tile in TILES_W8:
-        fc2 = GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")
-        specs.append(fc2)
-        for operands in DECODED:
-            for form in glu_forms(operands, tile):
-                fc1 = GroupedGluSpec("bfloat16", *form, False, tile, operands=operands)
-                specs.append(GroupedMlpSpec(fc1, fc2))
-    return specs
+    """Every GEMM of 16-bit rows that decodes its weights. FC2 is the same, whether FC1 rounds what it makes or not."""
+    specs: dict[Spec, None] = {}
+    for tile, operands in product(TILES_W8, DECODED):
+        fc2 = GroupedMmSpec("bfloat16", False, tile, operands=next_operands(operands))
+        specs[fc2] = None
+        for form in glu_forms(operands, tile):
+            fc1 = GroupedGluSpec("bfloat16", *form, False, tile, operands=operands)
+            specs[GroupedMlpSpec(fc1, fc2)] = None
+    return list(specs)
 
 
 def mhc_specs() -> list[Spec]:

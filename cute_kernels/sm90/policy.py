@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..arch import Gemm, Problem, Reasons
+from ..formats import DECODED
 from ..tiles import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
 from .budget import check as check
@@ -36,8 +37,7 @@ MEASURED = Path(__file__).with_name("measured.json")
 _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     "mxfp8": {SMALL8: 64, LARGE8: math.inf},
-    "mxfp8_exact": _DECODING,
-    "mxfp8_weight_only": _DECODING,
+    **dict.fromkeys(DECODED, _DECODING),
 }
 """By operands: tiles in ascending order, each with the most rows an expert that it is for. Weights are decoded again
 for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller

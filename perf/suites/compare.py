@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec, Spec, from_dict, operands_of, to_dict
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import loader, manifest
 from glulam.choose.shipped import family_of
 
 from ..cases import EVEN_AND_SKEWED, Case, compare_cases
-from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups
+from ..operations import OPERATIONS, Operation, bytes_moved, flop
 from ..options import Options, select_ops
 from ..problem import MAX_COPIES, ROTATION_BYTES
-from ..routing import skew
+from ..routing import group_sizes, skew
 from ..timing import Call, measure_device
 from ..training import relative_error
 
@@ -106,14 +105,12 @@ def contests(chosen: list[Candidate], ops: tuple[str, ...]) -> list[tuple[str, S
 def make_sets(case: Case, op: str, spec: Spec, device: str = "cuda") -> list[Operation]:
     """As many sets of tensors as keep repeated calls out of L2."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    groups = make_groups(case, device)
-    make = Maker(case, groups, getattr(torch, spec.dtype), generator)
-    sets = [OPERATIONS[op](make, spec)]
+    sets = [Operation(op, case, spec, generator)]
     copies = min(max(math.ceil(ROTATION_BYTES / bytes_moved(sets[0], case.experts)), 1), MAX_COPIES)
-    return sets + [OPERATIONS[op](make, spec) for _ in range(copies - 1)]
+    return sets + [Operation(op, case, spec, generator) for _ in range(copies - 1)]
 
 
-def checked(sets: list[Operation], competing: list[Candidate], sms: int) -> dict[str, float]:
+def checked(sets: list[Operation], competing: list[Candidate]) -> dict[str, float]:
     """The relative error of each kernel against the reference. A kernel that fails or is wrong is left out with a
     warning: its time would say nothing.
     """
@@ -123,7 +120,7 @@ def checked(sets: list[Operation], competing: list[Candidate], sms: int) -> dict
         for result in sets[0].results:
             result.fill_(torch.nan)
         try:
-            candidate.function(*arguments_of(sets[0], candidate.spec, sms))
+            candidate.function(*sets[0].values)
             error = relative_error(sets[0].results, wanted)
         except (RuntimeError, ValueError, TypeError) as failure:
             warnings.warn(f"{candidate.spec.name} is left out: {failure}", stacklevel=2)
@@ -135,38 +132,29 @@ def checked(sets: list[Operation], competing: list[Candidate], sms: int) -> dict
     return errors
 
 
-def arguments_of(operation: Operation, spec: Spec, sms: int) -> tuple[Any, ...]:
-    return signature_of(spec).pack(**operation.arguments(), num_sms=sms)
+def _call(function: Callable[..., Any], values: list[tuple[Any, ...]]) -> Call:
+    return lambda number: function(*values[number % len(values)])
 
 
-def _call(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Call:
-    return lambda number: function(*arguments[number % len(arguments)])
-
-
-def calls_of(sets: list[Operation], competing: list[Candidate], sms: int) -> dict[str, Call]:
+def calls_of(sets: list[Operation], competing: list[Candidate]) -> dict[str, Call]:
     """Each kernel's launch by its name, in rotation over the sets."""
-    return {
-        candidate.name: _call(candidate.function, [arguments_of(one, candidate.spec, sms) for one in sets])
-        for candidate in competing
-    }
+    return {candidate.name: _call(candidate.function, [one.values for one in sets]) for candidate in competing}
 
 
 def _dense(sets: list[Operation], number: int) -> object:
     return sets[number % len(sets)].dense()
 
 
-def _record(
-    case: Case, op: str, spec: Spec, competing: list[Candidate], budget_s: float, sms: int
-) -> dict[str, Any] | None:
+def _record(case: Case, op: str, spec: Spec, competing: list[Candidate], budget_s: float) -> dict[str, Any] | None:
     sets = make_sets(case, op, spec)
-    errors = checked(sets, competing, sms)
-    calls = calls_of(sets, [c for c in competing if c.name in errors], sms)
+    errors = checked(sets, competing)
+    calls = calls_of(sets, [c for c in competing if c.name in errors])
     if not calls:
         return None
     if not case.decode:  # where weights are all that counts, one matrix says nothing
         calls[DENSE] = partial(_dense, sets)
     times = measure_device(calls, budget_s)
-    sizes = make_groups(case, "cpu").sizes
+    sizes = group_sizes(case)
     return {
         "case": dataclasses.asdict(case),
         "skew": dataclasses.asdict(skew(sizes)),
@@ -186,10 +174,9 @@ def run_compare(options: Options) -> list[dict[str, Any]]:
         raise ValueError("compare needs --specs: names of exported functions, or patterns such as 'grouped_mm_bf16_*'")
     competing = contests(candidates(open_bundles(options.bundles), options.specs), options.ops)
     cases = compare_cases(options.case, options.routings or EVEN_AND_SKEWED, options.rows_per_expert)
-    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     todo = [(case, *contest) for contest in competing for case in cases]
     records = []
     for contest in track(todo, "compare"):
-        records.append(_record(*contest, options.budget_s / len(todo), sms))
+        records.append(_record(*contest, options.budget_s / len(todo)))
         torch.cuda.empty_cache()
     return [record for record in records if record]

@@ -16,13 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cute_kernels.chains import signature_of
 from cute_kernels.specs import GroupedMlpSpec
-from ffi_bridge import loader
-from glulam import groups
+from glulam.changed import changed
 from glulam.choose import choose
+from glulam.kernels import Fixed
+from glulam.launch import Bare
+from glulam.ops.grouped_mlp import GroupedMlpCall
+from glulam.ops.grouped_mm import GroupedMmCall
 from glulam.plans import MAX_PLANS
 from glulam.problem import Problem
+from glulam.tuner.tensors import call_with
 
 from ..cases import TINY
 from ..contestants import Glulam, Library, Quack, TorchGrouped, check, libraries
@@ -45,29 +48,40 @@ KNOWN_ROWS = "glulam.grouped_mlp, out allocated, some rows of x"
 NEW_ROWS = "the same, as many rows as no plan is kept for"
 
 
+def problem_of_layer() -> Problem:
+    sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
+    return Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu")
+
+
 def chosen() -> GroupedMlpSpec:
     """The kernels that the dispatcher gives the measured layer."""
-    sizes = (TINY.rows, TINY.experts, TINY.hidden, TINY.intermediate, TINY.hidden)
-    spec = choose(Problem("grouped_mlp", "bfloat16", *sizes, activation="swiglu"), ARCH).spec
+    spec = choose(problem_of_layer(), ARCH).spec
     assert isinstance(spec, GroupedMlpSpec)
     return spec
 
 
-def _bare_items(b: Buffers) -> dict[str, Item]:
-    bundle = loader.load(ARCH)
-    sms = torch.cuda.get_device_properties(b.x.device).multi_processor_count
-    rest = {**groups.arguments(b.offs), "num_sms": sms}  # tiles of few rows draw no tickets
-    spec = chosen()
-    mlp, pack = bundle.function(spec.name), signature_of(spec).pack
-    mlp_args = pack(x=b.x, w1=b.w1, w2=b.w2, mid=b.act, y=b.y, **rest)
-    nothing = pack(x=b.x[:0], w1=b.w1, w2=b.w2, mid=b.act[:0], y=b.y[:0], **rest)
-    mm = bundle.function(spec.fc2.name)
-    mm_args = signature_of(spec.fc2).pack(x=b.mid, w=b.w2, y=b.y, **rest)
-    return {
-        BARE_NOTHING: lambda: mlp(*nothing),
-        BARE_MM: lambda: mm(*mm_args),
-        BARE_MLP: lambda: mlp(*mlp_args),
+def bare_items(b: Buffers) -> dict[str, Item]:
+    problem, spec = problem_of_layer(), chosen()
+    mlp_kernel, mm_kernel = Fixed(spec), Fixed(spec.fc2)
+    mlp = call_with(GroupedMlpCall, x=b.x, w1=b.w1, w2=b.w2, offs=b.offs, out=b.y)
+    nothing = changed(mlp, x=b.x[:0], out=b.y[:0])
+    mm = call_with(GroupedMmCall, x=b.mid, w=b.w2, offs=b.offs, out=b.y)
+    of_mm = changed(problem, op="grouped_mm", in_features=TINY.intermediate, intermediate=0, activation="none")
+    calls = {
+        BARE_NOTHING: (nothing.bare(changed(problem, rows=0), mlp_kernel), mlp_kernel),
+        BARE_MM: (mm.bare(of_mm, mm_kernel), mm_kernel),
+        BARE_MLP: (mlp.bare(problem, mlp_kernel), mlp_kernel),
     }
+    return {name: _bare_item(bare, kernel.at(1).function) for name, (bare, kernel) in calls.items()}
+
+
+def _bare_item(bare: Bare, function: Callable[..., Any]) -> Item:
+    values = bare.values
+
+    def item(kept: object = bare.memory) -> object:
+        return function(*values)
+
+    return item
 
 
 def _our_items(b: Buffers) -> dict[str, Item]:
@@ -135,7 +149,7 @@ def run_host(options: Options) -> list[dict[str, Any]]:
     peers: list[Library] = [library for library in contestants if isinstance(library, (TorchGrouped, Quack))]
     items = {
         LAUNCH: launch_nothing,
-        **_bare_items(buffers),
+        **bare_items(buffers),
         **_our_items(buffers),
         **_rows_items(buffers),
         **_parts(buffers),

@@ -22,8 +22,9 @@ from rich.progress import track
 from cute_kernels.specs import Spec
 
 from ..cases import EVEN_AND_SKEWED, Case, tile_cases
-from ..operations import OPERATIONS, Maker, Operation, bytes_moved, flop, make_groups
+from ..operations import Operation, bytes_moved, flop
 from ..options import Options
+from ..routing import group_sizes
 from ..timing import Call, Sampler, device_us, interleave
 from .compare import Candidate, calls_of, candidates, checked, contests, open_bundles
 
@@ -83,16 +84,15 @@ def _fine(case: Case) -> bool:
 def make_sets(case: Case, op: str, spec: Spec, device: str = "cuda") -> list[Operation]:
     """A few sets of tensors where one would stay in L2 from call to call."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    make = Maker(case, make_groups(case, device), getattr(torch, spec.dtype), generator)
     copies = min(math.ceil(ROTATION_BYTES / case_bytes(case, op)), MAX_COPIES)
-    return [OPERATIONS[op](make, spec) for _ in range(copies)]
+    return [Operation(op, case, spec, generator) for _ in range(copies)]
 
 
-def right_kernels(contest: Contest, sms: int) -> list[Candidate]:
+def right_kernels(contest: Contest) -> list[Candidate]:
     """The kernels whose results are right on a skewed case of few rows; a warning for any other."""
     case, op, spec, competing = contest
     small = dataclasses.replace(case, rows=CHECK_ROWS * case.experts, routing="dirichlet")
-    errors = checked(make_sets(small, op, spec)[:1], competing, sms)
+    errors = checked(make_sets(small, op, spec)[:1], competing)
     return [candidate for candidate in competing if candidate.name in errors]
 
 
@@ -101,12 +101,12 @@ def _sampler(call: Call, calls: int) -> Sampler:
     return partial(device_us, call, calls, ENQUEUE_US)
 
 
-def measure(contest: Contest, competing: list[Candidate], budget_s: float, sms: int) -> Record:
+def measure(contest: Contest, competing: list[Candidate], budget_s: float) -> Record:
     """One record: the median of each tile in microseconds."""
     case, op, spec, _ = contest
     sets = make_sets(case, op, spec)
     calls = min(math.ceil(SAMPLE_US / rough_us(case, op)), MAX_CALLS_PER_SAMPLE)
-    samplers = {name: _sampler(call, calls) for name, call in calls_of(sets, competing, sms).items()}
+    samplers = {name: _sampler(call, calls) for name, call in calls_of(sets, competing).items()}
     times = interleave(samplers, budget_s, MIN_ROUNDS, MAX_ROUNDS)
     return record(contest, sets[0], {name: summary.median_us for name, summary in times.items()})
 
@@ -115,7 +115,7 @@ def record(contest: Contest, made: Operation, us: dict[str, float]) -> Record:
     """The GEMM as the dispatcher knows it, its limits' numerators, and microseconds by tile."""
     case, op = contest[:2]
     columns, depth = columns_and_depth(case, op)
-    active = sum(size > 0 for size in make_groups(case, "cpu").sizes)
+    active = sum(size > 0 for size in group_sizes(case))
     return {
         "model": case.name,
         "op": op,
@@ -130,7 +130,7 @@ def record(contest: Contest, made: Operation, us: dict[str, float]) -> Record:
     }
 
 
-def sweep(waiting: list[Contest], budget_s: float, sms: int) -> Iterator[Record]:
+def sweep(waiting: list[Contest], budget_s: float) -> Iterator[Record]:
     """A record for each contest that the budget has room for. A kernel that breaks the GPU ends the sweep with a
     warning: what was measured before is kept.
     """
@@ -144,9 +144,9 @@ def sweep(waiting: list[Contest], budget_s: float, sms: int) -> Iterator[Record]
         key = contest[0].name, contest[1]
         try:
             if key not in right:
-                right[key] = right_kernels(contest, sms)
+                right[key] = right_kernels(contest)
             if right[key]:
-                yield measure(contest, right[key], left / to_go, sms)
+                yield measure(contest, right[key], left / to_go)
         except RuntimeError as failure:
             warnings.warn(f"{key} ended the sweep with {to_go} cases to go: {failure}", stacklevel=2)
             return
@@ -155,6 +155,5 @@ def sweep(waiting: list[Contest], budget_s: float, sms: int) -> Iterator[Record]
 def run_tiles(options: Options) -> list[Record]:
     """One record for each (model, operation, routing, rows an expert) that the budget has room for."""
     chosen = candidates(open_bundles(options.bundles), options.specs or SPECS)
-    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    records = list(sweep(todo(chosen, options), options.budget_s, sms))
+    records = list(sweep(todo(chosen, options), options.budget_s))
     return sorted(records, key=lambda r: (r["op"], r["model"], r["routing"], r["rows_per_expert"]))

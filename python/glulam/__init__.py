@@ -15,15 +15,12 @@ from .explanation import Explanation, explain
 from .kernels import compile, preload
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
 from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
-from .ops import (
-    GluGradients,
-    grouped_bias_grad,
-    grouped_dglu,
-    grouped_glu,
-    grouped_mlp,
-    grouped_mm,
-    grouped_wgrad,
-)
+from .ops.grouped_bias_grad import grouped_bias_grad
+from .ops.grouped_dglu import GluGradients, grouped_dglu
+from .ops.grouped_glu import grouped_glu
+from .ops.grouped_mlp import grouped_mlp
+from .ops.grouped_mm import grouped_mm
+from .ops.grouped_wgrad import grouped_wgrad
 
 if TYPE_CHECKING:
     from .tuner import TuneReport as TuneReport

@@ -21,7 +21,7 @@ from .activations import ActivationParams
 from .arguments import BIASES, FLAGS, GROUPS, MATRICES, OF_TOKENS, PER_ROW, TENSORS, VECTORS, WEIGHTS
 from .changed import changed
 from .experts import ExpertList, GateUp
-from .launch import Made, Plan, Shape
+from .launch import Bare, Made, Plan, Shape
 from .plan import ENV_CHECK, checking, launch_nothing
 from .plans import Plans, described, unplanned
 from .problem import Problem
@@ -412,11 +412,21 @@ class Call:
             self.judge()
             raise
 
-    def plan(self, problem: Problem, checked: bool = True) -> Plan:
-        """The plan of a problem, which is this call's. `checked`: see `launch.Shape`."""
+    def bare(self, problem: Problem, serving: Any = None, gpu: gpus.Gpu | None = None) -> Bare:
+        """What a launch of this call passes its function; see `plan`."""
+        return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
+
+    def plan(self, problem: Problem, checked: bool = True, serving: Any = None, gpu: gpus.Gpu | None = None) -> Plan:
+        """The plan of a problem, which is this call's.
+
+        Args:
+            checked: see `launch.Shape`.
+            serving: `kernels.Fixed`, where not the kernel that the dispatcher chooses is to serve.
+            gpu: the lead's, where that has none.
+        """
         index = self.lead.get_device()
-        gpu = gpus.gpu(index)
-        serving = kernels.serving(problem, gpu)
+        gpu = gpu or gpus.gpu(index)
+        serving = serving or kernels.serving(problem, gpu)
         constants = {
             "index": index,
             "device": self.lead.device,

@@ -73,12 +73,6 @@ def form(groups: Tensor, is_offs: bool) -> int:
     return SPLITS_INT64 if groups.dtype == torch.int64 else SPLITS_INT32
 
 
-def arguments(offs: Tensor, counters: Tensor | None = None) -> dict[str, int]:
-    """int32 offsets as exported functions take them, by name. `counters`: where kernels draw tickets."""
-    tickets = {} if counters is None else {"tickets": counters.data_ptr()}
-    return {"groups": offs.data_ptr(), "group_form": OFFS_INT32, "num_groups": offs.numel(), **tickets}
-
-
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
     """Where each group ends, read from the host or copied from the device, and checked.
 

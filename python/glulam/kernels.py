@@ -70,6 +70,16 @@ class Serving:
         return found[1]
 
 
+class Fixed:
+    """In its place one function, for any number of rows. `function`: of the spec; by default what `find` finds."""
+
+    def __init__(self, spec: Spec, function: Function | None = None) -> None:
+        self._served = Served(function or find(spec).function, draws_tickets(spec), signature_of(spec))
+
+    def at(self, rows: int) -> Served:
+        return self._served
+
+
 _serving: Plans[Serving] = Plans()
 
 

@@ -13,6 +13,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cute_kernels.signatures import ADDRESS, Argument
 
@@ -221,6 +222,22 @@ _NAMES: dict[str, Any] = {
 }
 
 
+class Bare(NamedTuple):
+    """What a plan passes its function, in memory of its own: to be passed as often as one likes, where the host's share
+    is not to be measured.
+
+    Attributes:
+        function: the plan's. arguments: what it takes; `values`: of these, in their order.
+        results: of the call. memory: all else that the values point to.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Argument, ...]
+    values: tuple[Any, ...]
+    results: tuple[Tensor, ...]
+    memory: tuple[Tensor, ...]
+
+
 class Plan:
     """What a call needs once its arguments were checked. `run` launches it.
 
@@ -242,6 +259,35 @@ class Plan:
         self.constants = dict(constants)
         names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
         self.run = names["run"] = FunctionType(_code(shape), names, "run", (None,) * len(shape.takes))
+
+    @property
+    def text(self) -> str:
+        """`run`, as Python."""
+        return text_of(self.shape)
+
+    def bare(self, *given: Any) -> Bare:
+        """The launch that `run` would make of these."""
+        memory: list[Tensor] = [one for one in given if isinstance(one, Tensor)]
+        passed: list[tuple[Any, ...]] = []
+
+        def kept(tensor: Tensor) -> Tensor:
+            memory.append(tensor)
+            return tensor
+
+        def take_all(layouts: workspace.Layouts) -> workspace.Several:
+            return layouts.tensors(kept(torch.empty(layouts.num_bytes, dtype=torch.uint8, device=layouts.device)))
+
+        names = {
+            **self.run.__globals__,
+            "function": lambda *values: passed.append(values),
+            "take_all": take_all,
+            "counters": lambda device, index: kept(tickets.new_counters(device)).data_ptr(),
+            "draws_tickets": True,  # kernels that draw none ignore them
+            "current": lambda: self.constants["index"],  # nothing is launched
+        }
+        made = FunctionType(self.run.__code__, names, "run", self.run.__defaults__)(*given)
+        results = tuple(one for one in (made if isinstance(made, tuple) else (made,)) if one is not None)
+        return Bare(self.constants["function"], self.shape.arguments, passed[0], results, tuple(memory))
 
     def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
         """Of addresses that were not seen before: all are memory, and no output overlaps an argument."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -100,6 +100,9 @@ class Plans(Generic[PlanType]):
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    def __iter__(self) -> Iterator[PlanType]:
+        return iter(list(self._plans.values()))
 
     def look_up(self, given: Given, options: Hashable) -> tuple[Hashable, PlanType | None]:
         """The plan of a call, or None; and the key to keep one by, where no guard found it.

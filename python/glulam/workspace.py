@@ -42,9 +42,13 @@ class Layout:
         self.index = index
         self.num_bytes = shape[0] * shape[1] * dtype.itemsize
 
-    def view(self, buffer: Tensor, begin: int = 0) -> Any:
+    def tensor(self, buffer: Tensor, begin: int = 0) -> Tensor:
         """What lies in a buffer behind so many bytes."""
-        view = buffer.view(self.dtype).as_strided(self.shape, (self.shape[1], 1), begin // self.dtype.itemsize)
+        return buffer.view(self.dtype).as_strided(self.shape, (self.shape[1], 1), begin // self.dtype.itemsize)
+
+    def view(self, buffer: Tensor, begin: int = 0) -> Any:
+        """The same as kernels take it."""
+        view = self.tensor(buffer, begin)
         if view.is_cuda:  # as the kernels' functions take it: converting a tensor costs 0.1 us of every call
             view = importlib.import_module("tvm_ffi").from_dlpack(view)
         return view
@@ -70,6 +74,11 @@ class Layouts:
     def view(self, buffer: Tensor) -> Several:
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
         return tuple([at + begin if isinstance(part, int) else part.view(buffer, begin) for part, begin in placed])
+
+    def tensors(self, buffer: Tensor) -> Several:
+        """The same with matrices that torch can read."""
+        at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
+        return tuple([at + begin if isinstance(part, int) else part.tensor(buffer, begin) for part, begin in placed])
 
 
 Several = tuple[Any, ...]

@@ -8,7 +8,6 @@ or address is a wrong result. A chain runs the stages that a compiled one runs, 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -44,26 +43,17 @@ from glulam import device, experts, groups, kernels, tickets
 from glulam.kernels import Kernel
 from glulam.plans import forget_plans
 
-from . import fake_layer, fake_mhc, mxfp8, oracle
+from . import fake_layer, fake_mhc, fake_mxfp8, mxfp8, oracle
+from .memory import memory, optional, read
 from .steps import taken
 
 SM_COUNT = 132
 GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
 
 
-def _memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The memory itself, to be written."""
-    assert address and address % dtype.itemsize == 0
-    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
-
-
-def _read(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    return _memory(address, count, dtype).clone()
-
-
 def _ends(address: int, form: int, count: int, rows: int) -> list[int]:
     """Group ends as the kernels read them: clamped to the buffer."""
-    values = _read(address, count, GROUP_DTYPES[form]).tolist()
+    values = read(address, count, dtype=GROUP_DTYPES[form]).tolist()
     if form == groups.OFFS_INT32:
         clamped = [min(max(v, 0), rows) for v in values]
         return list(itertools.accumulate(clamped, max))
@@ -72,23 +62,23 @@ def _ends(address: int, form: int, count: int, rows: int) -> list[int]:
 
 def _weights(w: Tensor, table: int, count: int) -> list[Tensor]:
     if not table:
-        assert w.shape[0] == count and w.is_contiguous()
+        assert w.shape[0] == count
         return list(w)
     assert w.shape[0] == 1
     _, n, k = w.shape
-    addresses = [w.data_ptr() + 16 * units for units in _read(table, count, torch.int64).tolist()]
-    return [_read(address, n * k, w.dtype).view(n, k) for address in addresses]
+    addresses = [w.data_ptr() + 16 * units for units in read(table, count, dtype=torch.int64).tolist()]
+    return [read(address, n, k, dtype=w.dtype) for address in addresses]
 
 
 def _biases(address: int, table: int, count: int, width: int, dtype: torch.dtype) -> list[Tensor] | None:
     assert not (address and table)
     if table:
-        return [_read(a, width, dtype) for a in _read(table, count, torch.int64).tolist()]
-    return list(_read(address, count * width, dtype).view(count, width)) if address else None
+        return [read(a, width, dtype=dtype) for a in read(table, count, dtype=torch.int64).tolist()]
+    return list(read(address, count, width, dtype=dtype)) if address else None
 
 
 def _scale(address: int, rows: int) -> Tensor | None:
-    return _read(address, rows, torch.float32) if address else None
+    return optional(address, rows, dtype=torch.float32)
 
 
 def _store(out: Tensor, result: Tensor, ends: list[int]) -> None:
@@ -111,10 +101,9 @@ def _check_tensor(argument: Argument, tensor: Tensor) -> None:
     if tensor.dtype != getattr(torch, argument.dtype) or tensor.device.type != "cpu":
         raise TypeError(f"mismatched dtype or device of {argument.name}")
     *outer, last = tensor.stride()
-    unpadded = tensor.dim() == 3 and outer[1] != tensor.shape[2] and tensor.shape[1] > 1
-    if tensor.data_ptr() % 16 or last != 1 or any(s * tensor.itemsize % 16 for s in outer) or unpadded:
+    if tensor.data_ptr() % 16 or last != 1 or any(s * tensor.itemsize % 16 for s in outer):
         raise ValueError(f"misaligned tensor {argument.name}")
-    if argument.packed and not tensor.is_contiguous():
+    if (argument.packed or len(argument.shape) == 3) and not tensor.is_contiguous():
         raise ValueError(f"{argument.name} has padded rows")
 
 
@@ -146,6 +135,7 @@ def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
 
     def run(*values: Any) -> None:
         named = bound(signature, values)
+        _check_sums(named)
         for step in chain.steps if chain else ():
             if not step.when or named[step.when]:
                 exported(step.stage, check_only)(*signature_of(step.stage).pack(**taken(step, named)))
@@ -153,16 +143,21 @@ def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
     return run if chain else stage
 
 
+def _check_sums(named: dict[str, Any]) -> None:
+    """Sums go to tokens of some number, or nowhere."""
+    for name in ("out", "dx_tokens"):
+        if named.get(name) and "row_of" in named and not (named["row_of"] and named["tokens"] and named["k"]):
+            raise ValueError(f"{name} is given, and no tokens")
+
+
 def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
     """Group ends; and the counters of kernels that draw tickets must be zeros."""
     if draws_tickets(spec) and c.tickets:
-        assert not _memory(c.tickets, tickets.NUM_COUNTERS, torch.int32).any()
+        assert not memory(c.tickets, tickets.NUM_COUNTERS, dtype=torch.int32).any()
     return _ends(c.groups, c.group_form, c.num_groups, rows)
 
 
 def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
-    from . import fake_mxfp8  # which is made of what is here
-
     if spec.operands == "16bit":
         return _weights(c.w, c.w_table, c.num_groups)
     read = fake_mxfp8.folded if spec.operands == "mxfp8" else fake_mxfp8.blocked
@@ -170,8 +165,6 @@ def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
 
 
 def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:
-    from . import fake_mxfp8
-
     rows, by_index = c.x, getattr(c, "rows", 0)
     if spec.operands == "mxfp8":
         rows = fake_mxfp8.Rows(c.x, c.x_scale).read(len(c.x) if by_index else used)
@@ -182,7 +175,7 @@ def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:
 
 def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:
     """x[rows], `count` indices at an address; those behind `used` are never read."""
-    rows = x[_read(at, count, torch.int32).clamp(0, len(x) - 1).long()]
+    rows = x[read(at, count, dtype=torch.int32).clamp(0, len(x) - 1).long()]
     rows[used:] = torch.nan
     return rows
 
@@ -190,7 +183,7 @@ def _taken(x: Tensor, at: int, count: int, used: int) -> Tensor:
 def _with_up(c: Any) -> list[Tensor]:
     """Packed weights whose rows go on at another address."""
     assert c.w_up % 16 == 0 and not getattr(c, "w_table", 0) and len(c.w) == c.num_groups
-    return list(torch.cat((c.w, _read(c.w_up, c.w.numel(), c.w.dtype).view(c.w.shape)), dim=1))
+    return list(torch.cat((c.w, read(c.w_up, *c.w.shape, dtype=c.w.dtype)), dim=1))
 
 
 def _mm(spec: GroupedMmSpec, c: Any) -> None:
@@ -209,8 +202,6 @@ def _mm(spec: GroupedMmSpec, c: Any) -> None:
 
 
 def _glu(spec: GroupedGluSpec, c: Any) -> None:
-    from . import fake_mxfp8
-
     rows = c.act.shape[0]
     ends = _sizes(spec, c, rows)
     form = ACTIVATIONS[c.kind], GLU_LAYOUTS[c.glu_layout]
@@ -250,7 +241,7 @@ def _dglu(spec: DgluSpec, c: Any) -> None:
     _store(c.dpreact, dh, ends)
     _store(c.act, m, ends)
     if c.partials:
-        parts = _memory(c.partials, -(-width // spec.tile.n) * rows, torch.float32).view(-1, rows)
+        parts = memory(c.partials, -(-width // spec.tile.n), rows, dtype=torch.float32)
         parts.fill_(torch.nan)
         parts[:, : ends[-1]] = 0
         parts[0, : ends[-1]] = ds[: ends[-1]].float()
@@ -261,10 +252,10 @@ def _tail(spec: TailSpec, c: Any) -> None:
     used = _ends(c.groups, c.group_form, c.num_groups, rows)[-1]
     if c.dx:
         for row in range(used, rows):
-            _memory(c.dx + row * c.dx_pitch * 2, c.dx_columns, getattr(torch, spec.dtype)).zero_()
+            memory(c.dx + row * c.dx_pitch * 2, c.dx_columns, dtype=getattr(torch, spec.dtype)).zero_()
     if c.d_scale:
-        parts = _read(c.partials, -(-width // c.part_columns) * rows, torch.float32).view(-1, rows)
-        result = _memory(c.d_scale, rows, torch.float32)
+        parts = read(c.partials, -(-width // c.part_columns), rows, dtype=torch.float32)
+        result = memory(c.d_scale, rows, dtype=torch.float32)
         result[:used] = parts[:, :used].sum(0)
         result[used:] = 0
 
@@ -277,18 +268,16 @@ def _wgrad(spec: GroupedWgradSpec, c: Any) -> None:
     dy = _taken(c.dy, c.dy_rows, rows, ends[-1]) if c.dy_rows else c.dy
     x = _taken(c.x, c.x_rows, rows, ends[-1]) if c.x_rows else c.x
     assert not (c.dy_rows and c.x_rows)
-    units = _read(c.dw_table, c.num_groups, torch.int64).tolist() if c.dw_table else None
+    units = read(c.dw_table, c.num_groups, dtype=torch.int64).tolist() if c.dw_table else None
     one = n * k * c.dw.element_size()
     places = [c.dw.data_ptr() + (16 * units[e] if units else e * one) for e in range(c.num_groups)]
-    adds = _read(c.mask, c.num_groups, torch.bool).tolist() if c.mask else [bool(c.accumulate)] * c.num_groups
+    adds = read(c.mask, c.num_groups, dtype=torch.bool).tolist() if c.mask else [bool(c.accumulate)] * c.num_groups
     for place, add, result in zip(places, adds, oracle.grouped_wgrad(dy, x, ends), strict=True):
-        memory = _memory(place, n * k, c.dw.dtype).view(n, k)
-        memory.copy_(memory + result.to(c.dw.dtype) if add else result.to(c.dw.dtype))
+        made = memory(place, n, k, dtype=c.dw.dtype)
+        made.copy_(made + result.to(c.dw.dtype) if add else result.to(c.dw.dtype))
 
 
 def _quantize(spec: QuantizeMxfp8Spec, c: Any) -> None:
-    from . import fake_mxfp8
-
     ends = _ends(c.offs, groups.OFFS_INT32, c.num_groups, c.x.shape[0]) if c.offs else None
     if spec.rounded:
         used = ends[-1] if ends else c.x.shape[0]
@@ -299,14 +288,13 @@ def _quantize(spec: QuantizeMxfp8Spec, c: Any) -> None:
     for axis, data, scale in (("row", c.row_data, c.row_scale), ("col", c.col_data, c.col_scale)):
         if data:
             wanted = mxfp8.quantized(c.x, axis, 128 if c.wide else 32, ends, padded=spec.axis != "row")
-            mxfp8.store(wanted, _memory(data, c.x.numel(), torch.uint8), bool(c.swizzled),
-                        lambda size, at=scale: _memory(at, size, torch.uint8))  # fmt: skip
+            mxfp8.store(wanted, memory(data, c.x.numel(), dtype=torch.uint8), bool(c.swizzled),
+                        lambda size, at=scale: memory(at, size, dtype=torch.uint8))  # fmt: skip
 
 
 def _fold(spec: FoldMxfp8Spec, c: Any) -> None:
-    assert c.w.is_contiguous() and c.data.is_contiguous()
     experts, out = (c.w[None], c.data[None]) if spec.axis == "row" else (c.w.mT, c.data)
-    scales = _memory(c.scale, out.shape[:2].numel(), torch.uint8).view(out.shape[:2])
+    scales = memory(c.scale, *out.shape[:2], dtype=torch.uint8)
     data, of_rows = mxfp8.folded_rows(experts.float().flatten(0, 1))
     out.view(torch.uint8)[:], scales[:] = data.view(out.shape), of_rows.view(scales.shape)
 

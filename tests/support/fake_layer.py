@@ -15,15 +15,13 @@ from torch import Tensor
 from cute_kernels.specs import LayerSpec
 from glulam.layer import reference
 
-from .fake_mhc import _form, _memory
+from .memory import dtype_in, memory, optional
 
 F32, I32 = torch.float32, torch.int32
 
 
 def _tensor(address: int, *shape: int, dtype: torch.dtype = I32) -> Tensor:
-    found = _memory(address, shape, dtype)
-    assert found is not None
-    return found
+    return memory(address, *shape, dtype=dtype)
 
 
 def _counts(ids: Tensor, at: Any) -> Tensor:
@@ -39,7 +37,7 @@ def _counts(ids: Tensor, at: Any) -> Tensor:
 def _ids(at: Any) -> Tensor:
     """Counted from the first; -1 of padding."""
     ids = _tensor(at.ids, at.tokens, at.k, dtype=torch.int64 if at.wide else I32).long() - at.first
-    limit = _memory(at.num_tokens, (1,), I32)
+    limit = optional(at.num_tokens, 1, dtype=I32)
     return ids if limit is None else ids.masked_fill(torch.arange(at.tokens).unsqueeze(1) >= limit, -1)
 
 
@@ -56,8 +54,8 @@ def _leave_rows(at: Any, made: Any) -> None:
 
 def _choose(spec: LayerSpec, at: Any) -> None:
     assert at.experts <= spec.experts and at.chunk >= 1
-    logits = _tensor(at.logits, at.tokens, at.experts, dtype=_form(at.forms, 0))
-    bias, limit = _memory(at.bias, (at.experts,), F32), _memory(at.num_tokens, (1,), I32)
+    logits = _tensor(at.logits, at.tokens, at.experts, dtype=dtype_in(at.forms, 0))
+    bias, limit = optional(at.bias, at.experts, dtype=F32), optional(at.num_tokens, 1, dtype=I32)
     score = ("softmax", "sigmoid")[at.score]
     made = reference.route(logits, bias, limit, at.k, score, bool(at.normalize), at.num_groups, at.top_groups, at.scale)
     ids, weights, *rows = made
@@ -90,7 +88,7 @@ def _place(spec: LayerSpec, at: Any) -> None:
 
 
 def _route_backward(spec: LayerSpec, at: Any) -> None:
-    dtype, score = _form(at.forms, 0), ("softmax", "sigmoid")[at.score]
+    dtype, score = dtype_in(at.forms, 0), ("softmax", "sigmoid")[at.score]
     given = [
         _tensor(at.d_weights, at.tokens, at.k, dtype=F32), _tensor(at.logits, at.tokens, at.experts, dtype=dtype),
         _tensor(at.ids, at.tokens, at.k),
@@ -115,7 +113,7 @@ def _permute(spec: LayerSpec, at: Any) -> None:
 def _combine(spec: LayerSpec, at: Any) -> None:
     dtype = getattr(torch, spec.dtype)
     y, row_of = _tensor(at.y, at.tokens, at.k, at.width, dtype=dtype), _tensor(at.row_of, at.tokens, at.k)
-    residual = _memory(at.residual, (at.tokens, at.width), dtype)
+    residual = optional(at.residual, at.tokens, at.width, dtype=dtype)
     _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(reference.combine(y, row_of, residual)[0])
 
 

@@ -6,7 +6,6 @@ with NaN over the length that the kernel would use.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,29 +14,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels.mhc import shapes
-from cute_kernels.specs import PARAM_FORMS, MhcSpec
+from cute_kernels.specs import MhcSpec
 from glulam.mhc import reference
 
-FORMS = {code: getattr(torch, name) for name, code in PARAM_FORMS.items()}
+from .memory import dtype_in, memory, optional
+
 F32 = torch.float32
 
 
-def _memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    if not address:
-        return None
-    count = math.prod(shape)
-    assert address % dtype.itemsize == 0
-    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype).view(shape)
-
-
-def _form(forms: int, place: int) -> torch.dtype:
-    return FORMS[forms >> 2 * place & 3]
-
-
 def _fill(address: int, bytes_used: int) -> None:
-    work = _memory(address, (bytes_used // 4,), F32)
-    assert work is not None
-    work.fill_(math.nan)
+    memory(address, bytes_used // 4, dtype=F32).fill_(math.nan)
 
 
 def _write(places: list[Tensor | None], values: Any) -> None:
@@ -54,36 +40,36 @@ class _Call:
         self.dtype, self.n = getattr(torch, spec.dtype), spec.n
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
-        return _memory(getattr(self.at, name), shape, dtype or self.dtype)
+        return optional(getattr(self.at, name), *shape, dtype=dtype or self.dtype)
 
     def parameters(self) -> tuple[Any, ...]:
         """weight, alphas and bias of a projection."""
         rows, at = shapes.outputs(self.n), self.at
-        alphas = tuple(self.get(f"alpha_{a}", 1, dtype=_form(at.forms, 1)) for a in ("pre", "post", "res"))
-        weight = self.get("weight", rows, self.n * at.width, dtype=_form(at.forms, 0))
-        return weight, alphas, self.get("bias", rows, dtype=_form(at.forms, 2))
+        alphas = tuple(self.get(f"alpha_{a}", 1, dtype=dtype_in(at.forms, 1)) for a in ("pre", "post", "res"))
+        weight = self.get("weight", rows, self.n * at.width, dtype=dtype_in(at.forms, 0))
+        return weight, alphas, self.get("bias", rows, dtype=dtype_in(at.forms, 2))
 
 
 def _sinkhorn(c: _Call) -> None:
-    shape, dtype = (c.at.matrices, c.n, c.n), _form(c.at.forms, 0)
+    shape, dtype = (c.at.matrices, c.n, c.n), dtype_in(c.at.forms, 0)
     logits, out = c.get("logits", *shape, dtype=dtype), c.get("out", *shape, dtype=dtype)
     _write([out], [reference.sinkhorn(logits, c.at.iters, c.at.eps)])
 
 
 def _sinkhorn_backward(c: _Call) -> None:
-    shape, dtype = (c.at.matrices, c.n, c.n), _form(c.at.forms, 0)
+    shape, dtype = (c.at.matrices, c.n, c.n), dtype_in(c.at.forms, 0)
     d_out, logits, d_logits = (c.get(name, *shape, dtype=dtype) for name in ("d_out", "logits", "d_logits"))
     _write([d_logits], [reference.sinkhorn_backward(d_out, logits, c.at.iters, c.at.eps)])
 
 
 def _aggregate(c: _Call) -> None:
     t, w = c.at.tokens, c.at.width
-    x, h_pre = c.get("x", t, c.n, w), c.get("h_pre", t, c.n, dtype=_form(c.at.forms, 0))
+    x, h_pre = c.get("x", t, c.n, w), c.get("h_pre", t, c.n, dtype=dtype_in(c.at.forms, 0))
     _write([c.get("out", t, w)], [reference.aggregate(x, h_pre)])
 
 
 def _aggregate_backward(c: _Call) -> None:
-    t, w, dtype = c.at.tokens, c.at.width, _form(c.at.forms, 0)
+    t, w, dtype = c.at.tokens, c.at.width, dtype_in(c.at.forms, 0)
     made = reference.aggregate_backward(
         c.get("d_out", t, w), c.get("x", t, c.n, w), c.get("h_pre", t, c.n, dtype=dtype)
     )
@@ -94,10 +80,10 @@ def _mix_shapes(c: _Call) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     t, n, w, forms = c.at.tokens, c.n, c.at.width, c.at.forms
     return {
         "residual": ((t, n, w), c.dtype),
-        "h_res": ((t, n, n), _form(forms, 0)),
-        "h_post": ((t, n), _form(forms, 1)),
+        "h_res": ((t, n, n), dtype_in(forms, 0)),
+        "h_post": ((t, n), dtype_in(forms, 1)),
         "x": ((t, w), c.dtype),
-        "bias": ((w,), _form(forms, 2)),
+        "bias": ((w,), dtype_in(forms, 2)),
     }
 
 
@@ -119,7 +105,7 @@ def _post_mix_backward(c: _Call) -> None:
 def _check_slices(c: _Call) -> None:
     columns, at = c.n * c.at.width, c.at
     assert at.slices * at.slice_columns >= columns > (at.slices - 1) * at.slice_columns
-    if _form(at.forms, 0) is F32:
+    if dtype_in(at.forms, 0) is F32:
         taken = shapes.PROJECT_WARPS * shapes.UNIT_TOKENS * shapes.exact_ring(c.n)[0]
         assert at.groups * taken >= at.tokens > (at.groups - 1) * taken
     else:
@@ -150,7 +136,7 @@ def _project_backward(c: _Call) -> None:
     if d_aggregate is not None:
         d_x = reference.add_uses(d_x, d_aggregate, h_pre, c.get("d_residual", t, n, w))
     places = [
-        c.get("d_x", t, n, w), c.get("d_weight", rows, n * w, dtype=_form(at.forms, 0)),
+        c.get("d_x", t, n, w), c.get("d_weight", rows, n * w, dtype=dtype_in(at.forms, 0)),
         c.get("d_sums", rows + 3, dtype=F32),
     ]  # fmt: skip
     _write(places, [d_x, d_weight, sums])

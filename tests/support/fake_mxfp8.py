@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import mxfp8
-from .fake_gpu import _memory, _read
+from .memory import memory, read
 from .mxfp8_mlp import values
 
 NAN_BYTE = 0x7F
@@ -21,7 +21,7 @@ class Rows:
 
     def __init__(self, data: Tensor, scale: int) -> None:
         rows, columns = data.shape
-        self.data, self.scales = data, _memory(scale, rows * columns // 32, torch.uint8).view(rows, columns // 32)
+        self.data, self.scales = data, memory(scale, rows, columns // 32, dtype=torch.uint8)
 
     def poison(self) -> None:
         self.data.view(torch.uint8).fill_(NAN_BYTE)
@@ -43,17 +43,15 @@ class Rows:
 
 def folded(w: Tensor, scale: int) -> list[Tensor]:
     """Experts of w, with one scale a row."""
-    assert w.is_contiguous()
     experts, rows, columns = w.shape
-    scales = _read(scale, experts * rows, torch.uint8).view(experts, rows, 1)
+    scales = read(scale, experts, rows, 1, dtype=torch.uint8)
     return list(values(w, scales.expand(-1, -1, columns // 32).contiguous()))
 
 
 def blocked(w: Tensor, scale: int) -> list[Tensor]:
     """Experts of w, with a scale for 32 elements."""
-    assert w.is_contiguous()
     experts, rows, columns = w.shape
-    return list(values(w, _read(scale, w.numel() // 32, torch.uint8).view(experts, rows, columns // 32)))
+    return list(values(w, read(scale, experts, rows, columns // 32, dtype=torch.uint8)))
 
 
 def rounded_rows(x: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class DgluEpilogue(Epilogue):
             results = tuple(cute.make_rmem_tensor(2, Float32) for _ in range(1 + len(parts)))
             for j in cutlass.range_constexpr(2):
                 at = 2 * i + j
-                value, *slopes = self._slopes([Float32(part[at]) for part in parts], state.params)
+                value, *slopes = act.slopes(self.spec.activation, [Float32(part[at]) for part in parts], state.params)
                 results[0][j] = value * scale
                 for result, slope in zip(results[1:], slopes, strict=True):
                     result[j] = dm[at] * scale * slope
@@ -157,12 +157,6 @@ class DgluEpilogue(Epilogue):
             for target, result in zip((outputs, *gradients), results, strict=True):
                 registers(target, 2 * i, 2).store(result.load().to(self.dtype))
         return outputs, gradients
-
-    def _slopes(self, parts: list[Float32], params: act.ActivationParams) -> tuple[Float32, ...]:
-        """The activation and its derivatives by each part."""
-        if self.spec.gated:
-            return act.GATED_BACKWARD[self.spec.activation](parts[0], parts[1], params)
-        return act.UNGATED_BACKWARD[self.spec.activation](parts[0])
 
     @cute.jit
     def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):

@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
-from ...formats import E4M3, SCALE_BLOCK, Format
+from ...formats import SCALE_BLOCK, Format
 from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
@@ -37,11 +37,9 @@ from ..swizzle import swizzle_of, swizzled_layout
 from ..turns import THREADS, Turns
 from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
 from .decode import Decoder, is_bad, multiplier_of
-from .decode_e4m3 import E4m3Decoder
+from .decoders import DECODERS
 from .gathered_rows import NO_ROWS
 
-DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder()}
-"""By the element of a weight format, whose scales are of SCALE_BLOCK elements."""
 # A word of scale bytes is a row's for a k-tile.
 SCALES_PER_WORD = 4
 STEP = SCALE_BLOCK // MMA_K

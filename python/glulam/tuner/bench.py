@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cute_kernels.chains import signature_of
 from cute_kernels.specs import Spec
 
 from .. import device as gpus
 from ..choose.loadable import Function
+from ..launch import Bare
 from ..problem import Problem
 from . import routing as routings
-from .tensors import Tensors, num_bytes
+from .tensors import launches_of, num_bytes, of_rows
 from .timing import Call, Sampler, device_us
 
 ROTATION_BYTES = 2**29  # many times any L2
@@ -42,36 +42,36 @@ class GpuBench:
     """
 
     def __init__(self, index: int) -> None:
-        found = gpus.gpu(index)
-        self.gpu, self.arch, self.driver = found.name, found.arch, driver_version()
-        self._sms = found.sm_count
+        self._found = gpus.gpu(index)
+        self.gpu, self.arch, self.driver = self._found.name, self._found.arch, driver_version()
         self._device = torch.device("cuda", index)
-        self._sets: list[Tensors] = []
+        self._problem: Problem
+        self._sets: list[list[Bare]] = []
         self._offs: dict[tuple[int, str], Tensor] = {}
 
     def fits(self, problem: Problem) -> bool:
         """Whether there is memory for a problem's tensors."""
         free, _ = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return num_bytes(problem) <= FREE_SHARE * (free + reserved)
+        return num_bytes(problem, self._found) <= FREE_SHARE * (free + reserved)
 
     def load(self, problem: Problem) -> None:
         """Make the tensors of a problem, for as many rows as it has."""
-        self._sets, self._offs = [], {}
-        copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem)), MAX_SETS)
-        self._sets = [Tensors(problem, self._device, seed) for seed in range(copies)]
+        self._problem, self._sets, self._offs = problem, [], {}
+        copies = min(math.ceil(ROTATION_BYTES / num_bytes(problem, self._found)), MAX_SETS)
+        self._sets = [launches_of(problem, self._found, self._device, seed) for seed in range(copies)]
 
     def _groups(self, rows: int, routing: str) -> Tensor:
         if (rows, routing) not in self._offs:
-            sizes = routings.group_sizes(rows, self._sets[0].problem.experts, routing)
+            sizes = routings.group_sizes(rows, self._problem.experts, routing)
             offs = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=self._device)
             self._offs[rows, routing] = offs
         return self._offs[rows, routing]
 
-    def _call(self, spec: Spec, function: Function, rows: int, routing: str) -> Call:
+    def _call(self, function: Function, rows: int, routing: str) -> Call:
         """One step on the sets in turns."""
-        offs, pack = self._groups(rows, routing), signature_of(spec).pack
-        steps = [[pack(**named, num_sms=self._sms) for named in made.launches(rows, offs)] for made in self._sets]
+        offs = self._groups(rows, routing)
+        steps = [[of_rows(bare, rows, offs) for bare in made] for made in self._sets]
 
         def call(number: int) -> None:
             for arguments in steps[number % len(steps)]:
@@ -81,14 +81,15 @@ class GpuBench:
 
     def agree(self, functions: Mapping[Spec, Function], first: Spec, rows: int) -> list[Spec]:
         """Those whose results are `first`'s, on skewed routing."""
-        made = self._sets[0]
-        rows = min(rows, made.problem.rows)
+        rows = min(rows, self._problem.rows)
+        written = [result for bare in self._sets[0] for result in bare.results]
+        written = [result[:rows] if len(result) == self._problem.rows else result for result in written]
 
         def results(spec: Spec) -> list[Tensor]:
-            for result in made.results_of(rows):
+            for result in written:
                 result.fill_(torch.nan)
-            self._call(spec, functions[spec], rows, routings.DIRICHLET)(0)
-            return [result.clone() for result in made.results_of(rows)]
+            self._call(functions[spec], rows, routings.DIRICHLET)(0)
+            return [result.clone() for result in written]
 
         wanted = results(first)
         return [spec for spec in functions if spec == first or all(map(_close, results(spec), wanted))]
@@ -96,9 +97,7 @@ class GpuBench:
     def samplers(self, functions: Mapping[Spec, Function], rows: int, routing: str, us: float) -> dict[Spec, Sampler]:
         """What takes a sample of each kernel, in microseconds a step, which takes about `us`."""
         calls = min(max(math.ceil(SAMPLE_US / us), 1), MAX_CALLS_PER_SAMPLE)
-        return {
-            spec: _sampler(self._call(spec, function, rows, routing), calls) for spec, function in functions.items()
-        }
+        return {spec: _sampler(self._call(function, rows, routing), calls) for spec, function in functions.items()}
 
 
 def _close(result: Tensor, wanted: Tensor) -> bool:

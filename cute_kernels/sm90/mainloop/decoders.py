@@ -1,7 +1,8 @@
-"""E4M3 weights as pairs of bfloat16 numbers, exactly: times a power of two, two elements a 32-bit register.
+"""Weights as pairs of bfloat16 numbers, exactly: times a power of two, two elements a 32-bit register. A class for each
+format.
 
-The hardware converts E4M3 to float16; by way of float32 that becomes bfloat16, which has 8 bits of significand where
-E4M3 has 4. The product with a block's scale is exact where it is no subnormal. That is five instructions for two
+E4M3: the hardware converts it to float16; by way of float32 that becomes bfloat16, which has 8 bits of significand
+where E4M3 has 4. The product with a block's scale is exact where it is no subnormal. That is five instructions for two
 elements, or 20 a warp for its part of 64 x 16 weights, which keep the tensor cores busy for 128 cycles where 256 rows
 of x are multiplied.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Uint16
 
+from ...formats import E4M3
 from .decode import Decoder
 
 
@@ -35,3 +37,7 @@ class E4m3Decoder(Decoder):
         mul.rn.bf16x2 {$w0}, pair, {$r1};
         }"""
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
+
+
+DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder()}
+"""By the element of a weight format, whose scales are of SCALE_BLOCK elements."""

@@ -1,0 +1,250 @@
+"""The text that is generated: of operators' functions, and of launches. `tests/golden` has it to be read.
+
+After a change that is meant: GLULAM_GOLDEN=write python -m pytest tests/test_generated.py, and read the difference.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import FakeGpu
+from support.inputs import Case, apart, gradient, make_case, preactivation, transposed
+from support.routes import some_logits
+
+import glulam
+from cute_kernels.signatures import Argument
+from glulam import front, launch, library
+from glulam.backward import planned
+from glulam.backward.planned import TrainingPlan
+from glulam.call import Call
+from glulam.launch import Plan, Shape
+from glulam.layer.moe import MoeCall
+from glulam.mxfp8.quantize import QuantizeMxfp8Call
+from glulam.ops.grouped_mlp import GroupedMlpCall
+from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, mlp_of_plain_tensors
+from glulam.ops.grouped_mm import GroupedMmCall
+
+pytest_plugins = ["support.fixtures"]
+
+GOLDEN = Path(__file__).parent / "golden"
+SIZES, TOKENS, HIDDEN, INTER = [5, 0, 17, 10], 16, 64, 128
+
+
+def check_golden(name: str, text: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("GLULAM_GOLDEN") == "write":
+        path.write_text(f"{text}\n")
+    assert text == path.read_text().rstrip("\n")
+
+
+def layer(tail: int = 0) -> Case:
+    return make_case(SIZES, HIDDEN, INTER, tail=tail)
+
+
+def routed() -> glulam.Routing:
+    return glulam.route(some_logits(TOKENS, len(SIZES)), 2)
+
+
+def mlp(**changes: Any) -> Any:
+    c = layer()
+    return glulam.grouped_mlp(**{"x": c.x, "w1": c.w1, "w2": c.w2, "offs": c.offs, **changes})
+
+
+def in_lists(**changes: Any) -> Any:
+    c = layer()
+    lists = {"w1": list(c.w1), "w2": list(c.w2), "b1": list(c.b1), "b2": list(c.b2)}
+    return mlp(**lists, out=torch.empty_like(c.x), **changes)
+
+
+def moe(**changes: Any) -> Any:
+    c = layer()
+    return glulam.moe(c.x[:TOKENS].contiguous(), routed(), c.w1, c.w2, **changes)
+
+
+def quantize() -> Any:
+    x = layer().x
+    return glulam.quantize_mxfp8(x, out=glulam.quantize_mxfp8(x))
+
+
+def step(kind: Callable[..., Any] = mlp, **changes: Any) -> None:
+    c = layer()
+    leaves = [c.w1.requires_grad_(), c.w2.requires_grad_()]
+    x = (c.x[:TOKENS].clone() if kind is moe else c.x).requires_grad_()
+    if kind is moe:
+        y = glulam.moe(x, routed(), *leaves, **changes)
+    else:
+        y = glulam.grouped_mlp(x, *leaves, offs=c.offs, row_scale=c.row_scale.requires_grad_(), **changes)
+    y.backward(torch.ones_like(y))
+    assert all(leaf.grad is not None for leaf in (x, *leaves))
+
+
+def dglu(**changes: Any) -> Any:
+    c = layer()
+    given = {"dy": gradient(c), "w2": c.w2, "preact": preactivation(c), "offs": c.offs, "row_scale": c.row_scale}
+    return glulam.grouped_dglu(**{**given, **changes})
+
+
+def mm(**changes: Any) -> Any:
+    c = layer()
+    return glulam.grouped_mm(**{"x": c.x, "w": c.w1, "offs": c.offs, **changes})
+
+
+def glu(**changes: Any) -> Any:
+    c = layer()
+    return glulam.grouped_glu(**{"x": c.x, "w1": c.w1, "offs": c.offs, **changes})
+
+
+def wgrad(**changes: Any) -> Any:
+    c = layer()
+    return glulam.grouped_wgrad(**{"dy": gradient(c), "x": c.x, "offs": c.offs, **changes})
+
+
+def by_index() -> torch.Tensor:
+    return torch.arange(sum(SIZES), dtype=torch.int32)
+
+
+FRONTS = {
+    "grouped_mm": lambda: front.text_of(GroupedMmCall, glulam.grouped_mm),
+    "grouped_mlp": lambda: front.text_of(GroupedMlpCall, glulam.grouped_mlp, 'recipe != "bf16"'),
+    "mlp_of_plain_tensors": lambda: front.text_of(Mxfp8MlpCall, mlp_of_plain_tensors),
+}
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_functions_of_operators(name: str) -> None:
+    check_golden(f"front-{name}", FRONTS[name]())
+
+
+LAUNCHES: dict[str, tuple[type[Call], Callable[[], Any]]] = {
+    "grouped_mlp": (GroupedMlpCall, mlp),
+    "grouped_mlp-lists-biases-out": (GroupedMlpCall, in_lists),
+    "moe": (MoeCall, moe),
+    "quantize_mxfp8-out": (QuantizeMxfp8Call, quantize),
+    "mlp-mxfp8_exact": (Mxfp8MlpCall, lambda: mlp(recipe="mxfp8_exact")),
+}
+
+
+def readable(plan: Plan) -> str:
+    """The text, and by their names what of the function's arguments is not 0."""
+    calls = [node for node in ast.walk(ast.parse(plan.text)) if isinstance(node, ast.Call)]
+    (values,) = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "function"]
+    named = zip(plan.shape.arguments, map(ast.unparse, values), strict=True)
+    return "\n".join([plan.text, *[f"# {argument.name}: {value}" for argument, value in named if value != "0"]])
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches(name: str, fake_gpu: FakeGpu) -> None:
+    kind, call = LAUNCHES[name]
+    call()
+    *_, plan = kind.plans
+    check_golden(f"launch-{name}", readable(plan))
+
+
+def test_launches_of_a_training_step(fake_gpu: FakeGpu) -> None:
+    step()
+    (plan,) = GroupedMlpCall.plans
+    assert isinstance(plan, TrainingPlan)
+    check_golden(
+        "launch-training-step", "\n\n".join(f"# {name}\n{readable(part)}" for name, part in plan.parts.items())
+    )
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    **{name: call for name, (_, call) in LAUNCHES.items()},
+    "mm": mm,
+    "mm by index, with biases": lambda: mm(rows=by_index(), bias=layer().b1, bias_scale=layer().row_scale),
+    "mm transposed": lambda: mm(w=layer().w1.mT.contiguous(), transpose_w=True, out=mm()),
+    "mm of halves": lambda: mm(x=mm(), w=glulam.GateUp(*apart(layer().w1)), transpose_w=True),
+    "glu": lambda: glu(return_preact=True, bias=list(layer().b1), row_scale=layer().row_scale),
+    "glu of halves, into out": lambda: glu(w1=glulam.GateUp(*apart(layer().w1)), out=glu()),
+    "mlp by index": lambda: mlp(rows=by_index(), out=layer().x),
+    "mlp transposed": lambda: mlp(**dict(zip(("w1", "w2"), transposed(layer()), strict=True)), transpose_w=True),
+    "dglu": dglu,
+    "dglu without sums": lambda: dglu(row_scale_grad=False, w2=list(layer().w2), rows=by_index()),
+    "wgrad": lambda: wgrad(x_rows=by_index()),
+    "wgrad into lists": lambda: wgrad(out=list(wgrad()), mask=torch.ones(len(SIZES), dtype=torch.bool)),
+    "bias gradient": lambda: glulam.grouped_bias_grad(gradient(layer()), offs=layer().offs),
+    "quantize both": lambda: glulam.quantize_mxfp8(layer().x, axis="both", scale_layout="swizzled"),
+    "moe with a residual": lambda: moe(residual=layer().x[:TOKENS].contiguous(), b1=layer().b1),
+    **{f"mlp {recipe}": lambda r=recipe: in_lists(recipe=r) for recipe in ("mxfp8", "mxfp8_weight_only")},
+    **{f"moe {r}": lambda r=r: moe(recipe=r) for r in ("mxfp8", "mxfp8_weight_only", "mxfp8_exact")},
+    "mlp of rows in MXFP8": lambda: mlp(x=glulam.quantize_mxfp8(layer().x, block="1x128"), recipe="mxfp8"),
+    "step": step,
+    "step in MXFP8": lambda: step(recipe="mxfp8"),
+    "step that recomputes": lambda: step(recompute=True),
+    "step of a layer": lambda: step(moe),
+    "step of a layer in MXFP8": lambda: step(moe, recipe="mxfp8"),
+    "step of a GEMM": lambda: mm(w=layer().w1.requires_grad_(), bias=layer().b1).sum().backward(),
+}  # fmt: skip
+
+
+def plans_made() -> Iterator[Plan]:
+    for kept in (*(kind.plans for kind in library.CALLS), planned.PLANS):
+        for plan in kept:
+            yield from plan.parts.values() if isinstance(plan, TrainingPlan) else [plan]
+
+
+def sources(shape: Shape, argument: Argument) -> list[str]:
+    """What gives an argument of a function its value, of all that might."""
+    name, results = argument.name, {made.name for made in shape.makes}
+    stated = {"text": dict(shape.texts), "scratch": dict(shape.scratch), "constant": shape.constants}
+    found = [kind for kind, names in stated.items() if name in names]
+    found += ["result" for made in shape.makes if made.kernel == name]
+    if found == ["text"]:  # which says what becomes of an argument of the same name
+        return found
+    given = dict(shape.sources).get(name, name)
+    if given in shape.present and given not in results:
+        found.append("argument")
+    for end, kinds in (("_table", shape.lists), ("_up", shape.halves)):
+        if name.endswith(end):
+            of = name.removesuffix(end)
+            own = [made.name for made in shape.makes if made.kernel == of]
+            found += ["list" for one in own or [dict(shape.sources).get(of, of)] if one in kinds]
+    return [*found, *(["tickets"] if name == "tickets" else [])]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument_of_a_function_has_one_source(name: str, fake_gpu: FakeGpu) -> None:
+    CALLS[name]()
+    plans = list(plans_made())
+    assert plans and fake_gpu.launches
+    for plan in plans:
+        for argument in plan.shape.arguments:
+            found = sources(plan.shape, argument)
+            assert len(found) == 1 or (not found and argument.optional), (plan.op, argument.name, found)
+
+
+def test_what_nothing_gives_is_named() -> None:
+    needed = Argument("groups", "address")
+    shape = Shape(
+        **{**dict.fromkeys(Shape._fields, ()), "takes": ("x",), "unpacks": "", "checked": False, "arguments": (needed,)}
+    )
+    with pytest.raises(TypeError, match="nothing gives groups"):
+        launch.text_of(shape)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_buffer_for_rows_is_none_for_tokens(listed: bool, fake_gpu: FakeGpu) -> None:
+    """A chain's argument `out` is where the sums of tokens go, and grouped_mlp's the rows."""
+    out = torch.empty_like(layer().x)
+    if listed:
+        in_lists()
+    else:
+        assert mlp(out=out) is out
+    (launched,) = fake_gpu.launches
+    assert (launched["out"], launched["tokens"]) == (0, 0)
+
+
+def test_sums_want_tokens_to_go_to(fake_gpu: FakeGpu) -> None:
+    """The stand-in of a GPU refuses what such a mistake would pass."""
+    mlp()
+    (launched,) = fake_gpu.launches
+    kernel = fake_gpu.find(fake_gpu.specs[-1])
+    with pytest.raises(ValueError, match="out is given, and no tokens"):
+        kernel.function(*{**launched, "out": launched["y"].data_ptr()}.values())
