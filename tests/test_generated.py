@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.criterion import same_bits
 from support.fake_gpu import FakeGpu
 from support.inputs import Case, apart, gradient, make_case, preactivation, transposed
 from support.routes import some_logits
 
 import glulam
 from cute_kernels.signatures import Argument
-from glulam import front, launch, library
+from glulam import front, launch, library, tickets, workspace
 from glulam.backward import planned
 from glulam.backward.planned import TrainingPlan
 from glulam.call import Call
@@ -248,3 +249,21 @@ def test_sums_want_tokens_to_go_to(fake_gpu: FakeGpu) -> None:
     kernel = fake_gpu.find(fake_gpu.specs[-1])
     with pytest.raises(ValueError, match="out is given, and no tokens"):
         kernel.function(*{**launched, "out": launched["y"].data_ptr()}.values())
+
+
+def test_a_bare_launch_is_the_call_in_memory_of_its_own(fake_gpu: FakeGpu) -> None:
+    c = layer()
+    wanted = mlp(out=torch.empty_like(c.x))
+    (plan,) = GroupedMlpCall.plans
+    workspace.forget()
+    tickets.forget()
+    out = torch.full_like(c.x, torch.nan)
+    bare = plan.bare(c.x, c.w1, c.w2, None, None, None, None, c.offs, out)
+    assert out.isnan().all() and not workspace.stats().buffers and not tickets.stats().streams
+    fake_gpu.launches.clear()
+    for _ in range(2):
+        out.fill_(torch.nan)
+        bare.function(*bare.values)
+        assert bare.results[0] is out and same_bits(out, wanted)
+    first, second = ({**launched, "mid": launched["mid"].data_ptr()} for launched in fake_gpu.launches)
+    assert first["mid"] == second["mid"] and first["tickets"] == second["tickets"] != 0

@@ -23,6 +23,7 @@ from ..choose import known, loadable, table
 from ..choose.shipped import families_of
 from ..choose.table import Layer, Point, Stamp, Unfinished
 from ..problem import Problem, training_parts
+from ..signature import check_flag
 from .bench import GpuBench
 from .pool import CompilePool, default_jobs
 from .report import TuneReport
@@ -84,7 +85,9 @@ def tune(
         UnsupportedDevice: there is no GPU that kernels run on.
         BundleError, CompileError, ToolchainError (RuntimeErrors): there is nothing to compare with.
     """
-    _check_flags(save_preact=save_preact, transpose_w=transpose_w, training=training, progress=progress)
+    flags = {"save_preact": save_preact, "transpose_w": transpose_w, "training": training, "progress": progress}
+    for name, value in flags.items():
+        check_flag("tune", name, value)
     if not isinstance(rows_per_expert, (tuple, list, range)) or not rows_per_expert:
         raise TypeError(f"tune: rows_per_expert is {rows_per_expert!r}; give whole numbers, as a tuple")
     for average in rows_per_expert:
@@ -106,12 +109,6 @@ def tune(
     bench = GpuBench(index)
     with torch.cuda.device(index), CompilePool(jobs or default_jobs()) as pool:
         return run(problems, bench, pool, options, Path(out) if out else default_table(bench.gpu), progress)
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"tune: {name} is {value!r}; give True or False")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
