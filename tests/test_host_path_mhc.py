@@ -18,7 +18,7 @@ from cute_kernels.mhc import shapes
 from cute_kernels.signatures import ADDRESS
 from cute_kernels.specs import ROUTING, LayerSpec, MhcSpec
 from glulam import mhc, plans
-from glulam.addressed import Operator
+from glulam.addressed import AddressedCall
 from glulam.mhc import reference
 
 pytest_plugins = ["support.fixtures"]
@@ -227,13 +227,13 @@ def test_a_whole_layer_is_two_calls(fake_gpu: FakeGpu) -> None:
 
 
 def test_every_operator_lists_the_addresses_of_its_kernel() -> None:
-    def every(kind: type[Operator]) -> list[type[Operator]]:
+    def every(kind: type[AddressedCall]) -> list[type[AddressedCall]]:
         return [kind, *(more for sub in kind.__subclasses__() for more in every(sub))]
 
     checked = 0
-    for kind in every(Operator):
-        if hasattr(kind, "kernel") and hasattr(kind, "inputs"):
-            listed = (*kind.inputs, *kind.outputs)
+    for kind in every(AddressedCall):
+        if hasattr(kind, "operator"):
+            listed = (*[kind.labels[name] for name in kind.reads], *kind.returns)
             layer = (
                 LayerSpec(kind.kernel, experts=128 if kind.kernel in ROUTING else 0) if kind.family == "layer" else None
             )

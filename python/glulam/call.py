@@ -6,7 +6,7 @@ Nothing here is on the fast path (`front`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -74,6 +74,7 @@ class Call:
     torch_returns_with_out: ClassVar[str] = ""
     settled_without_out: ClassVar[dict[str, Any]] = {}
     settled_with_out: ClassVar[dict[str, Any]] = {}
+    has_torch_out: ClassVar[bool] = True  # whether there are forms that write a buffer
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 
     # Of the operator's parameters:
@@ -100,8 +101,9 @@ class Call:
         self.__dict__.update(arguments)
 
     @classmethod
-    def declare(cls, names: tuple[str, ...], plans: Plans[Any] | None = None) -> None:
+    def declare(cls, parameters: Iterable[str], plans: Plans[Any] | None = None) -> None:
         """Let the operator have these parameters."""
+        names = tuple(parameters)
 
         def those(of: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in of)
@@ -202,6 +204,11 @@ class Call:
         return shape[0] if shape else 0  # a scalar, which checks refuse
 
     @property
+    def lead_sizes(self) -> tuple[int, ...]:
+        """Those of the rows' dimensions."""
+        return (self.num_rows,)
+
+    @property
     def groups(self) -> Any:
         """Group sizes, in whichever form they were given."""
         return self.offs if getattr(self, "splits", None) is None else self.splits
@@ -255,7 +262,8 @@ class Call:
     def differentiate(self, key: Hashable = None) -> Any:
         """As `settle`, for a call of which an argument requires a gradient."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
-            refuse_out(self.op, getattr(self, "out", None))
+            for name in self.outputs:
+                refuse_out(self.op, getattr(self, name))
             return self.dispatch()
         return self.with_backward(self, key)
 
@@ -293,7 +301,7 @@ class Call:
         rows = self.num_rows
         if not 1 < rows < MAX_ROWS or checking():
             return None
-        known = plans.settled(key, (rows,))
+        known = plans.settled(key, self.lead_sizes)
         return None if known is None else (changed(known[0], rows=rows), known[1])
 
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
@@ -301,7 +309,7 @@ class Call:
         if problem.rows > 1:
             count = sum(getattr(self, name, None) is not None for name in self.rowwise)
             free = self.free
-            plans.settle(key, (problem.rows,), count - len(free), (problem, plan), free)
+            plans.settle(key, self.lead_sizes, count - len(free), (problem, plan), free)
 
     @property
     def variant(self) -> str:
@@ -357,7 +365,7 @@ class Call:
         """The plan of a problem, which is this call's. `checked`: see `launch.Shape`."""
         index = self.lead.get_device()
         gpu = gpus.gpu(index)
-        serving = kernels.serving(problem, gpu)
+        serving = self.serving(problem, gpu)
         constants = {
             "index": index,
             "device": self.lead.device,
@@ -369,6 +377,10 @@ class Call:
         }
         shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
         return self._plan(shape, constants, serving)
+
+    def serving(self, problem: Problem, gpu: gpus.Gpu) -> Any:
+        """What finds the function for a number of rows."""
+        return kernels.serving(problem, gpu)
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any) -> Plan:
         extents = self._read_extents(), self._out_extents()
@@ -463,9 +475,9 @@ class Call:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """All inputs, those of lists one by one, under the names that errors give them."""
-        names = (*self.matrices, *self.weights, *self.biases, *self.scales, "offs", "splits")
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
         read = (name for name in names if name not in self.outputs)
-        return [pair for name in read for pair in tensors_of(name, getattr(self, name))]
+        return [pair for name in read for pair in tensors_of(name, getattr(self, name, None))]
 
     def written(self) -> list[tuple[str, Tensor]]:
         """The outputs that were given, likewise."""

@@ -95,7 +95,7 @@ def operator(
     """
 
     def made(function: Function) -> Function:
-        kind.declare(tuple(inspect.signature(function).parameters), plans)
+        kind.declare(inspect.signature(function).parameters, plans)
         names = {
             "kind": kind,
             "unplanned": unplanned,

@@ -34,6 +34,7 @@ class Made(NamedTuple):
         like: the argument that has its device, and its dtype; the leading one by default.
         dtype: the name of a constant, where it has another.
         returned: False of what only the function needs.
+        wanted: False of a result that is None, for which the function gets 0.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Made(NamedTuple):
     like: str = ""
     dtype: str = ""
     returned: bool = True
+    wanted: bool = True
 
 
 class Shape(NamedTuple):
@@ -111,6 +113,8 @@ class _Values:
         return self.made[name].name if name in self.made else self.sources.get(name, name)
 
     def _result(self, made: Made, argument: Argument) -> str:
+        if not made.wanted:
+            return "0"
         if argument.kind == ADDRESS:
             return f"{made.name}.data_ptr()"
         if made.name in self.shape.lists:
@@ -195,7 +199,9 @@ def _makes(shape: Shape) -> list[str]:
     """Allocates results, and takes memory that the call needs besides."""
     lines = []
     for made in shape.makes:
-        if made.name not in shape.present:
+        if not made.wanted:
+            lines.append(f"{made.name} = None")
+        elif made.name not in shape.present:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")

@@ -1,0 +1,180 @@
+"""Sums of residual streams: `aggregate`, which a sub-layer reads, and `post_mix`, which takes its output in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels.mhc.shapes import CTAS_PER_SM
+
+from ..addressed import Like, MhcCall, like
+from ..front import operator
+from ..signature import check_flag
+from . import reference
+from .checks import check_like, check_param, check_streams
+
+
+class AggregateCall(MhcCall):
+    op = kernel = "aggregate"
+    formed = ("h_pre",)
+    differentiable = True
+    saves = ("x", "h_pre")
+
+    def check_inputs(self) -> None:
+        lead, n, _ = check_streams(self.op, "x", self.x)
+        check_param(self.op, "h_pre", self.h_pre, (*lead, n), self.x, "it weighs each of x's streams")
+
+    def likes(self) -> Sequence[Like | None]:
+        *lead, _, width = self.x.shape
+        return [((*lead, width), self.x.dtype)]
+
+    def compute(self) -> Any:
+        return reference.aggregate(self.x, self.h_pre)
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
+        made = aggregate_backward(gradients[0], **saved, of_x=needed["x"], of_h_pre=needed["h_pre"])
+        return dict(zip(saved, made, strict=True))
+
+
+class AggregateBackwardCall(MhcCall):
+    op, kernel = "aggregate", "aggregate_backward"
+    returns = ("d_x", "d_h_pre")
+    formed = ("h_pre",)
+
+    def wanted(self) -> tuple[bool, ...]:
+        return self.of_x, self.of_h_pre
+
+    def likes(self) -> Sequence[Like | None]:
+        return [like(self.x), like(self.h_pre)]
+
+    def compute(self) -> Any:
+        return reference.aggregate_backward(self.d_out, self.x, self.h_pre)
+
+
+class _Mixing(MhcCall):
+    """What forward and backward of post_mix have in common."""
+
+    op = "post_mix"
+    leads = "residual"
+    formed = ("h_res", "h_post", "bias")
+
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        return {**super().numbers(sm_count), "transpose": int(self.transpose_res)}
+
+
+class PostMixCall(_Mixing):
+    kernel = "post_mix"
+    differentiable = True
+    saves = ("residual", "h_res", "h_post", "x", "bias")
+
+    def check_inputs(self) -> None:
+        residual = self.residual
+        lead, n, width = check_streams(self.op, "residual", residual)
+        check_param(self.op, "h_res", self.h_res, (*lead, n, n), residual, "it mixes residual's streams")
+        check_param(self.op, "h_post", self.h_post, (*lead, n), residual, "it weighs x in each of residual's streams")
+        check_like(self.op, "x", self.x, (*lead, width), residual, "it is added to residual's streams")
+        if self.bias is not None:
+            check_param(self.op, "bias", self.bias, (width,), residual, "it is added to x")
+        check_flag(self.op, "transpose_res", self.transpose_res)
+
+    def likes(self) -> Sequence[Like | None]:
+        return [like(self.residual)]
+
+    def compute(self) -> Any:
+        return reference.post_mix(self.residual, self.h_res, self.h_post, self.x, self.bias, self.transpose_res)
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
+        wanted = {f"of_{name}": needed[name] for name in saved}
+        return dict(zip(saved, post_mix_backward(gradients[0], **saved, **options, **wanted), strict=True))
+
+
+class PostMixBackwardCall(_Mixing):
+    kernel = "post_mix_backward"
+    returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
+
+    def wanted(self) -> tuple[bool, ...]:
+        return self.of_residual, self.of_h_res, self.of_h_post, self.of_x, self.of_bias
+
+    def likes(self) -> Sequence[Like | None]:
+        return [*map(like, (self.residual, self.h_res, self.h_post, self.x, self.bias))]
+
+    def compute(self) -> Any:
+        tensors = (self.d_out, self.residual, self.h_res, self.h_post, self.x, self.bias)
+        return reference.post_mix_backward(*tensors, self.transpose_res)
+
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        numbers = super().numbers(sm_count)
+        partials = min(self.num_rows, CTAS_PER_SM * sm_count) * numbers["width"] if self.of_bias else 0
+        return {**numbers, "workspace": partials}
+
+
+@operator(AggregateCall)
+def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """out = sum over j of h_pre[..., j] x[..., j, :]. Differentiable in both.
+
+    Args:
+        x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
+            8 and C a multiple of 8.
+        h_pre: [..., n], float32 or 16-bit.
+        out: the result's buffer; only where no gradient is recorded.
+
+    Returns:
+        [..., C] in x's dtype, summed in float32.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: `out` is given and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+    """
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(AggregateBackwardCall)
+def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor, of_x: bool, of_h_pre: bool) -> Any:
+    """Gradients of x and h_pre, None of what is not wanted."""
+
+
+@operator(PostMixCall)
+def post_mix(
+    residual: Tensor,
+    h_res: Tensor,
+    h_post: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transpose_res: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[..., i, :] = sum over j of h_res[..., i, j] residual[..., j, :], + h_post[..., i] (x + bias). Differentiable.
+
+    Args:
+        residual: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is
+            2, 4 or 8 and C a multiple of 8.
+        h_res: [..., n, n], float32 or 16-bit.
+        h_post: [..., n], float32 or 16-bit.
+        x: a sub-layer's output [..., C], residual's dtype.
+        bias: [C], float32 or 16-bit: that of the sub-layer's last linear layer, added here.
+        transpose_res: use h_res[..., j, i] in place of h_res[..., i, j].
+        out: the result's buffer; only where no gradient is recorded.
+
+    Returns:
+        Like residual; summed in float32.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: `out` is given and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+    """
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(PostMixBackwardCall)
+def post_mix_backward(
+    d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None,
+    transpose_res: bool, of_residual: bool, of_h_res: bool, of_h_post: bool, of_x: bool, of_bias: bool,
+) -> Any:  # fmt: skip
+    """Gradients of the five tensors behind the first, None of what is not wanted."""
