@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
 
-from ..addressed import LayerCall, Like, forms, like
+from ..addressed import Gradients, LayerCall, Like, forms, like
 from ..front import operator
 from ..signature import check_tensor, mismatch, runs_kernels, shape_text
 from . import reference
@@ -230,12 +230,11 @@ class RouteCall(_Choosing):
         return LayerSpec(self.kernel, experts=_capacity(self.logits.shape[1]), arch=arch)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        d_weights = _of_weights(gradients[1], gradients[5], saved["row_of"])
-        if d_weights is None:
-            return {}
-        rule = options["score"], options["normalize"], options["scale"]
-        return {"logits": route_backward(d_weights, saved["logits"], saved["ids"], *rule)}
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        logits, ids, row_of = saved
+        _, score, normalize, _, _, scale = options
+        d_weights = _of_weights(gradients[1], gradients[5], row_of)
+        return () if d_weights is None else (route_backward(d_weights, logits, ids, score, normalize, scale),)
 
 
 class RouteBackwardCall(_Choosing):
@@ -297,8 +296,8 @@ class SortCall(LayerCall):
         return LayerSpec(self.kernel, experts=_capacity(self.num_experts), arch=arch)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        return {"id_weights": _of_weights(None, gradients[3], saved["row_of"])}
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return None, _of_weights(None, gradients[3], *saved)
 
 
 class RowWeightsBackwardCall(LayerCall):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.specs import LayerSpec, Spec
 
-from ..addressed import LayerCall, Like
+from ..addressed import Gradients, LayerCall, Like
 from ..front import operator
 from ..mhc.checks import check_dtype, check_like, check_vectors
 from ..mxfp8 import MXFP8Tensor
@@ -132,8 +132,8 @@ class PermuteCall(_Moving):
         return reference.permute(self.x, self.row_of)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        return {"x": combine_rows(gradients[0], saved["row_of"], None)}
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return (combine_rows(gradients[0], saved[0], None),)
 
 
 class CombineCall(_Moving):
@@ -157,10 +157,10 @@ class CombineCall(_Moving):
         return reference.combine(self.y, self.row_of, self.residual)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
         (d_out,) = gradients
-        d_y = permute_tokens(d_out, saved["row_of"]) if needed["y"] else None
-        return {"y": d_y, "residual": d_out if needed["residual"] else None}
+        of_y, _, of_residual = needed
+        return permute_tokens(d_out, *saved) if of_y else None, None, d_out if of_residual else None
 
 
 @operator(PermuteCall)

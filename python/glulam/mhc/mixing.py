@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.mhc.shapes import CTAS_PER_SM
 
-from ..addressed import Like, MhcCall, like
+from ..addressed import Gradients, Like, MhcCall, like
 from ..front import operator
 from ..signature import check_flag
 from . import reference
@@ -34,9 +34,9 @@ class AggregateCall(MhcCall):
         return reference.aggregate(self.x, self.h_pre)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        made = aggregate_backward(gradients[0], **saved, of_x=needed["x"], of_h_pre=needed["h_pre"])
-        return dict(zip(saved, made, strict=True))
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        made: Gradients = aggregate_backward(*gradients, *saved, *needed)
+        return made
 
 
 class AggregateBackwardCall(MhcCall):
@@ -87,9 +87,9 @@ class PostMixCall(_Mixing):
         return reference.post_mix(self.residual, self.h_res, self.h_post, self.x, self.bias, self.transpose_res)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        wanted = {f"of_{name}": needed[name] for name in saved}
-        return dict(zip(saved, post_mix_backward(gradients[0], **saved, **options, **wanted), strict=True))
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        made: Gradients = post_mix_backward(*gradients, *saved, *options, *needed)
+        return made
 
 
 class PostMixBackwardCall(_Mixing):

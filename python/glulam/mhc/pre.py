@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_kernels.mhc import shapes
 
 from .. import device as gpus
-from ..addressed import Like
+from ..addressed import Gradients, Like
 from ..front import operator
 from . import reference
 from .checks import check_eps, check_iters
@@ -92,18 +92,19 @@ class PreCall(Projecting):
         return held["out"], held["h_post"], held["h_res"], held["x"].view_as(held["x"])
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
         d_out, d_post, d_res, d_residual = gradients
-        h_pre, logits = saved.pop("h_pre"), saved.pop("logits")
+        *saved, h_pre, logits = saved
+        eps, *of_sinkhorn = options
         d_pre = d_logits = None
         if d_out is not None:
-            d_pre = aggregate_backward(d_out, saved["x"], h_pre, of_x=False, of_h_pre=True)[1]
+            d_pre = aggregate_backward(d_out, saved[0], h_pre, of_x=False, of_h_pre=True)[1]
         elif d_residual is not None:
             d_out = d_residual.new_zeros(*d_residual.shape[:-2], d_residual.shape[-1])
         if d_res is not None:
-            d_logits = sinkhorn_backward(d_res, logits, options["iters"], options["sinkhorn_eps"])
+            d_logits = sinkhorn_backward(d_res, logits, *of_sinkhorn)
         addends = (d_out, None if d_out is None else h_pre, d_residual)
-        return parameter_gradients(saved, options["eps"], needed, d_pre, d_post, d_logits, *addends)
+        return parameter_gradients(saved, eps, needed, d_pre, d_post, d_logits, *addends)
 
 
 @operator(PreCall)

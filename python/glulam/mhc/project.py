@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.mhc import shapes
 from cute_kernels.specs import MhcSpec, Spec
 
-from ..addressed import Like, MhcCall, like
+from ..addressed import Gradients, Like, MhcCall, like
 from ..front import operator
 from ..signature import check_plain, is_transformed
 from . import reference
@@ -176,8 +176,8 @@ class ProjectCall(Projecting):
         return super().recorded(held)[:3]
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        return parameter_gradients(saved, options["eps"], needed, *gradients)
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return parameter_gradients(saved, options[0], needed, *gradients, None, None, None)
 
 
 class ProjectBackwardCall(Projecting):
@@ -238,17 +238,18 @@ def project_backward(
 
 
 def parameter_gradients(
-    saved: dict[str, Any], eps: float, needed: dict[str, bool], d_pre: Tensor | None, d_post: Tensor | None,
-    d_res: Tensor | None, d_aggregate: Tensor | None = None, h_pre: Tensor | None = None,
-    d_residual: Tensor | None = None,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """Of project's arguments, each in its own dtype and shape. `saved`: these and stats."""
-    d_x, d_weight, sums = project_backward(
-        d_pre, d_post, d_res, **saved, d_aggregate=d_aggregate, h_pre=h_pre, d_residual=d_residual, eps=eps,
-        of_x=needed["x"], of_weight=needed["weight"],
-    )  # fmt: skip
-    bias, count = saved["bias"], saved["bias"].numel()
-    made = {"x": d_x, "weight": d_weight, "bias": sums[:count].to(bias.dtype) if needed["bias"] else None}
-    for place, name in enumerate(ALPHAS, count):
-        made[name] = sums[place].to(saved[name].dtype).view(saved[name].shape) if needed[name] else None
-    return made
+    saved: Sequence[Tensor], eps: float, needed: Sequence[bool], *given: Tensor | None
+) -> Gradients:  # fmt: skip
+    """Of project's arguments, each in its own dtype and shape.
+
+    Args:
+        saved: these and stats. needed: which of them. given: d_pre, d_post, d_res, d_aggregate, h_pre and d_residual.
+    """
+    _, _, *alphas, bias, _ = saved
+    made = project_backward(*given[:3], *saved, *given[3:], eps, *needed[:2])  # type: ignore[arg-type, call-arg]
+    (d_x, d_weight, sums), count = made, bias.numel()
+    of_alphas = [
+        sums[place].to(alpha.dtype).view(alpha.shape) if want else None
+        for place, (alpha, want) in enumerate(zip(alphas, needed[2:5], strict=True), count)
+    ]
+    return [d_x, d_weight, *of_alphas, sums[:count].to(bias.dtype) if needed[5] else None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.specs import MhcSpec, Spec
 
-from ..addressed import Like, MhcCall, like
+from ..addressed import Gradients, Like, MhcCall, like
 from ..front import operator
 from ..signature import check_tensor
 from . import reference
@@ -54,8 +54,8 @@ class SinkhornCall(_Normalising):
         return reference.sinkhorn(self.logits, self.iters, self.eps)
 
     @staticmethod
-    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> dict[str, Tensor | None]:
-        return {"logits": sinkhorn_backward(gradients[0], **saved, **options)}
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return (sinkhorn_backward(*gradients, *saved, *options),)
 
 
 class SinkhornBackwardCall(_Normalising):
