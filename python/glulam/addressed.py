@@ -262,12 +262,13 @@ class AddressedCall(Call):
         return {**sizes, "memory": [((1, size), torch.float32)] if size else []}
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any) -> Plan:
-        """Rows tell whether the kernel needs a workspace."""
+        """Rows tell whether the kernel needs a workspace, and may have more dimensions than those of a plan alike."""
         texts = {"stream": "raw_stream(index)", **{name: "0" for name in self.reads if getattr(self, name) is None}}
         scratch = (("workspace", "matrix"),) if constants["memory"] else ()
         if not scratch:
             texts["workspace"] = "0"
-        return super()._plan(shape._replace(texts=tuple(texts.items()), scratch=scratch), constants, serving)
+        shape = shape._replace(texts=tuple(texts.items()), scratch=scratch, makes=self.made())
+        return super()._plan(shape, constants, serving)
 
     # Gradients:
 
