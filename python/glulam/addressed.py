@@ -23,11 +23,9 @@ from .backward.parts import once_differentiable, usable, without_graph
 from .call import Call
 from .launch import Made, Plan, Shape
 from .problem import Problem
-from .signature import any_requires_grad, check_alignment, is_transformed, refuse_out, tensors_of
+from .signature import any_requires_grad, check_alignment, check_tensor, is_transformed, refuse_out
 
 MAX_TOKENS = 2**27
-TORCH_TYPES = {"Tensor | None": "Tensor?"}
-"""Of annotations, where torch calls them otherwise."""
 
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
@@ -37,8 +35,8 @@ Like = tuple[Sequence[int], torch.dtype]
 class AddressedCall(Call):
     """A call of an operator that is one kernel, or one chain, and its reference.
 
-    A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`, `wanted`), how the CPU
-    computes it (`compute`), and which `numbers` the kernel takes besides addresses.
+    A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
+    (`by`), and which `numbers` the kernel takes besides addresses.
 
     Attributes:
         family, kernel: of the spec, and of the name of torch's operator.
@@ -48,6 +46,7 @@ class AddressedCall(Call):
         anywhere: inputs that need no alignment.
         saves: inputs and results that backward needs; `integers`: results without a gradient.
         when_recorded: options where a gradient is recorded.
+        by: the reference, of inputs and options but for those that say what is wanted ("of_...").
     """
 
     family: ClassVar[str]
@@ -60,8 +59,7 @@ class AddressedCall(Call):
     saves: ClassVar[tuple[str, ...]] = ()
     integers: ClassVar[tuple[str, ...]] = ()
     when_recorded: ClassVar[dict[str, Any]] = {}
-    labels: ClassVar[dict[str, str]]  # what errors call tensors
-    may_be_absent: ClassVar[tuple[str, ...]]
+    by: ClassVar[Callable[..., Any]]
     numeric: ClassVar[dict[str, Callable[[Any], Any]]]  # options that kernels may take as they are
 
     torch_results = {"": ("Tensor[]", {})}
@@ -71,16 +69,17 @@ class AddressedCall(Call):
         """Raises ValueError or TypeError. Of most backward operators nothing: their callers are `backward` methods."""
 
     def likes(self) -> Sequence[Like | None]:
-        """What each result is like."""
-        raise NotImplementedError
+        """What each result is like; unless another method says it, the input that it is the gradient of."""
+        return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
     def wanted(self) -> tuple[bool, ...]:
-        """Which results there are."""
-        return (True,) * len(self.returns)
+        """Which results there are: those of whom no option says otherwise."""
+        return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
     def compute(self) -> Any:
-        """The results by the reference, all or those that are wanted."""
-        raise NotImplementedError
+        """The results `by` the reference, all or those that are wanted."""
+        names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
+        return type(self).by(*[getattr(self, name) for name in names])
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         """What the kernel takes besides addresses, tokens and numeric options; "workspace": float32 elements of it."""
@@ -109,30 +108,31 @@ class AddressedCall(Call):
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
         tensors = [name for name, of in annotations.items() if of.startswith("Tensor")]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
-        cls.torch_types = {name: TORCH_TYPES.get(of, of) for name, of in annotations.items()}
+        cls.torch_types = {name: of.replace(" | None", "?") for name, of in annotations.items()}
         super().declare(tuple(parameters), plans)
         cls.outputs = tuple(name for name in tensors if name in cls.returns)
         cls.reads = tuple(name for name in tensors if name not in cls.returns)
         cls.given = (*cls.reads, *cls.outputs)
-        cls.labels = {name: name for name in cls.reads} | {source: name for name, source in cls.sources.items()}
-        cls.labels |= {name: f"out[{i}]" if len(cls.outputs) > 1 else name for i, name in enumerate(cls.outputs)}
+        cls.labels = {source: name for name, source in cls.sources.items()}
+        if len(cls.outputs) > 1:
+            cls.labels |= {name: f"out[{place}]" for place, name in enumerate(cls.outputs)}
         cls.options = tuple(name for name in parameters if name not in tensors)
         cls.matrices = tuple(name for name in cls.reads if name not in cls.anywhere)
         cls.scales = tuple(name for name in cls.reads if name in cls.anywhere)
         cls.weights = cls.biases = cls.of_tokens = cls.of_any_rows = ()
         cls.rowwise = tuple(name for name in cls.given if name not in cls.shared)
-        cls.may_be_absent = tuple(name for name in cls.given if annotations[name] != "Tensor")
+        cls.optional = tuple(name for name in cls.given if annotations[name] != "Tensor")
         kinds: dict[str, Callable[[Any], Any]] = {"int": int, "bool": int, "float": float}
         cls.numeric = {name: kinds[annotations[name]] for name in cls.options if annotations[name] in kinds}
-
-    @classmethod
-    def optional(cls) -> tuple[str, ...]:
-        return cls.may_be_absent
 
     @property
     def lead(self) -> Tensor:
         lead: Tensor = getattr(self, self.leads)
         return lead
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.lead.dtype).removeprefix("torch.")
 
     @property
     def lead_sizes(self) -> tuple[int, ...]:
@@ -142,44 +142,24 @@ class AddressedCall(Call):
     def num_rows(self) -> int:
         return math.prod(self.lead_sizes)
 
-    @property
-    def groups(self) -> Any:
-        return None
-
-    @property
-    def form(self) -> str:
-        return self.torch_op
-
     def check(self) -> Problem:
         self.check_inputs()
         self.check_buffers()
-        return Problem(self.op, str(self.lead.dtype).removeprefix("torch."), self.num_rows, 0, self.lead.shape[-1])
+        return Problem(self.op, self.dtype_name, self.num_rows, 0, self.lead.shape[-1])
 
     def check_buffers(self) -> None:
         """Given buffers have the results' shapes and dtypes."""
-        names = self.written_names()
-        for name, like in zip(self.returns, self.likes() if names else (), strict=False):
-            if name not in names or like is None:
-                continue
-            (shape, dtype), given, label = like, getattr(self, name), self.labels[name]
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{self.op}: {label} is a {type(given).__name__}; give a tensor {list(shape)}")
-            if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
+        given = self._buffers()
+        likes: Any = self.likes() if given else ()
+        for place, buffer in given:
+            (shape, dtype), name = likes[place], self.returns[place]
+            label = self.labels.get(name, name)
+            check_tensor(self.op, label, buffer, f"a tensor {list(shape)}", self.lead)
+            if buffer.shape != tuple(shape) or buffer.dtype != dtype:
                 raise ValueError(
-                    f"{self.op}: {label} is {given.dtype} {list(given.shape)}; it must be {dtype} {list(shape)}, as "
+                    f"{self.op}: {label} is {buffer.dtype} {list(buffer.shape)}; it must be {dtype} {list(shape)}, as "
                     "the result is"
                 )
-            if given.device != (device := self.lead.device) or not given.is_contiguous():
-                raise ValueError(f"{self.op}: {label} must be contiguous and on {device}; give a fresh buffer")
-
-    def written_names(self) -> list[str]:
-        return [name for name in self.outputs if getattr(self, name) is not None]
-
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        return [pair for name in self.reads for pair in tensors_of(self.labels[name], getattr(self, name))]
-
-    def written(self) -> list[tuple[str, Tensor]]:
-        return [pair for name in self.written_names() for pair in tensors_of(self.labels[name], getattr(self, name))]
 
     @classmethod
     def look(cls, op: str, outs: list[Any], **read: Any) -> None:
@@ -187,26 +167,28 @@ class AddressedCall(Call):
             if name in read:
                 check_alignment(op, name, read[name])
         for name, out in zip(cls.outputs, outs, strict=False):
-            check_alignment(op, cls.labels[name], out)
-
-    def results(self, problem: Problem) -> Any:
-        return self._returned([None if like is None else self._new(like) for like in self._made_likes()])
+            check_alignment(op, cls.labels.get(name, name), out)
 
     def _made_likes(self) -> list[Like | None]:
         return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]
 
-    def _new(self, like: Like) -> Tensor:
-        return self.lead.new_empty(like[0], dtype=like[1])
+    def _fresh(self) -> list[Tensor | None]:
+        return [one and self.lead.new_empty(one[0], dtype=one[1]) for one in self._made_likes()]
 
     def _returned(self, results: Sequence[Tensor | None]) -> Any:
         return tuple(results) if len(self.returns) > 1 else results[0]
 
+    def _buffers(self) -> list[tuple[int, Tensor]]:
+        """Those given, with the place of their results."""
+        given = [getattr(self, name) if name in self.outputs else None for name in self.returns]
+        return [(place, buffer) for place, buffer in enumerate(given) if buffer is not None]
+
+    def results(self, problem: Problem) -> Any:
+        return self._returned(self._fresh())
+
     def without_rows(self, problem: Problem) -> Any:
         """Sums over no tokens are zero."""
-        given = [getattr(self, name, None) if name in self.outputs else None for name in self.returns]
-        made = [None if like is None else self._new(like) for like in self._made_likes()]
-        results = [new if buffer is None else buffer for new, buffer in zip(made, given, strict=True)]
-        return self._returned([None if result is None else result.zero_() for result in results])
+        return self._into_buffers([None if result is None else result.zero_() for result in self._fresh()])
 
     def reference(self, problem: Problem) -> Any:
         computed = self.compute()
@@ -215,9 +197,8 @@ class AddressedCall(Call):
         return self._into_buffers([result if is_wanted else None for result, is_wanted in wanted])
 
     def _into_buffers(self, results: list[Tensor | None]) -> Any:
-        for place, name in enumerate(self.returns):
-            if name in self.outputs and (buffer := getattr(self, name)) is not None:
-                results[place] = buffer.copy_(results[place])
+        for place, buffer in self._buffers():
+            results[place] = buffer.copy_(results[place])  # type: ignore[arg-type]
         return self._returned(results)
 
     def dispatch(self) -> Any:
@@ -228,12 +209,6 @@ class AddressedCall(Call):
     def assembled(self, returned: Any) -> Any:
         made = iter(returned)
         return self._into_buffers([next(made) if is_wanted else None for is_wanted in self.wanted()])
-
-    def prepared(self) -> Any:
-        return self
-
-    def _check_group_sizes(self) -> None:
-        """There are none."""
 
     # Launches:
 
@@ -350,8 +325,9 @@ class MhcCall(AddressedCall):
     def numbers(self, sm_count: int) -> dict[str, Any]:
         return {"forms": forms(*[getattr(self, name) for name in self.formed]), "width": self.lead.shape[-1]}
 
-    def spec(self, arch: str) -> Spec:
-        return MhcSpec(self.kernel, str(self.lead.dtype).removeprefix("torch."), self.lead.shape[-2], arch)
+    def spec(self, arch: str) -> MhcSpec:
+        dtype = "float32" if "sinkhorn" in self.kernel else self.dtype_name
+        return MhcSpec(self.kernel, dtype, self.lead.shape[-2], arch)
 
 
 class LayerCall(AddressedCall):

@@ -48,7 +48,7 @@ class Call:
     launch is made of (`makes`, `scratch`, `constants`). The rest follows from the operator's parameters (`declare`).
 
     Attributes:
-        sources: by the kernel's names of arguments, the operator's, where they differ.
+        sources: by the kernel's names of arguments, the operator's, where they differ; `labels`: what errors call them.
         makes: what a launch makes. `scratch`: what it needs besides, by the kernel's names: a "matrix", or "bytes".
         outputs: arguments that are written; `gradients`: those of them that are packed or a list, as weights are.
         tabled: weights that kernels take as lists; None: all.
@@ -58,6 +58,7 @@ class Call:
 
     op: ClassVar[str]
     sources: ClassVar[dict[str, str]] = {}
+    labels: ClassVar[dict[str, str]] = {}
     makes: tuple[Made, ...] = ()
     scratch: ClassVar[dict[str, str]] = {}
     outputs: ClassVar[tuple[str, ...]] = ("out",)
@@ -80,6 +81,7 @@ class Call:
     # Of the operator's parameters:
     names: ClassVar[tuple[str, ...]]
     given: ClassVar[tuple[str, ...]]  # tensors, in the order in which plans are found by them
+    optional: ClassVar[tuple[str, ...]]  # tensors that may be absent: for short, all but the first
     options: ClassVar[tuple[str, ...]]
     matrices: ClassVar[tuple[str, ...]]
     weights: ClassVar[tuple[str, ...]]
@@ -125,6 +127,7 @@ class Call:
         cls.rowwise = (*those((*MATRICES, *PER_ROW, *OF_TOKENS)), *written)
         lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
         cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
+        cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *those(GROUPS))
         cls.plans = Plans() if plans is None else plans
 
     def check(self) -> Problem:
@@ -211,7 +214,7 @@ class Call:
     @property
     def groups(self) -> Any:
         """Group sizes, in whichever form they were given."""
-        return self.offs if getattr(self, "splits", None) is None else self.splits
+        return getattr(self, "offs", None) if getattr(self, "splits", None) is None else self.splits
 
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.names}
@@ -228,15 +231,9 @@ class Call:
     def _options(self) -> tuple[Any, ...]:
         return (
             torch.is_grad_enabled(),
-            *[getattr(self, name) is None for name in self.optional()],
+            *[getattr(self, name) is None for name in self.optional],
             *[getattr(self, name) for name in self.options],
         )
-
-    @classmethod
-    def optional(cls) -> tuple[str, ...]:
-        """Tensors that may be absent: for short, all but the first."""
-        names = [name for name in cls.given[1:] if name not in ("groups", *GROUPS)]
-        return (*names, *[name for name in GROUPS if name in cls.names])
 
     def judge(self) -> None:
         """Called where a launch failed: raises ValueError or TypeError where that is an argument's fault."""
@@ -319,7 +316,8 @@ class Call:
     @property
     def form(self) -> str:
         """The name of this call as an operator of torch's: `library.FORMS` lists them."""
-        return f"{self.torch_op}{self.variant}" + "_out" * (getattr(self, "out", None) is not None)
+        writes = self.has_torch_out and getattr(self, "out", None) is not None
+        return f"{self.torch_op}{self.variant}" + "_out" * writes
 
     def assembled(self, returned: Any) -> Any:
         """What the call returns, given what its operator of torch's does: only what is not in a given buffer."""
@@ -341,7 +339,7 @@ class Call:
         if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:
             return result
         ready = self.prepared()
-        if checking():
+        if checking() and self.groups is not None:
             self._check_group_sizes()
             return ready.run(ready.plan(problem))
         if ready is not self and (key is not None or not unplanned()):
@@ -465,7 +463,7 @@ class Call:
         """Alignment, on a GPU, and an output that shares no memory with an input."""
         if runs_kernels(self.lead):
             for name in (*self.matrices, *self.weights, *self.outputs):
-                for label, tensor in tensors_of(name, getattr(self, name)):
+                for label, tensor in tensors_of(self.labels.get(name, name), getattr(self, name)):
                     check_alignment(self.op, label, tensor)
         written = self.written()
         for label, tensor in self.tensors() if written else ():
@@ -477,11 +475,11 @@ class Call:
         """All inputs, those of lists one by one, under the names that errors give them."""
         names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
         read = (name for name in names if name not in self.outputs)
-        return [pair for name in read for pair in tensors_of(name, getattr(self, name, None))]
+        return [pair for name in read for pair in tensors_of(self.labels.get(name, name), getattr(self, name, None))]
 
     def written(self) -> list[tuple[str, Tensor]]:
         """The outputs that were given, likewise."""
-        return [pair for name in self.outputs for pair in tensors_of(name, getattr(self, name))]
+        return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
@@ -496,7 +494,7 @@ class Call:
                 value = getattr(self, name)
                 if isinstance(value, (list, tuple)) and not isinstance(value, GateUp):
                     changes[name] = experts.enter(kind, value)
-        if self.splits is not None and _on_host(self.splits):
+        if getattr(self, "splits", None) is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.num_rows, self.lead.device)
         return changed(self, **changes) if changes else self
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
 
-from ..addressed import Gradients, LayerCall, Like, forms, like
+from ..addressed import Gradients, LayerCall, Like, forms
 from ..front import operator
 from ..signature import check_tensor, mismatch, runs_kernels, shape_text
 from . import reference
@@ -189,6 +189,7 @@ class RouteCall(_Choosing):
     differentiable = True
     saves = ("logits", "ids", "row_of")
     integers = ("ids", "offs", "token_of_row", "row_of")
+    by = staticmethod(reference.route)
 
     def check_inputs(self) -> None:
         logits = self.logits
@@ -217,9 +218,6 @@ class RouteCall(_Choosing):
         of_rows = ((tokens * k,), ints), ((tokens, k), ints), ((tokens * k,), floats)
         return [((tokens, k), ints), ((tokens, k), floats), ((experts,), ints), *of_rows]
 
-    def compute(self) -> Any:
-        return reference.route(**self.arguments())
-
     def numbers(self, sm_count: int) -> dict[str, Any]:
         tokens, experts = self.logits.shape
         is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
@@ -241,12 +239,7 @@ class RouteBackwardCall(_Choosing):
     kernel = "route_backward"
     returns = ("d_logits",)
     anywhere = frozenset(("d_weights", "logits", "ids"))
-
-    def likes(self) -> Sequence[Like | None]:
-        return [like(self.logits)]
-
-    def compute(self) -> Any:
-        return reference.route_backward(**self.arguments())
+    by = staticmethod(reference.route_backward)
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         return {**super().numbers(sm_count), "k": self.ids.shape[1]}
@@ -262,6 +255,7 @@ class SortCall(LayerCall):
     differentiable = True
     saves = ("row_of",)
     integers = ("offs", "token_of_row", "row_of")
+    by = staticmethod(reference.sort)
 
     def check_inputs(self) -> None:
         ids, weights = self.ids, self.id_weights
@@ -283,9 +277,6 @@ class SortCall(LayerCall):
         ids, ints, rows = self.ids, torch.int32, (self.ids.numel(),)
         return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, self.id_weights.dtype)]
 
-    def compute(self) -> Any:
-        return reference.sort(self.ids, self.id_weights, self.num_tokens, self.num_experts, self.first)
-
     def numbers(self, sm_count: int) -> dict[str, Any]:
         (tokens, k), experts = self.ids.shape, self.num_experts
         chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, sm_count)
@@ -305,12 +296,10 @@ class RowWeightsBackwardCall(LayerCall):
     leads = "row_of"
     returns = ("d_weights",)
     anywhere = frozenset(("d_rows", "row_of"))
+    by = staticmethod(reference.row_weights_backward)
 
     def likes(self) -> Sequence[Like | None]:
         return [(self.row_of.shape, self.d_rows.dtype)]
-
-    def compute(self) -> Any:
-        return reference.row_weights_backward(self.d_rows, self.row_of)
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         return {"k": self.row_of.shape[1]}

@@ -113,11 +113,12 @@ class _Moving(LayerCall):
         return {"k": self.row_of.shape[1], "width": self.lead.shape[-1], "position": 0}
 
     def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, str(self.lead.dtype).removeprefix("torch."), arch=arch)
+        return LayerSpec(self.kernel, self.dtype_name, arch=arch)
 
 
 class PermuteCall(_Moving):
     op = kernel = "permute"
+    by = staticmethod(reference.permute)
 
     def check_inputs(self) -> None:
         tokens, _ = check_matrix(self.op, "x", self.x, "N, H")
@@ -128,9 +129,6 @@ class PermuteCall(_Moving):
     def likes(self) -> Sequence[Like | None]:
         return [((*self.row_of.shape, self.x.shape[1]), self.x.dtype)]
 
-    def compute(self) -> Any:
-        return reference.permute(self.x, self.row_of)
-
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
         return (combine_rows(gradients[0], saved[0], None),)
@@ -140,6 +138,7 @@ class CombineCall(_Moving):
     op = kernel = "combine"
     leads = "y"
     trailing = 2
+    by = staticmethod(reference.combine)
 
     def check_inputs(self) -> None:
         y = self.y
@@ -152,9 +151,6 @@ class CombineCall(_Moving):
 
     def likes(self) -> Sequence[Like | None]:
         return [((len(self.row_of), self.y.shape[-1]), self.y.dtype)]
-
-    def compute(self) -> Any:
-        return reference.combine(self.y, self.row_of, self.residual)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:

@@ -21,6 +21,7 @@ class AggregateCall(MhcCall):
     formed = ("h_pre",)
     differentiable = True
     saves = ("x", "h_pre")
+    by = staticmethod(reference.aggregate)
 
     def check_inputs(self) -> None:
         lead, n, _ = check_streams(self.op, "x", self.x)
@@ -29,9 +30,6 @@ class AggregateCall(MhcCall):
     def likes(self) -> Sequence[Like | None]:
         *lead, _, width = self.x.shape
         return [((*lead, width), self.x.dtype)]
-
-    def compute(self) -> Any:
-        return reference.aggregate(self.x, self.h_pre)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
@@ -43,15 +41,7 @@ class AggregateBackwardCall(MhcCall):
     op, kernel = "aggregate", "aggregate_backward"
     returns = ("d_x", "d_h_pre")
     formed = ("h_pre",)
-
-    def wanted(self) -> tuple[bool, ...]:
-        return self.of_x, self.of_h_pre
-
-    def likes(self) -> Sequence[Like | None]:
-        return [like(self.x), like(self.h_pre)]
-
-    def compute(self) -> Any:
-        return reference.aggregate_backward(self.d_out, self.x, self.h_pre)
+    by = staticmethod(reference.aggregate_backward)
 
 
 class _Mixing(MhcCall):
@@ -69,6 +59,7 @@ class PostMixCall(_Mixing):
     kernel = "post_mix"
     differentiable = True
     saves = ("residual", "h_res", "h_post", "x", "bias")
+    by = staticmethod(reference.post_mix)
 
     def check_inputs(self) -> None:
         residual = self.residual
@@ -83,9 +74,6 @@ class PostMixCall(_Mixing):
     def likes(self) -> Sequence[Like | None]:
         return [like(self.residual)]
 
-    def compute(self) -> Any:
-        return reference.post_mix(self.residual, self.h_res, self.h_post, self.x, self.bias, self.transpose_res)
-
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
         made: Gradients = post_mix_backward(*gradients, *saved, *options, *needed)
@@ -95,16 +83,7 @@ class PostMixCall(_Mixing):
 class PostMixBackwardCall(_Mixing):
     kernel = "post_mix_backward"
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
-
-    def wanted(self) -> tuple[bool, ...]:
-        return self.of_residual, self.of_h_res, self.of_h_post, self.of_x, self.of_bias
-
-    def likes(self) -> Sequence[Like | None]:
-        return [*map(like, (self.residual, self.h_res, self.h_post, self.x, self.bias))]
-
-    def compute(self) -> Any:
-        tensors = (self.d_out, self.residual, self.h_res, self.h_post, self.x, self.bias)
-        return reference.post_mix_backward(*tensors, self.transpose_res)
+    by = staticmethod(reference.post_mix_backward)
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         numbers = super().numbers(sm_count)

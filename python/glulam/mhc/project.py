@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.mhc import shapes
-from cute_kernels.specs import MhcSpec, Spec
+from cute_kernels.specs import MhcSpec
 
 from ..addressed import Gradients, Like, MhcCall, like
 from ..front import operator
@@ -153,16 +154,13 @@ class Projecting(MhcCall):
 
 
 class ProjectCall(Projecting):
-    """`keep_stats`: whether to make what backward needs, the fourth result."""
+    """`of_stats`: whether to make what backward needs, the fourth result."""
 
     op = kernel = "project"
     returns = ("h_pre", "h_post", "h_res", "stats")
     differentiable = True
     saves = (*PARAMETERS, "stats")
-    when_recorded = {"keep_stats": True}
-
-    def wanted(self) -> tuple[bool, ...]:
-        return True, True, True, self.keep_stats
+    when_recorded = {"of_stats": True}
 
     def likes(self) -> Sequence[Like | None]:
         n = self.x.shape[-2]
@@ -191,9 +189,6 @@ class ProjectBackwardCall(Projecting):
     def check_inputs(self) -> None:
         """Nothing, as in other backward operators."""
 
-    def wanted(self) -> tuple[bool, ...]:
-        return self.of_x, self.of_weight, True
-
     def likes(self) -> Sequence[Like | None]:
         sums = ((shapes.outputs(self.x.shape[-2]) + len(ALPHAS),), accumulator(self.x))
         return [like(self.x), like(self.weight), sums]
@@ -213,15 +208,15 @@ class ProjectBackwardCall(Projecting):
         end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
         return {**MhcCall.numbers(self, sm_count), "ctas": ctas, "parts": parts, "workspace": end // 4}
 
-    def spec(self, arch: str) -> Spec:
-        kernel = self.kernel if self.h_pre is None else "pre_backward"
-        return MhcSpec(kernel, str(self.x.dtype).removeprefix("torch."), self.x.shape[-2], arch)
+    def spec(self, arch: str) -> MhcSpec:
+        spec = super().spec(arch)
+        return spec if self.h_pre is None else dataclasses.replace(spec, kernel="pre_backward")
 
 
 @operator(ProjectCall)
 def project_streams(
     x: Tensor, weight: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, eps: float,
-    keep_stats: bool = False, *, h_pre: Tensor | None = None, h_post: Tensor | None = None,
+    of_stats: bool = False, *, h_pre: Tensor | None = None, h_post: Tensor | None = None,
     h_res: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """The three results of `project`, and p with the streams' root mean square, or None."""

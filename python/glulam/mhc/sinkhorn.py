@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.specs import MhcSpec, Spec
-
 from ..addressed import Gradients, Like, MhcCall, like
 from ..front import operator
 from ..signature import check_tensor
@@ -41,17 +39,12 @@ class _Normalising(MhcCall):
     def numbers(self, sm_count: int) -> dict[str, Any]:
         return {**super().numbers(sm_count), "matrices": self.num_rows}
 
-    def spec(self, arch: str) -> Spec:
-        return MhcSpec(self.kernel, "float32", self.logits.shape[-1], arch)
-
 
 class SinkhornCall(_Normalising):
     kernel = "sinkhorn"
     differentiable = True
     saves = ("logits",)
-
-    def compute(self) -> Any:
-        return reference.sinkhorn(self.logits, self.iters, self.eps)
+    by = staticmethod(reference.sinkhorn)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
@@ -61,9 +54,7 @@ class SinkhornCall(_Normalising):
 class SinkhornBackwardCall(_Normalising):
     kernel = "sinkhorn_backward"
     returns = ("d_logits",)
-
-    def compute(self) -> Any:
-        return reference.sinkhorn_backward(self.d_out, self.logits, self.iters, self.eps)
+    by = staticmethod(reference.sinkhorn_backward)
 
 
 @operator(SinkhornCall)
