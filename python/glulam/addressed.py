@@ -36,17 +36,17 @@ class AddressedCall(Call):
     """A call of an operator that is one kernel, or one chain, and its reference.
 
     A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
-    (`by`), and which `numbers` the kernel takes besides addresses.
+    (`on_cpu`), and which `numbers` the kernel takes besides addresses.
 
     Attributes:
         family, kernel: of the spec, and of the name of torch's operator.
         leads: the argument that gives dtype and device; its dimensions before the last `trailing` are those of tokens,
             which all tensors have but `shared`.
         returns: what the kernel writes, by its names; parameters of these names are buffers.
-        anywhere: inputs that need no alignment.
+        unaligned: inputs that need no alignment.
         saves: inputs and results that backward needs; `integers`: results without a gradient.
         when_recorded: options where a gradient is recorded.
-        by: the reference, of inputs and options but for those that say what is wanted ("of_...").
+        on_cpu: the reference, of inputs and options but for those that say what is wanted ("of_...").
     """
 
     family: ClassVar[str]
@@ -55,11 +55,11 @@ class AddressedCall(Call):
     trailing: ClassVar[int]
     shared: ClassVar[frozenset[str]] = frozenset()
     returns: ClassVar[tuple[str, ...]] = ("out",)
-    anywhere: ClassVar[frozenset[str]] = frozenset()
+    unaligned: ClassVar[frozenset[str]] = frozenset()
     saves: ClassVar[tuple[str, ...]] = ()
     integers: ClassVar[tuple[str, ...]] = ()
     when_recorded: ClassVar[dict[str, Any]] = {}
-    by: ClassVar[Callable[..., Any]]
+    on_cpu: ClassVar[Callable[..., Any]]
     numeric: ClassVar[dict[str, Callable[[Any], Any]]]  # options that kernels may take as they are
 
     torch_results = {"": ("Tensor[]", {})}
@@ -69,17 +69,17 @@ class AddressedCall(Call):
         """Raises ValueError or TypeError. Of most backward operators nothing: their callers are `backward` methods."""
 
     def likes(self) -> Sequence[Like | None]:
-        """What each result is like; unless another method says it, the input that it is the gradient of."""
+        """What each result is like: by default d_... like the input of that name."""
         return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
     def wanted(self) -> tuple[bool, ...]:
-        """Which results there are: those of whom no option says otherwise."""
+        """Which results there are: all but those whose option `of_...` is False."""
         return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
     def compute(self) -> Any:
-        """The results `by` the reference, all or those that are wanted."""
+        """The results by the reference, all or those that are wanted."""
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
-        return type(self).by(*[getattr(self, name) for name in names])
+        return type(self).on_cpu(*[getattr(self, name) for name in names])
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         """What the kernel takes besides addresses, tokens and numeric options; "workspace": float32 elements of it."""
@@ -117,8 +117,8 @@ class AddressedCall(Call):
         if len(cls.outputs) > 1:
             cls.labels |= {name: f"out[{place}]" for place, name in enumerate(cls.outputs)}
         cls.options = tuple(name for name in parameters if name not in tensors)
-        cls.matrices = tuple(name for name in cls.reads if name not in cls.anywhere)
-        cls.scales = tuple(name for name in cls.reads if name in cls.anywhere)
+        cls.matrices = tuple(name for name in cls.reads if name not in cls.unaligned)
+        cls.scales = tuple(name for name in cls.reads if name in cls.unaligned)
         cls.weights = cls.biases = cls.of_tokens = cls.of_any_rows = ()
         cls.rowwise = tuple(name for name in cls.given if name not in cls.shared)
         cls.optional = tuple(name for name in cls.given if annotations[name] != "Tensor")

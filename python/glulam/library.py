@@ -3,7 +3,7 @@
 Eager calls do not come here. Schemas have no "tensor or list", so weights, biases and their gradients are lists of
 tensors: a packed tensor is a list of that one, told by its rank, and a GateUp one of its two. Schemas have no optional
 results either, so an operator has a form for each set of results: `_out` forms write a buffer and return only what is
-not in it.
+not in it. Operators whose kernels take addresses (`addressed`) return a list of the results that are wanted instead.
 """
 
 from __future__ import annotations

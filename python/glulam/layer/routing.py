@@ -13,6 +13,7 @@ from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
 
 from ..addressed import Gradients, LayerCall, Like, forms
 from ..front import operator
+from ..mhc.checks import check_dtype
 from ..signature import check_tensor, mismatch, runs_kernels, shape_text
 from . import reference
 
@@ -27,7 +28,6 @@ MOST_SORTED, MOST_CHOOSING = 2048, 64
 it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
 """
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ID_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
@@ -158,9 +158,11 @@ def check_rule(
     _number(op, name_of_k, k, 1, min(MAX_K, available), f"{available} experts take part, and a warp chooses {MAX_K}")
 
 
-def check_matrix(op: str, name: str, value: Any, letters: str, like: Tensor | None = None) -> tuple[int, int]:
+def check_matrix(
+    op: str, name: str, value: Any, letters: str, like: Tensor | None = None, dtypes: Sequence[torch.dtype] = ()
+) -> tuple[int, int]:  # fmt: skip
     """A contiguous tensor of two dimensions, on the device of `like`; its sizes."""
-    tensor = check_tensor(op, name, value, f"a tensor [{letters}]", like)
+    tensor = check_tensor(op, name, value, f"a tensor [{letters}]", like, dtypes=dtypes)
     if tensor.dim() != 2:
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give [{letters}]")
     rows, columns = tensor.shape
@@ -185,18 +187,16 @@ class RouteCall(_Choosing):
     kernel = "route"
     returns = ("ids", "weights", "offs", "token_of_row", "row_of", "weight_of_row")
     shared = frozenset(("bias", "num_tokens"))
-    anywhere = frozenset(("logits", "bias", "num_tokens"))
+    unaligned = frozenset(("logits", "bias", "num_tokens"))
     differentiable = True
     saves = ("logits", "ids", "row_of")
     integers = ("ids", "offs", "token_of_row", "row_of")
-    by = staticmethod(reference.route)
+    on_cpu = staticmethod(reference.route)
 
     def check_inputs(self) -> None:
         logits = self.logits
         tokens, experts = check_matrix(self.op, "logits", logits, "N, E")
-        valid = LOGITS_DTYPES if runs_kernels(logits) else (*LOGITS_DTYPES, torch.float64)
-        if logits.dtype not in valid:
-            raise TypeError(f"{self.op}: logits is {logits.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
+        check_dtype(self.op, "logits", logits)
         options = self.score, self.normalize, self.num_groups, self.top_groups, self.scale
         check_rule(self.op, experts, self.k, *options)
         if tokens * self.k > MAX_ROWS:
@@ -238,8 +238,8 @@ class RouteCall(_Choosing):
 class RouteBackwardCall(_Choosing):
     kernel = "route_backward"
     returns = ("d_logits",)
-    anywhere = frozenset(("d_weights", "logits", "ids"))
-    by = staticmethod(reference.route_backward)
+    unaligned = frozenset(("d_weights", "logits", "ids"))
+    on_cpu = staticmethod(reference.route_backward)
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         return {**super().numbers(sm_count), "k": self.ids.shape[1]}
@@ -251,23 +251,19 @@ class SortCall(LayerCall):
     returns = ("offs", "token_of_row", "row_of", "weight_of_row")
     sources = {"weights": "id_weights"}
     shared = frozenset(("num_tokens",))
-    anywhere = frozenset(("ids", "id_weights", "num_tokens"))
+    unaligned = frozenset(("ids", "id_weights", "num_tokens"))
     differentiable = True
     saves = ("row_of",)
     integers = ("offs", "token_of_row", "row_of")
-    by = staticmethod(reference.sort)
+    on_cpu = staticmethod(reference.sort)
 
     def check_inputs(self) -> None:
         ids, weights = self.ids, self.id_weights
-        shape = check_matrix(self.op, "ids", ids, "N, K")
-        if ids.dtype not in ID_DTYPES:
-            raise TypeError(f"{self.op}: ids is {ids.dtype}; it must be {' or '.join(map(str, ID_DTYPES))}, so cast it")
+        shape = check_matrix(self.op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
         _number(self.op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
-        if check_matrix(self.op, "weights", weights, "N, K", ids) != shape:
+        valid = (torch.float32,) if runs_kernels(ids) else (torch.float32, torch.float64)
+        if check_matrix(self.op, "weights", weights, "N, K", ids, valid) != shape:
             mismatch(self.op, "weights", weights.shape, shape, "each id has a weight")
-        valid = (torch.float32,) if runs_kernels(weights) else (torch.float32, torch.float64)
-        if weights.dtype not in valid:
-            raise TypeError(f"{self.op}: weights is {weights.dtype}; it must be torch.float32, so cast it")
         _number(self.op, "num_experts", self.num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
         _number(self.op, "first", self.first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
         if ids.numel() > MAX_ROWS:
@@ -295,8 +291,8 @@ class RowWeightsBackwardCall(LayerCall):
     op, kernel = "routing", "row_weights_backward"
     leads = "row_of"
     returns = ("d_weights",)
-    anywhere = frozenset(("d_rows", "row_of"))
-    by = staticmethod(reference.row_weights_backward)
+    unaligned = frozenset(("d_rows", "row_of"))
+    on_cpu = staticmethod(reference.row_weights_backward)
 
     def likes(self) -> Sequence[Like | None]:
         return [(self.row_of.shape, self.d_rows.dtype)]

@@ -98,7 +98,7 @@ def _row_of(op: str, routing: Any) -> Tensor:
 class _Moving(LayerCall):
     """What permute and combine have in common: a thread for each 16 bytes of a token."""
 
-    anywhere = frozenset(("row_of",))
+    unaligned = frozenset(("row_of",))
     differentiable = True
     saves = ("row_of",)
 
@@ -118,7 +118,7 @@ class _Moving(LayerCall):
 
 class PermuteCall(_Moving):
     op = kernel = "permute"
-    by = staticmethod(reference.permute)
+    on_cpu = staticmethod(reference.permute)
 
     def check_inputs(self) -> None:
         tokens, _ = check_matrix(self.op, "x", self.x, "N, H")
@@ -138,7 +138,7 @@ class CombineCall(_Moving):
     op = kernel = "combine"
     leads = "y"
     trailing = 2
-    by = staticmethod(reference.combine)
+    on_cpu = staticmethod(reference.combine)
 
     def check_inputs(self) -> None:
         y = self.y

@@ -21,7 +21,7 @@ class AggregateCall(MhcCall):
     formed = ("h_pre",)
     differentiable = True
     saves = ("x", "h_pre")
-    by = staticmethod(reference.aggregate)
+    on_cpu = staticmethod(reference.aggregate)
 
     def check_inputs(self) -> None:
         lead, n, _ = check_streams(self.op, "x", self.x)
@@ -41,7 +41,7 @@ class AggregateBackwardCall(MhcCall):
     op, kernel = "aggregate", "aggregate_backward"
     returns = ("d_x", "d_h_pre")
     formed = ("h_pre",)
-    by = staticmethod(reference.aggregate_backward)
+    on_cpu = staticmethod(reference.aggregate_backward)
 
 
 class _Mixing(MhcCall):
@@ -59,7 +59,7 @@ class PostMixCall(_Mixing):
     kernel = "post_mix"
     differentiable = True
     saves = ("residual", "h_res", "h_post", "x", "bias")
-    by = staticmethod(reference.post_mix)
+    on_cpu = staticmethod(reference.post_mix)
 
     def check_inputs(self) -> None:
         residual = self.residual
@@ -83,7 +83,7 @@ class PostMixCall(_Mixing):
 class PostMixBackwardCall(_Mixing):
     kernel = "post_mix_backward"
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
-    by = staticmethod(reference.post_mix_backward)
+    on_cpu = staticmethod(reference.post_mix_backward)
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         numbers = super().numbers(sm_count)

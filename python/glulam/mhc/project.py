@@ -132,7 +132,7 @@ class Projecting(MhcCall):
     """What project, its backward and pre have in common."""
 
     formed = ("weight", "alpha_pre", "bias")
-    anywhere = frozenset(ALPHAS)
+    unaligned = frozenset(ALPHAS)
 
     @property
     def alphas(self) -> tuple[Tensor, Tensor, Tensor]:

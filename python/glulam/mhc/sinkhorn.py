@@ -44,7 +44,7 @@ class SinkhornCall(_Normalising):
     kernel = "sinkhorn"
     differentiable = True
     saves = ("logits",)
-    by = staticmethod(reference.sinkhorn)
+    on_cpu = staticmethod(reference.sinkhorn)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
@@ -54,7 +54,7 @@ class SinkhornCall(_Normalising):
 class SinkhornBackwardCall(_Normalising):
     kernel = "sinkhorn_backward"
     returns = ("d_logits",)
-    by = staticmethod(reference.sinkhorn_backward)
+    on_cpu = staticmethod(reference.sinkhorn_backward)
 
 
 @operator(SinkhornCall)
