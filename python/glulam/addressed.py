@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from types import CodeType
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,17 @@ MAX_TOKENS = 2**27
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
+
+
+class Serving:
+    """The one function for calls that differ in their rows alone, and the shapes of its launches with their code."""
+
+    def __init__(self, served: kernels.Served) -> None:
+        self.served = served
+        self.launches: dict[tuple[int, bool], tuple[Shape, CodeType]] = {}
+
+    def at(self, rows: int) -> kernels.Served:
+        return self.served
 
 
 class AddressedCall(Call):
@@ -212,9 +224,9 @@ class AddressedCall(Call):
 
     # Launches:
 
-    def serving(self, problem: Problem, gpu: gpus.Gpu) -> kernels.Served:
+    def serving(self, problem: Problem, gpu: gpus.Gpu) -> Serving:
         spec = self.spec(gpu.arch)
-        return kernels.Served(kernels.find(spec).function, False, signature_of(spec))
+        return Serving(kernels.Served(kernels.find(spec).function, False, signature_of(spec)))
 
     def made(self) -> tuple[Made, ...]:
         """With a constant for each size, since torch takes 0.4 us less for numbers than for a tuple."""
@@ -226,24 +238,33 @@ class AddressedCall(Call):
             makes.append(Made(name, name, sizes, self.leads, other, wanted=like is not None))
         return tuple(makes)
 
-    def sizes(self, problem: Problem) -> dict[str, Any]:
-        numbers = self.numbers(gpus.gpu(self.lead.get_device()).sm_count)
-        size = numbers.pop("workspace", 0)
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        dtypes = {f"{name}_dtype": like[1] for name, like in zip(self.returns, self._made_likes(), strict=True) if like}
         options = {name: of(getattr(self, name)) for name, of in self.numeric.items()}
-        sizes = {**options, "tokens": problem.rows, **numbers, "raw_stream": gpus.raw_stream}
+        return {**options, **dtypes, "raw_stream": gpus.raw_stream}
+
+    def sizes(self, problem: Problem) -> dict[str, Any]:
+        sizes = {"tokens": problem.rows, "rank": len(self.lead_sizes)}
+        sizes |= self.numbers(gpus.gpu(self.lead.get_device()).sm_count)
+        size = sizes.pop("workspace", 0)
         for name, like in zip(self.returns, self._made_likes(), strict=True):
-            if like is not None:
-                sizes |= {f"{name}_dtype": like[1], **{f"{name}_{place}": n for place, n in enumerate(like[0])}}
+            sizes |= {f"{name}_{place}": n for place, n in enumerate(like[0] if like else ())}
         return {**sizes, "memory": [((1, size), torch.float32)] if size else []}
 
-    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any) -> Plan:
-        """Rows tell whether the kernel needs a workspace, and may have more dimensions than those of a plan alike."""
+    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+        """Rows tell whether the kernel needs a workspace, and may have another number of dimensions."""
+        form = constants["rank"], bool(constants["memory"])
+        if form in serving.launches:
+            shape, code = serving.launches[form]
+            return super()._plan(shape, constants, serving, code)
         texts = {"stream": "raw_stream(index)", **{name: "0" for name in self.reads if getattr(self, name) is None}}
-        scratch = (("workspace", "matrix"),) if constants["memory"] else ()
+        scratch = (("workspace", "matrix"),) if form[1] else ()
         if not scratch:
             texts["workspace"] = "0"
         shape = shape._replace(texts=tuple(texts.items()), scratch=scratch, makes=self.made())
-        return super()._plan(shape, constants, serving)
+        plan = super()._plan(shape, constants, serving)
+        serving.launches[form] = shape, plan.run.__code__
+        return plan
 
     # Gradients:
 

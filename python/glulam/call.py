@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -380,9 +381,9 @@ class Call:
         """What finds the function for a number of rows."""
         return kernels.serving(problem, gpu)
 
-    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any) -> Plan:
+    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
         extents = self._read_extents(), self._out_extents()
-        return Plan(self.op, shape, constants, serving, *extents, self.look)
+        return Plan(self.op, shape, constants, serving, *extents, self.look, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         served = serving.at(problem.rows)
@@ -400,7 +401,7 @@ class Call:
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
-        return self._plan(like.shape, constants, like.serving)
+        return self._plan(like.shape, constants, like.serving, like.run.__code__)
 
     def _present(self) -> list[str]:
         """What is there of what is given."""

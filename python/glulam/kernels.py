@@ -54,10 +54,6 @@ class Served(NamedTuple):
     draws_tickets: bool
     signature: Signature
 
-    def at(self, rows: int) -> Served:
-        """As of `Serving`: the same for any number of rows."""
-        return self
-
 
 class Serving:
     """The functions for problems that differ in their rows alone."""

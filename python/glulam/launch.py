@@ -238,14 +238,15 @@ class Plan:
 
     def __init__(
         self, op: str, shape: Shape, constants: Mapping[str, Any], serving: Any, extents: tuple[int, ...],
-        out_extents: tuple[int, ...], look: Callable[..., None],
+        out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
+        """`code`: of a plan of this shape, which takes longer to find."""
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()
         self.constants = dict(constants)
         names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
-        self.run = names["run"] = FunctionType(_code(shape), names, "run", (None,) * len(shape.takes))
+        self.run = names["run"] = FunctionType(code or _code(shape), names, "run", (None,) * len(shape.takes))
 
     def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
         """Of addresses that were not seen before: all are memory, and no output overlaps an argument."""
