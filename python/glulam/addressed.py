@@ -48,7 +48,7 @@ class AddressedCall(Call):
     """A call of an operator that is one kernel, or one chain, and its reference.
 
     A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
-    (`on_cpu`), and which `numbers` the kernel takes besides addresses.
+    (`on_cpu`), and what the kernel takes besides addresses and numeric options (`constants`, `numbers`).
 
     Attributes:
         family, kernel: of the spec, and of the name of torch's operator.
@@ -94,7 +94,7 @@ class AddressedCall(Call):
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
-        """What the kernel takes besides addresses, tokens and numeric options; "workspace": float32 elements of it."""
+        """What rows change, besides tokens, of what the kernel takes; "workspace": float32 elements of it."""
         return {}
 
     def spec(self, arch: str) -> Spec:
@@ -247,8 +247,9 @@ class AddressedCall(Call):
         sizes = {"tokens": problem.rows, "rank": len(self.lead_sizes)}
         sizes |= self.numbers(gpus.gpu(self.lead.get_device()).sm_count)
         size = sizes.pop("workspace", 0)
-        for name, like in zip(self.returns, self._made_likes(), strict=True):
-            sizes |= {f"{name}_{place}": n for place, n in enumerate(like[0] if like else ())}
+        for name, like in zip(self.returns, self.likes(), strict=True):
+            for place, length in enumerate(like[0] if like else ()):
+                sizes[f"{name}_{place}"] = length
         return {**sizes, "memory": [((1, size), torch.float32)] if size else []}
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
@@ -343,8 +344,9 @@ class MhcCall(AddressedCall):
     shared = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
     formed: ClassVar[tuple[str, ...]] = ()
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        return {"forms": forms(*[getattr(self, name) for name in self.formed]), "width": self.lead.shape[-1]}
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        parameters = [getattr(self, name) for name in self.formed]
+        return {**super().constants(problem), "forms": forms(*parameters), "width": self.lead.shape[-1]}
 
     def spec(self, arch: str) -> MhcSpec:
         dtype = "float32" if "sinkhorn" in self.kernel else self.dtype_name

@@ -14,6 +14,7 @@ from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
 from ..addressed import Gradients, LayerCall, Like, forms
 from ..front import operator
 from ..mhc.checks import check_dtype
+from ..problem import Problem
 from ..signature import check_tensor, mismatch, runs_kernels, shape_text
 from . import reference
 
@@ -175,12 +176,11 @@ class _Choosing(LayerCall):
     op = "route"
     leads = "logits"
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
+    def constants(self, problem: Problem) -> dict[str, Any]:
         is_normalized = self.normalize or self.score == "topk_softmax"
-        return {
-            "forms": forms(self.logits), "experts": self.logits.shape[1], "score": int(self.score == "sigmoid"),
-            "normalize": int(is_normalized),
-        }  # fmt: skip
+        rule = {"score": int(self.score == "sigmoid"), "normalize": int(is_normalized)}
+        sizes = {"forms": forms(self.logits), "experts": self.logits.shape[1]}
+        return {**super().constants(problem), **sizes, **rule}
 
 
 class RouteCall(_Choosing):
@@ -222,7 +222,7 @@ class RouteCall(_Choosing):
         tokens, experts = self.logits.shape
         is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
         chunk, counts = _chunks(is_one, tokens, experts, sm_count)
-        return {**super().numbers(sm_count), "chunk": chunk, "workspace": counts}
+        return {"chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, experts=_capacity(self.logits.shape[1]), arch=arch)
@@ -241,8 +241,8 @@ class RouteBackwardCall(_Choosing):
     unaligned = frozenset(("d_weights", "logits", "ids"))
     on_cpu = staticmethod(reference.route_backward)
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        return {**super().numbers(sm_count), "k": self.ids.shape[1]}
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "k": self.ids.shape[1]}
 
 
 class SortCall(LayerCall):
@@ -297,8 +297,8 @@ class RowWeightsBackwardCall(LayerCall):
     def likes(self) -> Sequence[Like | None]:
         return [(self.row_of.shape, self.d_rows.dtype)]
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        return {"k": self.row_of.shape[1]}
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "k": self.row_of.shape[1]}
 
 
 @operator(RouteCall)

@@ -13,6 +13,7 @@ from ..addressed import Gradients, LayerCall, Like
 from ..front import operator
 from ..mhc.checks import check_dtype, check_like, check_vectors
 from ..mxfp8 import MXFP8Tensor
+from ..problem import Problem
 from ..signature import check_tensor
 from . import reference
 from .routing import Routing, check_matrix
@@ -109,8 +110,9 @@ class _Moving(LayerCall):
         if self.row_of.device != device:
             raise ValueError(f"{self.op}: routing is on {self.row_of.device}, {name} on {device}; route on {device}")
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        return {"k": self.row_of.shape[1], "width": self.lead.shape[-1], "position": 0}
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        numbers = {"k": self.row_of.shape[1], "width": self.lead.shape[-1], "position": 0}
+        return {**super().constants(problem), **numbers}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, self.dtype_name, arch=arch)

@@ -11,6 +11,7 @@ from cute_kernels.mhc.shapes import CTAS_PER_SM
 
 from ..addressed import Gradients, Like, MhcCall, like
 from ..front import operator
+from ..problem import Problem
 from ..signature import check_flag
 from . import reference
 from .checks import check_like, check_param, check_streams
@@ -51,8 +52,8 @@ class _Mixing(MhcCall):
     leads = "residual"
     formed = ("h_res", "h_post", "bias")
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        return {**super().numbers(sm_count), "transpose": int(self.transpose_res)}
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "transpose": int(self.transpose_res)}
 
 
 class PostMixCall(_Mixing):
@@ -86,9 +87,8 @@ class PostMixBackwardCall(_Mixing):
     on_cpu = staticmethod(reference.post_mix_backward)
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
-        numbers = super().numbers(sm_count)
-        partials = min(self.num_rows, CTAS_PER_SM * sm_count) * numbers["width"] if self.of_bias else 0
-        return {**numbers, "workspace": partials}
+        partials = min(self.num_rows, CTAS_PER_SM * sm_count) * self.residual.shape[-1]
+        return {"workspace": partials if self.of_bias else 0}
 
 
 @operator(AggregateCall)

@@ -145,12 +145,13 @@ class Projecting(MhcCall):
 
     def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
         """Results with these dimensions behind those of tokens, as precise as sums over x."""
-        return [((*self.lead_sizes, *end), accumulator(self.x)) for end in ends]
+        tokens, dtype = self.lead_sizes, accumulator(self.x)
+        return [((*tokens, *end), dtype) for end in ends]
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         cut = project_cut(self.x, self.weight, self.num_rows, sm_count)
         workspace = shapes.project_workspace(self.x.shape[-2], cut.slices, self.num_rows)
-        return {**super().numbers(sm_count), **cut._asdict(), "workspace": workspace}
+        return {**cut._asdict(), "workspace": workspace}
 
 
 class ProjectCall(Projecting):
@@ -206,7 +207,7 @@ class ProjectBackwardCall(Projecting):
         ctas = shapes.gate_ctas(tokens, sm_count)
         parts = shapes.spread_splits(n, itemsize, width, tokens, sm_count, self.weight.dtype is torch.float32)
         end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
-        return {**MhcCall.numbers(self, sm_count), "ctas": ctas, "parts": parts, "workspace": end // 4}
+        return {"ctas": ctas, "parts": parts, "workspace": end // 4}
 
     def spec(self, arch: str) -> MhcSpec:
         spec = super().spec(arch)
