@@ -18,7 +18,7 @@ from cute_kernels.mhc import shapes
 from cute_kernels.signatures import ADDRESS
 from cute_kernels.specs import ROUTING, LayerSpec, MhcSpec
 from glulam import mhc, plans
-from glulam.addressed import Operator
+from glulam.addressed import AddressedCall
 from glulam.mhc import reference
 
 pytest_plugins = ["support.fixtures"]
@@ -164,6 +164,17 @@ def test_a_recent_plan_serves_no_other_call(fake_gpu: FakeGpu) -> None:
             mhc.post_mix(residual, h_res, h_post, x.tolist(), bias)  # type: ignore[arg-type]
 
 
+def test_tokens_may_have_any_number_of_dimensions(fake_gpu: FakeGpu) -> None:
+    """Calls behind one whose tokens are as many, in one dimension, in two or in none of their own."""
+    x, h_pre = (t.detach().flatten(0, 1) for t in inputs("aggregate", 4, BF16, F32))
+    wanted = mhc.aggregate(x, h_pre)
+    for lead in (LEAD, (1, 15), (15, 1), (3, 1, 5), (15,)):
+        for _ in range(2):
+            got = mhc.aggregate(x.view(*lead, 4, WIDTH), h_pre.view(*lead, 4))
+            assert same_bits(got, wanted.view(*lead, WIDTH))
+    assert same_bits(mhc.aggregate(x[0], h_pre[0]), wanted[0])
+
+
 def test_plans_are_found_by_keys_where_torch_has_no_guards(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "_Guards", None)
     x, h_pre = (t.detach() for t in inputs("aggregate", 4, BF16, F32))
@@ -227,13 +238,13 @@ def test_a_whole_layer_is_two_calls(fake_gpu: FakeGpu) -> None:
 
 
 def test_every_operator_lists_the_addresses_of_its_kernel() -> None:
-    def every(kind: type[Operator]) -> list[type[Operator]]:
+    def every(kind: type[AddressedCall]) -> list[type[AddressedCall]]:
         return [kind, *(more for sub in kind.__subclasses__() for more in every(sub))]
 
     checked = 0
-    for kind in every(Operator):
-        if hasattr(kind, "kernel") and hasattr(kind, "inputs"):
-            listed = (*kind.inputs, *kind.outputs)
+    for kind in every(AddressedCall):
+        if hasattr(kind, "operator"):
+            listed = (*[kind.labels.get(name, name) for name in kind.reads], *kind.returns)
             layer = (
                 LayerSpec(kind.kernel, experts=128 if kind.kernel in ROUTING else 0) if kind.family == "layer" else None
             )

@@ -24,11 +24,11 @@ from torch._functorch import config as functorch_config
 
 import glulam
 from glulam import mhc
-from glulam.addressed import Operator
+from glulam.call import Call as OperatorCall
+from glulam.launch import Plan
 from glulam.mhc import reference
-from glulam.mhc.aggregate import AGGREGATE
-from glulam.mhc.post_mix import POST_MIX
-from glulam.mhc.sinkhorn import SINKHORN
+from glulam.mhc.mixing import AggregateCall, PostMixCall
+from glulam.mhc.sinkhorn import SinkhornCall
 
 from ..options import Options
 from ..timing import Call, host_sampler, interleave, measure_device, no_garbage_collection
@@ -252,22 +252,23 @@ def _measure(case: Case, size: Size, direction: str, budget_s: float) -> dict[st
     }
 
 
-def _host_pair(name: str, operator: Operator, call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+def _host_pair(name: str, kind: type[OperatorCall], call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
     """A call with given outputs, and the launch that it made, made again."""
     launches: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     call()
-    plan = next(iter(operator.plans._plans.values()))
+    plans: dict[Any, Plan] = dict(kind.plans._plans)
+    plan = next(iter(plans.values()))
 
     def note(*arguments: Any) -> None:
-        launches.append((plan.function, arguments))
+        launches.append((plan.constants["function"], arguments))
 
-    noted = dataclasses.replace(plan, function=note)
-    plans = dict(operator.plans._plans)
-    operator.plans.forget()
-    operator.plans._plans.update(dict.fromkeys(plans, noted))
+    constants = {**plan.constants, "function": note}
+    noted = Plan(plan.op, plan.shape, constants, plan.serving, plan.extents, plan.out_extents, plan.look)
+    kind.plans.forget()
+    kind.plans._plans.update(dict.fromkeys(plans, noted))
     call()
-    operator.plans.forget()
-    operator.plans._plans.update(plans)
+    kind.plans.forget()
+    kind.plans._plans.update(plans)
     function, arguments = launches[0]
     return {f"bare {name}": lambda: function(*arguments), f"glulam.mhc.{name}, out given": call}
 
@@ -279,12 +280,12 @@ def _measure_host(budget_s: float) -> list[dict[str, Any]]:
     residual, h_res, h_post, one, bias = _mixing(small)
     out, mixed, logits = torch.empty_like(one), torch.empty_like(residual), _randn(HOST_TOKENS, n, n)
     normal = torch.empty_like(logits)
-    for operator in (AGGREGATE, POST_MIX, SINKHORN):
-        operator.plans.forget()
+    for kind in (AggregateCall, PostMixCall, SinkhornCall):
+        kind.plans.forget()
     items = {
-        **_host_pair("sinkhorn", SINKHORN, lambda: mhc.sinkhorn(logits, out=normal)),
-        **_host_pair("aggregate", AGGREGATE, lambda: mhc.aggregate(x, h_pre, out=out)),
-        **_host_pair("post_mix", POST_MIX, lambda: mhc.post_mix(residual, h_res, h_post, one, bias, out=mixed)),
+        **_host_pair("sinkhorn", SinkhornCall, lambda: mhc.sinkhorn(logits, out=normal)),
+        **_host_pair("aggregate", AggregateCall, lambda: mhc.aggregate(x, h_pre, out=out)),
+        **_host_pair("post_mix", PostMixCall, lambda: mhc.post_mix(residual, h_res, h_post, one, bias, out=mixed)),
     }
     layer = glulam.nn.HyperConnection(n, HOST_WIDTH, torch.nn.Identity(), device="cuda")
     streams = _streams(small).to(dtype)

@@ -1,354 +1,381 @@
-"""Operators whose kernels take nothing but addresses and numbers, as those of hyper-connections and of the layer: a
-plan found by the arguments' metadata, a launch, or the CPU reference.
+"""Operators whose kernels take nothing but addresses and numbers: those of hyper-connections and of the layer.
 
-Every tensor's metadata decides, and alignment is asked for at each call. `plans` says how a call finds its plan. Each
-operator, forward or backward, is one exported function and one operator of torch's.
+Their fronts, plans and launches are those of every operator (`front`, `launch`, `call`); what the arguments are is told
+by their annotations: "Tensor", "Tensor | None" or a number.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, reduce
-from operator import itemgetter, or_
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from types import CodeType
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.chains import signature_of
-from cute_kernels.signatures import ADDRESS, FLOAT32, INT32, Signature
-from cute_kernels.specs import PARAM_FORMS, Spec
+from cute_kernels.specs import PARAM_FORMS, LayerSpec, MhcSpec, Spec
 
 from . import device as gpus
-from . import kernels, workspace
-from .changed import changed
-from .plan import check_apart, check_overlaps, launch_nothing
-from .plans import Plans, unplanned
-from .signature import (
-    ALIGNMENT_BYTES,
-    check_plain,
-    check_written,
-    extent,
-    is_transformed,
-    refuse_out,
-    runs_kernels,
-    tensors_of,
-)
+from . import kernels
+from .backward.parts import once_differentiable, usable, without_graph
+from .call import Call
+from .launch import Made, Plan, Shape
+from .problem import Problem
+from .signature import any_requires_grad, check_alignment, check_tensor, is_transformed, refuse_out
 
 MAX_TOKENS = 2**27
 
-
-@cache  # equal plans have the same
-def _picked(*places: int) -> Callable[[list[int]], tuple[int, ...]]:
-    """Of a list, what stands at these places."""
-    if len(places) < 2:
-        return lambda values: tuple([values[place] for place in places])
-    return itemgetter(*places)
+Gradients = Sequence[Tensor | None]
+Like = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a result."""
 
 
-Tensors = Sequence[Tensor | None]
+class Serving:
+    """The one function for calls that differ in their rows alone, and the shapes of its launches with their code."""
+
+    def __init__(self, served: kernels.Served) -> None:
+        self.served = served
+        self.launches: dict[tuple[int, bool], tuple[Shape, CodeType]] = {}
+
+    def at(self, rows: int) -> kernels.Served:
+        return self.served
 
 
-class Layout(NamedTuple):
-    """What a launch takes besides addresses: the spec's fields, and the numbers behind the addresses.
+class AddressedCall(Call):
+    """A call of an operator that is one kernel, or one chain, and its reference.
+
+    A subclass says what its tensors and options mean (`check_inputs`), what it makes (`likes`), how the CPU computes it
+    (`on_cpu`), and what the kernel takes besides addresses and numeric options (`constants`, `numbers`).
 
     Attributes:
-        lead: the input that gives dtype and device.
-        kernel, n: of the spec; its dtype is the lead's, or float32 for Sinkhorn's.
-        numbers: by the names of the kernel's signature, num_sms left out.
-        work: whether there is any; without, nothing is launched.
-        workspace: float32 elements of it; 0 where the kernel takes none.
+        family, kernel: of the spec, and of the name of torch's operator.
+        leads: the argument that gives dtype and device; its dimensions before the last `trailing` are those of tokens,
+            which all tensors have but `shared`.
+        returns: what the kernel writes, by its names; parameters of these names are buffers.
+        unaligned: inputs that need no alignment.
+        saves: inputs and results that backward needs; `integers`: results without a gradient.
+        when_recorded: options where a gradient is recorded.
+        on_cpu: the reference, of inputs and options but for those that say what is wanted ("of_...").
     """
 
-    lead: Tensor
-    kernel: str
-    n: int
-    numbers: dict[str, float]
-    work: bool = True
-    workspace: int = 0
+    family: ClassVar[str]
+    kernel: ClassVar[str]
+    leads: ClassVar[str] = "x"
+    trailing: ClassVar[int]
+    shared: ClassVar[frozenset[str]] = frozenset()
+    returns: ClassVar[tuple[str, ...]] = ("out",)
+    unaligned: ClassVar[frozenset[str]] = frozenset()
+    saves: ClassVar[tuple[str, ...]] = ()
+    integers: ClassVar[tuple[str, ...]] = ()
+    when_recorded: ClassVar[dict[str, Any]] = {}
+    on_cpu: ClassVar[Callable[..., Any]]
+    numeric: ClassVar[dict[str, Callable[[Any], Any]]]  # options that kernels may take as they are
 
+    torch_results = {"": ("Tensor[]", {})}
+    has_torch_out = False
 
-@dataclass(frozen=True)
-class Plan:
-    """The constants of a call.
+    def check_inputs(self) -> None:
+        """Raises ValueError or TypeError. Of most backward operators nothing: their callers are `backward` methods."""
 
-    `tail`: its numbers, and `numbers`: their names. `extents`, `out_extents`: bytes of each input and given output.
-    `in_order`: see `Operator.in_order`.
-    """
+    def likes(self) -> Sequence[Like | None]:
+        """What each result is like: by default d_... like the input of that name."""
+        return [like(getattr(self, name.removeprefix("d_"))) for name in self.returns]
 
-    op: str
-    function: Callable[..., Any]
-    index: int
-    only: bool
-    numbers: tuple[str, ...]
-    tail: tuple[float, ...]
-    extents: tuple[int, ...]
-    out_extents: tuple[int, ...]
-    apart: set[tuple[int, ...]] = field(default_factory=set, kw_only=True)
-    in_order: Callable[[list[int]], Any] | None
-    takes_scratch: bool
-    scratch: workspace.Layout | None
+    def wanted(self) -> tuple[bool, ...]:
+        """Which results there are: all but those whose option `of_...` is False."""
+        return tuple([getattr(self, f"of_{name.removeprefix('d_')}", True) for name in self.returns])
 
+    def compute(self) -> Any:
+        """The results by the reference, all or those that are wanted."""
+        names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
+        return type(self).on_cpu(*[getattr(self, name) for name in names])
 
-class Operator:
-    """One kernel and its reference. A subclass says what its tensors and options mean.
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        """What rows change, besides tokens, of what the kernel takes; "workspace": float32 elements of it."""
+        return {}
 
-    `op`: what errors call it. `kernel`: of the spec. `inputs`, `outputs`: names in the order of the kernel's addresses.
-    `loose`: of these, those that need no alignment. `schema`: of the operator of torch's, whose name begins with
-    `family`. `streams`: the input whose dimensions before the last `trailing` all of a token's tensors have, which are
-    all but `shared`.
-    """
-
-    op: str
-    kernel: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    loose: tuple[str, ...] = ()
-    family: str
-    streams: str = "x"
-    trailing: int
-    shared: frozenset[str] = frozenset()
-    schema: str
-
-    def __init__(self) -> None:
-        self.plans: Plans[Plan] = Plans()
-        self.count = len(self.outputs)
-        aligned = [i for i, name in enumerate((*self.inputs, *self.outputs)) if name not in self.loose]
-        self.only_aligned = _picked(*aligned) if self.loose else None
-        self._streams_at = self.inputs.index(self.streams)
-        self.has_optional = "Tensor?" in getattr(self, "schema", "")
-
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        """Raises ValueError or TypeError. Backward operators have none: their callers are the autograd functions."""
-
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        """New tensors for the outputs, uninitialised; None for what is not wanted."""
+    def spec(self, arch: str) -> Spec:
         raise NotImplementedError
 
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        raise NotImplementedError
-
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        raise NotImplementedError
-
-    def spec(self, layout: Layout, arch: str) -> Spec:
-        """The kernel, or the chain of them."""
-        raise NotImplementedError
-
-    def __call__(
-        self, tensors: Tensors, options: tuple[Any, ...] = (), out: tuple[Tensor, ...] | None = None
-    ) -> tuple[Any, ...]:
-        """The outputs; `out` itself where it is given."""
-        key = None
-        if not unplanned():
-            try:
-                given = tensors if out is None else (*tensors, *out)
-                lacks: Any = out is None
-                if self.has_optional:
-                    lacks = (lacks, *[t is None for t in tensors])
-                    given = [t for t in given if t is not None]
-                key, plan = self.plans.look_up(given, (options, lacks))
-                if plan is not None:
-                    return self.launch(plan, tensors, options, out)
-            except Exception:  # the checks say of which argument; what is no argument's fault comes again behind them
-                key = None
-        return self.settle(key, tensors, options, out)
-
-    def settle(self, key: Any, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        """A call that no plan serves yet."""
-        if key is not None and (like := self._settled(key, tensors, out)):
-            try:
-                plan = self.resized(like, tensors, options, out)
-                self.plans.keep(key, plan)
-                return self.launch(plan, tensors, options, out)
-            except Exception:  # as above
-                key = None
-        if is_dynamo_compiling() or any(map(gpus.is_traced, (*tensors, *(out or ())))):
-            return self.dispatch(tensors, options, out)
-        named = (*zip(self.inputs, tensors, strict=True), *zip(self.out_names(out or ()), out or (), strict=True))
-        for name, value in named:
-            for label, tensor in tensors_of(name, value):
-                check_plain(self.op, label, tensor)
-        for name, value in named[len(tensors) :]:
-            for label, tensor in tensors_of(name, value):
-                check_written(self.op, label, tensor)
-        self.check(tensors, options)
-        if out is not None:
-            self.check_out(tensors, options, out)
-        lead = next(t for t in tensors if t is not None)
-        if not runs_kernels(lead):
-            with torch.autocast(lead.device.type, enabled=False):
-                return self.compute(tensors, options, out)
-        plan = self.plan(tensors, options, out)
-        if key is not None:
-            self.plans.keep(key, plan)
-            with_tokens = [t for name, t in zip(self.inputs, tensors, strict=True) if name not in self.shared]
-            count = sum(t is not None for t in (*with_tokens, *(out or ())))
-            if plan.function is not launch_nothing:
-                self.plans.settle(key, self._lead(tensors), count, plan)
-        return self.launch(plan, tensors, options, out)
-
-    def _lead(self, tensors: Tensors) -> tuple[int, ...]:
-        """The dimensions of tokens."""
-        streams: Any = tensors[self._streams_at]
-        lead: tuple[int, ...] = streams.shape[: -self.trailing]
-        return lead
-
-    def _settled(self, key: Any, tensors: Tensors, out: Any) -> Plan | None:
-        """The plan of a call that was checked and differs in its tokens alone, of which both have some."""
-        if out is not None and is_grad_enabled():  # which no key tells, and `check_written` asks
-            return None
-        lead = self._lead(tensors)
-        known: Plan | None = self.plans.settled(key, lead) if 0 < math.prod(lead) < MAX_TOKENS else None
-        return known
-
-    def check_out(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> None:
-        """Buffers of the results' shapes and dtypes that share no memory with an input."""
-        with torch.device("meta"):
-            wanted = self.results([None if t is None else t.to("meta") for t in tensors], options)
-        wanted = tuple(t for t in wanted if t is not None)[: len(out)]
-        lead = next(t for t in tensors if t is not None)
-        for name, given, like in zip(self.out_names(out), out, wanted, strict=True):
-            if not isinstance(given, Tensor):
-                raise TypeError(f"{self.op}: {name} is a {type(given).__name__}; give a tensor {list(like.shape)}")
-            if given.shape != like.shape or given.dtype != like.dtype:
-                raise ValueError(
-                    f"{self.op}: {name} is {given.dtype} {list(given.shape)}; it must be {like.dtype} "
-                    f"{list(like.shape)}, as the result is"
-                )
-            if given.device != lead.device or not given.is_contiguous():
-                raise ValueError(f"{self.op}: {name} must be contiguous and on {lead.device}; give a fresh buffer")
-            check_overlaps(self.op, name, given, dict(zip(self.inputs, tensors, strict=True)))
-
-    def out_names(self, out: Any) -> list[str]:
-        return ["out"] if len(out) == 1 else [f"out[{i}]" for i in range(len(out))]
-
-    def compute(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        results = self.reference(tensors, options)
-        return results if out is None else self.copied(results, out)
+    @classmethod
+    def recorded(cls, held: dict[str, Any]) -> tuple[Any, ...]:
+        """What is returned where a gradient is recorded, of inputs and results."""
+        return tuple([held[name] for name in cls.returns])
 
     @staticmethod
-    def copied(results: Any, out: Any) -> tuple[Any, ...]:
-        """`out`, holding the first results, and those that it has no buffer for."""
-        for target, result in zip(out, results, strict=False):
-            target.copy_(result)
-        return (*out, *results[len(out) :])
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        """Gradients of inputs, in their order; what comes behind them has none.
 
-    def plan(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> Plan:
-        lead = next(t for t in tensors if t is not None)
-        index = lead.get_device()
-        gpu = gpus.gpu(index)
-        layout = self.layout(tensors, options, gpu.sm_count)
-        spec = self.spec(layout, gpu.arch)
-        signature = signature_of(spec)
-        numbers = tuple(argument.name for argument in signature.arguments if argument.kind in (INT32, FLOAT32))
-        return Plan(
-            op=self.op,
-            function=kernels.find(spec).function if layout.work else launch_nothing,
-            index=index,
-            only=gpus.is_only_one(),
-            numbers=numbers,
-            in_order=self.in_order(signature),
-            takes_scratch="workspace" in signature.names,
-            **self._sizes(layout, numbers, gpu.sm_count, tensors, out),
-        )
+        Args:
+            saved: what `saves` lists. options: of the call, in their order. needed: which inputs' gradients are.
+            gradients: of what `recorded` returns, as kernels take them; None of what has none.
+        """
+        raise NotImplementedError
 
-    def resized(self, like: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> Plan:
-        """A plan like another one, for other tokens, of which both have some."""
-        sm_count = gpus.gpu(like.index).sm_count
-        layout = self.layout(tensors, options, sm_count)
-        return changed(like, apart=set(), **self._sizes(layout, like.numbers, sm_count, tensors, out))
+    @classmethod
+    def declare(cls, parameters: Any, plans: Any = None) -> None:
+        annotations = {name: parameter.annotation for name, parameter in parameters.items()}
+        tensors = [name for name, of in annotations.items() if of.startswith("Tensor")]
+        cls.torch_op = f"{cls.family}_{cls.kernel}"
+        cls.torch_types = {name: of.replace(" | None", "?") for name, of in annotations.items()}
+        super().declare(tuple(parameters), plans)
+        cls.outputs = tuple(name for name in tensors if name in cls.returns)
+        cls.reads = tuple(name for name in tensors if name not in cls.returns)
+        cls.given = (*cls.reads, *cls.outputs)
+        cls.labels = {source: name for name, source in cls.sources.items()}
+        if len(cls.outputs) > 1:
+            cls.labels |= {name: f"out[{place}]" for place, name in enumerate(cls.outputs)}
+        cls.options = tuple(name for name in parameters if name not in tensors)
+        cls.matrices = tuple(name for name in cls.reads if name not in cls.unaligned)
+        cls.scales = tuple(name for name in cls.reads if name in cls.unaligned)
+        cls.weights = cls.biases = cls.of_tokens = cls.of_any_rows = ()
+        cls.rowwise = tuple(name for name in cls.given if name not in cls.shared)
+        cls.optional = tuple(name for name in cls.given if annotations[name] != "Tensor")
+        kinds: dict[str, Callable[[Any], Any]] = {"int": int, "bool": int, "float": float}
+        cls.numeric = {name: kinds[annotations[name]] for name in cls.options if annotations[name] in kinds}
 
-    def _sizes(
-        self, layout: Layout, numbers: tuple[str, ...], sm_count: int, tensors: Tensors, out: Any
-    ) -> dict[str, Any]:
-        """The fields of a plan that depend on the number of tokens."""
-        size, lead = layout.workspace, layout.lead
-        given = {**layout.numbers, "num_sms": sm_count}
-        return {
-            "tail": tuple([given[name] for name in numbers]),
-            "extents": tuple([0 if t is None else extent(t) for t in tensors]),
-            "out_extents": tuple(map(extent, out or ())),
-            "scratch": workspace.Layout((1, size), torch.float32, lead.device, lead.get_device()) if size else None,
-        }
+    @property
+    def lead(self) -> Tensor:
+        lead: Tensor = getattr(self, self.leads)
+        return lead
 
-    def in_order(self, signature: Signature) -> Callable[[list[int]], Any] | None:
-        """Puts the addresses of inputs, outputs and workspace in the order of the kernel; None where it is that."""
-        ours = [*self.inputs, *self.outputs, "workspace"]
-        wanted = [ours.index(argument.name) for argument in signature.arguments if argument.kind == ADDRESS]
-        return None if wanted == sorted(wanted) else _picked(*wanted)
+    @property
+    def dtype_name(self) -> str:
+        return str(self.lead.dtype).removeprefix("torch.")
 
-    def launch(self, plan: Plan, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        if not plan.only and gpus.current() != plan.index:
-            with torch.cuda.device(plan.index):
-                return self.launch(plan, tensors, options, out)
-        if plan.function is launch_nothing:  # sums over no tokens are zero
-            return tuple(r if r is None else r.zero_() for r in out or self.results(tensors, options))
-        if out is None:
-            results = self.results(tensors, options)
-        else:
-            results = out if len(out) == self.count else self.completed(out, tensors, options)
-        addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *results)]
-        if reduce(or_, addresses if self.only_aligned is None else self.only_aligned(addresses), 0) % ALIGNMENT_BYTES:
-            self.refuse_alignment(addresses)
-        at = tuple(addresses[: len(tensors) + len(plan.out_extents)])
-        if at not in plan.apart:
-            check_apart(plan, at, out or (), dict(zip(self.inputs, tensors, strict=True)))
-        if plan.takes_scratch:
-            scratch = None if plan.scratch is None else workspace.take(plan.scratch)
-            addresses.append(0 if scratch is None else scratch.data_ptr())
-        ordered = addresses if plan.in_order is None else plan.in_order(addresses)
-        plan.function(*ordered, *plan.tail, gpus.raw_stream(plan.index))
-        return results
+    @property
+    def lead_sizes(self) -> tuple[int, ...]:
+        return tuple(self.lead.shape[: -self.trailing])
 
-    def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-        """All outputs, where only the first are given."""
-        return (*given, *self.results(tensors, options)[len(given) :])
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.lead_sizes)
 
-    def refuse_alignment(self, addresses: list[int]) -> None:
-        for name, address in zip((*self.inputs, *self.outputs), addresses, strict=False):
-            over = address % ALIGNMENT_BYTES
-            if over and name not in self.loose:
+    def check(self) -> Problem:
+        self.check_inputs()
+        self.check_buffers()
+        return Problem(self.op, self.dtype_name, self.num_rows, 0, self.lead.shape[-1])
+
+    def check_buffers(self) -> None:
+        """Given buffers have the results' shapes and dtypes."""
+        given = self._buffers()
+        likes: Any = self.likes() if given else ()
+        for place, buffer in given:
+            (shape, dtype), name = likes[place], self.returns[place]
+            label = self.labels.get(name, name)
+            check_tensor(self.op, label, buffer, f"a tensor {list(shape)}", self.lead)
+            if buffer.shape != tuple(shape) or buffer.dtype != dtype:
                 raise ValueError(
-                    f"{self.op}: {name} starts {over} bytes after a multiple of {ALIGNMENT_BYTES}; it must start at "
-                    "one, so clone() it, or cut the view elsewhere"
+                    f"{self.op}: {label} is {buffer.dtype} {list(buffer.shape)}; it must be {dtype} {list(shape)}, as "
+                    "the result is"
                 )
 
-    def dispatch(self, tensors: Tensors, options: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        """Through torch's dispatcher, as an operator that traces see as one."""
-        if out is not None and not is_dynamo_compiling():
-            self.check_out(tensors, options, out)
-        returned = iter(getattr(torch.ops.glulam, f"{self.family}_{self.kernel}")(*tensors, *options))
-        results = tuple(next(returned) if wanted else None for wanted in self.wanted(tensors, options))
-        return results if out is None else self.copied(results, out)
+    @classmethod
+    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+        for name in cls.matrices:
+            if name in read:
+                check_alignment(op, name, read[name])
+        for name, out in zip(cls.outputs, outs, strict=False):
+            check_alignment(op, cls.labels.get(name, name), out)
 
-    def wanted(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[bool, ...]:
-        """Which outputs there are."""
-        return (True,) * len(self.outputs)
+    def _made_likes(self) -> list[Like | None]:
+        return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]
 
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...] | None:
-        """The results with a backward; None of an operator that has none."""
-        return None
+    def _fresh(self) -> list[Tensor | None]:
+        return [one and self.lead.new_empty(one[0], dtype=one[1]) for one in self._made_likes()]
+
+    def _returned(self, results: Sequence[Tensor | None]) -> Any:
+        return tuple(results) if len(self.returns) > 1 else results[0]
+
+    def _buffers(self) -> list[tuple[int, Tensor]]:
+        """Those given, with the place of their results."""
+        given = [getattr(self, name) if name in self.outputs else None for name in self.returns]
+        return [(place, buffer) for place, buffer in enumerate(given) if buffer is not None]
+
+    def results(self, problem: Problem) -> Any:
+        return self._returned(self._fresh())
+
+    def without_rows(self, problem: Problem) -> Any:
+        """Sums over no tokens are zero."""
+        return self._into_buffers([None if result is None else result.zero_() for result in self._fresh()])
+
+    def reference(self, problem: Problem) -> Any:
+        computed = self.compute()
+        results = computed if isinstance(computed, tuple) else (computed,)
+        wanted = zip(results, self.wanted(), strict=True)
+        return self._into_buffers([result if is_wanted else None for result, is_wanted in wanted])
+
+    def _into_buffers(self, results: list[Tensor | None]) -> Any:
+        for place, buffer in self._buffers():
+            results[place] = buffer.copy_(results[place])  # type: ignore[arg-type]
+        return self._returned(results)
+
+    def dispatch(self) -> Any:
+        if not is_dynamo_compiling():
+            self.check_buffers()
+        return super().dispatch()
+
+    def assembled(self, returned: Any) -> Any:
+        made = iter(returned)
+        return self._into_buffers([next(made) if is_wanted else None for is_wanted in self.wanted()])
+
+    # Launches:
+
+    def serving(self, problem: Problem, gpu: gpus.Gpu) -> Serving:
+        spec = self.spec(gpu.arch)
+        return Serving(kernels.Served(kernels.find(spec).function, False, signature_of(spec)))
+
+    def made(self) -> tuple[Made, ...]:
+        """With a constant for each size, since torch takes 0.4 us less for numbers than for a tuple."""
+        makes = []
+        for name, like in zip(self.returns, self._made_likes(), strict=True):
+            shape, dtype = like or ((), self.lead.dtype)
+            sizes = tuple(f"{name}_{place}" for place in range(len(shape)))
+            other = "" if dtype is self.lead.dtype else f"{name}_dtype"
+            makes.append(Made(name, name, sizes, self.leads, other, wanted=like is not None))
+        return tuple(makes)
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        dtypes = {f"{name}_dtype": like[1] for name, like in zip(self.returns, self._made_likes(), strict=True) if like}
+        options = {name: of(getattr(self, name)) for name, of in self.numeric.items()}
+        return {**options, **dtypes, "raw_stream": gpus.raw_stream}
+
+    def dims(self) -> dict[str, Any]:
+        sizes = {"tokens": self.num_rows, "rank": len(self.lead_sizes), **self._numbers}
+        sizes.pop("workspace", None)
+        for name, like in zip(self.returns, self.likes(), strict=True):
+            for place, length in enumerate(like[0] if like else ()):
+                sizes[f"{name}_{place}"] = length
+        return sizes
+
+    def memory(self, problem: Problem) -> list[Any]:
+        size = self._numbers.get("workspace", 0)
+        return [((1, size), torch.float32)] if size else []
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, Any]:
+        return self.numbers(gpus.gpu(self.lead.get_device()).sm_count)
+
+    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+        """Rows tell whether the kernel needs a workspace, and may have another number of dimensions."""
+        form = constants["rank"], bool(constants["memory"])
+        if form in serving.launches:
+            shape, code = serving.launches[form]
+            return super()._plan(shape, constants, serving, code)
+        texts = {"stream": "raw_stream(index)", **{name: "0" for name in self.reads if getattr(self, name) is None}}
+        scratch = (("workspace", "matrix"),) if form[1] else ()
+        if not scratch:
+            texts["workspace"] = "0"
+        shape = shape._replace(texts=tuple(texts.items()), scratch=scratch, makes=self.made())
+        plan = super()._plan(shape, constants, serving)
+        serving.launches[form] = shape, plan.run.__code__
+        return plan
+
+    # Gradients:
+
+    @staticmethod
+    def with_backward(call: Any, key: Hashable = None) -> Any:
+        tensors = [getattr(call, name) for name in call.given]
+        read = tensors[: len(call.reads)]
+        if not any_requires_grad(*read) or is_transformed(*read):
+            return call.settle(None, {})  # whose checks refuse it
+        if not call.differentiable:
+            call.refuse_gradients()
+        for name in call.outputs:
+            refuse_out(call.op, getattr(call, name))
+        recording = Recording(type(call), [call.when_recorded.get(name, getattr(call, name)) for name in call.options])
+        if key is not None:
+            call.plans.keep(key, recording)
+        return recording.run(*tensors)
+
+
+class Recording:
+    """What serves calls of which a gradient is recorded, in place of a `Plan`: that of the call without."""
+
+    def __init__(self, kind: type[AddressedCall], options: list[Any]) -> None:
+        self.kind, self.options = kind, options
+        self.count = len(kind.reads)
+        self.launch: Callable[..., Any] | None = None
+
+    def run(self, *tensors: Any) -> Any:
+        return Recorded.apply(self, *tensors[: self.count])  # type: ignore[no-untyped-call]
+
+    def compute(self, tensors: tuple[Any, ...]) -> Any:
+        """The results, by the plan that the operator has found before."""
+        if self.launch is not None:
+            return self.launch(*tensors)
+        kind = self.kind
+        given = zip((*kind.reads, *kind.options), (*tensors, *self.options), strict=True)
+        call = kind(**dict.fromkeys(kind.outputs), **dict(given))
+        result = call.again()
+        if not call.is_traced() and (plan := call.plans.find(call.key())) is not None:
+            self.launch = plan.run
+        return result
+
+
+class Recorded(torch.autograd.Function):
+    """Any differentiable one."""
+
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, *tensors: Any) -> Any:
+        kind = ctx.kind = recording.kind
+        ctx.options = recording.options
+        made = recording.compute(tensors)
+        held = dict(zip(kind.reads, tensors, strict=True))
+        held.update(zip(kind.returns, made if made.__class__ is tuple else (made,), strict=True))
+        ctx.save_for_backward(*[held[name] for name in kind.saves])
+        results = kind.recorded(held)
+        if len(results) == 1:
+            return results[0]
+        ctx.mark_non_differentiable(*[held[name] for name in kind.integers])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        kind = ctx.kind
+        with without_graph():
+            given = [None if gradient is None else usable(gradient) for gradient in gradients]
+            made = kind.backward(ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1:], *given)
+        return None, *once_differentiable(kind.op, made), *[None] * (len(kind.reads) - len(made))
+
+
+class MhcCall(AddressedCall):
+    """Of hyper-connections. `formed`: parameters whose dtypes the kernel is told."""
+
+    family = "mhc"
+    trailing = 2
+    shared = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
+    formed: ClassVar[tuple[str, ...]] = ()
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        parameters = [getattr(self, name) for name in self.formed]
+        return {**super().constants(problem), "forms": forms(*parameters), "width": self.lead.shape[-1]}
+
+    def spec(self, arch: str) -> MhcSpec:
+        dtype = "float32" if "sinkhorn" in self.kernel else self.dtype_name
+        return MhcSpec(self.kernel, dtype, self.lead.shape[-2], arch)
+
+
+class LayerCall(AddressedCall):
+    """Of what is around a layer's experts. Tokens are the first dimension of what has any."""
+
+    family = "layer"
+    trailing = 1
+
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, arch=arch)
+
+
+def like(tensor: Tensor | None) -> Like | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def forms(*params: Tensor | None) -> int:
     """The dtypes of parameters as kernels take them: two bits each, the first lowest."""
     codes = (0 if p is None else PARAM_FORMS[str(p.dtype).removeprefix("torch.")] for p in params)
     return sum(code << 2 * place for place, code in enumerate(codes))
-
-
-def recorded(op: str, out: Any, *tensors: Any) -> bool:
-    """Whether a gradient is to be recorded; then `out` must be absent. Traces decide in torch's dispatcher."""
-    if is_grad_enabled():
-        for tensor in tensors:
-            if getattr(tensor, "requires_grad", False):
-                refuse_out(op, out)
-                return not (is_dynamo_compiling() or is_transformed(*tensors))
-    return False
-
-
-def empty_like_param(tensor: Tensor, wanted: bool) -> Tensor | None:
-    return torch.empty_like(tensor) if wanted else None

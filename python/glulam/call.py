@@ -6,7 +6,8 @@ Nothing here is on the fast path (`front`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -56,7 +57,7 @@ class Call:
     launch is made of (`makes`, `scratch`, `constants`). The rest follows from the operator's parameters (`declare`).
 
     Attributes:
-        sources: by the kernel's names of arguments, the operator's, where they differ.
+        sources: by the kernel's names of arguments, the operator's, where they differ; `labels`: what errors call them.
         makes: what a launch makes. `scratch`: what it needs besides, by the kernel's names: a "matrix", or "bytes".
         outputs: arguments that are written; `gradients`: those of them that are packed or a list, as weights are.
         tabled: weights that kernels take as lists; None: all.
@@ -66,6 +67,7 @@ class Call:
 
     op: ClassVar[str]
     sources: ClassVar[dict[str, str]] = {}
+    labels: ClassVar[dict[str, str]] = {}
     makes: tuple[Made, ...] = ()
     scratch: ClassVar[dict[str, str]] = {}
     outputs: ClassVar[tuple[str, ...]] = ("out",)
@@ -82,11 +84,13 @@ class Call:
     torch_returns_with_out: ClassVar[str] = ""
     settled_without_out: ClassVar[dict[str, Any]] = {}
     settled_with_out: ClassVar[dict[str, Any]] = {}
+    has_torch_out: ClassVar[bool] = True  # whether there are forms that write a buffer
     through_torch: ClassVar[Callable[..., Any]]  # set by `library`, which lists them
 
     # Of the operator's parameters:
     names: ClassVar[tuple[str, ...]]
     given: ClassVar[tuple[str, ...]]  # tensors, in the order in which plans are found by them
+    optional: ClassVar[tuple[str, ...]]  # tensors that may be absent: for short, all but the first
     options: ClassVar[tuple[str, ...]]
     matrices: ClassVar[tuple[str, ...]]
     weights: ClassVar[tuple[str, ...]]
@@ -108,8 +112,9 @@ class Call:
         self.__dict__.update(arguments)
 
     @classmethod
-    def declare(cls, names: tuple[str, ...], plans: Plans[Any] | None = None) -> None:
+    def declare(cls, parameters: Iterable[str], plans: Plans[Any] | None = None) -> None:
         """Let the operator have these parameters."""
+        names = tuple(parameters)
 
         def those(of: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in of)
@@ -131,6 +136,7 @@ class Call:
         cls.rowwise = (*those((*MATRICES, *PER_ROW, *OF_TOKENS)), *written)
         lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
         cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
+        cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *those(GROUPS))
         cls.plans = Plans() if plans is None else plans
 
     def check(self) -> Problem:
@@ -261,9 +267,14 @@ class Call:
         return shape[0] if shape else 0  # a scalar, which checks refuse
 
     @property
+    def lead_sizes(self) -> tuple[int, ...]:
+        """Those of the rows' dimensions."""
+        return (self.num_rows,)
+
+    @property
     def groups(self) -> Any:
         """Group sizes, in whichever form they were given."""
-        return self.offs if getattr(self, "splits", None) is None else self.splits
+        return getattr(self, "offs", None) if getattr(self, "splits", None) is None else self.splits
 
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.names}
@@ -280,15 +291,9 @@ class Call:
     def _options(self) -> tuple[Any, ...]:
         return (
             torch.is_grad_enabled(),
-            *[getattr(self, name) is None for name in self.optional()],
+            *[getattr(self, name) is None for name in self.optional],
             *[getattr(self, name) for name in self.options],
         )
-
-    @classmethod
-    def optional(cls) -> tuple[str, ...]:
-        """Tensors that may be absent: for short, all but the first."""
-        names = [name for name in cls.given[1:] if name not in ("groups", *GROUPS)]
-        return (*names, *[name for name in GROUPS if name in cls.names])
 
     def judge(self) -> None:
         """Called where a launch failed: raises ValueError or TypeError where that is an argument's fault."""
@@ -314,7 +319,8 @@ class Call:
     def differentiate(self, key: Hashable = None) -> Any:
         """As `settle`, for a call of which an argument requires a gradient."""
         if gpus.is_traced(self.lead):  # one operator in a graph, as without a gradient; its backward comes with it
-            refuse_out(self.op, getattr(self, "out", None))
+            for name in self.outputs:
+                refuse_out(self.op, getattr(self, name))
             return self.dispatch()
         return self.with_backward(self, key)
 
@@ -352,7 +358,7 @@ class Call:
         rows = self.num_rows
         if not 1 < rows < MAX_ROWS or checking():
             return None
-        known = plans.settled(key, (rows,))
+        known = plans.settled(key, self.lead_sizes)
         return None if known is None else (changed(known[0], rows=rows), known[1])
 
     def settle_rows(self, key: Hashable, plans: Plans[Any], problem: Problem, plan: Any) -> None:
@@ -360,7 +366,7 @@ class Call:
         if problem.rows > 1:
             count = sum(getattr(self, name, None) is not None for name in self.rowwise)
             free = self.free
-            plans.settle(key, (problem.rows,), count - len(free), (problem, plan), free)
+            plans.settle(key, self.lead_sizes, count - len(free), (problem, plan), free)
 
     @property
     def variant(self) -> str:
@@ -370,7 +376,8 @@ class Call:
     @property
     def form(self) -> str:
         """The name of this call as an operator of torch's: `library.FORMS` lists them."""
-        return f"{self.torch_op}{self.variant}" + "_out" * (getattr(self, "out", None) is not None)
+        writes = self.has_torch_out and getattr(self, "out", None) is not None
+        return f"{self.torch_op}{self.variant}" + "_out" * writes
 
     def assembled(self, returned: Any) -> Any:
         """What the call returns, given what its operator of torch's does: only what is not in a given buffer."""
@@ -392,7 +399,7 @@ class Call:
         if not problem.rows and (result := self.without_rows(problem)) is not NotImplemented:
             return result
         ready = self.prepared()
-        if checking():
+        if checking() and self.groups is not None:
             self._check_group_sizes()
             return ready.run(ready.plan(problem))
         if ready is not self and (key is not None or not unplanned()):
@@ -426,7 +433,7 @@ class Call:
         """
         index = self.lead.get_device()
         gpu = gpu or gpus.gpu(index)
-        serving = serving or kernels.serving(problem, gpu)
+        serving = serving or self.serving(problem, gpu)
         constants = {
             "index": index,
             "device": self.lead.device,
@@ -438,9 +445,13 @@ class Call:
         shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
         return self._plan(shape, constants, serving)
 
-    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any) -> Plan:
+    def serving(self, problem: Problem, gpu: gpus.Gpu) -> Any:
+        """What finds the function for a number of rows."""
+        return kernels.serving(problem, gpu)
+
+    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
         extents = self._read_extents(), self._out_extents()
-        return Plan(self.op, shape, constants, serving, *extents, self.look)
+        return Plan(self.op, shape, constants, serving, *extents, self.look, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         served = serving.at(problem.rows)
@@ -459,7 +470,7 @@ class Call:
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
         constants = {**like.constants, **self._constants_of_rows(problem, like.serving), **self.constants(problem)}
-        return self._plan(like.shape, constants, like.serving)
+        return self._plan(like.shape, constants, like.serving, like.run.__code__)
 
     def _present(self) -> list[str]:
         """What is there of what is given."""
@@ -522,7 +533,7 @@ class Call:
         """Alignment, on a GPU, and an output that shares no memory with an input."""
         if runs_kernels(self.lead):
             for name in (*self.matrices, *self.weights, *self.outputs):
-                for label, tensor in tensors_of(name, getattr(self, name)):
+                for label, tensor in tensors_of(self.labels.get(name, name), getattr(self, name)):
                     check_alignment(self.op, label, tensor)
         written = self.written()
         for label, tensor in self.tensors() if written else ():
@@ -532,13 +543,13 @@ class Call:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """All inputs, those of lists one by one, under the names that errors give them."""
-        names = (*self.matrices, *self.weights, *self.biases, *self.scales, "offs", "splits")
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
         read = (name for name in names if name not in self.outputs)
-        return [pair for name in read for pair in tensors_of(name, getattr(self, name))]
+        return [pair for name in read for pair in tensors_of(self.labels.get(name, name), getattr(self, name, None))]
 
     def written(self) -> list[tuple[str, Tensor]]:
         """The outputs that were given, likewise."""
-        return [pair for name in self.outputs for pair in tensors_of(name, getattr(self, name))]
+        return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
 
     def host_ends(self) -> list[int]:
         """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
@@ -553,7 +564,7 @@ class Call:
                 value = getattr(self, name)
                 if isinstance(value, (list, tuple)) and not isinstance(value, GateUp):
                     changes[name] = experts.enter(kind, value)
-        if self.splits is not None and _on_host(self.splits):
+        if getattr(self, "splits", None) is not None and _on_host(self.splits):
             changes["splits"] = groups.on_device(self.op, self.splits, self.num_rows, self.lead.device)
         return changed(self, **changes) if changes else self
 

@@ -50,7 +50,7 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
     renamed = {name: f"{name}_" for name in [*lists, *prepared, *prepared.values()]}
     given = [renamed.get(name, name) for name in kind.given]
     options = [
-        "is_grad_enabled()", *[f"{renamed.get(name, name)} is None" for name in kind.optional()], *kind.options,
+        "is_grad_enabled()", *[f"{renamed.get(name, name)} is None" for name in kind.optional], *kind.options,
     ]  # fmt: skip
     everything = [f"{name}={name}" for name in kind.names]
     lines: list[str] = []
@@ -95,7 +95,7 @@ def operator(
     """
 
     def made(function: Function) -> Function:
-        kind.declare(tuple(inspect.signature(function).parameters), plans)
+        kind.declare(inspect.signature(function).parameters, plans)
         names = {
             "kind": kind,
             "unplanned": unplanned,

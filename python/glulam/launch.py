@@ -36,6 +36,7 @@ class Made(NamedTuple):
         dtype: the name of a constant, where it has another.
         zeros: whether rows behind the last group are zero, which the function writes.
         returned: False of what only the function needs.
+        wanted: False of a result that is None, for which the function gets 0.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Made(NamedTuple):
     dtype: str = ""
     zeros: bool = False
     returned: bool = True
+    wanted: bool = True
 
 
 class Shape(NamedTuple):
@@ -114,6 +116,8 @@ class _Values:
         return self.made[name].name if name in self.made else self.sources.get(name, name)
 
     def _result(self, made: Made, argument: Argument) -> str:
+        if not made.wanted:
+            return "0"
         if argument.kind == ADDRESS:
             return f"{made.name}.data_ptr()"
         if made.name in self.shape.lists:
@@ -198,7 +202,9 @@ def _makes(shape: Shape) -> list[str]:
     """Allocates results, and takes memory that the call needs besides."""
     lines = []
     for made in shape.makes:
-        if made.name not in shape.present:
+        if not made.wanted:
+            lines.append(f"{made.name} = None")
+        elif made.name not in shape.present:
             dtype = f", dtype={made.dtype}" if made.dtype else ""
             sizes = made.shape if isinstance(made.shape, str) else ", ".join(made.shape)
             lines.append(f"{made.name} = {made.like or shape.takes[0]}.new_empty({sizes}{dtype})")
@@ -251,14 +257,15 @@ class Plan:
 
     def __init__(
         self, op: str, shape: Shape, constants: Mapping[str, Any], serving: Any, extents: tuple[int, ...],
-        out_extents: tuple[int, ...], look: Callable[..., None],
+        out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
+        """`code`: of a plan of this shape, which takes longer to find."""
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()
         self.constants = dict(constants)
         names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
-        self.run = names["run"] = FunctionType(_code(shape), names, "run", (None,) * len(shape.takes))
+        self.run = names["run"] = FunctionType(code or _code(shape), names, "run", (None,) * len(shape.takes))
 
     @property
     def text(self) -> str:

@@ -3,7 +3,7 @@
 Eager calls do not come here. Schemas have no "tensor or list", so weights, biases and their gradients are lists of
 tensors: a packed tensor is a list of that one, told by its rank, and a GateUp one of its two. Schemas have no optional
 results either, so an operator has a form for each set of results: `_out` forms write a buffer and return only what is
-not in it.
+not in it. Operators whose kernels take addresses (`addressed`) return a list of the results that are wanted instead.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import layer, mhc
 from .arguments import BIASES, GROUPS, MATRICES, VECTORS, WEIGHTS
-from .backward.entry import differentiate, requires_grad
+from .backward.entry import requires_grad
 from .call import Call
 from .device import PLAIN_TENSORS
 from .experts import GateUp
@@ -43,7 +44,7 @@ TYPES = {
 """Of arguments by their names; those that are not here are flags."""
 CALLS = (
     GroupedMmCall, GroupedGluCall, GroupedMlpCall, MoeCall, Mxfp8MlpCall, Mxfp8MoeCall, Mxfp8ForwardCall,
-    Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call,
+    Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, *mhc.CALLS, *layer.CALLS,
 )  # fmt: skip
 
 
@@ -75,10 +76,10 @@ def _forms(kind: type[Call]) -> dict[str, Form]:
     for variant, (returns, settled) in kind.torch_results.items():
         out_settled = dict(settled)
         if kind.outputs:
-            settled = {**settled, "out": None, **kind.settled_without_out}
+            settled = {**settled, **dict.fromkeys(kind.outputs), **kind.settled_without_out}
             out_settled.update(kind.settled_with_out)
         found[f"{kind.torch_op}{variant}"] = _form(kind, returns, settled)
-        if kind.outputs:
+        if kind.outputs and kind.has_torch_out:
             others = {"Tensor": "()", "(Tensor, Tensor)": "Tensor"}.get(returns, returns)
             found[f"{kind.torch_op}{variant}_out"] = _form(kind, kind.torch_returns_with_out or others, out_settled)
     return found
@@ -119,8 +120,10 @@ def _unlisted(tensors: Any, packed_rank: int) -> Any:
     return tensors
 
 
-def _returned(pending: Call, results: Any) -> Any:
+def _returned(form: Form, pending: Call, results: Any) -> Any:
     """The results that are not in given buffers."""
+    if form.returns == "Tensor[]":
+        return [one for one in (results if isinstance(results, tuple) else (results,)) if one is not None]
     out = getattr(pending, "out", None)
     given = (out, *out) if isinstance(out, (list, tuple)) else (out,)
     results = results if isinstance(results, tuple) else (results,)
@@ -139,7 +142,7 @@ def _kernel(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
         pending = form.pending(tuple(map(_as_data, values)), {name: _as_data(value) for name, value in named.items()})
         with part_of(OF_A_TRACE):
-            return _returned(pending, pending.again())
+            return _returned(form, pending, pending.again())
 
     return run
 
@@ -151,7 +154,7 @@ def _autograd(name: str, form: Form) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             pending = form.pending(values, named)
             if requires_grad(pending):
-                return differentiate(pending)
+                return _returned(form, pending, pending.with_backward(pending))
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.glulam, name).default(*values, **named)
 
@@ -162,7 +165,7 @@ def _fake(form: Form) -> Callable[..., Any]:
     def run(*values: Any, **named: Any) -> Any:
         pending = form.pending(values, named)
         problem = pending.check()
-        return None if form.returns == "()" else _returned(pending, pending.results(problem))
+        return None if form.returns == "()" else _returned(form, pending, pending.results(problem))
 
     return run
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import glulam
 from glulam import Routing
 from glulam.layer import reference
-from glulam.layer.rows import PERMUTE
+from glulam.layer.rows import permute_tokens
 from glulam.plans import forget_plans
 from glulam.recipes import RECIPES
 
@@ -163,7 +163,7 @@ class TestRows:
         end = int(made.offs[-1])
         x, residual = torch.randn(tokens, width, device="cuda").to(dtype), torch.randn(tokens, width).cuda().to(dtype)
         rows = torch.full((tokens, k, width), torch.nan, device="cuda", dtype=dtype)
-        PERMUTE((x, made.row_of), (), (rows,))
+        permute_tokens(x, made.row_of, out=rows)
         rows = rows.view(tokens * k, width)
         assert rows[:end].equal(x[made.token_of_row[:end].long()]) and rows[end:].isnan().all()
         assert rows[:end].equal(glulam.permute(x, made)[:end])

@@ -15,7 +15,7 @@ from torch import Tensor
 import glulam
 from glulam import mhc
 from glulam.mhc import reference
-from glulam.mhc.project import ALPHAS, PROJECT, PROJECT_BACKWARD
+from glulam.mhc.project import ALPHAS, project_backward, project_streams
 
 pytestmark = pytest.mark.gpu
 
@@ -221,16 +221,16 @@ class TestProjectBackward:
     def test_calls_that_follow_each_other(self, of_weight: bool) -> None:
         """A call's first kernel may start before the last call's has ended, whose workspace is the same."""
         given = inputs("project", (4099,), 4, 1024, BF16)
-        *made, stats = PROJECT(given, (1e-6, True))
+        *made, stats = project_streams(*given, 1e-6, True)
         calls = []
         for seed in range(2):
             gradients = [randn(*r.shape, dtype=F32, seed=10 * seed + i) for i, r in enumerate(made) if r is not None]
             calls.append((*gradients, *given, stats, None, None, None))
         wanted = []
         for call in calls:
-            wanted.append(PROJECT_BACKWARD(call, (1e-6, True, of_weight)))
+            wanted.append(project_backward(*call, 1e-6, True, of_weight))
             torch.cuda.synchronize()
-        runs = [PROJECT_BACKWARD(call, (1e-6, True, of_weight)) for call in 10 * calls]
+        runs = [project_backward(*call, 1e-6, True, of_weight) for call in 10 * calls]
         for i, run in enumerate(runs):
             for got, want in zip(run, wanted[i % 2], strict=True):
                 assert got is want is None or (got is not None and want is not None and same_bits(got, want))

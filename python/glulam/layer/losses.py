@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..mhc.reference import wide
 from ..signature import check_tensor
-from .operator import check_shape
 from .reference import TINY
 from .routing import Routing
 
@@ -64,8 +63,7 @@ def router_z_loss(logits: Tensor, num_tokens: Tensor | None = None) -> Tensor:
     values = wide(logits).flatten(0, -2)
     if num_tokens is None:
         return values.logsumexp(-1).square().sum() / max(len(values), 1)
-    check_tensor("router_z_loss", "num_tokens", num_tokens, "a tensor [1]", logits)
-    check_shape("router_z_loss", "num_tokens", num_tokens, (1,), "it is one number")
+    check_tensor("router_z_loss", "num_tokens", num_tokens, "a tensor [1]", logits, shape=(1,), why="it is one number")
     is_padding = torch.arange(len(values), device=values.device) >= num_tokens
     squares = values.masked_fill(is_padding.unsqueeze(1), 0).logsumexp(-1).square()
     return (squares.masked_fill(is_padding, 0).sum() / num_tokens.clamp(1, max(len(values), 1))).squeeze(0)

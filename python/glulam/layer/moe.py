@@ -23,7 +23,7 @@ from ..problem import Problem
 from ..recipes import BF16, Recipe
 from ..signature import any_requires_grad
 from .routing import Routing
-from .rows import COMBINE, PERMUTE, combine, row_indices
+from .rows import combine, combine_rows, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
 """With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
@@ -100,7 +100,7 @@ class PathOfTokens(DataPath):
         return num_bytes <= COPIED_BYTES and contracted(w2, self.transpose_w) >= COPIED_WIDTH
 
     def rows(self, x: Tensor, row_of: Any) -> Tensor:
-        copy: Tensor = PERMUTE((x, row_of))[0]
+        copy: Tensor = permute_tokens(x, row_of)
         return copy.view(row_of.numel(), x.shape[1])
 
     def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
@@ -146,8 +146,8 @@ class QuantisedPathOfTokens(PathOfTokens, QuantisedPath):
 
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """Those of each token's rows."""
-    tensors = (rows.view(*row_of.shape, rows.shape[1]), row_of, residual)
-    return COMBINE(tensors, (), None if out is None else (out,))[0]
+    sums: Tensor = combine_rows(rows.view(*row_of.shape, rows.shape[1]), row_of, residual, out=out)
+    return sums
 
 
 class OfTokens(Call):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from cute_kernels.specs import ROUTING_EXPERTS
+from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
 
-from ..addressed import Layout, Tensors, forms, recorded
-from ..backward.parts import once_differentiable, usable, without_graph
+from ..addressed import Gradients, LayerCall, Like, forms
+from ..front import operator
+from ..mhc.checks import check_dtype
+from ..problem import Problem
 from ..signature import check_tensor, mismatch, runs_kernels, shape_text
 from . import reference
-from .operator import MAX_ROWS, LayerOperator, check_matrix, check_shape
 
+MAX_ROWS = 2**31 - 1
 SCORES = ("softmax", "sigmoid", "topk_softmax")
 MAX_K = 32
 """A warp has a token, a lane one of its choices."""
@@ -26,7 +29,6 @@ MOST_SORTED, MOST_CHOOSING = 2048, 64
 it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
 """
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ID_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
@@ -78,12 +80,7 @@ class Routing:
         """
         if isinstance(weights, Tensor) and weights.dtype in (torch.bfloat16, torch.float16):
             weights = weights.float()
-        options = (num_experts, first)
-        if is_grad_enabled() and recorded("from_topk", None, weights):
-            made = Sort.apply(ids, weights, *options)  # type: ignore[no-untyped-call]
-        else:
-            made = SORT((ids, weights, None), options)
-        offs, token_of_row, row_of, weight_of_row = made
+        offs, token_of_row, row_of, weight_of_row = sort_choices(ids, weights, None, num_experts, first)
         return cls(offs, token_of_row, row_of, weight_of_row, ids, weights, num_experts, first)
 
 
@@ -113,12 +110,9 @@ def route(
         ValueError, TypeError: an argument that does not fit; nothing was launched.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
-    tensors, options = (logits, bias, num_tokens), (k, score, normalize, num_groups, top_groups, scale)
-    if is_grad_enabled() and recorded("route", None, logits):
-        made = Route.apply(*tensors, *options)  # type: ignore[no-untyped-call]
-    else:
-        made = ROUTE(tensors, options)
-    ids, weights, offs, token_of_row, row_of, weight_of_row = made
+    ids, weights, offs, token_of_row, row_of, weight_of_row = route_tokens(
+        logits, bias, num_tokens, k, score, normalize, num_groups, top_groups, scale
+    )
     experts = logits.shape[1]
     return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, experts, logits=logits, score=score)
 
@@ -133,15 +127,6 @@ def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int
         return max(tokens, 1), 0
     chunk = -(-tokens // sm_count)
     return chunk, -(-tokens // chunk) * experts
-
-
-def _rule(logits: Tensor, k: int, score: str, normalize: bool, scale: float) -> dict[str, float]:
-    """What kernels of both directions take: softmax over the k largest is softmax with its weights normalised."""
-    tokens, experts = logits.shape
-    return {
-        "forms": forms(logits), "tokens": tokens, "experts": experts, "k": k, "score": int(score == "sigmoid"),
-        "normalize": int(normalize or score == "topk_softmax"), "scale": float(scale),
-    }  # fmt: skip
 
 
 def _number(op: str, name: str, value: Any, least: int, most: int, why: str) -> None:
@@ -174,214 +159,174 @@ def check_rule(
     _number(op, name_of_k, k, 1, min(MAX_K, available), f"{available} experts take part, and a warp chooses {MAX_K}")
 
 
-class RouteForward(LayerOperator):
-    op = kernel = "route"
-    inputs = ("logits", "bias", "num_tokens")
-    outputs = ("ids", "weights", "offs", "token_of_row", "row_of", "weight_of_row")
-    loose = (*inputs, *outputs)
-    streams = "logits"
+def check_matrix(
+    op: str, name: str, value: Any, letters: str, like: Tensor | None = None, dtypes: Sequence[torch.dtype] = ()
+) -> tuple[int, int]:  # fmt: skip
+    """A contiguous tensor of two dimensions, on the device of `like`; its sizes."""
+    tensor = check_tensor(op, name, value, f"a tensor [{letters}]", like, dtypes=dtypes)
+    if tensor.dim() != 2:
+        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give [{letters}]")
+    rows, columns = tensor.shape
+    return rows, columns
+
+
+class _Choosing(LayerCall):
+    """What kernels of both directions take: softmax over the k largest is softmax with its weights normalised."""
+
+    op = "route"
+    leads = "logits"
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        is_normalized = self.normalize or self.score == "topk_softmax"
+        rule = {"score": int(self.score == "sigmoid"), "normalize": int(is_normalized)}
+        sizes = {"forms": forms(self.logits), "experts": self.logits.shape[1]}
+        return {**super().constants(problem), **sizes, **rule}
+
+
+class RouteCall(_Choosing):
+    kernel = "route"
+    returns = ("ids", "weights", "offs", "token_of_row", "row_of", "weight_of_row")
     shared = frozenset(("bias", "num_tokens"))
-    schema = (
-        "(Tensor logits, Tensor? bias, Tensor? num_tokens, int k, str score, bool normalize, int num_groups, "
-        "int top_groups, float scale) -> Tensor[]"
-    )
+    unaligned = frozenset(("logits", "bias", "num_tokens"))
+    differentiable = True
+    saves = ("logits", "ids", "row_of")
+    integers = ("ids", "offs", "token_of_row", "row_of")
+    on_cpu = staticmethod(reference.route)
 
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        logits: Any = tensors[0]
-        k, score, normalize, num_groups, top_groups, scale = options
+    def check_inputs(self) -> None:
+        logits = self.logits
         tokens, experts = check_matrix(self.op, "logits", logits, "N, E")
-        valid = LOGITS_DTYPES if runs_kernels(logits) else (*LOGITS_DTYPES, torch.float64)
-        if logits.dtype not in valid:
-            raise TypeError(f"{self.op}: logits is {logits.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
-        check_rule(self.op, experts, k, score, normalize, num_groups, top_groups, scale)
-        if tokens * k > MAX_ROWS:
+        check_dtype(self.op, "logits", logits)
+        options = self.score, self.normalize, self.num_groups, self.top_groups, self.scale
+        check_rule(self.op, experts, self.k, *options)
+        if tokens * self.k > MAX_ROWS:
             raise ValueError(
-                f"{self.op}: {tokens} tokens of {k} experts are more than {MAX_ROWS} rows; split the batch"
+                f"{self.op}: {tokens} tokens of {self.k} experts are more than {MAX_ROWS} rows; split the batch"
             )
-        self._check_vector("bias", tensors[1], (experts,), (torch.float32, logits.dtype), logits)
-        self._check_vector("num_tokens", tensors[2], (1,), (torch.int32,), logits)
+        of_bias = (torch.float32,) if runs_kernels(logits) else (torch.float32, logits.dtype)
+        self._check_vector("bias", (experts,), of_bias, "logits has E experts")
+        self._check_vector("num_tokens", (1,), (torch.int32,), "it is one number")
 
-    def _check_vector(self, name: str, value: Any, shape: tuple[int, ...], dtypes: Any, like: Tensor) -> None:
-        """`dtypes`: the first is what kernels take."""
-        if value is None:
-            return
-        tensor = check_tensor(self.op, name, value, f"a tensor {shape_text(shape)}", like)
-        if tensor.dtype not in (dtypes[:1] if runs_kernels(like) else dtypes):
-            raise TypeError(f"{self.op}: {name} is {tensor.dtype}; it must be {dtypes[0]}, so cast it")
-        check_shape(self.op, name, tensor, shape, "logits has E experts" if name == "bias" else "it is one number")
+    def _check_vector(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], why: str) -> None:
+        value, what = getattr(self, name), f"a tensor {shape_text(shape)}"
+        if value is not None:
+            check_tensor(self.op, name, value, what, self.logits, dtypes=dtypes, shape=shape, why=why)
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        logits, k = tensors[0], options[0]
-        tokens, experts = logits.shape
-        ints, floats = {"dtype": torch.int32}, {"dtype": torch.promote_types(logits.dtype, torch.float32)}
-        return (
-            logits.new_empty(tokens, k, **ints), logits.new_empty(tokens, k, **floats),
-            logits.new_empty(experts, **ints), logits.new_empty(tokens * k, **ints),
-            logits.new_empty(tokens, k, **ints), logits.new_empty(tokens * k, **floats),
-        )  # fmt: skip
+    def likes(self) -> Sequence[Like | None]:
+        (tokens, experts), k = self.logits.shape, self.k
+        ints, floats = torch.int32, torch.promote_types(self.logits.dtype, torch.float32)
+        of_rows = ((tokens * k,), ints), ((tokens, k), ints), ((tokens * k,), floats)
+        return [((tokens, k), ints), ((tokens, k), floats), ((experts,), ints), *of_rows]
 
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return reference.route(*tensors, *options)
-
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        logits = tensors[0]
-        tokens, experts = logits.shape
-        k, score, normalize, num_groups, top_groups, scale = options
-        is_one = tokens <= MOST_CHOOSING and tokens * k <= MOST_SORTED
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        tokens, experts = self.logits.shape
+        is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
         chunk, counts = _chunks(is_one, tokens, experts, sm_count)
-        rule = _rule(logits, k, score, normalize, scale)
-        numbers = {**rule, "num_groups": num_groups, "top_groups": top_groups, "chunk": chunk}
-        return Layout(logits, self.kernel, _capacity(experts), numbers, tokens > 0, counts)
+        return {"chunk": chunk, "workspace": counts}
 
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        return Route.apply(*tensors, *options)  # type: ignore[no-untyped-call]
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, experts=_capacity(self.logits.shape[1]), arch=arch)
 
-
-class RouteBackward(LayerOperator):
-    op, kernel = "route", "route_backward"
-    inputs, outputs = ("d_weights", "logits", "ids"), ("d_logits",)
-    loose = (*inputs, *outputs)
-    streams = "logits"
-    schema = "(Tensor d_weights, Tensor logits, Tensor ids, str score, bool normalize, float scale) -> Tensor[]"
-
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return (torch.empty_like(tensors[1]),)
-
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return reference.route_backward(*tensors, *options)
-
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        _, logits, ids = tensors
-        return Layout(logits, self.kernel, 0, _rule(logits, ids.shape[1], *options), len(ids) > 0)
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        logits, ids, row_of = saved
+        _, score, normalize, _, _, scale = options
+        d_weights = _of_weights(gradients[1], gradients[5], row_of)
+        return () if d_weights is None else (route_backward(d_weights, logits, ids, score, normalize, scale),)
 
 
-class SortForward(LayerOperator):
-    """`num_tokens`: as of route."""
+class RouteBackwardCall(_Choosing):
+    kernel = "route_backward"
+    returns = ("d_logits",)
+    unaligned = frozenset(("d_weights", "logits", "ids"))
+    on_cpu = staticmethod(reference.route_backward)
 
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "k": self.ids.shape[1]}
+
+
+class SortCall(LayerCall):
     op, kernel = "from_topk", "sort"
-    inputs, outputs = ("ids", "weights", "num_tokens"), ("offs", "token_of_row", "row_of", "weight_of_row")
-    loose = (*inputs, *outputs)
-    streams = "ids"
+    leads = "ids"
+    returns = ("offs", "token_of_row", "row_of", "weight_of_row")
+    sources = {"weights": "id_weights"}
     shared = frozenset(("num_tokens",))
-    schema = "(Tensor ids, Tensor weights, Tensor? num_tokens, int num_experts, int first) -> Tensor[]"
+    unaligned = frozenset(("ids", "id_weights", "num_tokens"))
+    differentiable = True
+    saves = ("row_of",)
+    integers = ("offs", "token_of_row", "row_of")
+    on_cpu = staticmethod(reference.sort)
 
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        ids: Any = tensors[0]
-        weights: Any = tensors[1]
-        num_experts, first = options
-        shape = check_matrix(self.op, "ids", ids, "N, K")
-        if ids.dtype not in ID_DTYPES:
-            raise TypeError(f"{self.op}: ids is {ids.dtype}; it must be {' or '.join(map(str, ID_DTYPES))}, so cast it")
+    def check_inputs(self) -> None:
+        ids, weights = self.ids, self.id_weights
+        shape = check_matrix(self.op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
         _number(self.op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
-        if check_matrix(self.op, "weights", weights, "N, K", ids) != shape:
+        valid = (torch.float32,) if runs_kernels(ids) else (torch.float32, torch.float64)
+        if check_matrix(self.op, "weights", weights, "N, K", ids, valid) != shape:
             mismatch(self.op, "weights", weights.shape, shape, "each id has a weight")
-        valid = (torch.float32,) if runs_kernels(weights) else (torch.float32, torch.float64)
-        if weights.dtype not in valid:
-            raise TypeError(f"{self.op}: weights is {weights.dtype}; it must be torch.float32, so cast it")
-        _number(self.op, "num_experts", num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
-        _number(self.op, "first", first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
+        _number(self.op, "num_experts", self.num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
+        _number(self.op, "first", self.first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
         if ids.numel() > MAX_ROWS:
             raise ValueError(f"{self.op}: {ids.numel()} choices are more than {MAX_ROWS} rows; split the batch")
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        ids, weights, _ = tensors
-        ints = {"dtype": torch.int32}
-        return (
-            ids.new_empty(options[0], **ints), ids.new_empty(ids.numel(), **ints), ids.new_empty(ids.shape, **ints),
-            weights.new_empty(ids.numel()),
-        )  # fmt: skip
+    def likes(self) -> Sequence[Like | None]:
+        ids, ints, rows = self.ids, torch.int32, (self.ids.numel(),)
+        return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, self.id_weights.dtype)]
 
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return reference.sort(*tensors, *options)
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        (tokens, k), experts = self.ids.shape, self.num_experts
+        chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, sm_count)
+        is_wide = int(self.ids.dtype == torch.int64)
+        return {"wide": is_wide, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        ids = tensors[0]
-        tokens, k = ids.shape
-        num_experts, first = options
-        chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, num_experts, sm_count)
-        numbers = {
-            "wide": int(ids.dtype == torch.int64), "first": first, "tokens": tokens, "experts": num_experts, "k": k,
-            "chunk": chunk,
-        }  # fmt: skip
-        return Layout(ids, self.kernel, _capacity(num_experts), numbers, tokens > 0, counts)
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, experts=_capacity(self.num_experts), arch=arch)
 
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        ids, weights, _ = tensors
-        return Sort.apply(ids, weights, *options)  # type: ignore[no-untyped-call]
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return None, _of_weights(None, gradients[3], *saved)
 
 
-class RowWeightsBackward(LayerOperator):
-    """The gradient of [N, K] weights from that of the rows that took them."""
-
+class RowWeightsBackwardCall(LayerCall):
     op, kernel = "routing", "row_weights_backward"
-    inputs, outputs = ("d_rows", "row_of"), ("d_weights",)
-    loose = (*inputs, *outputs)
-    streams = "row_of"
-    schema = "(Tensor d_rows, Tensor row_of) -> Tensor[]"
+    leads = "row_of"
+    returns = ("d_weights",)
+    unaligned = frozenset(("d_rows", "row_of"))
+    on_cpu = staticmethod(reference.row_weights_backward)
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        d_rows, row_of = tensors
-        return (d_rows.new_empty(row_of.shape),)
+    def likes(self) -> Sequence[Like | None]:
+        return [(self.row_of.shape, self.d_rows.dtype)]
 
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return reference.row_weights_backward(*tensors)
-
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        row_of = tensors[1]
-        tokens, k = row_of.shape
-        return Layout(tensors[0], self.kernel, 0, {"tokens": tokens, "k": k}, tokens > 0)
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "k": self.row_of.shape[1]}
 
 
-ROUTE, ROUTE_BACKWARD, SORT, ROW_WEIGHTS_BACKWARD = RouteForward(), RouteBackward(), SortForward(), RowWeightsBackward()
+@operator(RouteCall)
+def route_tokens(
+    logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, k: int, score: str, normalize: bool,
+    num_groups: int, top_groups: int, scale: float,
+) -> Any:  # fmt: skip
+    """What `RouteCall` returns, of the arguments of `route`."""
+
+
+@operator(RouteBackwardCall)
+def route_backward(d_weights: Tensor, logits: Tensor, ids: Tensor, score: str, normalize: bool, scale: float) -> Any:
+    """The gradient of logits."""
+
+
+@operator(SortCall)
+def sort_choices(ids: Tensor, id_weights: Tensor, num_tokens: Tensor | None, num_experts: int, first: int) -> Any:
+    """What `SortCall` returns, of the arguments of `Routing.from_topk`; `num_tokens`: as of `route`."""
+
+
+@operator(RowWeightsBackwardCall)
+def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> Any:
+    """The gradient of [N, K] weights from that of the rows that took them."""
 
 
 def _of_weights(d_weights: Tensor | None, d_rows: Tensor | None, row_of: Tensor) -> Tensor | None:
     """The gradient of weights, which were used as they are, by rows, or both."""
     if d_rows is None:
         return d_weights
-    by_rows = ROW_WEIGHTS_BACKWARD((usable(d_rows).view(row_of.shape), row_of))[0]
+    by_rows: Tensor = row_weights_backward(d_rows.view(row_of.shape), row_of)
     return by_rows if d_weights is None else by_rows + d_weights
-
-
-class Route(torch.autograd.Function):
-    """Saves logits, ids and row_of."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, num_tokens: Tensor | None, *options: Any) -> Any:
-        _, score, normalize, _, _, scale = ctx.options = options
-        results = ROUTE((logits, bias, num_tokens), options)
-        ids, _, offs, token_of_row, row_of, _ = results
-        ctx.save_for_backward(logits, ids, row_of)
-        ctx.mark_non_differentiable(ids, offs, token_of_row, row_of)
-        ctx.set_materialize_grads(False)
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        logits, ids, row_of = ctx.saved_tensors
-        _, score, normalize, _, _, scale = ctx.options
-        with without_graph():
-            d_weights = _of_weights(given[1], given[5], row_of)
-            d_logits = None
-            if d_weights is not None:
-                d_logits = ROUTE_BACKWARD((usable(d_weights), logits, ids), (score, normalize, scale))[0]
-        return *once_differentiable("route", [d_logits]), *[None] * (len(ctx.options) + 2)
-
-
-class Sort(torch.autograd.Function):
-    """Saves row_of."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weights: Tensor, num_experts: int, first: int) -> Any:
-        offs, token_of_row, row_of, weight_of_row = SORT((ids, weights, None), (num_experts, first))
-        ctx.save_for_backward(row_of)
-        ctx.mark_non_differentiable(offs, token_of_row, row_of)
-        ctx.set_materialize_grads(False)
-        return offs, token_of_row, row_of, weight_of_row
-
-    @staticmethod
-    def backward(ctx: Any, *given: Any) -> Any:
-        (row_of,) = ctx.saved_tensors
-        with without_graph():
-            d_weights = _of_weights(None, given[3], row_of)
-        return None, *once_differentiable("from_topk", [d_weights]), None, None

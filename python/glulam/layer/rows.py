@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from cute_kernels.specs import LayerSpec
+from cute_kernels.specs import LayerSpec, Spec
 
-from ..addressed import Layout, Tensors, recorded
-from ..backward.parts import once_differentiable, usable, without_graph
+from ..addressed import Gradients, LayerCall, Like
+from ..front import operator
 from ..mhc.checks import check_dtype, check_like, check_vectors
 from ..mxfp8 import MXFP8Tensor
+from ..problem import Problem
+from ..signature import check_tensor
 from . import reference
-from .operator import LayerOperator, check_matrix, check_shape
-from .routing import Routing
+from .routing import Routing, check_matrix
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
@@ -34,8 +35,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
     row_of = _row_of("permute", routing)
-    is_recorded = is_grad_enabled() and recorded("permute", None, x)
-    rows: Tensor = Permute.apply(x, row_of) if is_recorded else PERMUTE((x, row_of))[0]  # type: ignore[no-untyped-call]
+    rows: Tensor = permute_tokens(x, row_of)
     return rows.view(row_of.numel(), x.shape[1])
 
 
@@ -64,16 +64,15 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
     except Exception:
         _check_rows_of(y, row_of)
         raise
-    if is_grad_enabled() and recorded("combine", out, y, residual):
-        return Combine.apply(y, row_of, residual)  # type: ignore[no-untyped-call]
-    return COMBINE((y, row_of, residual), (), None if out is None else (out,))[0]
+    sums: Tensor = combine_rows(y, row_of, residual, out=out)
+    return sums
 
 
 def _check_rows_of(y: Any, row_of: Tensor) -> None:
     """Raises ValueError or TypeError where y is not [T, H] of the routing's rows."""
     _, columns = check_matrix("combine", "y", y, "T, H")
     why = f"{len(row_of)} tokens chose {row_of.shape[1]} experts each"
-    check_shape("combine", "y", y, (row_of.numel(), columns), why)
+    check_tensor("combine", "y", y, "a tensor [T, H]", shape=(row_of.numel(), columns), why=why)
 
 
 def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:
@@ -97,115 +96,76 @@ def _row_of(op: str, routing: Any) -> Tensor:
     return routing.row_of
 
 
-class _Moving(LayerOperator):
+class _Moving(LayerCall):
     """What permute and combine have in common: a thread for each 16 bytes of a token."""
 
-    streams = "row_of"
+    unaligned = frozenset(("row_of",))
+    differentiable = True
+    saves = ("row_of",)
 
-    def _check_rows(self, name: str, rows: Tensor, row_of: Tensor) -> None:
+    def check_rows(self) -> None:
+        name, rows, device = self.leads, self.lead, self.lead.device
         check_dtype(self.op, name, rows)
         check_vectors(self.op, name, "H", rows)
-        if row_of.device != rows.device:
-            raise ValueError(
-                f"{self.op}: routing is on {row_of.device}, {name} on {rows.device}; route on {rows.device}"
-            )
+        if self.row_of.device != device:
+            raise ValueError(f"{self.op}: routing is on {self.row_of.device}, {name} on {device}; route on {device}")
 
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        rows, row_of = tensors[:2]
-        tokens, k = row_of.shape
-        numbers = {"tokens": tokens, "k": k, "width": rows.shape[-1], "position": 0}
-        return Layout(rows, self.kernel, 0, numbers, tokens > 0)
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        numbers = {"k": self.row_of.shape[1], "width": self.lead.shape[-1], "position": 0}
+        return {**super().constants(problem), **numbers}
 
-    def spec(self, layout: Layout, arch: str) -> LayerSpec:
-        return LayerSpec(self.kernel, str(layout.lead.dtype).removeprefix("torch."), arch=arch)
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, self.dtype_name, arch=arch)
 
 
-class PermuteForward(_Moving):
+class PermuteCall(_Moving):
     op = kernel = "permute"
-    inputs, outputs = ("x", "row_of"), ("out",)
-    loose = ("row_of",)
-    schema = "(Tensor x, Tensor row_of) -> Tensor[]"
+    on_cpu = staticmethod(reference.permute)
 
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        x: Any = tensors[0]
-        row_of: Any = tensors[1]
-        tokens, _ = check_matrix(self.op, "x", x, "N, H")
-        if tokens != len(row_of):
-            _mismatch(self.op, tokens, len(row_of))
-        self._check_rows("x", x, row_of)
+    def check_inputs(self) -> None:
+        tokens, _ = check_matrix(self.op, "x", self.x, "N, H")
+        if tokens != len(self.row_of):
+            _mismatch(self.op, tokens, len(self.row_of))
+        self.check_rows()
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        x, row_of = tensors
-        return (x.new_empty(*row_of.shape, x.shape[1]),)
+    def likes(self) -> Sequence[Like | None]:
+        return [((*self.row_of.shape, self.x.shape[1]), self.x.dtype)]
 
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return reference.permute(*tensors)
-
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        return (Permute.apply(*tensors),)  # type: ignore[no-untyped-call]
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return (combine_rows(gradients[0], saved[0], None),)
 
 
-class CombineForward(_Moving):
+class CombineCall(_Moving):
     op = kernel = "combine"
-    inputs, outputs = ("y", "row_of", "residual"), ("out",)
-    loose = ("row_of",)
-    schema = "(Tensor y, Tensor row_of, Tensor? residual) -> Tensor[]"
+    leads = "y"
+    trailing = 2
+    on_cpu = staticmethod(reference.combine)
 
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        y: Any = tensors[0]
-        row_of: Any = tensors[1]
-        residual: Any = tensors[2]
+    def check_inputs(self) -> None:
+        y = self.y
         if not y.is_contiguous():
             raise ValueError(f"{self.op}: y is not contiguous; call .contiguous()")
-        self._check_rows("y", y, row_of)
-        if residual is not None:
-            shape = len(row_of), y.shape[-1]
-            check_like(self.op, "residual", residual, shape, y, "it is added to the tokens' sums")
+        self.check_rows()
+        if self.residual is not None:
+            shape = len(self.row_of), y.shape[-1]
+            check_like(self.op, "residual", self.residual, shape, y, "it is added to the tokens' sums")
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        y, row_of, _ = tensors
-        return (y.new_empty(len(row_of), y.shape[-1]),)
-
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return reference.combine(*tensors)
-
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        return (Combine.apply(*tensors),)  # type: ignore[no-untyped-call]
-
-
-PERMUTE, COMBINE = PermuteForward(), CombineForward()
-
-
-class Permute(torch.autograd.Function):
-    """Saves row_of."""
+    def likes(self) -> Sequence[Like | None]:
+        return [((len(self.row_of), self.y.shape[-1]), self.y.dtype)]
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of)
-        return PERMUTE((x, row_of))[0]
-
-    @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> Any:
-        with without_graph():
-            d_x = COMBINE((usable(d_rows), *ctx.saved_tensors, None))
-        return *once_differentiable("permute", d_x), None
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        (d_out,) = gradients
+        of_y, _, of_residual = needed
+        return permute_tokens(d_out, *saved) if of_y else None, None, d_out if of_residual else None
 
 
-class Combine(torch.autograd.Function):
-    """Saves row_of."""
+@operator(PermuteCall)
+def permute_tokens(x: Tensor, row_of: Tensor, *, out: Tensor | None = None) -> Any:
+    """[N, K, H]: `permute`, given the row of each choice."""
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, row_of: Tensor, residual: Tensor | None) -> Tensor:
-        ctx.save_for_backward(row_of)
-        return COMBINE((y, row_of, residual))[0]
 
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        d_y = d_residual = None
-        with without_graph():
-            if ctx.needs_input_grad[0]:
-                d_y = PERMUTE((usable(d_out), *ctx.saved_tensors))[0]
-            if ctx.needs_input_grad[2]:
-                d_residual = d_out
-        d_y, d_residual = once_differentiable("combine", [d_y, d_residual])
-        return d_y, None, d_residual
+@operator(CombineCall)
+def combine_rows(y: Tensor, row_of: Tensor, residual: Tensor | None, *, out: Tensor | None = None) -> Any:
+    """`combine` of y [N, K, H], given the row of each choice."""

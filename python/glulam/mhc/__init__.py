@@ -1,14 +1,14 @@
 """Manifold-constrained hyper-connections: n residual streams, mixed by matrices that Sinkhorn keeps balanced."""
 
-from ..registration import register
-from .aggregate import AGGREGATE, AGGREGATE_BACKWARD, aggregate
-from .post_mix import POST_MIX, POST_MIX_BACKWARD, post_mix
+from .mixing import AggregateBackwardCall, AggregateCall, PostMixBackwardCall, PostMixCall, aggregate, post_mix
 from .pre import PreResults, pre
-from .project import PROJECT, PROJECT_BACKWARD, Coefficients, project
-from .sinkhorn import SINKHORN, SINKHORN_BACKWARD, sinkhorn
+from .project import Coefficients, ProjectBackwardCall, ProjectCall, project
+from .sinkhorn import SinkhornBackwardCall, SinkhornCall, sinkhorn
 
-register(
-    SINKHORN, SINKHORN_BACKWARD, AGGREGATE, AGGREGATE_BACKWARD, POST_MIX, POST_MIX_BACKWARD, PROJECT, PROJECT_BACKWARD
-)
+CALLS = (
+    SinkhornCall, SinkhornBackwardCall, AggregateCall, AggregateBackwardCall, PostMixCall, PostMixBackwardCall,
+    ProjectCall, ProjectBackwardCall,
+)  # fmt: skip
+"""Those that are operators of torch's; `pre` is several of them there."""
 
 __all__ = ["Coefficients", "PreResults", "aggregate", "post_mix", "pre", "project", "sinkhorn"]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.mhc import shapes
+from cute_kernels.specs import MhcSpec
 
-from ..addressed import Layout, Tensors, empty_like_param, forms, recorded
-from ..backward.parts import once_differentiable, usable, without_graph
+from ..addressed import Gradients, Like, MhcCall, like
+from ..front import operator
 from ..signature import check_plain, is_transformed
 from . import reference
 from .checks import check_eps, check_param, check_streams
-from .operator import MhcOperator
 
-ADDENDS = ("d_aggregate", "h_pre", "d_residual")
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
+PARAMETERS = ("x", "weight", *ALPHAS, "bias")
 
 
 class Coefficients(NamedTuple):
@@ -71,11 +73,15 @@ def project(
     tensors = (x, weight, alpha_pre, alpha_post, alpha_res, bias)
     if norm_weight is not None:
         tensors = (x, scaled_weight("project", tensors, norm_weight), *tensors[2:])
-    if recorded("project", out, *tensors):
-        return Coefficients(*Project.apply(*tensors, eps))  # type: ignore[no-untyped-call]
-    if out is not None:
-        out = tuple(out)  # type: ignore[assignment]
-    return Coefficients(*PROJECT(tensors, (eps, False), out)[:3])
+    h_pre, h_post, h_res = (None, None, None) if out is None else _three(out)
+    return Coefficients(*project_streams(*tensors, eps, h_pre=h_pre, h_post=h_post, h_res=h_res)[:3])
+
+
+def _three(out: Any) -> tuple[Any, ...]:
+    buffers = tuple(out)
+    if len(buffers) != 3 or any(buffer is None for buffer in buffers):
+        raise ValueError("project: out must be three tensors, for h_pre, h_post and h_res")
+    return buffers
 
 
 def accumulator(x: Tensor) -> torch.dtype:
@@ -110,7 +116,7 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
     check_param(op, "norm_weight", norm_weight, (n * width,), x, "it scales each column of weight")
     named = {"weight": weight, "norm_weight": norm_weight}  # torch's own operators read them first
     if is_transformed(*tensors, norm_weight):  # and what they make belongs to the transform, whichever argument does
-        named |= dict(zip(ProjectForward.inputs, tensors, strict=True))
+        named |= dict(zip(ProjectCall.reads, tensors, strict=True))
     for name, tensor in named.items():
         check_plain(op, name, tensor)
     return reference.wide(weight) * reference.wide(norm_weight)
@@ -122,149 +128,124 @@ def project_cut(x: Tensor, weight: Tensor, tokens: int, sm_count: int) -> shapes
     return cut(x.shape[-2], x.element_size(), weight.shape[1], max(tokens, 1), sm_count)
 
 
-class ProjectForward(MhcOperator):
-    """Options: eps, and whether to keep what backward needs (the fourth result)."""
+class Projecting(MhcCall):
+    """What project, its backward and pre have in common."""
+
+    formed = ("weight", "alpha_pre", "bias")
+    unaligned = frozenset(ALPHAS)
+
+    @property
+    def alphas(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.alpha_pre, self.alpha_post, self.alpha_res
+
+    def check_inputs(self) -> None:
+        check_streams(self.op, "x", self.x)
+        check_parameters(self.op, [getattr(self, name) for name in PARAMETERS])
+        check_eps(self.op, self.eps)
+
+    def of_each_token(self, *ends: tuple[int, ...]) -> list[Like | None]:
+        """Results with these dimensions behind those of tokens, as precise as sums over x."""
+        tokens, dtype = self.lead_sizes, accumulator(self.x)
+        return [((*tokens, *end), dtype) for end in ends]
+
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        cut = project_cut(self.x, self.weight, self.num_rows, sm_count)
+        workspace = shapes.project_workspace(self.x.shape[-2], cut.slices, self.num_rows)
+        return {**cut._asdict(), "workspace": workspace}
+
+
+class ProjectCall(Projecting):
+    """`of_stats`: whether to make what backward needs, the fourth result."""
 
     op = kernel = "project"
-    inputs, outputs = ("x", "weight", *ALPHAS, "bias"), ("h_pre", "h_post", "h_res", "stats")
-    loose = ALPHAS
-    schema = (
-        "(Tensor x, Tensor weight, Tensor alpha_pre, Tensor alpha_post, Tensor alpha_res, Tensor bias, float eps, "
-        "bool keep_stats) -> Tensor[]"
-    )
+    returns = ("h_pre", "h_post", "h_res", "stats")
+    differentiable = True
+    saves = (*PARAMETERS, "stats")
+    when_recorded = {"of_stats": True}
 
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        check_streams(self.op, "x", tensors[0])
-        check_parameters(self.op, tensors)
-        check_eps(self.op, options[0])
+    def likes(self) -> Sequence[Like | None]:
+        n = self.x.shape[-2]
+        return self.of_each_token((n,), (n,), (n, n), (shapes.outputs(n) + 1,))
 
-    def wanted(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[bool, ...]:
-        return (True, True, True, options[1])
+    def compute(self) -> Any:
+        return reference.project(self.x, self.weight, self.alphas, self.bias, self.eps)
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        x = tensors[0]
-        *lead, n, _ = x.shape
-        shapes_of = (n,), (n,), (n, n), (shapes.outputs(n) + 1,)
-        made = [x.new_empty(*lead, *shape, dtype=accumulator(x)) for shape in shapes_of[: 3 + options[1]]]
-        return (*made, *[None] * (4 - len(made)))
+    @classmethod
+    def recorded(cls, held: dict[str, Any]) -> tuple[Any, ...]:
+        return super().recorded(held)[:3]
 
-    def completed(self, given: Any, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-        return (*given, None)
-
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        x, weight, *alphas, bias = tensors
-        eps, keep_stats = options
-        *made, stats = reference.project(x, weight, tuple(alphas), bias, eps)
-        return (*made, stats if keep_stats else None)
-
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        x, weight, alpha, _, _, bias = tensors
-        n, width = x.shape[-2:]
-        tokens = x.numel() // (n * width)
-        cut = project_cut(x, weight, tokens, sm_count)
-        return Layout(
-            x, self.kernel, n,
-            {
-                "forms": forms(weight, alpha, bias), "tokens": tokens, "width": width, **cut._asdict(),
-                "eps": float(options[0]),
-            },
-            tokens > 0, shapes.project_workspace(n, cut.slices, tokens),
-        )  # fmt: skip
-
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        return tuple(Project.apply(*tensors, options[0]))  # type: ignore[no-untyped-call]
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return parameter_gradients(saved, options[0], needed, *gradients, None, None, None)
 
 
-class ProjectBackward(MhcOperator):
-    """Gradients of x and weight, and of bias and the alphas side by side, in the accumulators' dtype.
-
-    The gradient of x also gets h_pre d_aggregate, that of `aggregate`, and d_residual, where these are given: a layer's
-    streams have three uses, and adding their gradients up costs passes of its own.
-    Options: eps, and whether the gradients of x and weight are wanted.
+class ProjectBackwardCall(Projecting):
+    """The gradient of x also gets h_pre d_aggregate, that of `aggregate`, and d_residual, where these are given: a
+    layer's streams have three uses, and adding their gradients up costs passes of its own.
     """
 
-    op = "project"
-    kernel = "project_backward"
-    inputs: tuple[str, ...] = ("d_pre", "d_post", "d_res", *ProjectForward.inputs, "stats", *ADDENDS)
-    outputs = ("d_x", "d_weight", "d_sums")
-    loose = ALPHAS
-    schema = (
-        "(Tensor? d_pre, Tensor? d_post, Tensor? d_res, Tensor x, Tensor weight, Tensor alpha_pre, Tensor alpha_post, "
-        "Tensor alpha_res, Tensor bias, Tensor stats, Tensor? d_aggregate, Tensor? h_pre, Tensor? d_residual, "
-        "float eps, bool of_x, bool of_weight) -> Tensor[]"
-    )
+    op, kernel = "project", "project_backward"
+    returns = ("d_x", "d_weight", "d_sums")
 
-    def wanted(self, tensors: Tensors, options: tuple[Any, ...]) -> tuple[bool, ...]:
-        return (*options[1:], True)
+    def check_inputs(self) -> None:
+        """Nothing, as in other backward operators."""
 
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        x, weight = tensors[3:5]
-        sums = x.new_empty(shapes.outputs(x.shape[-2]) + len(ALPHAS), dtype=accumulator(x))
-        return (*map(empty_like_param, (x, weight), options[1:]), sums)
+    def likes(self) -> Sequence[Like | None]:
+        sums = ((shapes.outputs(self.x.shape[-2]) + len(ALPHAS),), accumulator(self.x))
+        return [like(self.x), like(self.weight), sums]
 
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        d_pre, d_post, d_res, x, weight, *alphas, bias, stats, d_aggregate, h_pre, d_residual = tensors
-        eps, of_x, of_weight = options
+    def compute(self) -> Any:
         d_x, d_weight, sums = reference.project_backward(
-            d_pre, d_post, d_res, x, weight, tuple(alphas), bias, stats, eps
-        )  # fmt: skip
-        if of_x and d_aggregate is not None:
-            d_x = reference.add_uses(d_x, d_aggregate, h_pre, d_residual)
-        return d_x if of_x else None, d_weight if of_weight else None, sums
+            self.d_pre, self.d_post, self.d_res, self.x, self.weight, self.alphas, self.bias, self.stats, self.eps
+        )
+        if self.of_x and self.d_aggregate is not None:
+            d_x = reference.add_uses(d_x, self.d_aggregate, self.h_pre, self.d_residual)
+        return d_x, d_weight, sums
 
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        x, weight, alpha, _, _, bias = tensors[3:9]
-        n, width = x.shape[-2:]
-        tokens, itemsize = x.numel() // (n * width), x.element_size()
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        (n, width), tokens, itemsize = self.x.shape[-2:], self.num_rows, self.x.element_size()
         ctas = shapes.gate_ctas(tokens, sm_count)
-        parts = shapes.spread_splits(n, itemsize, width, tokens, sm_count, weight.dtype is torch.float32)
+        parts = shapes.spread_splits(n, itemsize, width, tokens, sm_count, self.weight.dtype is torch.float32)
         end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
-        kernel = self.kernel if tensors[-2] is None else "pre_backward"
-        return Layout(
-            x, kernel, n,
-            {
-                "forms": forms(weight, alpha, bias), "tokens": tokens, "width": width, "ctas": ctas, "parts": parts,
-                "eps": float(options[0]),
-            },
-            tokens > 0, end // 4,
-        )  # fmt: skip
+        return {"ctas": ctas, "parts": parts, "workspace": end // 4}
+
+    def spec(self, arch: str) -> MhcSpec:
+        spec = super().spec(arch)
+        return spec if self.h_pre is None else dataclasses.replace(spec, kernel="pre_backward")
 
 
-PROJECT, PROJECT_BACKWARD = ProjectForward(), ProjectBackward()
+@operator(ProjectCall)
+def project_streams(
+    x: Tensor, weight: Tensor, alpha_pre: Tensor, alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, eps: float,
+    of_stats: bool = False, *, h_pre: Tensor | None = None, h_post: Tensor | None = None,
+    h_res: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """The three results of `project`, and p with the streams' root mean square, or None."""
 
 
-def parameter_gradients(sums: Tensor, alphas: Any, bias: Tensor, wanted: Any) -> list[Tensor | None]:
-    """Of the three alphas and bias, each in its own dtype and shape."""
-    count = bias.numel()
-    made: list[Tensor | None] = [
-        sums[count + i].to(alpha.dtype).view(alpha.shape) if want else None
-        for i, (alpha, want) in enumerate(zip(alphas, wanted[:3], strict=True))
+@operator(ProjectBackwardCall)
+def project_backward(
+    d_pre: Tensor | None, d_post: Tensor | None, d_res: Tensor | None, x: Tensor, weight: Tensor, alpha_pre: Tensor,
+    alpha_post: Tensor, alpha_res: Tensor, bias: Tensor, stats: Tensor, d_aggregate: Tensor | None,
+    h_pre: Tensor | None, d_residual: Tensor | None, eps: float, of_x: bool, of_weight: bool,
+) -> Any:  # fmt: skip
+    """Gradients of x and weight, None of what is not wanted, and those of bias and the alphas side by side, in the
+    accumulators' dtype."""
+
+
+def parameter_gradients(
+    saved: Sequence[Tensor], eps: float, needed: Sequence[bool], *given: Tensor | None
+) -> Gradients:  # fmt: skip
+    """Of project's arguments, each in its own dtype and shape.
+
+    Args:
+        saved: these and stats. needed: which of them. given: d_pre, d_post, d_res, d_aggregate, h_pre and d_residual.
+    """
+    _, _, *alphas, bias, _ = saved
+    made = project_backward(*given[:3], *saved, *given[3:], eps, *needed[:2])  # type: ignore[arg-type, call-arg]
+    (d_x, d_weight, sums), count = made, bias.numel()
+    of_alphas = [
+        sums[place].to(alpha.dtype).view(alpha.shape) if want else None
+        for place, (alpha, want) in enumerate(zip(alphas, needed[2:5], strict=True), count)
     ]
-    return [*made, sums[:count].to(bias.dtype) if wanted[3] else None]
-
-
-def usable_or_none(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else usable(gradient)
-
-
-class Project(torch.autograd.Function):
-    """Saves its arguments, p and the streams' root mean square."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        *tensors, eps = arguments
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)
-        *made, stats = PROJECT(tensors, (eps, True))
-        ctx.save_for_backward(*tensors, stats)
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        needed = ctx.needs_input_grad
-        saved = ctx.saved_tensors
-        with without_graph():
-            given = (*map(usable_or_none, gradients), *saved, None, None, None)
-            d_x, d_weight, sums = PROJECT_BACKWARD(given, (ctx.eps, *needed[:2]))
-            rest = parameter_gradients(sums, saved[2:5], saved[5], needed[2:6])
-        return *once_differentiable("project", [d_x, d_weight, *rest]), None
+    return [d_x, d_weight, *of_alphas, sums[:count].to(bias.dtype) if needed[5] else None]

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
-from ..addressed import Layout, Tensors, forms, recorded
-from ..backward.parts import once_differentiable, usable, without_graph
+from ..addressed import Gradients, Like, MhcCall, like
+from ..front import operator
 from ..signature import check_tensor
 from . import reference
 from .checks import check_count, check_dtype, check_eps, check_iters
-from .operator import MhcOperator
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}
 """Backward keeps 2n factors a matrix and iteration, for 32 matrices, in 227 KB of shared memory."""
 
 
+class _Normalising(MhcCall):
+    """What forward and backward have in common."""
+
+    op = "sinkhorn"
+    leads = "logits"
+    formed = ("logits",)
+
+    def check_inputs(self) -> None:
+        logits = check_tensor(self.op, "logits", self.logits, "a tensor [..., n, n]")
+        check_dtype(self.op, "logits", logits)
+        if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
+            raise ValueError(f"{self.op}: logits has shape {list(logits.shape)}; give square matrices [..., n, n]")
+        check_count(self.op, "logits", logits, logits.shape[-1])
+        check_iters(self.op, self.iters, MAX_ITERS.get(logits.shape[-1]))
+        check_eps(self.op, self.eps)
+
+    def likes(self) -> Sequence[Like | None]:
+        return [like(self.logits)]
+
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        return {"matrices": self.num_rows}
+
+
+class SinkhornCall(_Normalising):
+    kernel = "sinkhorn"
+    differentiable = True
+    saves = ("logits",)
+    on_cpu = staticmethod(reference.sinkhorn)
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        return (sinkhorn_backward(*gradients, *saved, *options),)
+
+
+class SinkhornBackwardCall(_Normalising):
+    kernel = "sinkhorn_backward"
+    returns = ("d_logits",)
+    on_cpu = staticmethod(reference.sinkhorn_backward)
+
+
+@operator(SinkhornCall)
 def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """M = exp(logits - rowmax); then `iters` times M /= rowsum + eps, M /= colsum + eps. Differentiable.
 
@@ -37,74 +77,9 @@ def sinkhorn(logits: Tensor, iters: int = 20, eps: float = 1e-6, *, out: Tensor 
         GradientNotSupported: `out` is given and logits requires a gradient.
         UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
     """
-    options = (iters, eps)
-    if is_grad_enabled() and recorded("sinkhorn", out, logits):
-        return Sinkhorn.apply(logits, *options)  # type: ignore[no-untyped-call]
-    return SINKHORN((logits,), options, None if out is None else (out,))[0]
+    raise NotImplementedError  # `front` writes the body
 
 
-class _Normalising(MhcOperator):
-    """What forward and backward have in common."""
-
-    op = "sinkhorn"
-    streams = "logits"
-
-    def check(self, tensors: Tensors, options: tuple[Any, ...]) -> None:
-        logits = check_tensor(self.op, "logits", tensors[-1], "a tensor [..., n, n]")
-        check_dtype(self.op, "logits", logits)
-        if logits.dim() < 2 or logits.shape[-1] != logits.shape[-2]:
-            raise ValueError(f"{self.op}: logits has shape {list(logits.shape)}; give square matrices [..., n, n]")
-        check_count(self.op, "logits", logits, logits.shape[-1])
-        iters, eps = options
-        check_iters(self.op, iters, MAX_ITERS.get(logits.shape[-1]))
-        check_eps(self.op, eps)
-
-    def results(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return (torch.empty_like(tensors[-1]),)
-
-    def layout(self, tensors: Any, options: Any, sm_count: int) -> Layout:
-        logits, (iters, eps) = tensors[-1], options
-        n = logits.shape[-1]
-        matrices = logits.numel() // (n * n)
-        numbers = {"forms": forms(logits), "matrices": matrices, "iters": iters, "eps": float(eps)}
-        return Layout(logits, self.kernel, n, numbers, matrices > 0)
-
-
-class SinkhornForward(_Normalising):
-    kernel = "sinkhorn"
-    inputs, outputs = ("logits",), ("out",)
-    schema = "(Tensor logits, int iters, float eps) -> Tensor[]"
-
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return (reference.sinkhorn(*tensors, *options),)
-
-    def differentiable(self, tensors: Any, options: Any) -> tuple[Any, ...]:
-        return (Sinkhorn.apply(*tensors, *options),)  # type: ignore[no-untyped-call]
-
-
-class SinkhornBackward(_Normalising):
-    kernel = "sinkhorn_backward"
-    inputs, outputs = ("d_out", "logits"), ("d_logits",)
-    schema = "(Tensor d_out, Tensor logits, int iters, float eps) -> Tensor[]"
-
-    def reference(self, tensors: Any, options: Any) -> tuple[Tensor | None, ...]:
-        return (reference.sinkhorn_backward(*tensors, *options),)
-
-
-SINKHORN, SINKHORN_BACKWARD = SinkhornForward(), SinkhornBackward()
-
-
-class Sinkhorn(torch.autograd.Function):
-    """Saves the logits alone."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
-        ctx.options = (iters, eps)
-        ctx.save_for_backward(logits)
-        return SINKHORN((logits,), ctx.options)[0]
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Any:
-        with without_graph():
-            (d_logits,) = SINKHORN_BACKWARD((usable(d_out), *ctx.saved_tensors), ctx.options)
-        return *once_differentiable("sinkhorn", [d_logits]), None, None
+@operator(SinkhornBackwardCall)
+def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Any:
+    """The gradient of logits."""

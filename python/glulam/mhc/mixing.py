@@ -1,0 +1,159 @@
+"""Sums of residual streams: `aggregate`, which a sub-layer reads, and `post_mix`, which takes its output in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cute_kernels.mhc.shapes import CTAS_PER_SM
+
+from ..addressed import Gradients, Like, MhcCall, like
+from ..front import operator
+from ..problem import Problem
+from ..signature import check_flag
+from . import reference
+from .checks import check_like, check_param, check_streams
+
+
+class AggregateCall(MhcCall):
+    op = kernel = "aggregate"
+    formed = ("h_pre",)
+    differentiable = True
+    saves = ("x", "h_pre")
+    on_cpu = staticmethod(reference.aggregate)
+
+    def check_inputs(self) -> None:
+        lead, n, _ = check_streams(self.op, "x", self.x)
+        check_param(self.op, "h_pre", self.h_pre, (*lead, n), self.x, "it weighs each of x's streams")
+
+    def likes(self) -> Sequence[Like | None]:
+        *lead, _, width = self.x.shape
+        return [((*lead, width), self.x.dtype)]
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        made: Gradients = aggregate_backward(*gradients, *saved, *needed)
+        return made
+
+
+class AggregateBackwardCall(MhcCall):
+    op, kernel = "aggregate", "aggregate_backward"
+    returns = ("d_x", "d_h_pre")
+    formed = ("h_pre",)
+    on_cpu = staticmethod(reference.aggregate_backward)
+
+
+class _Mixing(MhcCall):
+    """What forward and backward of post_mix have in common."""
+
+    op = "post_mix"
+    leads = "residual"
+    formed = ("h_res", "h_post", "bias")
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "transpose": int(self.transpose_res)}
+
+
+class PostMixCall(_Mixing):
+    kernel = "post_mix"
+    differentiable = True
+    saves = ("residual", "h_res", "h_post", "x", "bias")
+    on_cpu = staticmethod(reference.post_mix)
+
+    def check_inputs(self) -> None:
+        residual = self.residual
+        lead, n, width = check_streams(self.op, "residual", residual)
+        check_param(self.op, "h_res", self.h_res, (*lead, n, n), residual, "it mixes residual's streams")
+        check_param(self.op, "h_post", self.h_post, (*lead, n), residual, "it weighs x in each of residual's streams")
+        check_like(self.op, "x", self.x, (*lead, width), residual, "it is added to residual's streams")
+        if self.bias is not None:
+            check_param(self.op, "bias", self.bias, (width,), residual, "it is added to x")
+        check_flag(self.op, "transpose_res", self.transpose_res)
+
+    def likes(self) -> Sequence[Like | None]:
+        return [like(self.residual)]
+
+    @staticmethod
+    def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
+        made: Gradients = post_mix_backward(*gradients, *saved, *options, *needed)
+        return made
+
+
+class PostMixBackwardCall(_Mixing):
+    kernel = "post_mix_backward"
+    returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
+    on_cpu = staticmethod(reference.post_mix_backward)
+
+    def numbers(self, sm_count: int) -> dict[str, Any]:
+        partials = min(self.num_rows, CTAS_PER_SM * sm_count) * self.residual.shape[-1]
+        return {"workspace": partials if self.of_bias else 0}
+
+
+@operator(AggregateCall)
+def aggregate(x: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """out = sum over j of h_pre[..., j] x[..., j, :]. Differentiable in both.
+
+    Args:
+        x: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is 2, 4 or
+            8 and C a multiple of 8.
+        h_pre: [..., n], float32 or 16-bit.
+        out: the result's buffer; only where no gradient is recorded.
+
+    Returns:
+        [..., C] in x's dtype, summed in float32.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: `out` is given and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+    """
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(AggregateBackwardCall)
+def aggregate_backward(d_out: Tensor, x: Tensor, h_pre: Tensor, of_x: bool, of_h_pre: bool) -> Any:
+    """Gradients of x and h_pre, None of what is not wanted."""
+
+
+@operator(PostMixCall)
+def post_mix(
+    residual: Tensor,
+    h_res: Tensor,
+    h_post: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transpose_res: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out[..., i, :] = sum over j of h_res[..., i, j] residual[..., j, :], + h_post[..., i] (x + bias). Differentiable.
+
+    Args:
+        residual: streams [..., n, C], contiguous; bfloat16, float16 or float32, on the CPU also float64. On a GPU n is
+            2, 4 or 8 and C a multiple of 8.
+        h_res: [..., n, n], float32 or 16-bit.
+        h_post: [..., n], float32 or 16-bit.
+        x: a sub-layer's output [..., C], residual's dtype.
+        bias: [C], float32 or 16-bit: that of the sub-layer's last linear layer, added here.
+        transpose_res: use h_res[..., j, i] in place of h_res[..., i, j].
+        out: the result's buffer; only where no gradient is recorded.
+
+    Returns:
+        Like residual; summed in float32.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit; nothing was launched.
+        GradientNotSupported: `out` is given and an argument requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
+    """
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(PostMixBackwardCall)
+def post_mix_backward(
+    d_out: Tensor, residual: Tensor, h_res: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None,
+    transpose_res: bool, of_residual: bool, of_h_res: bool, of_h_post: bool, of_x: bool, of_bias: bool,
+) -> Any:  # fmt: skip
+    """Gradients of the five tensors behind the first, None of what is not wanted."""
