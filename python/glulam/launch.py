@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -281,16 +281,16 @@ class Plan:
             memory.append(tensor)
             return tensor
 
-        def take_all(layouts: workspace.Layouts) -> workspace.Several:
+        def take(layouts: workspace.Layouts) -> workspace.Several:
             return layouts.tensors(kept(torch.empty(layouts.num_bytes, dtype=torch.uint8, device=layouts.device)))
 
         names = {
             **self.run.__globals__,
             "function": lambda *values: passed.append(values),
-            "take_all": take_all,
-            "counters": lambda device, index: kept(tickets.new_counters(device)).data_ptr(),
+            "workspace": SimpleNamespace(take=take),
+            "tickets": SimpleNamespace(counters=lambda device, _: kept(tickets.new_counters(device)).data_ptr()),
             "draws_tickets": True,  # kernels that draw none ignore them
-            "current": lambda: self.constants["index"],  # nothing is launched
+            "gpus": SimpleNamespace(current=lambda: self.constants["index"]),  # nothing is launched
         }
         made = FunctionType(self.run.__code__, names, "run", self.run.__defaults__)(*given)
         results = tuple(one for one in (made if isinstance(made, tuple) else (made,)) if one is not None)
