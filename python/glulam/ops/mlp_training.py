@@ -73,6 +73,8 @@ LARGE = Made("mid", "mid", ("num_rows", "intermediate"), returned=False)
 class KeepsPreact(Call):
     """Of a forward in 16 bits. `is_small`: whether its activation is."""
 
+    is_small: Any = True
+
     def made(self) -> tuple[Made, ...]:
         return self.makes if self.is_small else (*self.makes, LARGE)
 
