@@ -24,7 +24,7 @@ from cute_kernels.specs import (
     Spec,
 )
 from glulam.kernels import Fixed
-from glulam.plan import launch_nothing
+from glulam.launch import launch_nothing
 from glulam.problem import Problem
 from glulam.tuner.tensors import calls_of
 

@@ -1,6 +1,37 @@
-"""What an argument is, told by its name: the same in every operator that has it."""
+"""Arguments of a call: what each is, told by its name, the same in every operator that has it, and common checks."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from . import device as gpus
+from . import groups
+from .activations import ActivationParams
+from .plans import Plans, described
+from .problem import Problem
+from .signature import (
+    check_activation,
+    check_alignment,
+    check_bias,
+    check_flag,
+    check_groups,
+    check_indices,
+    check_no_overlap,
+    check_params,
+    check_plain,
+    check_scale,
+    check_written,
+    check_x,
+    extent,
+    leading,
+    refuse_gradients,
+    runs_kernels,
+    tensors_of,
+)
 
 MATRICES = ("x", "dy", "preact")
 """A row for each of T rows, or of tokens where indices are given."""
@@ -17,3 +48,238 @@ FLAGS = (
     "return_preact", "recompute", "row_scale_grad", "accumulate", "transpose_w", "trained", "input_grad",
 )  # fmt: skip
 TENSORS = (*MATRICES, *WEIGHTS, *BIASES, *VECTORS, "out")
+_OF_PROBLEMS = ("activation", "glu_layout", "transpose_w")
+
+
+class Arguments:
+    """The arguments of one call of an operator, by the names of its parameters.
+
+    Attributes:
+        op: the operator. outputs: arguments that are written; `gradients`: those of them that are packed or a list, as
+            weights are. labels: what errors call arguments, where they have other names.
+        names: of the operator's parameters; `options`: those that are no tensors.
+        given: tensors, in the order in which plans are found by them; `optional`: those that may be absent.
+        reads: those whose addresses a plan looks at, in order; matrices, weights, biases, scales, of_tokens: of these.
+        rowwise: those that have a row for each of the lead's; `of_any_rows`: what indices are of, or has tokens of it.
+        plans: of the operator's calls.
+    """
+
+    op: ClassVar[str]
+    outputs: ClassVar[tuple[str, ...]] = ("out",)
+    gradients: ClassVar[tuple[str, ...]] = ()
+    labels: ClassVar[dict[str, str]] = {}
+    torch_op: ClassVar[str]
+
+    names: ClassVar[tuple[str, ...]]
+    options: ClassVar[tuple[str, ...]]
+    given: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]]
+    reads: ClassVar[tuple[str, ...]]
+    matrices: ClassVar[tuple[str, ...]]
+    weights: ClassVar[tuple[str, ...]]
+    biases: ClassVar[tuple[str, ...]]
+    scales: ClassVar[tuple[str, ...]]
+    of_tokens: ClassVar[tuple[str, ...]]
+    rowwise: ClassVar[tuple[str, ...]]
+    of_any_rows: ClassVar[tuple[str, ...]]
+    plans: ClassVar[Plans[Any]]
+
+    if TYPE_CHECKING:  # arguments
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, **arguments: Any) -> None:
+        self.__dict__.update(arguments)
+
+    @classmethod
+    def declare(cls, parameters: Iterable[str], plans: Plans[Any] | None = None) -> None:
+        """Let the operator have these parameters."""
+        names = tuple(parameters)
+
+        def those(of: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name in of)
+
+        cls.names = names
+        if "torch_op" not in vars(cls):
+            cls.torch_op = cls.op
+        tensors = [name for name in names if name in TENSORS and name not in cls.outputs]
+        groups_ = ["groups"] if "splits" in names else [name for name in names if name == "offs"]
+        cls.reads = (*tensors, *groups_)
+        outputs = tuple(name for name in cls.outputs if name in names)
+        cls.outputs = outputs
+        cls.given = (*cls.reads, *outputs)
+        cls.options = tuple(name for name in names if name not in TENSORS and name not in GROUPS)
+        cls.weights, cls.biases, cls.scales = those(WEIGHTS), those(BIASES), those(VECTORS)
+        written = () if cls.gradients else outputs
+        cls.matrices = (*those(MATRICES), *written)
+        cls.of_tokens = ("rows", *those(OF_TOKENS)) if those(OF_TOKENS) else ()
+        cls.rowwise = (*those((*MATRICES, *PER_ROW, *OF_TOKENS)), *written)
+        lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
+        cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
+        cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *those(GROUPS))
+        cls.plans = Plans() if plans is None else plans
+
+    def check(self) -> Problem:
+        """The problem, from metadata alone. Raises ValueError or TypeError."""
+        raise NotImplementedError
+
+    def check_lead(self, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple[int, Tensor]:
+        """Of the leading argument: its columns, and a matrix of T rows, like which the others are."""
+        name, lead = leading(self.op), self.lead
+        _, columns = check_x(self.op, lead, dtypes)
+        check_indices(self.op, self.indices, lead, of=name)
+        return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
+
+    def check_options(self) -> None:
+        """The activation, its layout and numbers, and flags."""
+        if "activation" in self.options:
+            check_activation(self.op, self.activation, self.glu_layout)
+            check_params(self.op, self.params)
+        for name in FLAGS:
+            if name in self.options:
+                check_flag(self.op, name, getattr(self, name))
+
+    def check_addends(self, experts: int, counted: str, like: Tensor, **widths: int) -> None:
+        """Group sizes, biases, of which `widths` are given, and scales of rows. `counted`: what has so many experts."""
+        check_groups(self.op, self.offs, self.splits, self.lead, experts, counted)
+        for name, width in widths.items():
+            check_bias(self.op, name, getattr(self, name), like, experts, width)
+        for name in ("row_scale", "bias_scale"):
+            if name in self.names:
+                check_scale(self.op, name, getattr(self, name), like)
+
+    def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
+        """The problem of T rows, in the leading argument's dtype unless told otherwise."""
+        told: dict[str, Any] = {"op": self.op, "dtype": dtype_name(self.lead.dtype)}
+        told.update({name: getattr(self, name) for name in _OF_PROBLEMS if name in self.options})
+        return Problem(**{**told, **fields}, rows=self.num_rows, experts=experts, in_features=in_features)
+
+    @property
+    def params(self) -> ActivationParams:
+        return ActivationParams(self.limit, self.alpha, self.offset)
+
+    @property
+    def lead(self) -> Tensor:
+        """The argument that gives T, dtype and device to the others."""
+        lead: Tensor = getattr(self, leading(self.op))
+        return lead
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.lead.dtype
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Which of the lead's rows each row is; None where they are its rows."""
+        return getattr(self, "rows", None)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Which of what is given have rows of any number: those that others are indices of."""
+        if self.indices is None:
+            return ()
+        present = [name for name in self.given if getattr(self, name) is not None]
+        return tuple(place for place, name in enumerate(present) if name in self.of_any_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """T, which a trace may have as a symbol."""
+        shape = (self.lead if self.indices is None else self.indices).shape
+        return shape[0] if shape else 0  # a scalar, which checks refuse
+
+    @property
+    def lead_sizes(self) -> tuple[int, ...]:
+        """Those of the rows' dimensions."""
+        return (self.num_rows,)
+
+    @property
+    def groups(self) -> Any:
+        """Group sizes, in whichever form they were given."""
+        return getattr(self, "offs", None) if getattr(self, "splits", None) is None else self.splits
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.names}
+
+    def key(self) -> Hashable:
+        """As the front makes it."""
+        given = [value for name in self.given if (value := getattr(self, name)) is not None]
+        return (self._options(), *map(described, given))
+
+    def _options(self) -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            *[getattr(self, name) is None for name in self.optional],
+            *[getattr(self, name) for name in self.options],
+        )
+
+    def judge(self) -> None:
+        """Called where a launch failed: raises ValueError or TypeError where that is an argument's fault."""
+        self.check_plain()
+        self.check()
+        self.check_addresses()
+
+    def refuse_gradients(self) -> None:
+        """For operators without a gradient: raises GradientNotSupported where an argument requires one."""
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, *self.outputs)
+        refuse_gradients(self.op, **{name: getattr(self, name) for name in names})
+
+    def is_traced(self) -> bool:
+        """Whether the call is the business of torch's dispatcher: it leads on meta, or an argument is of a subclass."""
+        given = (*self.tensors(), *self.written())
+        return gpus.is_traced(self.lead) or any(type(tensor) not in gpus.PLAIN_TENSORS for _, tensor in given)
+
+    def check_plain(self) -> None:
+        """Tensors that are nothing but numbers in memory."""
+        written = self.written()
+        for label, tensor in (*self.tensors(), *written):
+            check_plain(self.op, label, tensor)
+        for label, tensor in written:
+            check_written(self.op, label, tensor)
+
+    def check_addresses(self) -> None:
+        """Alignment, on a GPU, and an output that shares no memory with an input."""
+        if runs_kernels(self.lead):
+            for name in (*self.matrices, *self.weights, *self.outputs):
+                for label, tensor in tensors_of(self.labels.get(name, name), getattr(self, name)):
+                    check_alignment(self.op, label, tensor)
+        written = self.written()
+        for label, tensor in self.tensors() if written else ():
+            if tensor.device == self.lead.device:
+                for out_label, out in written:
+                    check_no_overlap(self.op, out_label, out, label, tensor)
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """All inputs, those of lists one by one, under the names that errors give them."""
+        names = (*self.matrices, *self.weights, *self.biases, *self.scales, *GROUPS)
+        read = (name for name in names if name not in self.outputs)
+        return [pair for name in read for pair in tensors_of(self.labels.get(name, name), getattr(self, name, None))]
+
+    def written(self) -> list[tuple[str, Tensor]]:
+        """The outputs that were given, likewise."""
+        return [pair for name in self.outputs for pair in tensors_of(self.labels.get(name, name), getattr(self, name))]
+
+    def host_ends(self) -> list[int]:
+        """Where each group ends; waits for the device where they are there. Raises ValueError out of range."""
+        return groups.ends(self.op, self.offs, self.splits, self.num_rows)
+
+    def _present(self) -> list[str]:
+        """What is there of what is given."""
+        return [name for name in self.given if getattr(self, name) is not None]
+
+    def extents(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """The bytes that arguments reach over, as of `memory.check_apart`; 0 of one that is absent."""
+        return tuple(extent_of(getattr(self, name, None)) for name in names)
+
+    def _out_extents(self) -> tuple[int, ...]:
+        values = [getattr(self, name) for name in self.outputs]
+        parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+        return tuple([extent_of(one) for part in parts for one in part if one is not None])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def extent_of(value: Any) -> int:
+    """Of what has one: no list, and not None."""
+    return extent(value) if isinstance(value, Tensor) else 0

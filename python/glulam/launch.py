@@ -19,7 +19,8 @@ from cute_kernels.signatures import ADDRESS, Argument
 
 from . import device as gpus
 from . import tickets, workspace
-from .plan import aligned_row, check_apart
+from .memory import check_apart
+from .signature import ALIGNMENT_ELEMENTS
 
 LINE = 116
 TICKETS = "tickets.counters(device, index) if draws_tickets else 0"
@@ -219,6 +220,15 @@ def _code(shape: Shape) -> CodeType:
     return next(constant for constant in compiled.co_consts if isinstance(constant, CodeType))
 
 
+def aligned_row(matrix: Tensor) -> Tensor:
+    """A matrix of which a single row has a stride that kernels accept: torch leaves that arbitrary."""
+    return matrix if matrix.stride(0) % ALIGNMENT_ELEMENTS == 0 else matrix.view(-1).view(1, -1)
+
+
+def launch_nothing(*_: Any) -> None:
+    """The function of a plan for T = 0."""
+
+
 _NAMES: dict[str, Any] = {
     "aligned_row": aligned_row,
     "gpus": gpus,
@@ -251,7 +261,7 @@ class Plan:
         op: the operator's name, for messages.
         shape: of its text; `constants`: what the text calls by name.
         serving: finds the function for another number of rows.
-        extents, out_extents, apart: see `plan.check_apart`.
+        extents, out_extents, apart: see `memory.check_apart`.
         look: checks what no metadata tells of arguments at addresses that were not seen before.
     """
 

@@ -14,9 +14,9 @@ from .. import device as gpus
 from .. import groups as group_sizes
 from ..changed import changed
 from ..errors import GradientNotSupported
+from ..memory import MAX_APART
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..plan import MAX_APART
 from ..plans import Plans
 from ..signature import (
     ALIGNMENT_BYTES,
@@ -91,7 +91,7 @@ ORDINARY = Targets()
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()
-"""Addresses of calls whose buffers were found good, as of `plan.check_apart`, by the layouts of all tensors."""
+"""Addresses of calls whose buffers were found good, as of `memory.check_apart`, by the layouts of all tensors."""
 
 
 def key_of(call: Any, *buffers: Tensor | None) -> Hashable:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
-from ..call import Call
+from ..call import Call, checking
 from ..launch import Plan
-from ..plan import check_apart, checking
+from ..memory import check_apart
 from ..plans import Plans
 from ..problem import Problem
 from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
@@ -76,7 +76,7 @@ class TrainingPlan:
         needs: by name, whether a tensor requires a gradient. grouped_by: "offs" or "splits".
         arguments: those of the call that are no tensors.
         index, only: the device, and whether the process sees no other.
-        rows, extents, out_extents, apart: see `plan.check_apart`.
+        rows, extents, out_extents, apart: see `memory.check_apart`.
     """
 
     kind: type[Call]

@@ -18,10 +18,9 @@ from ..launch import Made
 from ..mhc.checks import check_like
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors
-from ..ops.rows import check_tokens
 from ..problem import Problem
 from ..recipes import BF16, Recipe
-from ..signature import any_requires_grad
+from ..signature import any_requires_grad, check_alignment, mismatch
 from .routing import Routing
 from .rows import combine, combine_rows, permute_tokens, row_indices
 
@@ -148,6 +147,15 @@ def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | N
     """Those of each token's rows."""
     sums: Tensor = combine_rows(rows.view(*row_of.shape, rows.shape[1]), row_of, residual, out=out)
     return sums
+
+
+def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
+    """Of what has a layer's tokens: as many of them, and addresses that kernels take. Raises ValueError, naming it."""
+    for name, tensor in given.items():
+        if tensor is not None:
+            if len(tensor) != tokens:
+                mismatch(op, name, tensor.shape, (tokens, tensor.shape[1]), f"routing is of {tokens} tokens")
+            check_alignment(op, name, tensor)
 
 
 class OfTokens(Call):

@@ -15,6 +15,7 @@ from ..front import operator
 from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
+from ..reference import take_rows
 from ..signature import (
     check_experts,
     check_rows_like,
@@ -23,7 +24,6 @@ from ..signature import (
     mismatch,
     runs_kernels,
 )
-from .rows import take_rows
 
 PARTIAL_COLUMNS = 64
 """Columns of the narrowest tile: a row's sum has a part in each tile."""

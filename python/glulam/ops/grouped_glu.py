@@ -14,11 +14,11 @@ from ..front import operator
 from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
+from ..reference import take_rows
 from ..signature import (
     check_out,
     check_w1,
 )
-from .rows import take_rows
 
 
 class GroupedGluCall(Call):

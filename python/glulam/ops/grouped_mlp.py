@@ -16,6 +16,7 @@ from ..launch import Made
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..problem import Problem
 from ..recipes import Recipe
+from ..reference import take_rows
 from ..signature import (
     check_experts,
     check_out,
@@ -26,7 +27,6 @@ from ..signature import (
     runs_kernels,
 )
 from .grouped_mlp_mxfp8 import mlp_in_mxfp8, mlp_of_plain_tensors
-from .rows import take_rows
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
 

@@ -18,18 +18,19 @@ from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
 from .. import device as gpus
 from .. import kernels, recipes
 from ..activations import kernel_params
-from ..call import Call, dtype_name
+from ..arguments import dtype_name
+from ..call import Call
 from ..changed import changed
 from ..errors import GradientNotSupported
 from ..experts import GateUp
 from ..front import operator
-from ..launch import Made
+from ..launch import Made, launch_nothing
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, scale_bytes
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
-from ..plan import launch_nothing
 from ..problem import Problem
 from ..recipes import Recipe
+from ..reference import take_rows
 from ..signature import (
     any_requires_grad,
     check_experts,
@@ -40,7 +41,6 @@ from ..signature import (
     mismatch,
     runs_kernels,
 )
-from .rows import take_rows
 
 
 def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, given: dict[str, Any]) -> Tensor:

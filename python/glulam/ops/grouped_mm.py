@@ -13,6 +13,7 @@ from ..front import operator
 from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
+from ..reference import take_rows
 from ..signature import (
     check_experts,
     check_halves,
@@ -21,7 +22,6 @@ from ..signature import (
     mismatch,
     runs_kernels,
 )
-from .rows import take_rows
 
 
 class GroupedMmCall(Call):

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..call import Call, dtype_name
+from ..arguments import dtype_name
+from ..call import Call
 from ..experts import ExpertList
 from ..front import operator
 from ..groups import Splits
 from ..launch import Made
 from ..problem import Problem
+from ..reference import take_rows
 from ..signature import (
     check_gradient_buffers,
     check_indices,
@@ -24,7 +26,6 @@ from ..signature import (
     check_x,
     count_groups,
 )
-from .rows import take_rows
 
 
 class GroupedWgradCall(Call):

@@ -24,6 +24,7 @@ from ..mxfp8.layout import DATA_DTYPE, scale_bytes
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..problem import Problem
 from ..recipes import Recipe
+from ..reference import take_rows
 from ..signature import (
     check_out,
     check_rows_like,
@@ -33,7 +34,6 @@ from ..signature import (
 from .grouped_dglu import partials_shape
 from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
 from .grouped_wgrad import GroupedWgradCall
-from .rows import take_rows
 
 PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
 

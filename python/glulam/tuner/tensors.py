@@ -13,13 +13,12 @@ from ..activations import ActivationParams
 from ..call import Call
 from ..choose.shipped import shipped_choice
 from ..kernels import Fixed
-from ..launch import Bare
+from ..launch import Bare, launch_nothing
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
-from ..plan import launch_nothing
 from ..problem import Problem
 
 Random = Callable[..., Tensor]

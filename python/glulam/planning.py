@@ -1,0 +1,176 @@
+"""From a call that was checked to its plan: what a launch is made of."""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any, ClassVar
+
+from cute_kernels.signatures import Signature
+
+from . import device as gpus
+from . import groups, kernels, workspace
+from .arguments import Arguments
+from .experts import ExpertList, GateUp
+from .launch import Bare, Made, Plan, Shape, launch_nothing
+from .problem import Problem
+
+
+class Launching(Arguments):
+    """Arguments, and what passes them to a kernel.
+
+    Attributes:
+        sources: by the kernel's names of arguments, the operator's, where they differ.
+        makes: what a launch makes. `scratch`: what it needs besides, by the kernel's names: a "matrix", or "bytes".
+    """
+
+    sources: ClassVar[dict[str, str]] = {}
+    makes: tuple[Made, ...] = ()
+    scratch: ClassVar[dict[str, str]] = {}
+
+    def made(self) -> tuple[Made, ...]:
+        """Which of `makes` this call makes."""
+        return self.makes
+
+    def dims(self) -> dict[str, Any]:
+        """Dimensions that the problem does not know."""
+        return {}
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        """What the launch needs by name besides dimensions, and no number of rows changes."""
+        return {}
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        """What of `scratch` this call needs."""
+        return self.scratch
+
+    def memory(self, problem: Problem) -> list[Any]:
+        """Parts for `scratch_of`: shapes and dtypes, or bytes."""
+        return []
+
+    def kernels(self, problem: Problem) -> dict[str, Any]:
+        """Functions besides the problem's own, by name."""
+        return {}
+
+    def texts(self, problem: Problem) -> dict[str, str]:
+        """Values of a function's arguments that are none of those, as text."""
+        return {}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        """Lines in front of the function's call."""
+        return ()
+
+    @staticmethod
+    def look(op: str, outs: list[Any], **read: Any) -> None:
+        """Checks what no metadata tells of arguments that were not seen before."""
+
+    def results(self, problem: Problem) -> Any:
+        """What is returned: tensors that were given, or new ones, uninitialised."""
+        known = {**problem.dims, **self.dims(), **self.constants(problem)}
+        made = [self._result(one, known) for one in self.made() if one.returned]
+        if "result" in known:
+            return known["result"](*made)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _result(self, made: Made, known: dict[str, Any]) -> Any:
+        if made.name in self.outputs and (given := getattr(self, made.name)) is not None:
+            return given
+        shape = known[made.shape] if isinstance(made.shape, str) else [known[name] for name in made.shape]
+        like = getattr(self, made.like) if made.like else self.lead
+        make = like.new_zeros if made.zeros else like.new_empty
+        return make(shape, dtype=known[made.dtype] if made.dtype else like.dtype)
+
+    def serving(self, problem: Problem, gpu: gpus.Gpu) -> Any:
+        """What finds the function for a number of rows."""
+        return kernels.serving(problem, gpu)
+
+    def plan(self, problem: Problem, checked: bool = True, serving: Any = None, gpu: gpus.Gpu | None = None) -> Plan:
+        """The plan of a problem, which is this call's.
+
+        Args:
+            checked: see `launch.Shape`.
+            serving: `kernels.Fixed`, where not the kernel that the dispatcher chooses is to serve.
+            gpu: the lead's, where that has none.
+        """
+        index = self.lead.get_device()
+        gpu = gpu or gpus.gpu(index)
+        serving = serving or self.serving(problem, gpu)
+        constants = {
+            "index": index,
+            "device": self.lead.device,
+            "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
+            "num_sms": gpu.sm_count,
+            **self._constants_of_rows(problem, serving),
+            **self.constants(problem),
+        }
+        shape = self._shape(problem, serving.at(problem.rows).signature, constants, checked)
+        return self._plan(shape, constants, serving)
+
+    def bare(self, problem: Problem, serving: Any = None, gpu: gpus.Gpu | None = None) -> Bare:
+        """What a launch of this call passes its function; see `plan`."""
+        return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
+
+    def resized_plan(self, like: Plan, problem: Problem) -> Plan:
+        constants = {**like.constants, **self._constants_of_rows(problem, like.serving), **self.constants(problem)}
+        return self._plan(like.shape, constants, like.serving, like.run.__code__)
+
+    def run(self, plan: Any) -> Any:
+        try:
+            return plan.run(*[getattr(self, name) for name in self.given])
+        except Exception:
+            self.judge()
+            raise
+
+    def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
+        extents = self._read_extents(), self._out_extents()
+        return Plan(self.op, shape, constants, serving, *extents, self.look, code)
+
+    def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
+        served = serving.at(problem.rows)
+        memory = self.memory(problem)
+        return {
+            **problem.dims, **self.dims(), **self.kernels(problem), "draws_tickets": served.draws_tickets,
+            "function": served.function if problem.rows else launch_nothing,
+            "memory": workspace.Layouts(*map(self._part, memory)) if memory else None,
+        }  # fmt: skip
+
+    def _part(self, part: Any) -> Any:
+        if isinstance(part, int):
+            return part
+        shape, dtype = part
+        return workspace.Layout(shape, dtype, self.lead.device, self.lead.get_device())
+
+    def _read_extents(self) -> tuple[int, ...]:
+        loose = self._loose()
+        return self.extents(tuple(n for n in self._present() if n not in self.outputs and n not in loose))
+
+    def _loose(self) -> frozenset[str]:
+        """Lists that a launch does not read itself: of weights that are to be prepared."""
+        plain = (list, tuple)
+        return frozenset(name for name in self.weights if getattr(self, name).__class__ in plain)
+
+    def _shape(self, problem: Problem, signature: Signature, constants: dict[str, Any], checked: bool) -> Shape:
+        values = {name: getattr(self, name) for name in self._present()}
+        makes = tuple(made for made in self.made() if made.kernel in signature.names)
+        unpacks = "out" if values.get("out").__class__ is list else ""
+        kinds = {
+            kind: frozenset(name for name, v in values.items() if v.__class__ is kind) for kind in (ExpertList, GateUp)
+        }
+        return Shape(
+            takes=self.given,
+            present=frozenset([*values, *[made.name for made in makes if unpacks]]),
+            lists=kinds[ExpertList],
+            halves=kinds[GateUp],
+            loose=self._loose(),
+            unpacks=unpacks,
+            arguments=signature.arguments,
+            sources=tuple(self.sources.items()),
+            texts=tuple(self.texts(problem).items()),
+            makes=makes,
+            scratch=tuple(self.scratch_of(problem).items()),
+            constants=frozenset(constants),
+            before=self.before(problem),
+            checked=checked,
+            single_gpu=gpus.is_only_one(),
+            aligned=checked and (problem.rows == 1 or self.indices is not None),
+            result="result" if "result" in constants else "",
+        )
