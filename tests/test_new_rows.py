@@ -208,6 +208,11 @@ def fields(plan: Any) -> dict[str, Any]:
             return {name: told(one) for name, one in value.items()}
         return fields(value) if isinstance(value, Plan) else value
 
+    if isinstance(plan, Plan):  # of what its text calls by name, which is all that it sees
+        used = set(plan.run.__code__.co_names) - {"apart", "check_apart", "run"}
+        constants = {name: told(plan.constants[name]) for name in used & plan.constants.keys()}
+        return {"shape": plan.shape, "extents": (plan.extents, plan.out_extents), "constants": constants}
+
     return {name: told(value) for name, value in vars(plan).items() if name not in ("apart", "serving", "run")}
 
 

@@ -8,7 +8,7 @@ signature: widths, the function, memory. `text_of` shows the lines.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -238,6 +238,10 @@ _NAMES: dict[str, Any] = {
 }
 
 
+OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
+"""Constants that a number of rows tells."""
+
+
 class Bare(NamedTuple):
     """What a plan passes its function, in memory of its own: to be passed as often as one likes, where the host's share
     is not to be measured.
@@ -259,23 +263,33 @@ class Plan:
 
     Attributes:
         op: the operator's name, for messages.
-        shape: of its text; `constants`: what the text calls by name.
+        shape: of its text; `constants`: what the text calls by name, which is all that `run` sees.
         serving: finds the function for another number of rows.
         extents, out_extents, apart: see `memory.check_apart`.
         look: checks what no metadata tells of arguments at addresses that were not seen before.
     """
 
     def __init__(
-        self, op: str, shape: Shape, constants: Mapping[str, Any], serving: Any, extents: tuple[int, ...],
+        self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """`code`: of a plan of this shape, which takes longer to find."""
+        """`constants`: from now on the plan's. `code`: of a plan of this shape, which takes longer to find."""
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()
-        self.constants = dict(constants)
-        names = {**_NAMES, **self.constants, "apart": self.apart, "check_apart": self.check_apart}
-        self.run = names["run"] = FunctionType(code or _code(shape), names, "run", (None,) * len(shape.takes))
+        self.constants = constants
+        constants.update(_NAMES)
+        self.run = FunctionType(code or _code(shape), constants, "run", (None,) * len(shape.takes))
+        if shape.checked:  # else no plan is part of a circle, which only the collector would free
+            constants.update(apart=self.apart, check_apart=self.check_apart)
+        if not shape.single_gpu:
+            constants["run"] = self.run
+
+    def serves(self, rows: int) -> bool:
+        """Whether another number of rows changes nothing: the same function, and no constant that rows tell."""
+        if self.shape.checked or not OF_ROWS.isdisjoint(self.run.__code__.co_names):
+            return False
+        return self.serving.at(rows).function is self.constants["function"]
 
     @property
     def text(self) -> str:

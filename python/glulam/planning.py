@@ -99,6 +99,7 @@ class Launching(Arguments):
             "device": self.lead.device,
             "group_form": 0 if self.groups is None else groups.form(self.groups, is_offs=self.offs is not None),
             "num_sms": gpu.sm_count,
+            **problem.dims,
             **self._constants_of_rows(problem, serving),
             **self.constants(problem),
         }
@@ -110,7 +111,8 @@ class Launching(Arguments):
         return self.plan(problem, False, serving, gpu).bare(*[getattr(self, name) for name in self.given])
 
     def resized_plan(self, like: Plan, problem: Problem) -> Plan:
-        constants = {**like.constants, **self._constants_of_rows(problem, like.serving), **self.constants(problem)}
+        """A plan for another number of rows."""
+        constants = {**like.constants, **self._constants_of_rows(problem, like.serving)}
         return self._plan(like.shape, constants, like.serving, like.run.__code__)
 
     def run(self, plan: Any) -> Any:
@@ -121,14 +123,14 @@ class Launching(Arguments):
             raise
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
-        extents = self._read_extents(), self._out_extents()
+        extents = (self._read_extents(), self._out_extents()) if shape.checked else ((), ())
         return Plan(self.op, shape, constants, serving, *extents, self.look, code)
 
     def _constants_of_rows(self, problem: Problem, serving: Any) -> dict[str, Any]:
         served = serving.at(problem.rows)
         memory = self.memory(problem)
         return {
-            **problem.dims, **self.dims(), **self.kernels(problem), "draws_tickets": served.draws_tickets,
+            "num_rows": problem.rows, **self.dims(), **self.kernels(problem), "draws_tickets": served.draws_tickets,
             "function": served.function if problem.rows else launch_nothing,
             "memory": workspace.Layouts(*map(self._part, memory)) if memory else None,
         }  # fmt: skip

@@ -5,6 +5,8 @@ With a plan, forward is one launch, backward one for x's gradient and one for th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -88,22 +90,22 @@ def _check(call: Call) -> Problem | None:
     return problem
 
 
-def _parts(call: Call, problem: Problem) -> dict[str, Part]:
+def _parts(call: Call, problem: Problem, need: Mapping[str, bool], _: None) -> dict[str, Part]:
     """The launches. dy is stood for by x."""
     x_columns, y_columns, x = problem.in_features, problem.out_features, call.x
     groups = {"offs": call.offs, "splits": call.splits}
-    parts = {"forward": Part(changed(call, out=x), problem)}
-    if requires(call, "x"):
+    parts = {"forward": Part(partial(changed, call, out=x), problem)}
+    if need["x"]:
         dgrad = changed(problem, in_features=y_columns, out_features=x_columns, transpose_w=not problem.transpose_w)
         given = {"x": x, "w": call.w, "rows": None, "bias": None, "bias_scale": None, "out": x}
-        parts["x"] = Part(GroupedMmCall(**given, **groups, transpose_w=not problem.transpose_w), dgrad)
-    if requires(call, "w"):
+        parts["x"] = Part(partial(GroupedMmCall, **given, **groups, transpose_w=not problem.transpose_w), dgrad)
+    if need["w"]:
         n, k = (x_columns, y_columns) if problem.transpose_w else (y_columns, x_columns)
         wgrad = changed(
             problem, op="grouped_wgrad", in_features=k, out_features=n, transpose_w=False, out_dtype=problem.dtype
         )
         absent = dict.fromkeys(("dy_rows", "x_rows", "mask", "out", "out_dtype"))
-        parts["w"] = Part(GroupedWgradCall(dy=x, x=x, **groups, **absent, accumulate=False), wgrad)
+        parts["w"] = Part(partial(GroupedWgradCall, dy=x, x=x, **groups, **absent, accumulate=False), wgrad)
     return parts
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, is_grad_enabled
 
 from .. import device as gpus
 from ..call import Call, checking
+from ..changed import changed
 from ..launch import Plan
 from ..memory import check_apart
 from ..plans import Plans
@@ -34,9 +35,9 @@ PLANS: Plans[Any] = Plans()
 
 
 class Part(NamedTuple):
-    """A launch of a step: a call of its arguments, or of others that lie as they do, and its problem."""
+    """A launch of a step: what makes a call of its arguments, or of others that lie as they do, and its problem."""
 
-    call: Call
+    call: Callable[[], Call]
     problem: Problem
 
 
@@ -46,7 +47,7 @@ class Maker(NamedTuple):
     Attributes:
         formula: the general way, which serves what a plan does not.
         check: the problem of a call, which is checked; None of one that takes the general way.
-        parts: the launches of a step, by name.
+        parts: the launches of a step, by name, of a call, its problem, which tensors are trained, and the options.
         options: of a call, what else a plan needs.
         takes: names of tensors that forward asks for; saved: of what it saves.
         forward: of a plan, autograd's context, targets and the plan's tensors: the result. It saves.
@@ -55,7 +56,7 @@ class Maker(NamedTuple):
 
     formula: Formula
     check: Callable[[Any], Problem | None]
-    parts: Callable[[Any, Problem], dict[str, Part]]
+    parts: Callable[[Any, Problem, Mapping[str, bool], Any], dict[str, Part]]
     options: Callable[[Any], Any]
     takes: tuple[str, ...]
     saved: tuple[str, ...]
@@ -180,11 +181,14 @@ def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None 
     options = maker.options(call)
     if like is not None and like.options != options:
         like = None
-    parts = {
-        name: part.call.plan(part.problem, checked=False) if like is None
-        else part.call.resized_plan(like.parts[name], part.problem)
-        for name, part in maker.parts(call, problem).items()
-    }  # fmt: skip
+    need = {name: requires(call, name) for name in call.reads} if like is None else like.needs
+    parts = maker.parts(call, problem, need, options)
+    if like is not None:
+        plans = {
+            name: old if old.serves(problem.rows) else parts[name].call().resized_plan(old, parts[name].problem)
+            for name, old in like.parts.items()
+        }
+        return changed(like, parts=plans, rows=problem.rows, extents=call.extents(like.present), apart=set())
     present = tuple(name for name in call.reads if getattr(call, name) is not None)
     return TrainingPlan(
         kind=type(call),
@@ -193,10 +197,10 @@ def _plan(call: Call, problem: Problem, maker: Maker, like: TrainingPlan | None 
         there=_picker(*[call.reads.index(name) for name in present]),
         pick=_picker(*[call.reads.index(name) if name in call.reads else -1 for name in maker.takes]),
         maker=maker,
-        parts=parts,
+        parts={name: part.call().plan(part.problem, checked=False) for name, part in parts.items()},
         general=maker.formula.options(call),
         options=options,
-        needs={name: requires(call, name) for name in call.reads},
+        needs=need,
         grouped_by="offs" if call.splits is None else "splits",
         arguments={name: getattr(call, name) for name in call.options},
         index=call.lead.get_device(),

@@ -5,6 +5,8 @@ Forward is one launch; backward is one for its data path (the gradients of h, x 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -123,36 +125,35 @@ def _copies(call: Call) -> bool:
     return row_of is not None and call.x.is_contiguous() and path_of(call).copies(call.x, row_of, call.w2)
 
 
-def _parts(call: Call, problem: Problem) -> dict[str, Part]:
+def _parts(call: Call, problem: Problem, need: Mapping[str, bool], options: Options) -> dict[str, Part]:
     """The launches. What is not there yet is stood for by tensors of the same dtype and device."""
-    copies, in_mxfp8 = _copies(call), isinstance(call, Mxfp8MlpCall)
-    by_index = call.indices is not None and not copies
-    problems = training_parts(problem, requires(call, "x"), by_index)
-    trained = requires(call, "w1") or requires(call, "w2")
-    x, tokens = call.x, getattr(call, "row_of", None)
-    rows_first = {} if in_mxfp8 or not copies else {"rows": None}
-    kind: Any = type(call)
-    forward = forward_kind(kind)(
-        **{**call.arguments(), **rows_first, "out": x}, trained=trained, is_small=_is_small(call)
-    )
+    x, rows, tokens = call.x, call.indices, getattr(call, "row_of", None)
+    forward_rows, rows = None if options.copies_forward else rows, None if options.copies_backward else rows
+    for_x, trained = need["x"], need["w1"] or need["w2"]
+    problems = training_parts(problem, for_x, rows is not None)
     groups = {"offs": call.offs, "splits": call.splits}
-    rows = None if copies else call.indices
-    lead = x if rows is not None or not copies else x.new_empty(problem.rows, 0)
-    same = ("w2", "row_scale", "activation", "glu_layout", "limit", "alpha", "offset")
-    for_x = requires(call, "x")
-    gradients = (Mxfp8TokenGradientsCall if in_mxfp8 else GradientsCall)(
-        **{name: getattr(call, name) for name in same}, **groups, dy=lead, preact=x, rows=rows,
-        w1=call.w1 if for_x else None, row_of=tokens if for_x else None, out=x if for_x else None,
-        row_scale_grad=requires(call, "row_scale"), input_grad=for_x, trained=trained,
-    )  # fmt: skip
+
+    def forward() -> Call:
+        kind: Any = type(call)
+        others = {"rows": forward_rows, "out": x, "trained": trained, "is_small": options.is_small}
+        return forward_kind(kind)(**{**vars(call), **others})
+
+    def gradients() -> Call:
+        return (Mxfp8TokenGradientsCall if isinstance(call, Mxfp8MlpCall) else GradientsCall)(
+            **groups, **{name: getattr(call, name) for name in OF_GRADIENTS}, preact=x, rows=rows,
+            dy=x.new_empty(problem.rows, 0) if options.copies_backward else x,
+            w1=call.w1 if for_x else None, row_of=tokens if for_x else None, out=x if for_x else None,
+            row_scale_grad=need["row_scale"], input_grad=for_x, trained=trained,
+        )  # fmt: skip
+
     parts = {"forward": Part(forward, problems.forward), "gradients": Part(gradients, problems.data_gradients)}
     for name, by, (n, k) in zip(("w1", "w2"), ("x_rows", "dy_rows"), problem.weights, strict=True):
-        if requires(call, name):
-            indices = {"dy_rows": None, "x_rows": None, **({by: rows} if rows is not None else {})}
-            given = {"dy": x, "x": x, **groups, **indices, "out": None, "accumulate": False, "mask": None}
-            gradient = WeightGradientCall(**given, out_dtype=None, n=n, k=k)
-            parts[name] = Part(gradient, problems.weight_gradients)
+        if need[name]:
+            given = {**NEW_GRADIENT, **groups, "dy": x, "x": x, "n": n, "k": k, by: rows}
+            parts[name] = Part(partial(WeightGradientCall, **given), problems.weight_gradients)
     return parts
 
 
+OF_GRADIENTS = ("w2", "row_scale", "activation", "glu_layout", "limit", "alpha", "offset")
+NEW_GRADIENT = {**dict.fromkeys(("dy_rows", "x_rows", "mask", "out", "out_dtype")), "accumulate": False}
 MAKER = Maker(mlp.FORMULA, _check, _parts, _options, TAKES, SAVED, _forward, _backward)
