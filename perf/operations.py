@@ -23,9 +23,9 @@ from cute_kernels.specs import (
     GroupedWgradSpec,
     Spec,
 )
-from glulam.kernels import Fixed
-from glulam.launch import launch_nothing
-from glulam.problem import Problem
+from glulam.calls.launch import launch_nothing
+from glulam.choose.kernels import Fixed
+from glulam.choose.problem import Problem
 from glulam.tuner.tensors import calls_of
 
 from .cases import Case

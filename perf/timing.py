@@ -10,16 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from glulam.tuner.timing import (
-    Call,
-    Sampler,
-    Summary,
-    device_us,
-    interleave,
-    percentile,
-    sleep_cycles,
-    summarise,
-)
+from glulam.tuner.timing import Call, Sampler, Summary, device_us, interleave, percentile, sleep_cycles, summarise
 
 __all__ = [
     "ENQUEUE_US",

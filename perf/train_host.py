@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from glulam.choose.problem import Problem, training_parts
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
-from glulam.problem import Problem, training_parts
 from glulam.tuner.tensors import call_with
 
 from .timing import Summary

@@ -18,8 +18,9 @@ from support.fake_gpu import FakeGpu
 import glulam
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import BundleError
-from glulam import device, groups, kernels
-from glulam.signature import MAX_ROWS
+from glulam.calls.checks import MAX_ROWS
+from glulam.choose import kernels
+from glulam.host import device, groups
 
 pytest_plugins = ["support.fixtures"]
 

@@ -219,8 +219,8 @@ class TestPlanned:
             fake_gpu.work.clear()
             layer(given, offs).backward(torch.ones_like(given["x"]))
             assert fake_gpu.work == ["glu, mm", "dglu, mm", "wgrad", "wgrad"]
-            monkeypatch.setattr(glulam.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
-            monkeypatch.setattr(glulam.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+            monkeypatch.setattr(glulam.calls.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
+            monkeypatch.setattr(glulam.calls.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
 
     def test_h_goes_before_weights_are_made_and_its_gradient_before_the_last(
         self, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +228,7 @@ class TestPlanned:
         given, offs = self.layer()
         alive: dict[str, weakref.ref[torch.Tensor]] = {}
         seen: list[dict[str, bool]] = []
-        find = glulam.kernels.find
+        find = glulam.choose.kernels.find
 
         def watched(spec: Any) -> Any:
             function = find(spec).function
@@ -244,9 +244,9 @@ class TestPlanned:
                 else:
                     seen.append({name: storage() is not None for name, storage in alive.items()})
 
-            return glulam.kernels.Kernel(call, "shipped")
+            return glulam.choose.kernels.Kernel(call, "shipped")
 
-        monkeypatch.setattr(glulam.kernels, "find", watched)
+        monkeypatch.setattr(glulam.choose.kernels, "find", watched)
         y = layer(given, offs)
         y.backward(torch.ones_like(y))
         assert seen == [{"h": False, "dh": True}, {"h": False, "dh": False}]
@@ -395,7 +395,7 @@ class TestPlannedMm:
 
         step()
         with monkeypatch.context() as second:
-            second.setattr(glulam.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
+            second.setattr(glulam.calls.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
             y = step()
         lists = {**want, "bias": [one.detach().requires_grad_() for one in want["bias"]]}
         expected = glulam.grouped_mm(**lists, offs=offs, transpose_w=transpose_w)

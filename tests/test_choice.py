@@ -20,7 +20,7 @@ from cute_kernels.tiles import TileConfig
 from glulam.choose import choose, known, shipped
 from glulam.choose import estimates as times
 from glulam.choose.estimates import MODELLED, Curve, Measured, estimates
-from glulam.problem import Part, Problem
+from glulam.choose.problem import Part, Problem
 from perf import choices
 from perf.cases import OTHER_MODELS, PREFILL
 from perf.results import RESULTS, read

@@ -19,11 +19,10 @@ from cute_kernels.sm90.configs import SMALL, shipped_specs
 from cute_kernels.specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import cache, jit, loader, manifest, toolchain
-from glulam import kernels
-from glulam.choose import choose, known, loadable, records, specs
+from glulam.choose import choose, kernels, known, loadable, records, specs
 from glulam.choose import table as tables
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import shipped_choice
-from glulam.problem import Problem
 
 ARCH = "sm_90a"
 TILE = TileConfig(128, 192, 64, 2, 1, "cooperative", True)
@@ -239,7 +238,7 @@ import json, random, subprocess, sys
 import torch, tvm_ffi
 import glulam
 from glulam import choose, kernels
-from glulam.problem import Problem
+from glulam.choose.problem import Problem
 subprocess.Popen.__init__ = lambda *a, **k: sys.exit("a process was started")
 rng, specs = random.Random(0), set()
 for _ in range(3000):

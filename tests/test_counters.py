@@ -10,10 +10,10 @@ import torch
 from support.fake_gpu import FakeGpu
 from support.memory import memory
 
-from glulam import device as gpus
-from glulam import tickets
-from glulam.tickets import MAX_GRAPH_SETS, NUM_COUNTERS
-from glulam.workspace import MAX_STREAMS
+from glulam.host import device as gpus
+from glulam.host import tickets
+from glulam.host.tickets import MAX_GRAPH_SETS, NUM_COUNTERS
+from glulam.host.workspace import MAX_STREAMS
 
 pytest_plugins = ["support.fixtures"]
 

@@ -22,10 +22,10 @@ from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, activatio
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit
-from glulam import kernels, tickets
-from glulam.choose import choose, known, loadable
+from glulam.choose import choose, kernels, known, loadable
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import family_of
-from glulam.problem import Problem
+from glulam.host import tickets
 
 pytest_plugins = ["support.fixtures"]
 

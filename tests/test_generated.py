@@ -20,11 +20,13 @@ from support.routes import some_logits
 
 import glulam
 from cute_kernels.signatures import Argument
-from glulam import front, launch, library, tickets, workspace
+from glulam import library
 from glulam.backward import planned
 from glulam.backward.planned import TrainingPlan
-from glulam.call import Call
-from glulam.launch import Plan, Shape
+from glulam.calls import front, launch
+from glulam.calls.call import Call
+from glulam.calls.launch import Plan, Shape
+from glulam.host import tickets, workspace
 from glulam.layer.moe import MoeCall
 from glulam.mxfp8.quantize import QuantizeMxfp8Call
 from glulam.ops.grouped_mlp import GroupedMlpCall

@@ -12,7 +12,8 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
-from glulam import groups, kernels
+from glulam.choose import kernels
+from glulam.host import groups
 from glulam.nn import GroupedLinear, GroupedMLP
 
 pytest_plugins = ["support.fixtures"]

@@ -18,7 +18,7 @@ from support.inputs import Case, make_case, poisoned
 import glulam
 from cute_kernels.sm90.configs import LARGE, SMALL, activation_forms
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
-from glulam import experts, plans, tickets
+from glulam.host import experts, plans, tickets
 from glulam.ops.grouped_glu import GroupedGluCall
 
 pytest_plugins = ["support.fixtures"]
@@ -149,7 +149,7 @@ def test_a_second_call_plans_nothing(fake_gpu: FakeGpu, monkeypatch: pytest.Monk
     calls[-1] = lambda: glulam.grouped_mlp(c.x, *lists, offs=c.offs, b2=lists_of_biases)
     for call in calls:
         call()
-    monkeypatch.setattr(glulam.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+    monkeypatch.setattr(glulam.calls.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
     for call in calls:
         call()
 
@@ -298,7 +298,7 @@ def test_a_failing_launch_is_reported_as_it_is(fake_gpu: FakeGpu, monkeypatch: p
     def fail(*_: Any) -> None:
         raise RuntimeError("out of lunch")
 
-    monkeypatch.setattr(glulam.kernels, "find", lambda spec: glulam.kernels.Kernel(fail, "shipped"))
+    monkeypatch.setattr(glulam.choose.kernels, "find", lambda spec: glulam.choose.kernels.Kernel(fail, "shipped"))
     for _ in range(3):
         with pytest.raises(RuntimeError, match="out of lunch"):
             glulam.grouped_mm(c.x, c.w1, offs=c.offs)

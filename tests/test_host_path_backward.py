@@ -14,7 +14,7 @@ from support.inputs import Case, gradient, make_case, preactivation
 import glulam
 from cute_kernels.sm90.configs import LARGE, WGRAD, activation_forms
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedWgradSpec
-from glulam import workspace
+from glulam.host import workspace
 
 pytest_plugins = ["support.fixtures"]
 
@@ -144,7 +144,7 @@ def test_a_second_call_plans_nothing(fake_gpu: FakeGpu, monkeypatch: pytest.Monk
         glulam.grouped_bias_grad(dy, offs=c.offs, row_scale=c.row_scale)
 
     calls()
-    monkeypatch.setattr(glulam.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
+    monkeypatch.setattr(glulam.calls.call.Call, "settle", lambda *_: pytest.fail("left the fast path"))
     calls()
 
 

@@ -17,8 +17,9 @@ from cute_kernels.chains import signature_of
 from cute_kernels.mhc import shapes
 from cute_kernels.signatures import ADDRESS
 from cute_kernels.specs import ROUTING, LayerSpec, MhcSpec
-from glulam import mhc, plans
-from glulam.addressed import AddressedCall
+from glulam import mhc
+from glulam.calls.addressed import AddressedCall
+from glulam.host import plans
 from glulam.mhc import reference
 
 pytest_plugins = ["support.fixtures"]

@@ -45,6 +45,18 @@ def test_no_import_is_part_of_a_circle(package: object) -> None:
     assert order.index(name) > 0
 
 
+def test_no_folder_of_the_front_is_part_of_a_circle() -> None:
+    root = Path(glulam.__file__).parent  # type: ignore[arg-type]
+    known = modules("glulam", root)
+    graph: dict[str, set[str]] = {}
+    for name, file in known.items():
+        if name != "glulam":  # which gathers the public names
+            others = {other.split(".")[1] for other in imported(name, file, known) if other != "glulam"}
+            graph.setdefault(name.split(".")[1], set()).update(others - {name.split(".")[1]})
+    assert len(graph) > 10
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the folders
+
+
 def test_the_front_knows_no_architecture_by_name() -> None:
     root = Path(glulam.__file__).parent  # type: ignore[arg-type]
     assert not [path for path in root.rglob("*.py") if "cute_kernels.sm90" in path.read_text()]

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import glulam
 from glulam import Routing
+from glulam.host.plans import forget_plans
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
-from glulam.plans import forget_plans
 from glulam.recipes import BF16 as IN_16_BITS
 from glulam.recipes import RECIPES
 

@@ -323,7 +323,7 @@ class TestExport:
     def test_rows_are_still_counted_when_it_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = Grouped(MODULES["linear"]())
         exported = torch.export.export(module, rows_of(12), dynamic_shapes=({0: torch.export.Dim("T")}, None))
-        monkeypatch.setattr(glulam.signature, "MAX_ROWS", 64)
+        monkeypatch.setattr(glulam.calls.checks, "MAX_ROWS", 64)
         with pytest.raises(ValueError, match="x has 64 rows; at most"):
             exported.module()(*rows_of(64))
 

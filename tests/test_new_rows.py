@@ -14,12 +14,14 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
-from glulam import call, kernels, mhc, plans, workspace
+from glulam import mhc
 from glulam.backward.planned import TrainingPlan
-from glulam.choose import Chooser, choose, known, shipped
-from glulam.launch import Plan
+from glulam.calls import call
+from glulam.calls.launch import Plan
+from glulam.choose import Chooser, choose, kernels, known, shipped
+from glulam.choose.problem import Problem
+from glulam.host import plans, workspace
 from glulam.ops.grouped_mm import GroupedMmCall
-from glulam.problem import Problem
 
 pytest_plugins = ["support.fixtures"]
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import glulam
 from cute_kernels.sm90.configs import DGLU8, LARGE8, activation_forms
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedMlpSpec
-from glulam import device
+from glulam.host import device
 from glulam.mxfp8 import prepared as prepared_weights
 from glulam.nn import GroupedMLP
 
@@ -210,7 +210,7 @@ class TestHostPath:
         first = {name: value.clone() for name, value in grads(given).items()}
         for value in given.values():
             value.grad = None
-        monkeypatch.setattr(glulam.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
+        monkeypatch.setattr(glulam.calls.call.Call, "differentiate", lambda *_: pytest.fail("left the fast path"))
         step(c, given)
         assert all(same_bits(value, first[name]) for name, value in grads(given).items())
 
@@ -223,7 +223,7 @@ class TestHostPath:
         options = {"activation": form[0], "glu_layout": form[1]}
         y = step(c, planned, **options)
         monkeypatch.setattr("glulam.backward.planned.run", lambda *_: NotImplemented)
-        glulam.plans.forget_plans()
+        glulam.host.plans.forget_plans()
         for _ in range(2):
             for value in general.values():
                 value.grad = None

@@ -26,11 +26,10 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import cache, loader
-from glulam import kernels
-from glulam.choose import choose, known, loadable, records
+from glulam.choose import choose, kernels, known, loadable, records
 from glulam.choose import table as tables
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import families_of, family_of, shipped_choice
-from glulam.problem import Problem
 
 ARCH, GPU = "sm_90a", "NVIDIA Fake"
 TILE = TileConfig(128, 192, 64)

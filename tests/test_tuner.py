@@ -21,13 +21,13 @@ from cute_kernels.sm90.configs import LARGE, SMALL, TILES
 from cute_kernels.specs import GroupedMlpSpec, Spec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError
-from glulam import device, kernels
-from glulam.choose import choose, known, loadable
+from glulam.choose import choose, kernels, known, loadable
 from glulam.choose import table as tables
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import families_of, family_of, shipped_choice, shipped_specs
 from glulam.choose.table import Point
-from glulam.problem import Problem
-from glulam.tickets import NUM_COUNTERS
+from glulam.host import device
+from glulam.host.tickets import NUM_COUNTERS
 from glulam.tuner import candidates as space
 from glulam.tuner import entry, routing
 from glulam.tuner.session import Options, decide

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.fake_gpu import FakeGpu
 
-from glulam import workspace
-from glulam.workspace import ALIGNMENT_BYTES, GRANULE, MAX_STREAMS, MAX_VIEWS, Layout, Layouts
+from glulam.host import workspace
+from glulam.host.workspace import ALIGNMENT_BYTES, GRANULE, MAX_STREAMS, MAX_VIEWS, Layout, Layouts
 
 pytest_plugins = ["support.fixtures"]
 

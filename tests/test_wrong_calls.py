@@ -21,7 +21,7 @@ from support.wrong_calls import (
     named,
 )
 
-from glulam import device
+from glulam.host import device
 
 pytest_plugins = ["support.fixtures"]
 

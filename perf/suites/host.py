@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 
 from cute_kernels.specs import GroupedMlpSpec
+from glulam.calls.launch import Bare
 from glulam.changed import changed
 from glulam.choose import choose
-from glulam.kernels import Fixed
-from glulam.launch import Bare
+from glulam.choose.kernels import Fixed
+from glulam.choose.problem import Problem
+from glulam.host.plans import MAX_PLANS
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mm import GroupedMmCall
-from glulam.plans import MAX_PLANS
-from glulam.problem import Problem
 from glulam.tuner.tensors import call_with
 
 from ..cases import TINY

@@ -24,8 +24,8 @@ from torch._functorch import config as functorch_config
 
 import glulam
 from glulam import mhc
-from glulam.call import Call as OperatorCall
-from glulam.launch import Plan
+from glulam.calls.call import Call as OperatorCall
+from glulam.calls.launch import Plan
 from glulam.mhc import reference
 from glulam.mhc.mixing import AggregateCall, PostMixCall
 from glulam.mhc.sinkhorn import SinkhornCall

@@ -9,10 +9,10 @@ from . import library as library  # registers torch.ops.glulam
 from . import mhc as mhc
 from . import nn as nn
 from . import recipes as recipes
+from .choose.kernels import compile, preload
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
-from .experts import GateUp
 from .explanation import Explanation, explain
-from .kernels import compile, preload
+from .host.experts import GateUp
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
 from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
 from .ops.grouped_bias_grad import grouped_bias_grad

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import glulam
 
-from . import device as devices
+from .host import device as devices
 from .layer import Routing
 from .nn import MoE
 

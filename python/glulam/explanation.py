@@ -13,11 +13,14 @@ from torch import Tensor
 from cute_kernels.specs import Spec
 from ffi_bridge import BundleError
 
-from . import device as gpus
-from . import kernels, recipes
-from .call import Call
-from .choose import choose
-from .experts import GateUp
+from . import recipes
+from .calls.call import Call
+from .calls.checks import check_width, runs_kernels
+from .choose import choose, kernels
+from .choose.problem import Problem
+from .host import device as gpus
+from .host.experts import GateUp
+from .host.groups import leading
 from .mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
@@ -25,8 +28,6 @@ from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from .ops.grouped_mm import GroupedMmCall
 from .ops.grouped_wgrad import GroupedWgradCall
-from .problem import Problem
-from .signature import check_width, leading, runs_kernels
 
 CALLS: dict[str, type[Call]] = {
     c.op: c

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from . import layer, mhc
-from .arguments import BIASES, GROUPS, MATRICES, VECTORS, WEIGHTS
 from .backward.entry import requires_grad
-from .call import Call
-from .device import PLAIN_TENSORS
-from .experts import GateUp
-from .groups import OF_A_TRACE, part_of
+from .calls.arguments import BIASES, GROUPS, MATRICES, VECTORS, WEIGHTS
+from .calls.call import Call
+from .host.device import PLAIN_TENSORS
+from .host.experts import GateUp
+from .host.groups import OF_A_TRACE, part_of
 from .layer.moe import MoeCall, Mxfp8MoeCall
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .activations import ActivationParams, activate, activate_backward
-from .experts import GateUp
+from .host.experts import GateUp
 
 ActivationArgs = tuple[str, str, ActivationParams]
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """In the dtype that products are made in."""
     return x.float() if x.dtype.itemsize == 2 else x
 
@@ -54,7 +54,7 @@ def grouped_mm(
 ) -> None:
     """Writes out [T, N]; `ends` are the groups' ends."""
     for expert, rows in groups_of(ends):
-        values = _wide(x[rows])
+        values = wide(x[rows])
         scale = _column(bias_scale, rows, values)
         out[rows] = _linear(values, w, bias, expert, scale, transpose_w).to(out.dtype)
 
@@ -65,7 +65,7 @@ def grouped_glu(
 ) -> None:  # fmt: skip
     """Writes out [T, I], and preact [T, 2I or I] unless None."""
     for expert, rows in groups_of(ends):
-        h = _linear(_wide(x[rows]), w1, bias, expert, None, transpose_w)
+        h = _linear(wide(x[rows]), w1, bias, expert, None, transpose_w)
         out[rows] = _scaled(activate(h, *function), _column(row_scale, rows, h)).to(out.dtype)
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
@@ -81,7 +81,7 @@ def grouped_mlp(
     The row scale multiplies the activation, and so the second bias as well.
     """
     for expert, rows in groups_of(ends):
-        h = _linear(_wide(x[rows]), w1, b1, expert, None, transpose_w)
+        h = _linear(wide(x[rows]), w1, b1, expert, None, transpose_w)
         if preact is not None:
             preact[rows] = h.to(preact.dtype)
         scale = _column(row_scale, rows, h)
@@ -95,7 +95,7 @@ def grouped_dglu(
 ) -> None:  # fmt: skip
     """Writes dpreact [T, 2I or I], the activation out [T, I], and d_row_scale [T] unless None."""
     for expert, rows in groups_of(ends):
-        dm = _linear(_wide(dy[rows]), w2, None, expert, None, not transpose_w)
+        dm = _linear(wide(dy[rows]), w2, None, expert, None, not transpose_w)
         scale = _column(row_scale, rows, dm)
         dh, act = activate_backward(_scaled(dm, scale), preact[rows].to(dm.dtype), *function)
         dpreact[rows] = dh.to(dpreact.dtype)
@@ -107,7 +107,7 @@ def grouped_dglu(
 def grouped_wgrad(dy: Tensor, x: Tensor, ends: Sequence[int], adds: Sequence[bool], out: Any) -> None:
     """Writes out [E, N, K] or its list; adds where `adds`. An empty group writes zeros, or adds nothing."""
     for expert, rows in groups_of(ends, empty=True):
-        dw = _wide(dy[rows]).mT @ _wide(x[rows])
+        dw = wide(dy[rows]).mT @ wide(x[rows])
         if not adds[expert]:
             out[expert].copy_(dw)
         elif rows.stop > rows.start:

@@ -16,8 +16,8 @@ from cute_kernels import stages
 from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec
 from ffi_bridge import build, cache, jit, loader, manifest
 from ffi_bridge.worker import Worker
-from glulam import cli
 from glulam.choose import known
+from glulam.command import cli
 from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, library_in, rewrite
 
 SPEC, OTHER, CHAIN = GroupedMmSpec("float16"), GroupedMmSpec(), GroupedMlpSpec()

@@ -17,15 +17,15 @@ import ffi_bridge
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, profiles, toolchain
-from glulam import _doctor, cli, kernels
-from glulam.choose import known, loadable
+from glulam.choose import kernels, known, loadable
 from glulam.choose import table as tables
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import TILED
-from glulam.problem import Problem
+from glulam.command import cli, doctor
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
 
-H200 = _doctor.Gpu("NVIDIA H200", (9, 0), "sm_90a")
-A100 = _doctor.Gpu("NVIDIA A100", (8, 0), None)
+H200 = doctor.Gpu("NVIDIA H200", (9, 0), "sm_90a")
+A100 = doctor.Gpu("NVIDIA A100", (8, 0), None)
 
 
 def _run(*arguments: str) -> Result:
@@ -104,9 +104,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -
     monkeypatch.setenv(loader.ENV_BUNDLE, str(toy_bundle))
     monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
 
-    def run(gpu: _doctor.Gpu | None, driver: tuple[int, int] | None = (13, 0)) -> Result:
-        monkeypatch.setattr(_doctor, "find_gpu", lambda torch: gpu)
-        monkeypatch.setattr(_doctor, "driver_version", lambda: driver)
+    def run(gpu: doctor.Gpu | None, driver: tuple[int, int] | None = (13, 0)) -> Result:
+        monkeypatch.setattr(doctor, "find_gpu", lambda torch: gpu)
+        monkeypatch.setattr(doctor, "driver_version", lambda: driver)
         return _run("doctor")
 
     return run
@@ -165,7 +165,7 @@ def test_doctor_without_a_bundle(
 
 
 def test_doctor_without_torch(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "installed_torch", lambda: None)
+    monkeypatch.setattr(doctor, "installed_torch", lambda: None)
     result = machine(None)
     assert result.exit_code == 1
     assert "not installed" in _finding(result, "torch")
@@ -207,7 +207,7 @@ def test_doctor_with_other_versions(machine: Callable[..., Result], monkeypatch:
 
 def test_the_console_script_runs() -> None:
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "python"), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "glulam.cli", "--help"]
+    command = [sys.executable, "-m", "glulam.command.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     for command in ("build", "info", "doctor"):

@@ -23,7 +23,7 @@ from cute_kernels import stages
 from cute_kernels.specs import GroupedMmSpec, Spec
 from ffi_bridge import BundleForeign, CompileError, build, cache, jit, loader, manifest, objects, sources
 from ffi_bridge.compiler import KernelArtifact
-from glulam import cli
+from glulam.command import cli
 from toys import HERE, MANY_SPECS, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, wait_until
 
 ARCH = "sm_90a"

@@ -11,7 +11,7 @@ from cute_kernels.sm90 import configs
 from cute_kernels.specs import Spec
 from ffi_bridge import BundleMissing, build, manifest, profiles
 from ffi_bridge.loader import load
-from glulam.cli import app
+from glulam.command.cli import app
 from toys import TOY_SPECS, TOY_TRACER
 
 ARCH = "sm_90a"

@@ -9,10 +9,10 @@ import torch
 from support.inputs import poison_allocator
 
 from cute_kernels.tiles import TileConfig
-from glulam import workspace
 from glulam.choose import estimates as times
 from glulam.choose.estimates import Estimate
-from glulam.problem import Part
+from glulam.choose.problem import Part
+from glulam.host import workspace
 
 
 @pytest.fixture(autouse=True)

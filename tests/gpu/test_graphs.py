@@ -17,8 +17,8 @@ from support.inputs import Case, make_case
 from support.routing import catalogue, ends, one_takes_all
 
 import glulam
-from glulam import device as gpus
-from glulam import experts, tickets, workspace
+from glulam.host import device as gpus
+from glulam.host import experts, tickets, workspace
 from glulam.mxfp8 import prepared
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from support.inputs import Case, make_case
 from support.routing import zipf
 
 import glulam
-from glulam import workspace
+from glulam.host import workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -166,7 +166,7 @@ def test_bad_arguments_after_good_ones() -> None:
 
 def test_checking_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     c = case(300)
-    glulam.kernels.forget_plans()
+    glulam.choose.kernels.forget_plans()
     monkeypatch.setenv("GLULAM_CHECK", "1")
     check_mlp(c, mlp(c))
     with pytest.raises(ValueError, match="offs end at 301, but x has 300 rows"):

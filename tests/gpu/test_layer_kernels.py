@@ -14,9 +14,9 @@ from torch import Tensor
 
 import glulam
 from glulam import Routing
+from glulam.host.plans import forget_plans
 from glulam.layer import reference
 from glulam.layer.rows import permute_tokens
-from glulam.plans import forget_plans
 from glulam.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu

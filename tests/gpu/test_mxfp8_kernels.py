@@ -21,8 +21,8 @@ import glulam
 from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, glu_form, second_tile
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import tickets
 from glulam.activations import ActivationParams, kernel_params
+from glulam.host import tickets
 from glulam.mxfp8 import FoldedWeight
 
 pytestmark = pytest.mark.gpu

@@ -237,20 +237,20 @@ def test_compiled(recipe: str) -> None:
 def test_one_call_of_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantising x and both GEMMs; mxfp8_exact has one more, which rounds x."""
     c, calls = case(FEW), []
-    kept = glulam.kernels.find
+    kept = glulam.choose.kernels.find
 
     def find(spec: Any) -> Any:
         kernel = kept(spec)
         return kernel._replace(function=lambda *a: (calls.append(spec.op), kernel.function(*a)))
 
     weights = {recipe: weights_of(c, recipe) for recipe in RECIPES}
-    monkeypatch.setattr(glulam.kernels, "find", find)
-    glulam.plans.forget_plans()
+    monkeypatch.setattr(glulam.choose.kernels, "find", find)
+    glulam.host.plans.forget_plans()
     for recipe in RECIPES:
         calls.clear()
         glulam.grouped_mlp(c.x, *weights[recipe], offs=c.offs, recipe=recipe)
         assert calls == ["quantize_mxfp8"] * (recipe == "mxfp8_exact") + ["grouped_mlp"]
-    glulam.plans.forget_plans()
+    glulam.host.plans.forget_plans()
 
 
 def test_no_call_waits_for_the_device() -> None:

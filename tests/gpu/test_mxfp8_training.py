@@ -18,9 +18,9 @@ from torch import Tensor
 import glulam
 from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
+from glulam.host.plans import forget_plans
 from glulam.mxfp8 import prepared as prepared_weights
 from glulam.nn import GroupedMLP
-from glulam.plans import forget_plans
 
 pytestmark = pytest.mark.gpu
 

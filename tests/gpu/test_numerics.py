@@ -21,7 +21,7 @@ import glulam
 from cute_kernels.sm90.configs import TILES, activation_forms
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
-from glulam import tickets
+from glulam.host import tickets
 
 pytestmark = pytest.mark.gpu
 

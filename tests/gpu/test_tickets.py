@@ -17,7 +17,7 @@ import glulam
 from cute_kernels.sm90.configs import LARGE
 from cute_kernels.specs import GroupedMmSpec
 from cute_kernels.stages import draws_tickets
-from glulam import tickets
+from glulam.host import tickets
 
 pytestmark = pytest.mark.gpu
 

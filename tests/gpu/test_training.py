@@ -14,9 +14,9 @@ from support.inputs import Case, gradient, make_case, poison_allocator
 from support.routing import zipf
 
 import glulam
-from glulam import kernels
+from glulam.choose import kernels
+from glulam.host.plans import forget_plans
 from glulam.nn import GroupedMLP
-from glulam.plans import forget_plans
 
 pytestmark = pytest.mark.gpu
 

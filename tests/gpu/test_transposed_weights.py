@@ -32,7 +32,7 @@ import glulam
 from cute_kernels.sm90.configs import TILES, activation_forms, glu_form
 from cute_kernels.specs import GATED, KINDS, LAYOUTS, GroupedGluSpec, GroupedMlpSpec
 from cute_kernels.tiles import TileConfig
-from glulam import tickets
+from glulam.host import tickets
 
 pytestmark = pytest.mark.gpu
 

@@ -30,11 +30,11 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig
 from ffi_bridge import ToolchainError, build, cache, jit, loader
-from glulam import device, kernels
-from glulam.choose import known, loadable
+from glulam.choose import kernels, known, loadable
 from glulam.choose import table as tables
+from glulam.choose.problem import Problem
 from glulam.choose.shipped import spec_on
-from glulam.problem import Problem
+from glulam.host import device
 from glulam.tuner.bench import GpuBench
 from glulam.tuner.candidates import candidates
 from glulam.tuner.pool import CompilePool, default_jobs

@@ -11,7 +11,7 @@ from typing import Any
 from cute_kernels.specs import Spec
 from ffi_bridge import CompileError
 from glulam.choose.loadable import Function
-from glulam.problem import Problem
+from glulam.choose.problem import Problem
 from glulam.tuner.timing import Sampler
 
 GPU = "NVIDIA Fake"

@@ -39,9 +39,10 @@ from cute_kernels.specs import (
     TailSpec,
 )
 from cute_kernels.stages import draws_tickets
-from glulam import device, experts, groups, kernels, tickets
-from glulam.kernels import Kernel
-from glulam.plans import forget_plans
+from glulam.choose import kernels
+from glulam.choose.kernels import Kernel
+from glulam.host import device, experts, groups, tickets
+from glulam.host.plans import forget_plans
 
 from . import fake_layer, fake_mhc, fake_mxfp8, mxfp8, oracle
 from .memory import memory, optional, read

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glulam.plans import forget_plans
+from glulam.host.plans import forget_plans
 
 from .fake_gpu import FakeGpu, install
 

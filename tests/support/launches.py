@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import Spec
-from glulam import kernels
+from glulam.choose import kernels
 
 
 def sm_count() -> int:

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..calls.checks import any_requires_grad
 from ..changed import changed
-from ..experts import GateUp
+from ..host.experts import GateUp
 from ..ops import mlp_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import grouped_mm
-from ..signature import any_requires_grad
 from .parts import Targets, contracted, groups_of
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from ..call import Call
+from ..calls.call import Call
+from ..calls.checks import any_requires_grad, refuse_out
 from ..errors import GradientNotSupported
-from ..experts import GateUp
+from ..host.experts import GateUp
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
-from ..signature import any_requires_grad, refuse_out
 from . import glu, mm, planned, planned_mlp
 from .function import Formula, apply
 from .parts import ORDINARY, Targets, check_targets

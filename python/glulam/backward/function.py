@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..experts import GateUp
-from ..groups import caller, part_of
-from .parts import Targets, as_result, backward_of, check_saved, once_differentiable, taken, tensor_groups, usable
+from ..calls.autograd import as_result, check_saved, once_differentiable, taken, usable
+from ..host.experts import GateUp
+from ..host.groups import caller, part_of
+from .parts import Targets, backward_of, tensor_groups
 
 SINGLE, PAIR = -1, -2
 MAX_LAYOUTS = 1024

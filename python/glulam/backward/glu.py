@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activations import ActivationParams, activate_backward
-from ..experts import GateUp
+from ..host.experts import GateUp
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mm import grouped_mm

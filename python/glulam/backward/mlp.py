@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..calls.checks import check_flag, check_recipe
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from ..signature import check_flag, check_recipe
 from .data_path import DataPath, QuantisedPath, path_of
 from .function import Formula
 from .parts import Targets, WeightGrad, groups_of, scale_of_bias_grad, weight_grad, wide_weight_grad

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import Call
+from ..calls.call import Call
 from ..changed import changed
+from ..choose.problem import Problem
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..ops.grouped_wgrad import GroupedWgradCall
-from ..problem import Problem
 from .function import Formula
 from .parts import Targets, contracted, groups_of, scale_of_bias_grad
 from .planned import Maker, Part, TrainingPlan, is_common, requires, save

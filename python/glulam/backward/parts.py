@@ -1,34 +1,31 @@
-"""What the backward passes share: groups, a usable dy, weight gradients, and the refusal of second derivatives."""
+"""What the backward passes share: where gradients go, groups, weight gradients, and whose name errors have."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import device as gpus
-from .. import groups as group_sizes
-from ..changed import changed
-from ..errors import GradientNotSupported
-from ..memory import MAX_APART
-from ..ops.grouped_mm import grouped_mm
-from ..ops.grouped_wgrad import grouped_wgrad
-from ..plans import Plans
-from ..signature import (
-    ALIGNMENT_BYTES,
-    LOWEST_ADDRESS,
+from ..calls.autograd import without_graph
+from ..calls.checks import (
     check_alignment,
     check_groups,
     check_no_overlap,
     check_plain,
     check_rows_like,
     runs_kernels,
-    tensors_of,
 )
+from ..calls.memory import MAX_APART
+from ..changed import changed
+from ..host import device as gpus
+from ..host import groups as group_sizes
+from ..host.plans import Plans
+from ..ops.grouped_mm import grouped_mm
+from ..ops.grouped_wgrad import grouped_wgrad
 
 WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 """Given dy, x and the groups, as keywords: the gradient of a weight as `grouped_wgrad` returns it, or None."""
@@ -166,12 +163,6 @@ def _check_layouts(call: Any, targets: Targets) -> None:
     check_rows_like(op, "grad_input", grad_input, x, x.shape[1], "that is the shape of x")
 
 
-def as_result(buffer: Tensor) -> Tensor:
-    """A buffer that a kernel wrote, as a result that autograd can track: the same memory, the same version counter."""
-    torch.autograd.graph.increment_version(buffer)
-    return buffer.detach()
-
-
 def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[str, Any]:
     """Group sizes as a tensor where forward and backward read it: host splits are copied to the device once."""
     if (offs is None) == (splits is None):
@@ -184,33 +175,6 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
         return {"splits": group_sizes.on_device(op, splits, x.shape[0], x.device)}
     group_sizes.ends(op, None, splits, x.shape[0])
     return {"splits": torch.as_tensor(splits, dtype=torch.int64)}
-
-
-def taken(ctx: Any) -> tuple[Any, ...]:
-    """What forward saved; unless the graph is kept, nothing else refers to it from now on, so it can be freed."""
-    saved: tuple[Any, ...] = ctx.saved_tensors
-    if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # another kind of context may have none
-        clear()
-    return saved
-
-
-def check_saved(op: str, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError where the storage of what forward saved was freed since."""
-    for name, value in saved.items():
-        for label, tensor in tensors_of(name, value):
-            if not gpus.is_traced(tensor) and tensor.numel() and tensor.data_ptr() < LOWEST_ADDRESS:
-                check_plain(f"{op}'s backward", label, tensor)
-
-
-def usable(dy: Tensor) -> Tensor:
-    """An incoming gradient as kernels take it: autograd may give an expanded, a lazy or a misaligned one."""
-    if not gpus.is_traced(dy):
-        dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
-    if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
-        return dy.clone(memory_format=torch.contiguous_format)
-    if not gpus.is_traced(dy) and dy.data_ptr() % ALIGNMENT_BYTES:
-        return dy.clone()
-    return dy
 
 
 def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
@@ -226,11 +190,6 @@ def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:
     return sums.to(torch.promote_types(dy.dtype, torch.float32))
 
 
-def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Grad mode off, as it is in a backward anyway, unless a graph of the backward is being made."""
-    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def backward_of(op: str) -> Iterator[None]:
     """Where a backward computes, without a graph: errors of the operators that it is made of name `op`."""
@@ -241,26 +200,3 @@ def backward_of(op: str) -> Iterator[None]:
             if type(error) not in (ValueError, TypeError) or str(error).startswith(f"{op}: "):
                 raise
             raise type(error)(f"{op}'s backward: {str(error).removeprefix('backward: ')}") from error
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, op: str, anchor: Tensor, *gradients: Tensor | None) -> Any:
-        ctx.op = op
-        return tuple(None if g is None else g.view_as(g) for g in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise GradientNotSupported(
-            f"{ctx.op} is differentiable once, and its gradient was differentiated; leave out create_graph=True, or "
-            "detach() the gradient"
-        )
-
-
-def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Where a graph of the backward is being made, gradients that raise once somebody walks it."""
-    if not torch.is_grad_enabled():
-        return tuple(gradients)
-    return tuple(_Once.apply(op, torch.ones((), requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .. import device as gpus
-from ..call import Call, checking
+from ..calls.autograd import once_differentiable, taken
+from ..calls.call import Call, checking
+from ..calls.checks import ALIGNMENT_BYTES, LOWEST_ADDRESS
+from ..calls.launch import Plan
+from ..calls.memory import check_apart
 from ..changed import changed
-from ..launch import Plan
-from ..memory import check_apart
-from ..plans import Plans
-from ..problem import Problem
-from ..signature import ALIGNMENT_BYTES, LOWEST_ADDRESS
+from ..choose.problem import Problem
+from ..host import device as gpus
+from ..host.plans import Plans
 from .function import Formula, apply, apply_untransformed
-from .parts import ORDINARY, Targets, key_of, once_differentiable, taken
+from .parts import ORDINARY, Targets, key_of
 
 has_functorch_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _picker = functools.cache(itemgetter)  # equal plans have the same

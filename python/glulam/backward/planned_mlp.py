@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..calls.call import Call
+from ..choose.problem import Problem, training_parts
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.mlp_training import SMALL_BYTES, GradientsCall, Mxfp8TokenGradientsCall, WeightGradientCall, forward_kind
-from ..problem import Problem, training_parts
 from . import mlp
 from .data_path import path_of
 from .parts import Targets, contracted, scale_of_bias_grad

@@ -13,8 +13,8 @@ from cute_kernels.arch import room
 from cute_kernels.specs import Spec
 
 from ..changed import changed
-from ..problem import Problem
 from . import known, records, shipped
+from .problem import Problem
 from .shipped import Choice, microseconds
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cute_kernels.arch import room
 from cute_kernels.tiles import TileConfig
 
-from ..problem import Part
+from .problem import Part
 
 MODELLED = "by the cost model"
 

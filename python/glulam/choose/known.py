@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from cute_kernels.specs import Spec
 
-from ..problem import Problem
 from . import loadable, records, table
 from .estimates import interpolated
+from .problem import Problem
 from .shipped import families_like, family_of
 from .table import Layer, Point, Section
 

@@ -28,8 +28,8 @@ from cute_kernels.specs import (
 from cute_kernels.tiles import TileConfig, require
 
 from ..changed import changed
-from ..problem import Problem
 from . import estimates as times
+from .problem import Problem
 
 TILED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad")
 """Operators whose kernels have tiles, so that there is something to choose."""

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from cute_kernels.specs import Spec, to_dict
 from ffi_bridge import __version__, toolchain
 
-from ..problem import Problem
 from . import records, shipped, specs
+from .problem import Problem
 
 FORMAT, SCHEMA = "glulam-tuned", 3
 FORMATS = (FORMAT, "glulam-preferred")  # the second is that of preferences of earlier versions

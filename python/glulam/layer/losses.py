@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mhc.reference import wide
-from ..signature import check_tensor
+from ..calls.checks import check_tensor
+from ..reference import wide
 from .reference import TINY
 from .routing import Routing
 

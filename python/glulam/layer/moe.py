@@ -11,16 +11,16 @@ from torch.compiler import is_dynamo_compiling
 from .. import recipes
 from ..backward.data_path import DataGradients, DataPath, QuantisedPath
 from ..backward.parts import Targets, contracted
-from ..call import Call
-from ..front import operator
-from ..groups import part_of
-from ..launch import Made
-from ..mhc.checks import check_like
+from ..calls.addressed import check_like
+from ..calls.call import Call
+from ..calls.checks import any_requires_grad, check_alignment, mismatch
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
+from ..host.groups import part_of
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors
-from ..problem import Problem
 from ..recipes import BF16, Recipe
-from ..signature import any_requires_grad, check_alignment, mismatch
 from .routing import Routing
 from .rows import combine, combine_rows, permute_tokens, row_indices
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mhc.reference import wide
+from ..reference import wide
 
 TINY = 1e-20
 """Added to a sum of sigmoids before it divides: DeepSeek-V3's."""

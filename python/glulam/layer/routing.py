@@ -11,11 +11,10 @@ from torch import Tensor
 
 from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
 
-from ..addressed import Gradients, LayerCall, Like, forms
-from ..front import operator
-from ..mhc.checks import check_dtype
-from ..problem import Problem
-from ..signature import check_tensor, mismatch, runs_kernels, shape_text
+from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
+from ..calls.checks import check_tensor, mismatch, runs_kernels, shape_text
+from ..calls.front import operator
+from ..choose.problem import Problem
 from . import reference
 
 MAX_ROWS = 2**31 - 1
@@ -168,6 +167,16 @@ def check_matrix(
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give [{letters}]")
     rows, columns = tensor.shape
     return rows, columns
+
+
+class LayerCall(AddressedCall):
+    """Of what is around a layer's experts. Tokens are the first dimension of what has any."""
+
+    family = "layer"
+    trailing = 1
+
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, arch=arch)
 
 
 class _Choosing(LayerCall):

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from cute_kernels.specs import LayerSpec, Spec
 
-from ..addressed import Gradients, LayerCall, Like
-from ..front import operator
-from ..mhc.checks import check_dtype, check_like, check_vectors
+from ..calls.addressed import Gradients, Like, check_dtype, check_like, check_vectors
+from ..calls.arguments import dtype_name
+from ..calls.checks import check_tensor
+from ..calls.front import operator
+from ..choose.problem import Problem
 from ..mxfp8 import MXFP8Tensor
-from ..problem import Problem
-from ..signature import check_tensor
 from . import reference
-from .routing import Routing, check_matrix
+from .routing import LayerCall, Routing, check_matrix
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
@@ -115,7 +115,7 @@ class _Moving(LayerCall):
         return {**super().constants(problem), **numbers}
 
     def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, self.dtype_name, arch=arch)
+        return LayerSpec(self.kernel, dtype_name(self.lead.dtype), arch=arch)
 
 
 class PermuteCall(_Moving):

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from cute_kernels.mhc.shapes import CTAS_PER_SM
 
-from ..addressed import Gradients, Like, MhcCall, like
-from ..front import operator
-from ..problem import Problem
-from ..signature import check_flag
+from ..calls.addressed import Gradients, Like, check_like, like
+from ..calls.checks import check_flag
+from ..calls.front import operator
+from ..choose.problem import Problem
 from . import reference
-from .checks import check_like, check_param, check_streams
+from .call import MhcCall, check_param, check_streams
 
 
 class AggregateCall(MhcCall):

@@ -10,11 +10,11 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.mhc import shapes
 
-from .. import device as gpus
-from ..addressed import Gradients, Like
-from ..front import operator
+from ..calls.addressed import Gradients, Like
+from ..calls.front import operator
+from ..host import device as gpus
 from . import reference
-from .checks import check_eps, check_iters
+from .call import check_eps, check_iters
 from .mixing import aggregate, aggregate_backward
 from .project import PARAMETERS, Projecting, parameter_gradients, project, scaled_weight
 from .sinkhorn import MAX_ITERS, sinkhorn, sinkhorn_backward

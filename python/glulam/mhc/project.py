@@ -12,11 +12,12 @@ from torch import Tensor
 from cute_kernels.mhc import shapes
 from cute_kernels.specs import MhcSpec
 
-from ..addressed import Gradients, Like, MhcCall, like
-from ..front import operator
-from ..signature import check_plain, is_transformed
+from ..calls.addressed import Gradients, Like, like
+from ..calls.checks import check_plain, is_transformed
+from ..calls.front import operator
+from ..reference import wide
 from . import reference
-from .checks import check_eps, check_param, check_streams
+from .call import MhcCall, check_eps, check_param, check_streams
 
 ALPHAS = ("alpha_pre", "alpha_post", "alpha_res")
 PARAMETERS = ("x", "weight", *ALPHAS, "bias")
@@ -119,7 +120,7 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
         named |= dict(zip(ProjectCall.reads, tensors, strict=True))
     for name, tensor in named.items():
         check_plain(op, name, tensor)
-    return reference.wide(weight) * reference.wide(norm_weight)
+    return wide(weight) * wide(norm_weight)
 
 
 def project_cut(x: Tensor, weight: Tensor, tokens: int, sm_count: int) -> shapes.Slices:

@@ -11,10 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-
-def wide(tensor: Tensor) -> Tensor:
-    """In the dtype that the reference computes in."""
-    return tensor.float() if tensor.dtype.itemsize == 2 else tensor
+from ..reference import wide
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:

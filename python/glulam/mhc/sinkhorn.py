@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..addressed import Gradients, Like, MhcCall, like
-from ..front import operator
-from ..signature import check_tensor
+from ..calls.addressed import Gradients, Like, check_dtype, like
+from ..calls.checks import check_tensor
+from ..calls.front import operator
 from . import reference
-from .checks import check_count, check_dtype, check_eps, check_iters
+from .call import MhcCall, check_count, check_eps, check_iters
 
 MAX_ITERS = {2: 448, 4: 224, 8: 112}
 """Backward keeps 2n factors a matrix and iteration, for 32 matrices, in 227 KB of shared memory."""

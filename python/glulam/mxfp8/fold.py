@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
 
-from .. import device as gpus
-from .. import kernels
-from ..memory import ALIGNMENT_BYTES
-from ..signature import check_choice, runs_kernels, shape_text
+from ..calls.checks import check_choice, runs_kernels, shape_text
+from ..calls.memory import ALIGNMENT_BYTES
+from ..choose import kernels
+from ..host import device as gpus
 from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, SOURCE_DTYPES
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
 from .tensor import InMXFP8, MXFP8Tensor

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .. import device as gpus
+from ..calls.checks import runs_kernels
 from ..errors import CaptureError
-from ..signature import runs_kernels
+from ..host import device as gpus
 from .fold import prepare_mxfp8_weight
 from .layout import AXES, BLOCK, DATA_DTYPE, SCALE_DTYPE
 from .layout import SOURCE_DTYPES as SOURCE_DTYPES

@@ -11,11 +11,11 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.specs import QUANTIZE_AXES
 
-from ..call import Call
-from ..front import operator
-from ..launch import Made
-from ..problem import Problem
-from ..signature import check_x, count_groups, mismatch
+from ..calls.call import Call
+from ..calls.checks import check_x, count_groups, mismatch
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
 from . import reference
 from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, SOURCE_DTYPES, round_up, scale_shape
 from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..signature import check_choice, shape_text
+from ..calls.checks import check_choice, shape_text
 from . import layout
 from .layout import BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, outer_and_blocks
 from .reference import dequantized

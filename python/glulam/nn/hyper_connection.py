@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from .. import mhc
-from ..mhc.checks import check_count, check_dtype, check_eps, check_iters, check_vectors
+from ..calls.addressed import check_dtype, check_vectors
+from ..mhc.call import check_count, check_eps, check_iters
 from ..mhc.sinkhorn import MAX_ITERS
 from .options import check_options, shown_options
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..groups import Splits
+from ..calls.checks import any_requires_grad
+from ..host.groups import Splits
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
-from ..signature import any_requires_grad
 from .options import check_options, check_placement, shown_options
 from .state import Converts, Move, layout_move
 from .weight_gradients import DelaysWeightGradients, Put, grad_writer, run

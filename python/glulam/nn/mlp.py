@@ -12,11 +12,11 @@ from cute_kernels.specs import GATED
 
 from .. import recipes
 from ..activations import ActivationParams
-from ..groups import Splits
+from ..calls.checks import check_activation, check_params, intermediate_width, runs_kernels
+from ..host.groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from ..recipes import BF16, Recipe
-from ..signature import check_activation, check_params, intermediate_width, runs_kernels
 from .linear import GroupedLinear
 from .options import check_options, check_placement, shown_options
 from .weight_gradients import DelaysWeightGradients, run

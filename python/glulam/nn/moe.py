@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..calls.checks import runs_kernels, shape_text
 from ..layer import Routing, moe, route
 from ..layer.moe import moe_call
 from ..layer.routing import LOGITS_DTYPES, check_rule
-from ..signature import runs_kernels, shape_text
 from . import dialects
 from .mlp import GroupedMLP
 from .options import check_options, check_placement, shown_options

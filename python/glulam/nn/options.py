@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..signature import KERNEL_DTYPES, REFERENCE_DTYPES, check_flag, check_width, runs_kernels
+from ..calls.checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flag, check_width, runs_kernels
 
 
 @functools.cache

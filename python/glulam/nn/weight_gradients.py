@@ -20,9 +20,9 @@ from torch.compiler import is_exporting
 
 from ..backward import Targets, differentiate
 from ..backward.parts import backward_of
+from ..calls.checks import any_requires_grad, gradient_dtypes, shape_text
 from ..errors import CaptureError
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..signature import any_requires_grad, gradient_dtypes, shape_text
 
 Job = Callable[[], None]
 Put = Callable[[Job], None]

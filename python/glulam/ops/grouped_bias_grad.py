@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..groups import Splits, part_of
-from ..signature import (
+from ..calls.checks import (
     check_alignment,
     check_indices,
     check_out_dtype,
@@ -26,6 +25,7 @@ from ..signature import (
     refuse_gradients,
     runs_kernels,
 )
+from ..host.groups import Splits, part_of
 from .grouped_wgrad import grouped_wgrad
 
 OP = "grouped_bias_grad"

@@ -10,20 +10,13 @@ from torch import Tensor
 
 from .. import reference
 from ..activations import ActivationParams
-from ..call import Call
-from ..front import operator
-from ..groups import Splits
-from ..launch import Made
-from ..problem import Problem
+from ..calls.call import Call
+from ..calls.checks import check_experts, check_rows_like, check_width, intermediate_width, mismatch, runs_kernels
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
+from ..host.groups import Splits
 from ..reference import take_rows
-from ..signature import (
-    check_experts,
-    check_rows_like,
-    check_width,
-    intermediate_width,
-    mismatch,
-    runs_kernels,
-)
 
 PARTIAL_COLUMNS = 64
 """Columns of the narrowest tile: a row's sum has a part in each tile."""

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from .. import reference
 from ..activations import kernel_params
-from ..call import Call
-from ..front import operator
-from ..groups import Splits
-from ..launch import Made
-from ..problem import Problem
+from ..calls.call import Call
+from ..calls.checks import check_out, check_w1
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
+from ..host.groups import Splits
 from ..reference import take_rows
-from ..signature import (
-    check_out,
-    check_w1,
-)
 
 
 class GroupedGluCall(Call):

@@ -9,23 +9,15 @@ from torch import Tensor
 
 from .. import recipes, reference
 from ..activations import kernel_params
-from ..call import Call
-from ..front import operator
-from ..groups import Splits
-from ..launch import Made
+from ..calls.call import Call
+from ..calls.checks import check_experts, check_out, check_recipe, check_w1, check_width, mismatch, runs_kernels
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
+from ..host.groups import Splits
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..problem import Problem
 from ..recipes import Recipe
 from ..reference import take_rows
-from ..signature import (
-    check_experts,
-    check_out,
-    check_recipe,
-    check_w1,
-    check_width,
-    mismatch,
-    runs_kernels,
-)
 from .grouped_mlp_mxfp8 import mlp_in_mxfp8, mlp_of_plain_tensors
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
@@ -121,7 +113,7 @@ def grouped_mlp(
     """y = m w2_e^T + s b2_e, m = activation(h) s, h = x w1_e^T + b1_e, s = row_scale[row], e the row's expert.
 
     Rows are sorted by expert. Rows behind the last group are neither read into a result nor written. The activation m
-    [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.workspace`).
+    [T, I] is kept in memory that the calling thread reuses on the same stream (see `glulam.host.workspace`).
 
     Differentiable once in x, w1, w2, row_scale, b1 and b2, where that is asked for and recipe is "bf16" or "mxfp8":
     forward then saves x, h and row_scale for the backward. Gradients that nothing asks for are not computed; those of

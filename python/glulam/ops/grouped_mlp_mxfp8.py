@@ -15,23 +15,11 @@ from torch import Tensor
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
 
-from .. import device as gpus
-from .. import kernels, recipes
+from .. import recipes
 from ..activations import kernel_params
-from ..arguments import dtype_name
-from ..call import Call
-from ..changed import changed
-from ..errors import GradientNotSupported
-from ..experts import GateUp
-from ..front import operator
-from ..launch import Made, launch_nothing
-from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
-from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, scale_bytes
-from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
-from ..problem import Problem
-from ..recipes import Recipe
-from ..reference import take_rows
-from ..signature import (
+from ..calls.arguments import dtype_name
+from ..calls.call import Call
+from ..calls.checks import (
     any_requires_grad,
     check_experts,
     check_indices,
@@ -41,6 +29,19 @@ from ..signature import (
     mismatch,
     runs_kernels,
 )
+from ..calls.front import operator
+from ..calls.launch import Made, launch_nothing
+from ..changed import changed
+from ..choose import kernels
+from ..choose.problem import Problem
+from ..errors import GradientNotSupported
+from ..host import device as gpus
+from ..host.experts import GateUp
+from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
+from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, scale_bytes
+from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
+from ..recipes import Recipe
+from ..reference import take_rows
 
 
 def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, given: dict[str, Any]) -> Tensor:

@@ -7,21 +7,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import reference
-from ..call import Call
-from ..experts import GateUp
-from ..front import operator
-from ..groups import Splits
-from ..launch import Made
-from ..problem import Problem
+from ..calls.call import Call
+from ..calls.checks import check_experts, check_halves, check_out, check_width, mismatch, runs_kernels
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
+from ..host.experts import GateUp
+from ..host.groups import Splits
 from ..reference import take_rows
-from ..signature import (
-    check_experts,
-    check_halves,
-    check_out,
-    check_width,
-    mismatch,
-    runs_kernels,
-)
 
 
 class GroupedMmCall(Call):

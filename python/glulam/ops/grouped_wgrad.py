@@ -9,15 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..arguments import dtype_name
-from ..call import Call
-from ..experts import ExpertList
-from ..front import operator
-from ..groups import Splits
-from ..launch import Made
-from ..problem import Problem
-from ..reference import take_rows
-from ..signature import (
+from ..calls.arguments import dtype_name
+from ..calls.call import Call
+from ..calls.checks import (
     check_gradient_buffers,
     check_indices,
     check_mask,
@@ -26,6 +20,12 @@ from ..signature import (
     check_x,
     count_groups,
 )
+from ..calls.front import operator
+from ..calls.launch import Made
+from ..choose.problem import Problem
+from ..host.experts import ExpertList
+from ..host.groups import Splits
+from ..reference import take_rows
 
 
 class GroupedWgradCall(Call):

@@ -13,24 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import recipes, workspace
+from .. import recipes
 from ..activations import kernel_params
-from ..call import Call
+from ..calls.call import Call
+from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
+from ..calls.front import operator
+from ..calls.launch import Made
 from ..changed import changed
-from ..front import operator
-from ..launch import Made
+from ..choose.problem import Problem
+from ..host import workspace
 from ..mxfp8 import mlp_reference, prepared
 from ..mxfp8.layout import DATA_DTYPE, scale_bytes
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
-from ..problem import Problem
 from ..recipes import Recipe
 from ..reference import take_rows
-from ..signature import (
-    check_out,
-    check_rows_like,
-    intermediate_width,
-    mismatch,
-)
 from .grouped_dglu import partials_shape
 from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
 from .grouped_wgrad import GroupedWgradCall

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from cute_kernels.specs import Spec
 
-from .. import device as gpus
+from ..calls.launch import Bare
 from ..choose.loadable import Function
-from ..launch import Bare
-from ..problem import Problem
+from ..choose.problem import Problem
+from ..host import device as gpus
 from . import routing as routings
 from .tensors import launches_of, num_bytes, of_rows
 from .timing import Call, Sampler, device_us

@@ -17,8 +17,8 @@ from cute_kernels.specs import GroupedDgluSpec, GroupedMlpSpec, Spec
 from cute_kernels.tiles import SpecError, TileConfig
 
 from ..choose import specs
+from ..choose.problem import Problem
 from ..choose.shipped import shipped_specs, spec_on
-from ..problem import Problem
 
 DEFAULT_COUNT = 8
 ALIKE = 2

@@ -17,13 +17,12 @@ import torch
 from cute_kernels.arch import FOLDERS
 from cute_kernels.specs import GATED
 
-from .. import device as gpus
-from .. import kernels
-from ..choose import known, loadable, table
+from ..calls.checks import check_flag
+from ..choose import kernels, known, loadable, table
+from ..choose.problem import Problem, training_parts
 from ..choose.shipped import families_of
 from ..choose.table import Layer, Point, Stamp, Unfinished
-from ..problem import Problem, training_parts
-from ..signature import check_flag
+from ..host import device as gpus
 from .bench import GpuBench
 from .pool import CompilePool, default_jobs
 from .report import TuneReport

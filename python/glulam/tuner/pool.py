@@ -14,8 +14,7 @@ from cute_kernels.specs import Spec
 from ffi_bridge import CompileError, jit
 from ffi_bridge.worker import Worker
 
-from .. import kernels
-from ..choose import loadable
+from ..choose import kernels, loadable
 from ..choose.loadable import Function
 
 SPARE_CPUS = 2  # one feeds the GPU, one serves the operating system

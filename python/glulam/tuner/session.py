@@ -19,8 +19,8 @@ from ffi_bridge import CompileError
 
 from ..choose.known import NOISE
 from ..choose.loadable import Function
+from ..choose.problem import Problem
 from ..choose.table import Layer, Point, Unfinished, layer_of
-from ..problem import Problem
 from .bench import GpuBench
 from .candidates import DEFAULT_COUNT, candidates, rough_us
 from .pool import CompilePool

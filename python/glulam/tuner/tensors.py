@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import device as gpus
 from ..activations import ActivationParams
-from ..call import Call
+from ..calls.call import Call
+from ..calls.launch import Bare, launch_nothing
+from ..choose.kernels import Fixed
+from ..choose.problem import Problem
 from ..choose.shipped import shipped_choice
-from ..kernels import Fixed
-from ..launch import Bare, launch_nothing
+from ..host import device as gpus
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
-from ..problem import Problem
 
 Random = Callable[..., Tensor]
 """Of a shape, and of `scale`: normal random numbers of the problem's dtype."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cute_kernels.signatures import ADDRESS, Argument
 
-from . import device as gpus
-from . import tickets, workspace
+from ..host import device as gpus
+from ..host import tickets, workspace
+from .checks import ALIGNMENT_ELEMENTS
 from .memory import check_apart
-from .signature import ALIGNMENT_ELEMENTS
 
 LINE = 116
 TICKETS = "tickets.counters(device, index) if draws_tickets else 0"

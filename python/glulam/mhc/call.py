@@ -1,28 +1,34 @@
-"""Checks of the hyper-connection operators' arguments, from metadata alone; see `glulam.signature`."""
+"""What the hyper-connection operators share: their kernels' spec, and checks of arguments from metadata alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from cute_kernels.specs import STREAM_COUNTS
+from cute_kernels.specs import STREAM_COUNTS, MhcSpec
 
-from ..addressed import MAX_TOKENS
-from ..signature import check_number, check_tensor, runs_kernels, shape_text
-
-STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDTH_MULTIPLE = 8
-"""Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
-would take several times as long: better to pad C than to be slow in silence."""
+from ..calls.addressed import MAX_TOKENS, AddressedCall, check_dtype, check_vectors, forms
+from ..calls.arguments import dtype_name
+from ..calls.checks import check_number, check_tensor, runs_kernels, shape_text
+from ..choose.problem import Problem
 
 
-def check_dtype(op: str, name: str, tensor: Tensor) -> None:
-    """What kernels take; on the CPU float64, too."""
-    valid = STREAM_DTYPES if runs_kernels(tensor) else (*STREAM_DTYPES, torch.float64)
-    if tensor.dtype not in valid:
-        raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
+class MhcCall(AddressedCall):
+    """Of hyper-connections. `formed`: parameters whose dtypes the kernel is told."""
+
+    family = "mhc"
+    trailing = 2
+    shared = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
+    formed: ClassVar[tuple[str, ...]] = ()
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        parameters = [getattr(self, name) for name in self.formed]
+        return {**super().constants(problem), "forms": forms(*parameters), "width": self.lead.shape[-1]}
+
+    def spec(self, arch: str) -> MhcSpec:
+        dtype = "float32" if "sinkhorn" in self.kernel else dtype_name(self.lead.dtype)
+        return MhcSpec(self.kernel, dtype, self.lead.shape[-2], arch)
 
 
 def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
@@ -32,28 +38,12 @@ def check_param(op: str, name: str, value: Any, shape: tuple[int, ...], like: Te
     return tensor
 
 
-def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
-    """A tensor of `shape` in the dtype of `like`, on its device."""
-    what = f"a tensor {shape_text(shape)}"
-    return check_tensor(op, name, value, what, like, dtypes=(like.dtype,), shape=shape, why=why)
-
-
 def check_count(op: str, name: str, tensor: Tensor, n: int) -> None:
     """The number of streams, n."""
     if n == 0 or (runs_kernels(tensor) and n not in STREAM_COUNTS):
         choices = ", ".join(map(str, STREAM_COUNTS))
         raise ValueError(
             f"{op}: {name} has shape {shape_text(tensor.shape)}, so {n} streams; kernels exist for n = {choices}"
-        )
-
-
-def check_vectors(op: str, name: str, letter: str, tensor: Tensor) -> None:
-    """Columns: on a GPU whole vectors of 16 bytes."""
-    width = tensor.shape[-1]
-    if width == 0 or (runs_kernels(tensor) and width % WIDTH_MULTIPLE):
-        raise ValueError(
-            f"{op}: {name} has {letter} = {width}; it must be a positive multiple of {WIDTH_MULTIPLE} (16 bytes), so "
-            "pad it with zeros"
         )
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import CaptureError
 from . import device as gpus
-from .errors import CaptureError
 
 MAX_TABLES = 1024
 UNIT_BYTES = 16  # weight offsets count 16-byte units: experts are 16-byte aligned for TMA anyway

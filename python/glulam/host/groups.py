@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import CaptureError
 from . import device as gpus
-from .errors import CaptureError
-from .signature import leading
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
 """How kernels are told what lies at the groups' address."""
@@ -33,6 +32,7 @@ BEHIND_GROUPS = {
 """Operators whose groups had better fill T, and what becomes of the rows behind them."""
 
 
+_LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
 OF_A_TRACE = ""
 
 
@@ -65,6 +65,11 @@ class part_of:
 def caller(op: str) -> str:
     """The operator that `op` is called as a part of, or itself."""
     return _caller.op or op
+
+
+def leading(op: str) -> str:
+    """The argument of an operator that gives T, dtype and device to the others; checks call it x."""
+    return _LEADING.get(op, "x")
 
 
 def form(groups: Tensor, is_offs: bool) -> int:

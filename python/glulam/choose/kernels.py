@@ -13,11 +13,11 @@ from cute_kernels.specs import Spec, from_dict
 from cute_kernels.stages import draws_tickets
 from ffi_bridge import BundleError
 
-from . import device as gpus
-from . import tickets
-from .choose import Chooser, known, loadable, specs
-from .choose.loadable import Function
-from .plans import Plans, forget_plans
+from ..host import device as gpus
+from ..host import tickets
+from ..host.plans import Plans, forget_plans
+from . import Chooser, known, loadable, specs
+from .loadable import Function
 from .problem import Problem
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from cute_kernels.specs import ACTIVATIONS, GATED, GLU_LAYOUTS
 
-from . import device as gpus
-from .activations import INTERLEAVED32_BLOCK, ActivationParams
-from .errors import GradientNotSupported
-from .experts import ExpertList, GateUp
+from ..activations import INTERLEAVED32_BLOCK, ActivationParams
+from ..errors import GradientNotSupported
+from ..host import device as gpus
+from ..host.experts import ExpertList, GateUp
+from ..host.groups import leading
+from ..recipes import BF16
 from .memory import ALIGNMENT_BYTES as ALIGNMENT_BYTES
 from .memory import LOWEST_ADDRESS as LOWEST_ADDRESS
 from .memory import check_alignment as check_alignment
@@ -28,7 +30,6 @@ from .memory import check_plain as check_plain
 from .memory import extent as extent
 from .memory import is_transformed as is_transformed
 from .memory import tensors_of as tensors_of
-from .recipes import BF16
 
 MAX_ROWS = 2**26
 ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's stride
@@ -36,15 +37,8 @@ KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 SPLITS_DTYPES = (torch.int32, torch.int64)
 
-_LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
-
 Experts = Tensor | Sequence[Tensor] | ExpertList
 """Packed, or one tensor an expert; an ExpertList is the latter once it was checked. A GateUp is a sequence of two."""
-
-
-def leading(op: str) -> str:
-    """The argument of an operator that gives T, dtype and device to the others. The checks below call it x."""
-    return _LEADING.get(op, "x")
 
 
 def runs_kernels(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Operators whose kernels take nothing but addresses and numbers: those of hyper-connections and of the layer.
+"""Operators whose kernels take nothing but addresses and numbers, as those of hyper-connections and of the layer do.
 
 Their fronts, plans and launches are those of every operator (`front`, `launch`, `call`); what the arguments are is told
 by their annotations: "Tensor", "Tensor | None" or a number.
@@ -17,17 +17,30 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.chains import signature_of
-from cute_kernels.specs import PARAM_FORMS, LayerSpec, MhcSpec, Spec
+from cute_kernels.specs import PARAM_FORMS, Spec
 
-from . import device as gpus
-from . import kernels
-from .backward.parts import once_differentiable, usable, without_graph
+from ..choose import kernels
+from ..choose.problem import Problem
+from ..host import device as gpus
+from .arguments import dtype_name
+from .autograd import once_differentiable, usable, without_graph
 from .call import Call
+from .checks import (
+    any_requires_grad,
+    check_alignment,
+    check_tensor,
+    is_transformed,
+    refuse_out,
+    runs_kernels,
+    shape_text,
+)
 from .launch import Made, Plan, Shape
-from .problem import Problem
-from .signature import any_requires_grad, check_alignment, check_tensor, is_transformed, refuse_out
 
 MAX_TOKENS = 2**27
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTH_MULTIPLE = 8
+"""Kernels move 16 bytes at a time. A width that 8 does not divide would misalign rows, and reading element by element
+would take several times as long: better to pad C than to be slow in silence."""
 
 Gradients = Sequence[Tensor | None]
 Like = tuple[Sequence[int], torch.dtype]
@@ -144,10 +157,6 @@ class AddressedCall(Call):
         return lead
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.lead.dtype).removeprefix("torch.")
-
-    @property
     def lead_sizes(self) -> tuple[int, ...]:
         return tuple(self.lead.shape[: -self.trailing])
 
@@ -158,7 +167,7 @@ class AddressedCall(Call):
     def check(self) -> Problem:
         self.check_inputs()
         self.check_buffers()
-        return Problem(self.op, self.dtype_name, self.num_rows, 0, self.lead.shape[-1])
+        return Problem(self.op, dtype_name(self.lead.dtype), self.num_rows, 0, self.lead.shape[-1])
 
     def check_buffers(self) -> None:
         """Given buffers have the results' shapes and dtypes."""
@@ -344,38 +353,34 @@ class Recorded(torch.autograd.Function):
         return None, *once_differentiable(kind.op, made), *[None] * (len(kind.reads) - len(made))
 
 
-class MhcCall(AddressedCall):
-    """Of hyper-connections. `formed`: parameters whose dtypes the kernel is told."""
-
-    family = "mhc"
-    trailing = 2
-    shared = frozenset(("weight", "alpha_pre", "alpha_post", "alpha_res", "bias"))
-    formed: ClassVar[tuple[str, ...]] = ()
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        parameters = [getattr(self, name) for name in self.formed]
-        return {**super().constants(problem), "forms": forms(*parameters), "width": self.lead.shape[-1]}
-
-    def spec(self, arch: str) -> MhcSpec:
-        dtype = "float32" if "sinkhorn" in self.kernel else self.dtype_name
-        return MhcSpec(self.kernel, dtype, self.lead.shape[-2], arch)
-
-
-class LayerCall(AddressedCall):
-    """Of what is around a layer's experts. Tokens are the first dimension of what has any."""
-
-    family = "layer"
-    trailing = 1
-
-    def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, arch=arch)
-
-
 def like(tensor: Tensor | None) -> Like | None:
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 def forms(*params: Tensor | None) -> int:
     """The dtypes of parameters as kernels take them: two bits each, the first lowest."""
-    codes = (0 if p is None else PARAM_FORMS[str(p.dtype).removeprefix("torch.")] for p in params)
+    codes = (0 if p is None else PARAM_FORMS[dtype_name(p.dtype)] for p in params)
     return sum(code << 2 * place for place, code in enumerate(codes))
+
+
+def check_dtype(op: str, name: str, tensor: Tensor) -> None:
+    """What kernels take; on the CPU float64, too."""
+    valid = DTYPES if runs_kernels(tensor) else (*DTYPES, torch.float64)
+    if tensor.dtype not in valid:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}; it must be {', '.join(map(str, valid))}, so cast it")
+
+
+def check_like(op: str, name: str, value: Any, shape: tuple[int, ...], like: Tensor, why: str) -> Tensor:
+    """A tensor of `shape` in the dtype of `like`, on its device."""
+    what = f"a tensor {shape_text(shape)}"
+    return check_tensor(op, name, value, what, like, dtypes=(like.dtype,), shape=shape, why=why)
+
+
+def check_vectors(op: str, name: str, letter: str, tensor: Tensor) -> None:
+    """Columns: on a GPU whole vectors of 16 bytes."""
+    width = tensor.shape[-1]
+    if width == 0 or (runs_kernels(tensor) and width % WIDTH_MULTIPLE):
+        raise ValueError(
+            f"{op}: {name} has {letter} = {width}; it must be a positive multiple of {WIDTH_MULTIPLE} (16 bytes), so "
+            "pad it with zeros"
+        )

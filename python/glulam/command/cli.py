@@ -27,10 +27,10 @@ from ffi_bridge import build as builder
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
-from ._cli_output import console, megabytes
-from .choose import records, specs
-from .choose.shipped import TILED
-from .errors import UnsupportedDevice
+from ..choose import records, specs
+from ..choose.shipped import TILED
+from ..errors import UnsupportedDevice
+from .output import console, megabytes
 
 
 class _OneLineErrors(TyperGroup):
@@ -201,9 +201,9 @@ def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callab
 
 def _tuning() -> Any:
     """What imports torch."""
-    from . import _cli_tuning
+    from . import tuning
 
-    return _cli_tuning
+    return tuning
 
 
 ARCHS = _word("Architecture, repeatable; default: every one.", profiles.CONFIGS)._replace(kind=list[str] | None)
@@ -296,7 +296,7 @@ MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red"
 @command("doctor")
 def doctor() -> None:
     """Say in plain words what this machine can do, what is missing, and what mends it."""
-    from ._doctor import examine, verdict
+    from .doctor import examine, verdict
 
     out = console()
     checks = []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from cute_kernels.arch import by_capability
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
-from .choose import known, records
+from ..choose import known, records
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
 _OLDEST_DRIVER = (13, 0)  # the DSL's run-time library is CUDA 13's

@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels.arch import by_capability, room
 
-from .errors import UnsupportedDevice
+from ..errors import UnsupportedDevice
 
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from . import device as gpus
-from . import groups
-from .activations import ActivationParams
-from .plans import Plans, described
-from .problem import Problem
-from .signature import (
+from ..activations import ActivationParams
+from ..choose.problem import Problem
+from ..host import device as gpus
+from ..host import groups
+from ..host.groups import leading
+from ..host.plans import Plans, described
+from .checks import (
     check_activation,
     check_alignment,
     check_bias,
@@ -27,7 +28,6 @@ from .signature import (
     check_written,
     check_x,
     extent,
-    leading,
     refuse_gradients,
     runs_kernels,
     tensors_of,

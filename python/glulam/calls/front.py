@@ -14,12 +14,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ..host import experts
+from ..host.plans import Plans, unplanned
 from . import arguments as known_arguments
-from . import experts
 from .call import Call
+from .checks import any_requires_grad
 from .launch import indented, wrapped
-from .plans import Plans, unplanned
-from .signature import any_requires_grad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -17,9 +17,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import device as gpus
-from .errors import GradientNotSupported
-from .experts import ExpertList, GateUp
+from ..errors import GradientNotSupported
+from ..host import device as gpus
+from ..host.experts import ExpertList, GateUp
 
 ALIGNMENT_BYTES = 16
 LOWEST_ADDRESS = 2**32

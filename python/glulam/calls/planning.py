@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from cute_kernels.signatures import Signature
 
-from . import device as gpus
-from . import groups, kernels, workspace
+from ..choose import kernels
+from ..choose.problem import Problem
+from ..host import device as gpus
+from ..host import groups, workspace
+from ..host.experts import ExpertList, GateUp
 from .arguments import Arguments
-from .experts import ExpertList, GateUp
 from .launch import Bare, Made, Plan, Shape, launch_nothing
-from .problem import Problem
 
 
 class Launching(Arguments):

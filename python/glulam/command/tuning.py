@@ -17,13 +17,13 @@ from cute_kernels.arch import FOLDERS
 from cute_kernels.specs import Spec
 from ffi_bridge import cache, manifest, objects
 
-from . import device as gpus
-from . import explanation, kernels
-from ._cli_output import console, megabytes
-from .choose import known, loadable, records, table
-from .tuner import entry, report
-from .tuner import tune as run_tuner
-from .tuner.session import Options
+from .. import explanation
+from ..choose import kernels, known, loadable, records, table
+from ..host import device as gpus
+from ..tuner import entry, report
+from ..tuner import tune as run_tuner
+from ..tuner.session import Options
+from .output import console, megabytes
 
 INTERRUPTED = 130  # as shells report it
 

@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from . import device as gpus
-from . import experts, groups
-from .changed import changed
-from .experts import GateUp
+from ..changed import changed
+from ..choose.problem import Problem
+from ..host import device as gpus
+from ..host import experts, groups
+from ..host.experts import GateUp
+from ..host.plans import Plans, unplanned
+from .checks import MAX_ROWS, any_requires_grad, refuse_out, runs_kernels
 from .planning import Launching
-from .plans import Plans, unplanned
-from .problem import Problem
-from .signature import (
-    MAX_ROWS,
-    any_requires_grad,
-    refuse_out,
-    runs_kernels,
-)
 
 ENV_CHECK = "GLULAM_CHECK"
 

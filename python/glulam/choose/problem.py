@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from cute_kernels.arch import Gemm
 from cute_kernels.specs import GATED
 
-from .changed import changed
+from ..changed import changed
 
 
 class Part(NamedTuple):

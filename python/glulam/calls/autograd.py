@@ -1,0 +1,75 @@
+"""What backwards of all operators do with autograd's tensors: saved ones, incoming gradients, second derivatives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import GradientNotSupported
+from ..host import device as gpus
+from .checks import ALIGNMENT_BYTES, LOWEST_ADDRESS, check_plain, tensors_of
+
+
+def as_result(buffer: Tensor) -> Tensor:
+    """A buffer that a kernel wrote, as a result that autograd can track: the same memory, the same version counter."""
+    torch.autograd.graph.increment_version(buffer)
+    return buffer.detach()
+
+
+def taken(ctx: Any) -> tuple[Any, ...]:
+    """What forward saved; unless the graph is kept, nothing else refers to it from now on, so it can be freed."""
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    if clear := getattr(ctx, "maybe_clear_saved_tensors", None):  # another kind of context may have none
+        clear()
+    return saved
+
+
+def check_saved(op: str, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError where the storage of what forward saved was freed since."""
+    for name, value in saved.items():
+        for label, tensor in tensors_of(name, value):
+            if not gpus.is_traced(tensor) and tensor.numel() and tensor.data_ptr() < LOWEST_ADDRESS:
+                check_plain(f"{op}'s backward", label, tensor)
+
+
+def usable(dy: Tensor) -> Tensor:
+    """An incoming gradient as kernels take it: autograd may give an expanded, a lazy or a misaligned one."""
+    if not gpus.is_traced(dy):
+        dy = dy.clone() if dy._is_zerotensor() else dy.resolve_neg()
+    if dy.stride(-1) != 1 or not dy.is_contiguous():  # an expanded tensor of no rows counts as contiguous
+        return dy.clone(memory_format=torch.contiguous_format)
+    if not gpus.is_traced(dy) and dy.data_ptr() % ALIGNMENT_BYTES:
+        return dy.clone()
+    return dy
+
+
+def without_graph() -> contextlib.AbstractContextManager[Any]:
+    """Grad mode off, as it is in a backward anyway, unless a graph of the backward is being made."""
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, anchor: Tensor, *gradients: Tensor | None) -> Any:
+        ctx.op = op
+        return tuple(None if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise GradientNotSupported(
+            f"{ctx.op} is differentiable once, and its gradient was differentiated; leave out create_graph=True, or "
+            "detach() the gradient"
+        )
+
+
+def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Where a graph of the backward is being made, gradients that raise once somebody walks it."""
+    if not torch.is_grad_enabled():
+        return tuple(gradients)
+    return tuple(_Once.apply(op, torch.ones((), requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""The command `glulam`: `cli` lists its words, `tuning` and `doctor` do the longer ones."""
