@@ -18,10 +18,9 @@ import torch.nn.functional as F
 
 from cute_kernels.specs import GroupedMlpSpec
 from glulam.calls.launch import Bare
-from glulam.changed import changed
 from glulam.choose import choose
 from glulam.choose.kernels import Fixed
-from glulam.choose.problem import Problem
+from glulam.choose.problem import Problem, changed
 from glulam.host.plans import MAX_PLANS
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mm import GroupedMmCall

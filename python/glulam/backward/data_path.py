@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..calls.checks import any_requires_grad
-from ..changed import changed
+from ..choose.problem import changed
 from ..host.experts import GateUp
 from ..ops import mlp_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu

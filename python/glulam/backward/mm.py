@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..calls.call import Call
-from ..changed import changed
-from ..choose.problem import Problem
+from ..choose.problem import Problem, changed
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_mm import GroupedMmCall, grouped_mm
 from ..ops.grouped_wgrad import GroupedWgradCall

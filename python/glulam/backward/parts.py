@@ -20,7 +20,7 @@ from ..calls.checks import (
     runs_kernels,
 )
 from ..calls.memory import MAX_APART
-from ..changed import changed
+from ..choose.problem import changed
 from ..host import device as gpus
 from ..host import groups as group_sizes
 from ..host.plans import Plans

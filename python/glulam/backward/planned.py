@@ -20,8 +20,7 @@ from ..calls.call import Call, checking
 from ..calls.checks import ALIGNMENT_BYTES, LOWEST_ADDRESS
 from ..calls.launch import Plan
 from ..calls.memory import check_apart
-from ..changed import changed
-from ..choose.problem import Problem
+from ..choose.problem import Problem, changed
 from ..host import device as gpus
 from ..host.plans import Plans
 from .function import Formula, apply, apply_untransformed

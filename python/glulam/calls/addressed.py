@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from cute_kernels.chains import signature_of
 from cute_kernels.specs import PARAM_FORMS, Spec
 
 from ..choose import kernels
-from ..choose.problem import Problem
+from ..choose.problem import Problem, dtype_name
 from ..host import device as gpus
-from .arguments import dtype_name
 from .autograd import once_differentiable, usable, without_graph
 from .call import Call
 from .checks import (
@@ -47,15 +45,12 @@ Like = tuple[Sequence[int], torch.dtype]
 """Shape and dtype of a result."""
 
 
-class Serving:
+class Serving(kernels.Fixed):
     """The one function for calls that differ in their rows alone, and the shapes of its launches with their code."""
 
-    def __init__(self, served: kernels.Served) -> None:
-        self.served = served
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
         self.launches: dict[tuple[int, bool], tuple[Shape, CodeType]] = {}
-
-    def at(self, rows: int) -> kernels.Served:
-        return self.served
 
 
 class AddressedCall(Call):
@@ -130,12 +125,12 @@ class AddressedCall(Call):
         raise NotImplementedError
 
     @classmethod
-    def declare(cls, parameters: Any, plans: Any = None) -> None:
+    def declare(cls, parameters: Any) -> None:
         annotations = {name: parameter.annotation for name, parameter in parameters.items()}
         tensors = [name for name, of in annotations.items() if of.startswith("Tensor")]
         cls.torch_op = f"{cls.family}_{cls.kernel}"
         cls.torch_types = {name: of.replace(" | None", "?") for name, of in annotations.items()}
-        super().declare(tuple(parameters), plans)
+        super().declare(tuple(parameters))
         cls.outputs = tuple(name for name in tensors if name in cls.returns)
         cls.reads = tuple(name for name in tensors if name not in cls.returns)
         cls.given = (*cls.reads, *cls.outputs)
@@ -235,8 +230,7 @@ class AddressedCall(Call):
     # Launches:
 
     def serving(self, problem: Problem, gpu: gpus.Gpu) -> Serving:
-        spec = self.spec(gpu.arch)
-        return Serving(kernels.Served(kernels.find(spec).function, False, signature_of(spec)))
+        return Serving(self.spec(gpu.arch))
 
     def made(self) -> tuple[Made, ...]:
         """With a constant for each size, since torch takes 0.4 us less for numbers than for a tuple."""

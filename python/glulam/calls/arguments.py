@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..activations import ActivationParams
-from ..choose.problem import Problem
+from ..choose.problem import Problem, dtype_name
 from ..host import device as gpus
 from ..host import groups
 from ..host.groups import leading
@@ -92,7 +92,7 @@ class Arguments:
         self.__dict__.update(arguments)
 
     @classmethod
-    def declare(cls, parameters: Iterable[str], plans: Plans[Any] | None = None) -> None:
+    def declare(cls, parameters: Iterable[str]) -> None:
         """Let the operator have these parameters."""
         names = tuple(parameters)
 
@@ -117,7 +117,7 @@ class Arguments:
         lead = those(("x", "x_scale")) if leading(cls.op) == "x" else (leading(cls.op),)
         cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
         cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *those(GROUPS))
-        cls.plans = Plans() if plans is None else plans
+        cls.plans = Plans()
 
     def check(self) -> Problem:
         """The problem, from metadata alone. Raises ValueError or TypeError."""
@@ -178,8 +178,7 @@ class Arguments:
         """Which of what is given have rows of any number: those that others are indices of."""
         if self.indices is None:
             return ()
-        present = [name for name in self.given if getattr(self, name) is not None]
-        return tuple(place for place, name in enumerate(present) if name in self.of_any_rows)
+        return tuple(place for place, name in enumerate(self._present()) if name in self.of_any_rows)
 
     @property
     def num_rows(self) -> int:
@@ -202,8 +201,7 @@ class Arguments:
 
     def key(self) -> Hashable:
         """As the front makes it."""
-        given = [value for name in self.given if (value := getattr(self, name)) is not None]
-        return (self._options(), *map(described, given))
+        return (self._options(), *[described(getattr(self, name)) for name in self._present()])
 
     def _options(self) -> tuple[Any, ...]:
         return (
@@ -274,10 +272,6 @@ class Arguments:
         values = [getattr(self, name) for name in self.outputs]
         parts = [value if isinstance(value, (list, tuple)) else [value] for value in values]
         return tuple([extent_of(one) for part in parts for one in part if one is not None])
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def extent_of(value: Any) -> int:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..changed import changed
-from ..choose.problem import Problem
+from ..choose.problem import Problem, changed
 from ..host import device as gpus
 from ..host import experts, groups
 from ..host.experts import GateUp

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..host import experts
-from ..host.plans import Plans, unplanned
-from . import arguments as known_arguments
+from ..host.plans import unplanned
+from .arguments import GROUPS
 from .call import Call
 from .checks import any_requires_grad
 from .launch import indented, wrapped
@@ -65,7 +65,7 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
     for name, scale in prepared.items():
         find.append(f"{name}_, {scale}_ = ready(recipe, {name}, {scale})")
     if prepared:  # what is trained is prepared by its plan
-        trained = ", ".join(name for name in kind.given if name in known_arguments.TENSORS and name not in kind.outputs)
+        trained = ", ".join(name for name in kind.reads if name not in ("groups", *GROUPS))
         find = [f"if not (is_grad_enabled() and any_requires_grad({trained})):", *indented(find)]
     inner += find
     inner += wrapped("given = [t for t in (", given, ") if t is not None]")
@@ -85,17 +85,16 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
 
 
 def operator(
-    kind: type[Call], *, unless: str = "", otherwise: Callable[..., Any] | None = None, plans: Plans[Any] | None = None
+    kind: type[Call], *, unless: str = "", otherwise: Callable[..., Any] | None = None
 ) -> Callable[[Function], Function]:
     """Decorator of an operator's function, whose calls are of a `kind`.
 
     Args:
         unless: a condition under which `otherwise` is called with all arguments instead.
-        plans: where to keep plans; by default in a place of its own.
     """
 
     def made(function: Function) -> Function:
-        kind.declare(inspect.signature(function).parameters, plans)
+        kind.declare(inspect.signature(function).parameters)
         names = {
             "kind": kind,
             "unplanned": unplanned,

@@ -121,9 +121,7 @@ class _Values:
             return "0"
         if argument.kind == ADDRESS:
             return f"{made.name}.data_ptr()"
-        if made.name in self.shape.lists:
-            return f"{made.name}.lowest"
-        return f"aligned_row({made.name})" if self._may_lie_anyhow(made.name, argument) else made.name
+        return self._tensor(made.name, argument)
 
     def _given(self, argument: Argument) -> str:
         name = self._source(argument.name)
@@ -133,18 +131,16 @@ class _Values:
             return str(argument.absent)
         if argument.kind == ADDRESS:
             return "0" if name in self.shape.lists else f"{name}_at"
-        if name in self.shape.lists:
-            return f"{name}.lowest"
-        if name in self.shape.halves:
-            return f"{name}.gate"
-        return f"aligned_row({name})" if self._may_lie_anyhow(name, argument) else name
+        return f"{name}.gate" if name in self.shape.halves else self._tensor(name, argument)
 
     def returned(self, made: Made) -> str:
         return f"{made.name}.tensors" if made.name in self.shape.lists else made.name
 
-    def _may_lie_anyhow(self, name: str, argument: Argument) -> bool:
-        """Whether a matrix is given whose single row has a stride of torch's choice."""
-        return self.shape.aligned and name in self.shape.present and len(argument.shape) == 2
+    def _tensor(self, name: str, argument: Argument) -> str:
+        if name in self.shape.lists:
+            return f"{name}.lowest"
+        has_any_stride = self.shape.aligned and name in self.shape.present and len(argument.shape) == 2
+        return f"aligned_row({name})" if has_any_stride else name
 
 
 def wrapped(begin: str, items: list[str], end: str) -> list[str]:
@@ -243,8 +239,7 @@ OF_ROWS = frozenset(("num_rows", "tokens", "memory"))
 
 
 class Bare(NamedTuple):
-    """What a plan passes its function, in memory of its own: to be passed as often as one likes, where the host's share
-    is not to be measured.
+    """What a plan passes its function, in memory of its own, so that a launch can be repeated without the host's share.
 
     Attributes:
         function: the plan's. arguments: what it takes; `values`: of these, in their order.
@@ -273,7 +268,7 @@ class Plan:
         self, op: str, shape: Shape, constants: dict[str, Any], serving: Any, extents: tuple[int, ...],
         out_extents: tuple[int, ...], look: Callable[..., None], code: CodeType | None = None,
     ) -> None:  # fmt: skip
-        """`constants`: from now on the plan's. `code`: of a plan of this shape, which takes longer to find."""
+        """`constants`: from now on the plan's. `code`: of a plan of this shape, else looked up."""
         self.op, self.shape, self.serving, self.look = op, shape, serving, look
         self.extents, self.out_extents = extents, out_extents
         self.apart: set[tuple[int, ...]] = set()

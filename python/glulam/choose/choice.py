@@ -12,9 +12,8 @@ from dataclasses import replace
 from cute_kernels.arch import room
 from cute_kernels.specs import Spec
 
-from ..changed import changed
 from . import known, records, shipped
-from .problem import Problem
+from .problem import Problem, changed
 from .shipped import Choice, microseconds
 
 

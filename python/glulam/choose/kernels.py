@@ -18,7 +18,7 @@ from ..host import tickets
 from ..host.plans import Plans, forget_plans
 from . import Chooser, known, loadable, specs
 from .loadable import Function
-from .problem import Problem
+from .problem import Problem, dtype_name
 
 
 class Kernel(NamedTuple):
@@ -146,7 +146,7 @@ def _asked_for(spec: Spec | None, fields: dict[str, Any]) -> Spec:
     if spec is None:
         for name in fields.keys() & {"dtype", "out_dtype"}:
             if isinstance(fields[name], torch.dtype):
-                fields[name] = str(fields[name]).removeprefix("torch.")
+                fields[name] = dtype_name(fields[name])
         return specs.spec_of(fields.pop("op", None), fields)
     if type(spec) not in specs.SPECS.values():
         raise TypeError(

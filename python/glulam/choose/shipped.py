@@ -27,9 +27,8 @@ from cute_kernels.specs import (
 )
 from cute_kernels.tiles import TileConfig, require
 
-from ..changed import changed
 from . import estimates as times
-from .problem import Problem
+from .problem import Problem, changed
 
 TILED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad")
 """Operators whose kernels have tiles, so that there is something to choose."""

@@ -10,10 +10,9 @@ from torch import Tensor
 from cute_kernels.specs import LayerSpec, Spec
 
 from ..calls.addressed import Gradients, Like, check_dtype, check_like, check_vectors
-from ..calls.arguments import dtype_name
 from ..calls.checks import check_tensor
 from ..calls.front import operator
-from ..choose.problem import Problem
+from ..choose.problem import Problem, dtype_name
 from ..mxfp8 import MXFP8Tensor
 from . import reference
 from .routing import LayerCall, Routing, check_matrix

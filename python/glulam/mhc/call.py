@@ -9,9 +9,8 @@ from torch import Tensor
 from cute_kernels.specs import STREAM_COUNTS, MhcSpec
 
 from ..calls.addressed import MAX_TOKENS, AddressedCall, check_dtype, check_vectors, forms
-from ..calls.arguments import dtype_name
 from ..calls.checks import check_number, check_tensor, runs_kernels, shape_text
-from ..choose.problem import Problem
+from ..choose.problem import Problem, dtype_name
 
 
 class MhcCall(AddressedCall):

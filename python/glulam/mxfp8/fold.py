@@ -23,6 +23,7 @@ from cute_kernels.specs import FoldMxfp8Spec
 from ..calls.checks import check_choice, runs_kernels, shape_text
 from ..calls.memory import ALIGNMENT_BYTES
 from ..choose import kernels
+from ..choose.problem import dtype_name
 from ..host import device as gpus
 from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, SOURCE_DTYPES
 from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
@@ -240,7 +241,7 @@ def _empty(pieces: list[Tensor], axis: str) -> FoldedWeight:
 def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
     """Bit for bit what `_fold_by_torch` makes of finite weights."""
     index, first = out.data.get_device(), 0
-    spec = FoldMxfp8Spec(str(pieces[0].dtype).removeprefix("torch."), out.axis, gpus.gpu(index).arch)
+    spec = FoldMxfp8Spec(dtype_name(pieces[0].dtype), out.axis, gpus.gpu(index).arch)
     fold, pack = kernels.find(spec).function, signature_of(spec).pack
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
         for w in _readable(pieces):

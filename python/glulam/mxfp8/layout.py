@@ -6,6 +6,8 @@ along (rows of a row copy, columns of a column copy), `blocks` the blocks along 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -66,7 +68,6 @@ def unswizzled(atoms: Tensor, outer: int, blocks: int) -> Tensor:
     return whole[..., :outer, :blocks]
 
 
-def scale_bytes(shape: tuple[int, int]) -> int:
-    """Of the scales of a matrix by rows, one for 32 elements."""
-    rows, columns = shape
-    return rows * -(-columns // BLOCK)
+def part_of_workspace(shape: tuple[int, int], kind: str, dtype: torch.dtype = DATA_DTYPE) -> Any:
+    """A matrix's elements, or where `kind` is "bytes" its scales by rows, as `Launching.memory` lists them."""
+    return shape[0] * num_blocks(shape[1]) if kind == "bytes" else (shape, dtype)

@@ -13,6 +13,7 @@ from cute_kernels.specs import GATED
 from .. import recipes
 from ..activations import ActivationParams
 from ..calls.checks import check_activation, check_params, intermediate_width, runs_kernels
+from ..choose.problem import dtype_name
 from ..host.groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
@@ -80,7 +81,7 @@ class GroupedMLP(DelaysWeightGradients):
                 raise ValueError(f"{NAME}: {name} is True, but recipe {chosen.name!r} has no gradient; leave it out")
         probe = torch.empty(0, device=device, dtype=dtype)
         check_placement(GroupedMLP, probe, *sizes.values())
-        recipes.check_fits(NAME, chosen, str(probe.dtype).removeprefix("torch."), runs_kernels(probe), **sizes)
+        recipes.check_fits(NAME, chosen, dtype_name(probe.dtype), runs_kernels(probe), **sizes)
         rows = intermediate_size * (2 if activation in GATED else 1)
         intermediate_width(NAME, "fc1.weight", rows, activation, glu_layout)
         self.call_options: dict[str, Any] = {

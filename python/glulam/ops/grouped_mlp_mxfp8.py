@@ -17,7 +17,6 @@ from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
 
 from .. import recipes
 from ..activations import kernel_params
-from ..calls.arguments import dtype_name
 from ..calls.call import Call
 from ..calls.checks import (
     any_requires_grad,
@@ -31,14 +30,13 @@ from ..calls.checks import (
 )
 from ..calls.front import operator
 from ..calls.launch import Made, launch_nothing
-from ..changed import changed
 from ..choose import kernels
-from ..choose.problem import Problem
+from ..choose.problem import Problem, changed, dtype_name
 from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host.experts import GateUp
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
-from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, scale_bytes
+from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, part_of_workspace
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
 from ..recipes import Recipe
 from ..reference import take_rows
@@ -301,7 +299,7 @@ class Mxfp8MlpCall(Call):
         shapes = {"x8": x, "rounded": x, "copied": of_rows, "mid": (problem.rows, problem.intermediate)}
         dtype = DATA_DTYPE if problem.operands == "mxfp8" else self.result_dtype
         return [
-            scale_bytes(shapes[name.removesuffix("_scale")]) if kind == "bytes" else (shapes[name], dtype)
+            part_of_workspace(shapes[name.removesuffix("_scale")], kind, dtype)
             for name, kind in self.scratch_of(problem).items()
         ]
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..calls.arguments import dtype_name
 from ..calls.call import Call
 from ..calls.checks import (
     check_gradient_buffers,
@@ -22,7 +21,7 @@ from ..calls.checks import (
 )
 from ..calls.front import operator
 from ..calls.launch import Made
-from ..choose.problem import Problem
+from ..choose.problem import Problem, dtype_name
 from ..host.experts import ExpertList
 from ..host.groups import Splits
 from ..reference import take_rows

@@ -19,11 +19,10 @@ from ..calls.call import Call
 from ..calls.checks import check_out, check_rows_like, intermediate_width, mismatch
 from ..calls.front import operator
 from ..calls.launch import Made
-from ..changed import changed
-from ..choose.problem import Problem
+from ..choose.problem import Problem, changed
 from ..host import workspace
 from ..mxfp8 import mlp_reference, prepared
-from ..mxfp8.layout import DATA_DTYPE, scale_bytes
+from ..mxfp8.layout import part_of_workspace
 from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..recipes import Recipe
 from ..reference import take_rows
@@ -149,7 +148,6 @@ class GradientsCall(Call):
 
     op = "grouped_mlp_backward"
     sources = {"scale": "row_scale"}
-    result = DataGradients
     makes: tuple[Made, ...] = (
         Made("dpreact", "dpreact", ("num_rows", "preact_width")),
         Made("act", "act", ("num_rows", "intermediate")),
@@ -189,7 +187,7 @@ class GradientsCall(Call):
                 parts.append((partials_shape(problem.rows, problem.intermediate), torch.float32))
             else:
                 shape = shapes[name.removesuffix("_scale")]
-                parts.append(scale_bytes(shape) if kind == "bytes" else (shape, DATA_DTYPE))
+                parts.append(part_of_workspace(shape, kind))
         return parts
 
 

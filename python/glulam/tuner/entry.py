@@ -19,7 +19,7 @@ from cute_kernels.specs import GATED
 
 from ..calls.checks import check_flag
 from ..choose import kernels, known, loadable, table
-from ..choose.problem import Problem, training_parts
+from ..choose.problem import Problem, dtype_name, training_parts
 from ..choose.shipped import families_of
 from ..choose.table import Layer, Point, Stamp, Unfinished
 from ..host import device as gpus
@@ -129,18 +129,14 @@ def shape_of(
     is_activated = op not in ("grouped_mm", "grouped_wgrad")
     return Problem(
         op=op,
-        dtype=_dtype_name(dtype),
+        dtype=dtype_name(dtype),
         rows=0,
         out_features=out_features or (rest["in_features"] if op == "grouped_mlp" else 0),
         activation=activation if is_activated else "none",
         glu_layout=glu_layout if is_activated and activation in GATED else "concat",
-        out_dtype=_dtype_name(out_dtype or dtype) if op == "grouped_wgrad" else "",
+        out_dtype=dtype_name(out_dtype or dtype) if op == "grouped_wgrad" else "",
         **rest,
     )
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
