@@ -237,17 +237,17 @@ SERVING = """
 import json, random, subprocess, sys
 import torch, tvm_ffi
 import glulam
-from glulam import choose, kernels
+from glulam.choose import choose, kernels
 from glulam.choose.problem import Problem
 subprocess.Popen.__init__ = lambda *a, **k: sys.exit("a process was started")
 rng, specs = random.Random(0), set()
 for _ in range(3000):
     problem = Problem("grouped_mm", "bfloat16", rng.randrange(1, 1 << 20), rng.randrange(1, 300), 1024, 0, 2048)
-    specs.add(choose.choose(problem, "sm_90a", "NVIDIA Fake").spec)
+    specs.add(choose(problem, "sm_90a", "NVIDIA Fake").spec)
 for rows in (1, 77, 100_000):
     for op in ("grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad"):
         problem = Problem(op, "bfloat16", rows, 7, 1024, 512, 1024, "swiglu", out_dtype="bfloat16")
-        choose.choose(problem, "sm_90a", "NVIDIA Fake")
+        choose(problem, "sm_90a", "NVIDIA Fake")
 sources = {kernels.find(spec).source for spec in specs if spec.tile.n == 192}
 heavy = ("cutlass", "rich", "typer", "filelock")
 new = sorted(name for name in set(sys.modules) if name.split(".")[0] in heavy)
