@@ -312,7 +312,7 @@ def test_hyper_connections_ship_for_every_count_and_dtype_of_streams() -> None:
 
 def test_a_row_of_the_command_line_for_every_shipped_function() -> None:
     from ffi_bridge.manifest import Function
-    from glulam.command.cli import _cells
+    from glulam.command.bundle import _cells
 
     rows = [list(_cells(Function(to_dict(spec), ())).values()) for spec in shipped_specs()]
     assert len({len(row) for row in rows}) == 1

@@ -1,1 +1,1 @@
-"""The command `glulam`: `cli` lists its words, `tuning` and `doctor` do the longer ones."""
+"""The command `glulam`: `cli` has them all, `app` says how one is declared."""

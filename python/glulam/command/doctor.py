@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import typer
+
 from cute_kernels.arch import by_capability
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
 from ..choose import known, records
+from .app import command, console
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
 _OLDEST_DRIVER = (13, 0)  # the DSL's run-time library is CUDA 13's
@@ -196,3 +199,23 @@ def verdict(checks: Sequence[Check]) -> str:
         return "Glulam is usable: the precompiled kernels run on this GPU."
     works = "works" if state["compiling"] == "ok" else "does not work"
     return f"Glulam is usable on the CPU only: calls run the CPU reference; compiling kernels {works}."
+
+
+MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "red")}
+
+
+@command("doctor")
+def doctor() -> None:
+    """Say in plain words what this machine can do, what is missing, and what mends it."""
+    out = console()
+    checks = []
+    for check in examine():
+        checks.append(check)
+        mark, style = MARKS[check.state]
+        out.print(f"{mark:<4}", style=style, end=" ")
+        out.print(f"{check.name:<12} {check.finding}", soft_wrap=True)
+        if check.remedy:
+            out.print(f"{'':<17} -> {check.remedy}", soft_wrap=True)
+    out.print()
+    out.print(verdict(checks), soft_wrap=True)
+    raise typer.Exit(int(any(check.state == "bad" for check in checks)))

@@ -1,31 +1,124 @@
-"""What the commands `compile`, `tune`, `explain`, `tables` and `cache` do; their options are in `cli`."""
+"""`glulam compile`, `tune`, `explain` and `tables`: kernels that do not ship, and which serve a layer."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cute_kernels.arch import FOLDERS
-from cute_kernels.specs import Spec
-from ffi_bridge import cache, manifest, objects
+from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS, Spec
+from cute_kernels.tiles import CLUSTERS, TILE_K
+from ffi_bridge import cache, manifest, profiles
 
 from .. import explanation
-from ..choose import kernels, known, loadable, records, table
+from ..choose import kernels, known, loadable, records, specs, table
+from ..choose.problem import changed
+from ..choose.shipped import TILED
 from ..host import device as gpus
 from ..tuner import entry, report
 from ..tuner import tune as run_tuner
 from ..tuner.session import Options
-from .output import console, megabytes
+from .app import REQUIRED, command, count, flag, option, parsed, row, say_error, show, word
 
 INTERRUPTED = 130  # as shells report it
+
+
+def _numbers(text: str, separator: str = ",") -> tuple[int, ...]:
+    """Whole numbers above 0. Raises ValueError."""
+    numbers = tuple(int(part) for part in text.lower().split(separator))
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def _tile_shape(text: str) -> tuple[int, ...]:
+    m, n, k = _numbers(text, "x")
+    if k != TILE_K[16]:
+        raise ValueError
+    return m, n, k
+
+
+OPS = ", ".join(TILED)
+OP = word(f"One of {OPS}.", TILED, REQUIRED, "OP")._replace(positional=True)
+CLUSTERS_BY_NAME: dict[str, Any] = {f"{m}x{n}": (m, n) for m, n in CLUSTERS} | {specs.ADAPTIVE: specs.ADAPTIVE}
+ROW_COUNTS = "of the form 1,16,256", "N,N,...", _numbers
+FORM = {
+    "dtype": word("Default: bfloat16.", DTYPES),
+    "activation": word("As swiglu (default), geglu, silu.", ACTIVATIONS, metavar="NAME"),
+    "glu_layout": word("Default: concat.", GLU_LAYOUTS),
+    "save_preact": flag("Of a grouped_glu: store the preactivation."),
+    "transpose_w": flag("Forward contracts over weights' rows."),
+    "out_dtype": word("Of a grouped_wgrad: that of x, or float32.", (*DTYPES, "float32"), metavar="NAME"),
+}
+SIZES = {
+    "experts": count("", REQUIRED),
+    "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
+    "intermediate": count("Columns of the activation.", 0, least=0),
+    "out_features": count("Columns of the result; of a grouped_mlp those of x.", 0, least=0),
+}
+PROBLEM = {
+    "op": OP,
+    **SIZES,
+    "rows_per_expert": parsed("As 1,16,256; default: eight, 1 to 4096.", *ROW_COUNTS),
+    **FORM,
+    "training": flag("Of a grouped_mlp: its training step."),
+}
+
+
+def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes, and what was given of FORM. Raises ValueError where the operator has no such option."""
+    known = specs.fields_of(op)
+    given = {name: value for name, value in options.items() if name in SIZES or value}
+    for name in given.keys() & FORM.keys() - known:
+        others = ", ".join(option(other) for other in FORM if other in known)
+        raise ValueError(f"{op} has no option {option(name)}; it has {others}")
+    return given
+
+
+@command(
+    "compile",
+    op=OP._replace(default=None),
+    tile=parsed(
+        "Rows x weight rows x depth of a CTA's tile.", "of the form 128x256x64, where the last is always 64", "MxNxK",
+        _tile_shape, "128x128x64",
+    ),
+    cluster=word("CTAs along both.", CLUSTERS_BY_NAME, "1x1"),
+    schedule=word("", ("cooperative", "pingpong"), "cooperative"),
+    **FORM,
+    prefer=row("Let it serve every call of its form from now on.", bool, True),
+    tuned=flag("Instead: all kernels that tables for this GPU choose."),
+)  # fmt: skip
+def compile_kernel(
+    op: str | None, tile: tuple[int, ...], cluster: str, schedule: str, prefer: bool, tuned: bool, **form: Any
+) -> None:
+    """Make a kernel that the bundle lacks, and keep it in the cache."""
+    if tuned == (op is not None):
+        raise ValueError(f"give an operator ({OPS}) or --tuned, one of the two")
+    if op is not None:
+        shape = {"tile": tile, "cluster": CLUSTERS_BY_NAME[cluster], "schedule": schedule}
+        _compile(None, prefer, op=op, **shape, **_given(op, form))
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("--tuned needs the GPU whose tables are meant; torch sees none")
+    for spec in known.tuned_specs(gpus.gpu(torch.cuda.current_device()).name):
+        _compile(spec, prefer=False)
+
+
+def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
+    start = time.perf_counter()
+    made = kernels.compile(spec, **fields, prefer=prefer)
+    seconds = time.perf_counter() - start
+    root = records.shown(cache.cache_root())
+    if not loadable.is_loadable(made):
+        raise OSError(f"{made.name} was compiled, but not kept in {root}: nothing changed")
+    where = "in the bundle" if loadable.in_bundle(made) else f"in {root}"
+    typer.echo(f"{made.name}: {where}, {seconds:.2f} s{_resources(made)}")
 
 
 def _resources(spec: Spec) -> str:
@@ -39,60 +132,84 @@ def _resources(spec: Spec) -> str:
     return f"; {registers} registers, {kilobytes} KB of shared memory"
 
 
-def _compile(spec: Spec | None, fields: dict[str, Any], prefer: bool) -> None:
-    start = time.perf_counter()
-    made = kernels.compile(spec, **fields, prefer=prefer)
-    seconds = time.perf_counter() - start
-    if not loadable.is_loadable(made):
-        raise OSError(f"{made.name} was compiled, but not kept in {records.shown(cache.cache_root())}: nothing changed")
-    where = "in the bundle" if loadable.in_bundle(made) else f"in {records.shown(cache.cache_root())}"
-    typer.echo(f"{made.name}: {where}, {seconds:.2f} s{_resources(made)}")
-
-
-def compile_one(fields: dict[str, Any], prefer: bool) -> None:
-    _compile(None, fields, prefer)
-
-
-def compile_tuned() -> None:
-    """Every kernel that tables for this GPU choose, so that the dispatcher can take it."""
-    if not torch.cuda.is_available():
-        raise ValueError("--tuned needs the GPU whose tables are meant; torch sees none")
-    for spec in known.tuned_specs(gpus.gpu(torch.cuda.current_device()).name):
-        _compile(spec, {}, prefer=False)
-
-
-def tune(op: str, arguments: dict[str, Any]) -> None:
+@command(
+    "tune",
+    **PROBLEM,
+    budget_s=row("Seconds of sampling for each problem.", float | None),
+    candidates=count("Kernels beside the shipped, at each size."),
+    jobs=count("Compile processes; default: one a CPU but two."),
+    out=row("Table to add to; default: where the dispatcher looks.", Path | None),
+)
+def tune(op: str, training: bool, **options: Any) -> None:
+    """Measure which kernels serve a layer best on this GPU, and let them serve it from now on."""
+    search = {name: options.pop(name) for name in ("rows_per_expert", "budget_s", "candidates", "jobs", "out")}
+    chosen = {name: value for name, value in search.items() if value is not None}
     try:
-        found = run_tuner(op, **arguments, progress=True)
+        found = run_tuner(op, training=training, **_given(op, options), **chosen, progress=True)
     except KeyboardInterrupt:
-        typer.echo("glulam: interrupted; what was measured is kept, and the same command goes on from there", err=True)
+        say_error("interrupted; what was measured is kept, and the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
-    out = console()
-    for layer in found.layers:
-        out.print(_layer_table(layer))
     path = records.shown(found.path)
-    _print(out, *found.notes, f"mean gain {found.gain:.3f}, {found.seconds:.0f} s; wrote {path}")
+    show(*map(_layer_table, found.layers), *found.notes)
+    show(f"mean gain {found.gain:.3f}, {found.seconds:.0f} s; wrote {path}")
 
 
+@command(
+    "explain",
+    **PROBLEM,
+    rows=parsed("Of all experts together, as 8,4096.", *ROW_COUNTS),
+    arch=word("Architecture; default: this GPU's, or where there is none the first.", profiles.CONFIGS),
+    gpu=row("Name of the GPU whose tables hold; default: this GPU's."),
+)
 def explain(
-    op: str, layer: dict[str, Any], training: bool, rows: Sequence[int], arch: str | None, gpu: str | None
+    op: str, rows: Any, rows_per_expert: Any, training: bool, arch: str | None, gpu: str | None, **layer: Any
 ) -> None:
-    """`rows`: of all experts; none: those of as many rows an expert as are tuned by default."""
-    index = torch.cuda.current_device() if torch.cuda.is_available() else None
-    if index is not None and (arch is None or gpu is None):
-        here = gpus.gpu(index)
+    """Show which kernels would serve a layer, and why. Needs no GPU, and launches nothing."""
+    if rows and rows_per_expert:
+        raise ValueError("give --rows or --rows-per-expert, not both")
+    if torch.cuda.is_available() and (arch is None or gpu is None):
+        here = gpus.gpu(torch.cuda.current_device())
         arch, gpu = arch or here.arch, here.name if gpu is None else gpu
     arch, gpu = arch or next(iter(FOLDERS)), gpu or ""
-    out = console()
-    for problem in entry.problems_of("explain", entry.shape_of(op, **layer), training):
-        for total in rows or [count * problem.experts for count in Options.rows_per_expert]:
-            told = explanation.of_problem(dataclasses.replace(problem, rows=total), gpu or arch, arch, gpu)
-            _print(out, f"{total} rows: {told}")
+    for problem in entry.problems_of("explain", entry.shape_of(op, **_given(op, layer)), training):
+        for total in rows or [each * problem.experts for each in rows_per_expert or Options.rows_per_expert]:
+            told = explanation.of_problem(changed(problem, rows=total), gpu or arch, arch, gpu)
+            show(f"{total} rows: {told}")
 
 
-def _print(out: Console, *lines: str) -> None:
-    for line in lines:
-        out.print(line, soft_wrap=True)
+@command(
+    "tables",
+    merge=row("Add this file's sections, repeatable.", list[Path] | None),
+    out=row("File to add to; with --merge.", Path | None),
+)
+def tables(merge: list[Path] | None, out: Path | None) -> None:
+    """Show the tables of tuned kernels that the dispatcher reads, or merge tables into one."""
+    if not merge:
+        _show_tables()
+        return
+    if out is None:
+        raise ValueError("--merge needs --out, the file to add to")
+    table.write(out, [section for path in merge for section in table.read(path)])
+    typer.echo(f"{records.shown(out)}: {len(table.read(out))} sections")
+
+
+def _show_tables() -> None:
+    if not known.tables():
+        places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
+        show(f"no tables in {places}; `glulam tune` makes one")
+    for path in known.tables():
+        try:
+            sections, wrong = table.content(path)
+        except ValueError as error:
+            show(f"ignored: {error}; remove it")
+            continue
+        name = records.shown(path)
+        for section in sections:
+            show(f"{name}: {section.stamp.gpu}, {section.stamp.date}")
+            if why := section.stamp.unlike(table.stamp_of(section.stamp.gpu)):
+                show(f"  ignored: {why}")
+            show(*map(_layer_table, section.layers.values()))
+        show(*(f"ignored: {name}, {line}; tune anew into another file" for line in wrong))
 
 
 def _layer_table(layer: table.Layer) -> Table:
@@ -100,97 +217,6 @@ def _layer_table(layer: table.Layer) -> Table:
     for heading in report.HEADER[:-1]:
         grid.add_column(heading, justify="right")
     grid.add_column(report.HEADER[-1], overflow="fold")
-    for row in report.rows_of(layer):
-        grid.add_row(*row)
+    for cells in report.rows_of(layer):
+        grid.add_row(*cells)
     return grid
-
-
-def show_tables() -> None:
-    out = console()
-    if not known.tables():
-        places = ", ".join(map(records.shown, known.locations())) or f"no place: ${known.ENV_TUNED} is empty"
-        _print(out, f"no tables in {places}; `glulam tune` makes one")
-    for path in known.tables():
-        try:
-            sections, wrong = table.content(path)
-        except ValueError as error:
-            _print(out, f"ignored: {error}; remove it")
-            continue
-        name = records.shown(path)
-        for section in sections:
-            _print(out, f"{name}: {section.stamp.gpu}, {section.stamp.date}")
-            if why := section.stamp.unlike(table.stamp_of(section.stamp.gpu)):
-                _print(out, f"  ignored: {why}")
-            for layer in section.layers.values():
-                out.print(_layer_table(layer))
-        _print(out, *(f"ignored: {name}, {line}; tune anew into another file" for line in wrong))
-
-
-def merge(paths: Sequence[Path], out: Path | None) -> None:
-    if out is None:
-        raise ValueError("--merge needs --out, the file to add to")
-    sections = [section for path in paths for section in table.read(path)]
-    table.write(out, sections)
-    typer.echo(f"{records.shown(out)}: {len(table.read(out))} sections")
-
-
-def cache_list() -> None:
-    stored = known.read_preferences()
-    preferred = {spec for layer, _ in stored.layers.values() for spec in layer.kernels.values()}
-    grid = Table(title=records.shown(cache.cache_root()))
-    for heading in ("kernel", "state", ""):
-        grid.add_column(heading, overflow="fold")
-    grid.add_column("KB", justify="right")
-    for kept in cache.entries():
-        name = kept.spec.name if kept.spec else records.shown(kept.name)
-        mark = "preferred" if kept.spec in preferred and kept.state == "sound" else ""
-        grid.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
-    out = console()
-    out.print(grid)
-    _print(out, _summary(list(objects.entries())))
-    _print(out, *(f"preferred from the bundle: {spec.name}" for spec in preferred if loadable.in_bundle(spec)))
-    _print(out, *stored.ignored)
-
-
-def _states(found: Sequence[cache.Entry]) -> str:
-    return ", ".join(f"{sum(kept.state == state for kept in found)} {state}" for state in cache.STATES)
-
-
-def _size(found: Sequence[cache.Entry]) -> str:
-    return megabytes(sum(kept.size for kept in found))
-
-
-def _summary(stored: Sequence[cache.Entry]) -> str:
-    """One line for all objects: a build has hundreds."""
-    place = records.shown(objects.folder())
-    return f"{len(stored)} objects for builds in {place} ({_size(stored)}): {_states(stored)}"
-
-
-def cache_verify() -> bool:
-    """Whether no kernel and no object is damaged."""
-    found, stored = list(cache.entries()), list(objects.entries())
-    for kept in [*found, *(kept for kept in stored if kept.state == "damaged")]:
-        if kept.problem:
-            typer.echo(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
-    for line in known.read_preferences().ignored:
-        typer.echo(line)
-    typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
-    typer.echo(_summary(stored))
-    return all(kept.state != "damaged" for kept in (*found, *stored))
-
-
-def cache_clear(outdated: bool, preferred: bool) -> None:
-    removed: list[cache.Entry] = []
-    dropped: list[cache.Entry] = []
-    if not preferred:
-        states = ("outdated", "damaged", "aside") if outdated else cache.STATES
-        removed, dropped = cache.clear(states=states), objects.clear(states)
-    forgotten = 0 if outdated and not preferred else known.clear_preferences()
-    size = sum(kept.size for kept in removed) / 1024
-    root = records.shown(cache.cache_root())
-    typer.echo(
-        f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences, "
-        f"{len(dropped)} objects ({_size(dropped)})"
-    )
-    for line in known.read_preferences().ignored:
-        typer.echo(line)

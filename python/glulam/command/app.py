@@ -1,0 +1,191 @@
+"""How commands are declared: a function, and a row for each of its options. How they report mistakes, and write."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from cute_kernels.tiles import SpecError
+from ffi_bridge import BundleError, CompileError, ToolchainError
+
+from ..choose import records, specs
+from ..errors import UnsupportedDevice
+
+_PIPE_WIDTH = 120  # columns where the output is not a terminal
+
+
+class _OneLineErrors(TyperGroup):
+    """Reports a mistake on the command line as any other: in one line."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
+        try:
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+            else:
+                say_error(error.format_message())
+            status = error.exit_code
+        except typer.Abort:
+            status = 1
+        sys.exit(status or 0)
+
+
+_UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    cls=_OneLineErrors,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Fused grouped-GEMM kernels for mixture-of-experts layers.",
+)
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Kernels that were compiled at run time, and objects for builds, on disk."
+)
+app.add_typer(cache_app, name="cache")
+
+
+def say_error(text: str) -> None:
+    typer.echo(f"glulam: {text}", err=True)
+
+
+def option(name: str) -> str:
+    """A parameter as it is typed."""
+    return "--budget" if name == "budget_s" else f"--{name.replace('_', '-')}"
+
+
+_NAMED = re.compile(
+    r"\b(?:(in_features|out_features|rows_per_expert|glu_layout|save_preact|transpose_w|out_dtype|budget_s)=?"
+    r"|(intermediate|experts|dtype|activation|training|candidates|jobs|schedule)(?:=|(?= is |, got)))"
+)
+
+
+def _as_typed(error: Exception) -> str:
+    """An error's message, in which options are named as they are typed."""
+    if isinstance(error, specs.TileError):
+        tile = error.nearest
+        cluster = specs.ADAPTIVE if tile.adaptive else f"{tile.cluster_m}x{tile.cluster_n}"
+        nearest = f"--tile {tile.m}x{tile.n}x{tile.k} --cluster {cluster} --schedule {tile.schedule}"
+        return f"{error.limit.partition('; choose')[0]}; the nearest valid choice is {nearest}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{records.shown(error.object)} is no text in UTF-8, and TVM-FFI opens no such path; rename it"
+    if not isinstance(error, SpecError) and not str(error).startswith(("tune: ", "explain: ")):
+        return str(error)  # of no argument: it may hold a path
+    return _NAMED.sub(lambda name: option(name[1] or name[2]) + " " * name[0].endswith("="), str(error))
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """What a user can mend is one message and exit status 1, not a traceback; so is a warning a message."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: say_error(str(message))
+        try:
+            yield
+        except (BundleError, CompileError, ToolchainError, UnsupportedDevice, ValueError, OSError) as error:
+            say_error(_as_typed(error))
+            raise typer.Exit(1) from error
+
+
+class Row(NamedTuple):
+    """An option of a command: its type, its default, and what else `typer.Option` takes."""
+
+    kind: Any
+    default: Any
+    how: dict[str, Any]
+    positional: bool = False
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        typed = f"{option(name)}/--no-{name}" if self.default is True else option(name)
+        info = typer.Argument(**self.how) if self.positional else typer.Option(typed, **self.how)
+        kind: Any = self.kind
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, info]
+        )
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def row(help: str, kind: Any = str | None, default: Any = None, **how: Any) -> Row:
+    return Row(kind, default, {"help": help, **how})
+
+
+def flag(help: str) -> Row:
+    return row(help, bool, False)
+
+
+def count(help: str, default: Any = None, least: int = 1) -> Row:
+    return row(help, int | None, default, min=least)
+
+
+def parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], default: Any = None) -> Row:
+    """`form`: what a text that raises ValueError is not."""
+
+    def parser(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {form}") from None
+
+    return row(help, Any, default, parser=parser, metavar=metavar)
+
+
+def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "") -> Row:
+    """One of these words."""
+    choices = list(words)
+    return parsed(
+        help, f"one of {', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
+        lambda text: choices[choices.index(text)], default,
+    )  # fmt: skip
+
+
+def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The command that a function is: an option for each row, and its docstring for help."""
+    group = cache_app if path.startswith("cache ") else app
+    parameters = [row.parameter(option) for option, row in rows.items()]
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**given: Any) -> None:
+            with _reported():
+                function(**given)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__  # whose parameters typer would look at
+        group.command(path.split()[-1])(run)
+        return function
+
+    return register
+
+
+def console() -> Console:
+    """Standard output; wide enough for a table where it goes to a file or a pipe. Text is shown as it is."""
+    out = Console(markup=False, emoji=False, highlight=False)
+    if not out.is_terminal:
+        out.width = max(out.width, _PIPE_WIDTH)
+    return out
+
+
+def show(*parts: str | Table) -> None:
+    """Prints tables, and lines whatever the terminal's width."""
+    out = console()
+    for part in parts:
+        out.print(part, soft_wrap=isinstance(part, str))
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

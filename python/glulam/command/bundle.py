@@ -1,0 +1,97 @@
+"""`glulam build` and `glulam info`: a bundle is made, or shown without loading anything of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from ffi_bridge import build as builder
+from ffi_bridge import profiles, toolchain
+from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
+from ffi_bridge.manifest import Function, verify
+
+from .app import command, count, flag, megabytes, row, show, word
+
+ARCHS = word("Architecture, repeatable; default: every one.", profiles.CONFIGS)._replace(kind=list[str] | None)
+
+
+@command(
+    "build",
+    arch=ARCHS,
+    profile=row("demo: what the demo calls; bf16: all but float16; full: what a wheel has.", str, "bf16"),
+    only=row("Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.", list[str] | None),
+    jobs=count("Compile processes; default: one a CPU."),
+    out=row("Bundle folder; default: inside the installed package.", Path | None),
+    keep=flag("Leave a bundle as it is that has these functions."),
+)
+def build(
+    arch: list[str] | None, profile: str, only: list[str] | None, jobs: int | None, out: Path | None, keep: bool
+) -> None:
+    """Compile the shipped kernels and link them into one library per architecture."""
+    for one in arch or list(profiles.CONFIGS):
+        root = out or packaged_root()
+        specs = profiles.shipped_specs(one, profile, only or ())
+        manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
+        contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
+        typer.echo(f"{root / one / manifest.library}: {contents}")
+
+
+def _tile(stage: dict[str, Any]) -> str:
+    tile = stage.get("tile")
+    if tile is None:
+        return "-"
+    adaptive = " adaptive" if tile["adaptive"] else ""
+    cluster = f"c{tile['cluster_m']}x{tile['cluster_n']}{adaptive}"
+    return f"{tile['m']}x{tile['n']}x{tile['k']} {cluster} {tile['schedule'][:4]}"
+
+
+def _cells(function: Function) -> dict[str, str]:
+    """What `info` shows of a function. A composed one's stages are the specs in its spec."""
+    spec, kernels = function.spec, function.kernels
+    stages = [value for value in spec.values() if isinstance(value, dict) and "tile" in value] or [spec]
+    first = stages[0]
+    flags = [name for stage in stages for name, value in stage.items() if value is True]
+    if "kernel" in first:
+        flags += [first["kernel"], *(f"{name}={first[name]}" for name in ("n", "experts") if first.get(name))]
+    return {
+        "op": spec["op"],
+        "dtype": first["dtype"],
+        "activation": first.get("activation", "-"),
+        "layout": first.get("glu_layout", "-"),
+        "tile": " + ".join(dict.fromkeys(_tile(stage) for stage in stages)),
+        "options": ", ".join(flags) or "-",
+        "registers": " + ".join(str(kernel.registers) for kernel in kernels),
+        "smem KB": " + ".join(f"{(kernel.static_smem + kernel.dynamic_smem) / 1024:.1f}" for kernel in kernels),
+    }
+
+
+@command(
+    "info",
+    arch=ARCHS,
+    op=row("Show one operator's functions only, as grouped_mlp."),
+    bundle=row(f"Folder; default: ${ENV_BUNDLE}, else the package's.", Path | None),
+)
+def info(arch: list[str] | None, op: str | None, bundle: Path | None) -> None:
+    """Show what the bundle contains; nothing of it is loaded."""
+    for one in arch or list(profiles.CONFIGS):
+        folder = bundle_root(bundle) / one
+        manifest = verify(folder, one)
+        functions = manifest.functions.values()
+        table = Table(title=f"{manifest.arch}: {len(functions)} functions")
+        rows = [_cells(function) for function in functions if op in (None, function.spec["op"])]
+        for heading in rows[0] if rows else ():
+            table.add_column(heading, justify="right" if heading in ("registers", "smem KB") else "left")
+        for cells in rows:
+            table.add_row(*cells.values())
+        versions = ", ".join(f"{name} {version or '?'}" for name, version in manifest.versions.items())
+        ranges = ", ".join(f"{name} {wanted}" for name, wanted in toolchain.RUNS_WITH.items())
+        show(
+            table,
+            f"library   {folder / manifest.library} ({megabytes(manifest.size)})",
+            f"sha256    {manifest.sha256}",
+            f"built by  {versions}",
+            f"runs with {ranges}, on any {manifest.host} CPU",
+        )

@@ -1,0 +1,83 @@
+"""`glulam cache`: what is kept on disk of compiled kernels, of preferences, and of objects for builds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import typer
+from rich.table import Table
+
+from ffi_bridge import cache, objects
+
+from ..choose import known, loadable, records
+from .app import command, flag, megabytes, show
+
+
+def _size(found: Sequence[cache.Entry]) -> str:
+    return megabytes(sum(kept.size for kept in found))
+
+
+def _states(found: Sequence[cache.Entry]) -> str:
+    counts = Counter(kept.state for kept in found)
+    return ", ".join(f"{counts[state]} {state}" for state in cache.STATES)
+
+
+def _summary(stored: Sequence[cache.Entry]) -> str:
+    """One line for all objects: a build has hundreds."""
+    place = records.shown(objects.folder())
+    return f"{len(stored)} objects for builds in {place} ({_size(stored)}): {_states(stored)}"
+
+
+@command("cache list")
+def cache_list() -> None:
+    """Show every kernel in the cache, its state, which are preferred, and how many objects of builds there are."""
+    stored = known.read_preferences()
+    preferred = list(stored.preferred.values())
+    grid = Table(title=records.shown(cache.cache_root()))
+    for heading in ("kernel", "state", ""):
+        grid.add_column(heading, overflow="fold")
+    grid.add_column("KB", justify="right")
+    for kept in cache.entries():
+        name = kept.spec.name if kept.spec else records.shown(kept.name)
+        mark = "preferred" if kept.spec in preferred and kept.state == "sound" else ""
+        grid.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
+    shipped = [f"preferred from the bundle: {spec.name}" for spec in preferred if loadable.in_bundle(spec)]
+    show(grid, _summary(list(objects.entries())), *shipped, *stored.ignored)
+
+
+@command("cache verify")
+def cache_verify() -> None:
+    """Check every kernel and object; exit status 1 where one is damaged (it is made anew when next asked for)."""
+    found, stored = list(cache.entries()), list(objects.entries())
+    for kept in [*found, *(kept for kept in stored if kept.state == "damaged")]:
+        if kept.problem:
+            typer.echo(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
+    for line in known.read_preferences().ignored:
+        typer.echo(line)
+    typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
+    typer.echo(_summary(stored))
+    raise typer.Exit(int(any(kept.state == "damaged" for kept in (*found, *stored))))
+
+
+@command(
+    "cache clear",
+    outdated=flag("Only what no installed version can use."),
+    preferred=flag("Only the preferences; kernels stay."),
+)
+def cache_clear(outdated: bool, preferred: bool) -> None:
+    """Remove compiled kernels, objects and preferences; what runs keeps what it has loaded."""
+    removed: list[cache.Entry] = []
+    dropped: list[cache.Entry] = []
+    if not preferred:
+        states = ("outdated", "damaged", "aside") if outdated else cache.STATES
+        removed, dropped = cache.clear(states=states), objects.clear(states)
+    forgotten = 0 if outdated and not preferred else known.clear_preferences()
+    size = sum(kept.size for kept in removed) / 1024
+    root = records.shown(cache.cache_root())
+    typer.echo(
+        f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences, "
+        f"{len(dropped)} objects ({_size(dropped)})"
+    )
+    for line in known.read_preferences().ignored:
+        typer.echo(line)
