@@ -43,18 +43,16 @@ class Held(NamedTuple):
 
     @property
     def preferred(self) -> dict[Spec, Spec]:
-        """By family, the kernels of layers that are preferences."""
-        layers = (layer for layer, _ in self.layers.values() if not layer.points)
-        return {family_of(spec): spec for layer in layers for spec in layer.kernels.values()}
+        """Of preferences: kernels by family."""
+        return {family_of(spec): spec for layer, _ in self.layers.values() for spec in layer.kernels.values()}
 
 
 _held: dict[str, Held] = {}
 """What tables say, by the GPU's name; what is preferred under the empty one."""
 _preferred: dict[Spec, Spec] = {}
-"""What was preferred before, by family, less what was asked for already."""
-_ours: dict[Spec, Spec] = {}
-"""What is preferred, by family, and certainly can be loaded."""
-_absent: set[Spec] = set()
+"""What is preferred, by family: on disk when that was read, and since then here."""
+_loadable: dict[Spec, bool] = {}
+"""What was asked about kernels that do not ship by choice, and all that this process preferred."""
 _lock = threading.Lock()
 
 
@@ -148,7 +146,7 @@ def _known(gpu: str = "") -> Held:
                 for line in held.ignored:
                     warnings.warn(line, RuntimeWarning, stacklevel=6)
                 if not gpu:
-                    _preferred.update(held.preferred)
+                    _preferred.update({**held.preferred, **_preferred})
                 _held[gpu] = held
     return _held[gpu]
 
@@ -160,7 +158,7 @@ def ignored(gpu: str = "") -> tuple[str, ...]:
 
 def forget() -> None:
     """Forget what this process knows; files are read again when the next kernel is chosen."""
-    for each in (_held, _preferred, _ours, _absent):
+    for each in (_held, _preferred, _loadable):
         each.clear()
 
 
@@ -182,7 +180,7 @@ def prefer(spec: Spec, keep: bool = True) -> None:
 
     Where it serves this process alone, a warning says so, and later ones go on with what they preferred.
     """
-    _ours[family_of(spec)] = spec
+    _preferred[family_of(spec)], _loadable[spec] = spec, True
     why_not = "its kernel was not kept"
     if keep:
         try:
@@ -209,13 +207,11 @@ def clear_preferences() -> int:
 
 def _is_there(spec: Spec, otherwise: str) -> bool:
     """Whether a kernel can be had without compiling; a warning says once what happens otherwise."""
-    if spec in _absent:
-        return False
-    if loadable.is_loadable(spec):
-        return True
-    _absent.add(spec)
-    warnings.warn(otherwise, RuntimeWarning, stacklevel=6)
-    return False
+    if spec not in _loadable:
+        _loadable[spec] = loadable.is_loadable(spec)
+        if not _loadable[spec]:
+            warnings.warn(otherwise, RuntimeWarning, stacklevel=6)
+    return _loadable[spec]
 
 
 def preferred(problem: Problem, shipped: Spec) -> Spec | None:
@@ -223,21 +219,20 @@ def preferred(problem: Problem, shipped: Spec) -> Spec | None:
     several.
     """
     _known()
-    if not _ours and not _preferred:  # making the families, up to six, takes longer
+    if not _preferred:  # making the families, up to six, takes longer
         return None
-    return next((spec for family in families_like(shipped, problem) if (spec := _preferred_of(family))), None)
+    return next(_preferred_of(families_like(shipped, problem)), None)
 
 
-def _preferred_of(family: Spec) -> Spec | None:
-    spec = _preferred.pop(family, None)
-    if spec is not None and family not in _ours:
+def _preferred_of(families: Iterable[Spec]) -> Iterator[Spec]:
+    """What is preferred for families, and can be had."""
+    for spec in filter(None, map(_preferred.get, families)):
         otherwise = (
             f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
             f"compile it again with `glulam.compile`, or {CLEAR}"
         )
         if _is_there(spec, otherwise):
-            _ours[family] = spec
-    return _ours.get(family)
+            yield spec
 
 
 class Tuned(NamedTuple):
@@ -306,5 +301,5 @@ def tuned_specs(gpu: str) -> list[Spec]:
 def all_loadable(gpu: str = "") -> Iterator[Spec]:
     """All that calls may get without compiling."""
     _known()
-    yield from filter(None, map(_preferred_of, {**_ours, **_preferred}))
+    yield from _preferred_of(list(_preferred))
     yield from filter(loadable.is_loadable, tuned_specs(gpu))
