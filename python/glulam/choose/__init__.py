@@ -1,11 +1,73 @@
-"""Choosing kernels: `choose` says which serves a problem.
+"""Choosing kernels: what a user prefers, else what a tuned table says, else what ships.
 
-Read in this order: `choice` asks the sources in turn; `known` has preferences and tuned tables, `table` their files;
-`shipped` has what ships, `estimates` its times; `specs` the specs that users and files describe; `loadable` what can be
-had without compiling; `records` files that anybody may have written.
+Read in this order: `choose` asks these in turn; `known` has preferences and tuned tables, `table` their files;
+`shipped` has what ships (what a rule of the architecture says, else what was measured fastest, else what the cost model
+has fastest), `estimates` its times; `specs` the specs that users and files describe; `loadable` what can be had without
+compiling; `records` files that anybody may have written.
 """
 
-from .choice import Chooser, choose
-from .shipped import Choice
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from cute_kernels.arch import room
+from cute_kernels.specs import Spec
+
+from . import known, records, shipped
+from .problem import Problem, changed
+from .shipped import Choice, microseconds
 
 __all__ = ["Choice", "Chooser", "choose"]
+
+
+def choose(problem: Problem, arch: str, gpu: str = "") -> Choice:
+    """The spec that serves a problem on an architecture and the GPU of this name. Nothing is compiled or measured."""
+    ships = shipped.shipped_choice(problem, arch)
+    advice = room(arch).advice(problem)
+    if spec := known.preferred(problem, ships.spec):
+        return Choice(spec, "glulam.compile made it the preferred kernel of this form", advice)
+    if (layer := known.tuned(problem, gpu)) and (found := known.fastest(layer, problem, ships.spec)):
+        return Choice(found.spec, _tuned_in_words(found, ships.spec), advice, is_tuned=True)
+    return replace(ships, why_not=(*ships.why_not, *known.ignored(gpu)))
+
+
+def _tuned_in_words(found: known.Tuned, ships: Spec) -> str:
+    why = f"{records.shown(found.path)} has it fastest: {microseconds(found.us)}, mean over the routings"
+    if found.spec == ships:
+        return f"{why}; it ships"
+    if found.shipped_us:
+        return f"{why}; the shipped {ships.name} takes {found.shipped_us / found.us:.2f} times as long"
+    return why
+
+
+class Chooser:
+    """The specs that `choose` gives problems that differ in their rows alone, without its reasons.
+
+    What rows do not decide is asked for once: preferences, the layer of a tuned table, and the spec for a size.
+    """
+
+    def __init__(self, problem: Problem, arch: str, gpu: str = "") -> None:
+        self._problem, self._arch = problem, arch
+        self._ships: dict[Hashable, Spec] = {}
+        self._specs: dict[Spec, Spec] = {}  # equal ones are the same, so that callers may compare ids
+        ships = self._shipped(problem)
+        self._only = known.preferred(problem, ships)
+        self._layer = None if self._only else known.tuned(problem, gpu)
+        if self._layer is None and not room(arch).rows_decide(problem):
+            self._only = self._only or ships
+
+    def spec(self, rows: int) -> Spec:
+        if self._only is not None:
+            return self._only
+        problem = changed(self._problem, rows=rows)
+        ships = self._shipped(problem)
+        found = self._layer and known.fastest(self._layer, problem, ships)
+        return found.spec if found else ships
+
+    def _shipped(self, problem: Problem) -> Spec:
+        size = shipped.size_of(problem, self._arch)
+        if size not in self._ships:
+            spec = shipped.shipped_choice(problem, self._arch).spec
+            self._ships[size] = self._specs.setdefault(spec, spec)
+        return self._ships[size]

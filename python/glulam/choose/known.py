@@ -226,7 +226,7 @@ def preferred(problem: Problem, shipped: Spec) -> Spec | None:
 
 def _preferred_of(families: Iterable[Spec]) -> Iterator[Spec]:
     """What is preferred for families, and can be had."""
-    for spec in filter(None, map(_preferred.get, families)):
+    for spec in [_preferred[family] for family in families if family in _preferred]:
         otherwise = (
             f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
             f"compile it again with `glulam.compile`, or {CLEAR}"
