@@ -30,8 +30,15 @@ from cute_kernels.tiles import TileConfig, require
 from . import estimates as times
 from .problem import Problem, changed
 
-TILED = ("grouped_mm", "grouped_glu", "grouped_mlp", "grouped_dglu", "grouped_wgrad")
-"""Operators whose kernels have tiles, so that there is something to choose."""
+WIDTHS = {
+    "grouped_mm": ("in_features", "out_features"),
+    "grouped_glu": ("in_features", "intermediate"),
+    "grouped_mlp": ("in_features", "intermediate", "out_features"),
+    "grouped_dglu": ("in_features", "intermediate"),
+    "grouped_wgrad": ("in_features", "out_features"),
+}
+"""Those that a problem cannot do without, by operator: of all whose kernels have tiles, so that one is to be chosen."""
+TILED = tuple(WIDTHS)
 SIZES_AN_OCTAVE = 16
 
 

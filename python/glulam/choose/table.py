@@ -27,14 +27,6 @@ from .problem import Problem
 
 FORMAT, SCHEMA = "glulam-tuned", 3
 FORMATS = (FORMAT, "glulam-preferred")  # the second is that of preferences of earlier versions
-WIDTHS = {
-    "grouped_mm": ("in_features", "out_features"),
-    "grouped_glu": ("in_features", "intermediate"),
-    "grouped_mlp": ("in_features", "intermediate", "out_features"),
-    "grouped_dglu": ("in_features", "intermediate"),
-    "grouped_wgrad": ("in_features", "out_features"),
-}
-"""Those that a problem of an operator cannot do without."""
 ALIGNMENT = 8
 LARGEST_SIZE = 2**31 - 1
 MOST_ROWS = 2.0**26
@@ -179,7 +171,7 @@ def check(problem: Problem) -> None:
         size = getattr(problem, name)
         if type(size) is not int or not 0 <= size <= LARGEST_SIZE:
             raise ValueError(f"{name} is {size!r}; give a whole number, at most {LARGEST_SIZE}")
-        if size < 1 and name in ("experts", *WIDTHS[problem.op]):
+        if size < 1 and name in ("experts", *shipped.WIDTHS[problem.op]):
             raise ValueError(f"{problem.op} needs {name}, got {size}")
         if name != "experts" and size % ALIGNMENT:
             raise ValueError(f"{name} is {size}; kernels need a multiple of {ALIGNMENT}")
