@@ -12,7 +12,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ import glulam
 from .host import device as devices
 from .layer import Routing
 from .nn import MoE
+from .tuner.timing import Sampler, device_us, interleave
 
 SEED = 0
 VOCABULARY = 2**14
@@ -134,42 +135,32 @@ def within_rule(ours: Error, torchs: Error) -> bool:
     return all(o <= t <= LARGEST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
 
 
-def clock_ms(call: Call) -> float:
+def clock_us(call: Call, calls: int = 1) -> float:
+    """Mean time until a call returns to the host."""
     start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
-
-
-def gpu_ms(call: Call) -> float:
-    """One call's time between CUDA events."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) * 1e6 / calls
 
 
 def host_us(call: Call) -> float:
     """Median time until a call returns to the host, while the GPU works on."""
-
-    def calls() -> Tensor:
-        for _ in range(CALLS_PER_HOST_SAMPLE):
-            result = call()
-        return result
-
     samples = []
     for _ in range(HOST_SAMPLES):
         torch.cuda.synchronize()
-        samples.append(clock_ms(calls) / CALLS_PER_HOST_SAMPLE * 1e3)
+        samples.append(clock_us(call, CALLS_PER_HOST_SAMPLE))
     return statistics.median(samples)
 
 
-def median_ms(calls: Iterable[Call], device: str) -> list[float]:
+def sampler(call: Call, device: str) -> Sampler:
+    """What takes a sample of a call's time: between CUDA events, or on a CPU by the clock."""
+    return (lambda: device_us(lambda _: call(), 1, 0.0)) if device == "cuda" else (lambda: clock_us(call))
+
+
+def median_ms(calls: Mapping[str, Call], device: str) -> list[float]:
     """Median time of each call; they take turns."""
-    sample = gpu_ms if device == "cuda" else clock_ms
-    rounds = [[sample(call) for call in calls] for _ in range(ROUNDS[device])]
-    return [statistics.median(samples) for samples in zip(*rounds, strict=True)]
+    samplers, rounds = {name: sampler(call, device) for name, call in calls.items()}, ROUNDS[device]
+    return [found.median_us / 1e3 for found in interleave(samplers, 0.0, rounds, rounds).values()]
 
 
 def choose_device(wanted: str | None) -> tuple[str, str]:
@@ -233,7 +224,7 @@ def run(console: Console, device: str, reason: str) -> bool:
 
     reference = exact_moe(layer, x)
     errors = [error_of(call(), reference) for call in paths.values()]
-    times = median_ms(paths.values(), device)
+    times = median_ms(paths, device)
     table = Table(pad_edge=False, box=None)
     table.add_column()
     for heading in ("largest error", "error's norm", "time ms", *["host us a call"] * (device == "cuda")):
