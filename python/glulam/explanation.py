@@ -101,18 +101,18 @@ def explain(
         if dtype is not None or device is not None:
             raise TypeError("explain: dtype and device go with shapes; the tensors given have their own")
         where = lead.device
-        arch = gpus.gpu(lead.get_device()).arch if runs_kernels(lead) else None
+        gpu = gpus.gpu(lead.get_device()) if runs_kernels(lead) else None
     else:
-        where, arch = _target(device)
+        where, gpu = _target(device)
         arguments = _shapes_as_tensors(call_type, arguments, _dtype(dtype))
     problem = call_type(**{name: arguments.get(name) for name in call_type.names}).check()
-    if arch is None:
+    if gpu is None:
         why_not = ("kernels run on tensors on a GPU",)
         return Explanation(name, str(where), None, "reference", "the tensors are on the CPU", why_not)
     for width in (problem.in_features, problem.intermediate, problem.out_features):
         if width:  # tensors on a GPU were checked already, shapes were not
             check_width(name, "a tensor", width, on_gpu=True)
-    return of_problem(problem, str(where), arch, _gpu_name(where))
+    return of_problem(problem, str(where), gpu.arch, gpu.name)
 
 
 def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanation:
@@ -126,20 +126,15 @@ def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanatio
     return Explanation(problem.op, device, choice.spec, source, why, choice.why_not)
 
 
-def _gpu_name(where: torch.device) -> str:
-    """Of a GPU that is there; empty where shapes are explained without one."""
-    return gpus.gpu(where.index or 0).name if where.type == "cpu" or torch.cuda.is_available() else ""
-
-
-def _target(device: Any) -> tuple[torch.device, str | None]:
-    """A device for shapes, and its kernels' architecture; None on the CPU."""
+def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:
+    """A device for shapes, and the GPU that it is: one without a name where none is there, None on the CPU."""
     if device is None and not torch.cuda.is_available():
-        return torch.device(gpus.KERNEL_DEVICE), next(iter(gpus.ARCHS.values()))
+        return torch.device(gpus.KERNEL_DEVICE), gpus.Gpu("", next(iter(gpus.ARCHS.values())), 0)
     where = gpus.parsed("explain", "cuda" if device is None else device)
     if where.type != "cuda":
         return where, None
     index = gpus.cuda_index("explain", where)
-    return torch.device("cuda", index), gpus.gpu(index).arch
+    return torch.device("cuda", index), gpus.gpu(index)
 
 
 def _dtype(dtype: Any) -> torch.dtype:
