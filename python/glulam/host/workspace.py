@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,13 +73,15 @@ class Layouts:
         *self.begins, self.num_bytes = itertools.accumulate(whole, initial=0)
 
     def view(self, buffer: Tensor) -> Several:
-        at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
-        return tuple([at + begin if isinstance(part, int) else part.view(buffer, begin) for part, begin in placed])
+        return self._placed(buffer, Layout.view)
 
     def tensors(self, buffer: Tensor) -> Several:
         """The same with matrices that torch can read."""
+        return self._placed(buffer, Layout.tensor)
+
+    def _placed(self, buffer: Tensor, matrix: Callable[[Layout, Tensor, int], Any]) -> Several:
         at, placed = buffer.data_ptr(), zip(self.parts, self.begins, strict=True)
-        return tuple([at + begin if isinstance(part, int) else part.tensor(buffer, begin) for part, begin in placed])
+        return tuple([at + begin if isinstance(part, int) else matrix(part, buffer, begin) for part, begin in placed])
 
 
 Several = tuple[Any, ...]
