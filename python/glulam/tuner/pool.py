@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,16 +19,10 @@ from ..choose.loadable import Function
 SPARE_CPUS = 2  # one feeds the GPU, one serves the operating system
 MAX_JOBS = 16
 
-Compile = Callable[[Spec, Worker], Function]
-
 
 def default_jobs() -> int:
     """Compile processes beside a measurement on this machine."""
     return min(max(len(os.sched_getaffinity(0)) - SPARE_CPUS, 1), MAX_JOBS)
-
-
-def _get(spec: Spec, worker: Worker) -> Function:
-    return jit.get(spec, worker=worker, strict=True)
 
 
 class CompilePool:
@@ -39,8 +32,7 @@ class CompilePool:
     compiles to code that no bundle would take.
     """
 
-    def __init__(self, jobs: int, compile: Compile = _get) -> None:
-        self._compile = compile
+    def __init__(self, jobs: int) -> None:
         self._threads = ThreadPoolExecutor(jobs, "glulam-compile")
         self._mine = threading.local()
         self._workers: list[Worker] = []
@@ -76,7 +68,7 @@ class CompilePool:
             folder.mkdir()
             self._mine.worker = Worker(folder)
             self._workers.append(self._mine.worker)
-        return self._compile(spec, self._mine.worker)
+        return jit.get(spec, worker=self._mine.worker, strict=True)
 
     def wait(self, spec: Spec) -> Function | CompileError:
         """The function of a spec that was started, or why there is none."""
