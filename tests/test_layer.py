@@ -705,6 +705,21 @@ class TestMoe:
         with pytest.raises(RuntimeError, match="modified (in place|by an inplace)"):
             torch.autograd.grad(out.float().sum(), given[1])
 
+    @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+    @pytest.mark.parametrize("name", ["w2", "b2", "residual"])
+    def test_one_argument_alone_that_needs_no_data_gradient(self, name: str, recipe: str, anywhere: Any) -> None:
+        x, w1, w2 = self.layer(BF16)[:3]
+        made = Routing.from_topk(torch.randint(-1, 6, (20, 3)), torch.rand(20, 3), 6)
+        given = {"w2": w2, "b2": w2[:, :, 0].contiguous(), "residual": x.flip(0)}
+
+        def gradient(*trained: str) -> Tensor:
+            leaves = {one: t.clone().requires_grad_(one in trained) for one, t in given.items()}
+            out = glulam.moe(x, made, w1, **leaves, recipe=recipe)
+            return torch.autograd.grad(out, leaves[name], torch.ones_like(out))[0]
+
+        torch.testing.assert_close(gradient(name), gradient(*given), rtol=0.02, atol=0.02)
+        assert gradient(name).abs().max() > 0.1
+
     @pytest.mark.parametrize("recipe", QUANTISED)
     def test_a_residual_alone_has_a_gradient_by_any_recipe(self, recipe: str, anywhere: Any) -> None:
         x, w1, w2 = self.layer(BF16)[:3]

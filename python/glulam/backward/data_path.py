@@ -1,4 +1,4 @@
-"""What both directions of a grouped_mlp compute but for gradients of weights and biases, by recipe.
+"""A grouped_mlp's forward and backward by public operators, by recipe.
 
 What is quantised, in a recipe that does, is this: the rows of both directions and the weights that they meet. Gradients
 of weights are GEMMs of what is stored in 16 bits in any recipe.
@@ -7,170 +7,196 @@ of weights are GEMMs of what is stored in 16 bits in any recipe.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..calls.checks import any_requires_grad
-from ..choose.problem import changed
+from ..calls.checks import any_requires_grad, check_flag, check_recipe
 from ..host.experts import GateUp
 from ..ops import mlp_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import grouped_mm
-from .parts import Targets, contracted, groups_of
+from ..ops.mlp_training import DataGradients
+from .parts import Operators, Targets, contracted, form_of, groups_of
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
 """Arguments whose gradients need that of the activation."""
 
-DataGradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of h; the activation again; of x and of row_scale (but for b2's share), where they are wanted."""
+
+class Tokens(NamedTuple):
+    """Between a layer's tokens and its rows, of which `row_of` tells the place.
+
+    Attributes:
+        copies: of tokens, row_of and I: whether GEMMs read copies of rows, and do not read tokens by index.
+        rows: of tokens and row_of: the copies.
+        sums: of rows, row_of, a residual and a buffer: the tokens' sums.
+    """
+
+    copies: Callable[[Tensor, Tensor, int], bool]
+    rows: Callable[[Tensor, Tensor], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class DataPath:
-    """In 16 bits. `form`, everywhere: the activation and its numbers, as keywords of the operators.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataPath(Operators):
+    """In 16 bits.
 
     Attributes:
         need_preact: arguments for whose gradients forward keeps h.
-        wide: names of weights whose gradients are float32 although x is 16-bit.
-        transpose_w: whether weights are [E, H, 2I or I] and [E, I, H]; `in_halves`: whether w1 is a GateUp.
+        copies_forward: whether forward reads copies of rows where backward does.
+        form: the activation and its numbers, as keywords of the operators.
+        recompute: see `grouped_mlp`. tokens: of a layer.
     """
 
     need_preact: ClassVar[frozenset[str]] = BEHIND_THE_ACTIVATION
-    wide: frozenset[str] = frozenset()
-    transpose_w: bool = False
-    in_halves: bool = False
+    copies_forward: ClassVar[bool] = True
+    form: dict[str, Any]
+    recompute: bool
+    tokens: Tokens | None
 
     def forward(
-        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+        self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The result; and what is kept: "preact", or else "act"."""
-        groups, scale = groups_of(given), given["row_scale"]
-        hidden = {"bias": given["b1"], "row_scale": scale, "rows": given.get("rows"), **groups, **form}
-        act = grouped_glu(
-            given["x"], given["w1"], return_preact=keep_preact, transpose_w=self.transpose_w, **hidden
-        )  # fmt: skip
-        kept = {}
-        if keep_preact:
-            act, kept["preact"] = act
-        elif keep_act:
-            kept["act"] = act
-        scale_of_b2 = None if given["b2"] is None else scale
-        y = grouped_mm(
-            act, given["w2"], bias=given["b2"], bias_scale=scale_of_b2, transpose_w=self.transpose_w, out=out, **groups
-        )
-        return y, kept
+        if self.tokens is None:
+            return self._forward(given, keep_preact, keep_act, out)
+        row_of = given["row_of"]
+        if self.copies_forward and self.copies(given["x"], row_of, given["w2"]):
+            given = {**given, "x": self.tokens.rows(given["x"].contiguous(), row_of), "rows": None}
+        y, kept = self._forward(given, keep_preact, keep_act, None)
+        return self.tokens.sums(y, row_of, given["residual"], out), kept
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        """Whether GEMMs read a copy of each row's token, made by `rows`."""
-        return False
-
-    def rows(self, x: Tensor, row_of: Any) -> Tensor:
-        raise NotImplementedError
+        """Whether GEMMs read a copy of each row's token; where no data gradient needs w2, they do not."""
+        if self.tokens is None or w2 is None:
+            return False
+        return self.tokens.copies(x, row_of, contracted(w2, self.transpose_w))
 
     def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
         """dy as the GEMMs read it, and what was saved as well, in place."""
-        return dy
+        return self.copied(saved, dy) if self.copies(dy, saved.get("row_of"), saved.get("w2")) else dy
 
-    def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
-        """A buffer for x's gradient by rows; None allocates one."""
-        return targets.new_grad_input(dy, columns)
+    def copied(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
+        """The same where it is a copy."""
+        assert self.tokens is not None
+        saved["rows"] = None
+        if saved.get("x") is not None:
+            saved["x"] = self.tokens.rows(saved["x"].contiguous(), saved["row_of"])
+        return self.tokens.rows(dy, saved["row_of"])
 
-    def take_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+    def data_gradients(
+        self, saved: dict[str, Any], targets: Targets, d_result: Tensor, dy: Tensor, wanted: frozenset[str]
+    ) -> DataGradients:
+        """`d_result`: the incoming gradient; `dy`: as `gathered` returned it."""
+        if self.tokens is None:
+            return self._gradients(saved, targets, dy, wanted)
+        made = self._gradients(saved, None, dy, wanted)
+        if made.dx is None:
+            return made
+        out = targets.given_grad_input(d_result)
+        return made._replace(dx=self.tokens.sums(made.dx, saved["row_of"], None, out))
+
+    def take_preact(self, saved: dict[str, Any]) -> Tensor:
         """h, which leaves `saved`, or is made again."""
         preact: Tensor | None = saved.pop("preact", None)
-        return self.new_preact(saved, form) if preact is None else preact
+        return self._new_preact(saved) if preact is None else preact
 
-    def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
+    def _forward(
+        self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of rows."""
+        made = self._glu(given, keep_preact)
+        act, *preact = made if keep_preact else (made,)
+        bias = given["b2"]
+        y = grouped_mm(
+            act, given["w2"], bias=bias, bias_scale=None if bias is None else given["row_scale"],
+            transpose_w=self.transpose_w, out=out, **groups_of(given),
+        )  # fmt: skip
+        return y, {"preact": preact[0]} if keep_preact else {"act": act} if keep_act else {}
+
+    def _glu(self, given: dict[str, Any], return_preact: bool = False) -> Any:
+        return grouped_glu(
+            given["x"], given["w1"], bias=given["b1"], row_scale=given["row_scale"], rows=given.get("rows"),
+            return_preact=return_preact, transpose_w=self.transpose_w, **groups_of(given), **self.form,
+        )  # fmt: skip
+
+    def act(self, saved: dict[str, Any]) -> Tensor:
+        """The activation, saved or made again."""
+        act: Tensor = saved["act"] if "act" in saved else self._glu(saved)
+        return act
+
+    def _new_preact(self, saved: dict[str, Any]) -> Tensor:
         if self.in_halves:  # which grouped_glu alone multiplies in one call
-            hidden = {"bias": saved["b1"], "rows": saved.get("rows"), **groups_of(saved), **form}
-            preact: Tensor = grouped_glu(saved["x"], saved["w1"], return_preact=True, **hidden)[1]
+            preact: Tensor = self._glu(saved, return_preact=True)[1]
             return preact
         return grouped_mm(
             saved["x"], saved["w1"], bias=saved["b1"], rows=saved.get("rows"), transpose_w=self.transpose_w,
             **groups_of(saved),
         )  # fmt: skip
 
-    def new_act(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
-        """The activation, made again."""
-        act: Tensor = grouped_glu(
-            saved["x"], saved["w1"], bias=saved["b1"], row_scale=saved["row_scale"], rows=saved.get("rows"),
-            transpose_w=self.transpose_w, **groups_of(saved), **form,
-        )  # fmt: skip
-        return act
-
-    def gradients(
-        self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
+    def _gradients(
+        self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
+        """Of rows; x's goes where `targets` says, or, without, to a new tensor whose tail is uninitialised."""
         groups, dx = groups_of(saved), None
         dpreact, act, d_scale = grouped_dglu(
-            dy, saved["w2"], self.take_preact(saved, form), rows=saved.get("rows"), row_scale=saved["row_scale"],
-            row_scale_grad="row_scale" in wanted, transpose_w=self.transpose_w, **groups, **form,
+            dy, saved["w2"], self.take_preact(saved), rows=saved.get("rows"), row_scale=saved.get("row_scale"),
+            row_scale_grad="row_scale" in wanted, transpose_w=self.transpose_w, **groups, **self.form,
         )  # fmt: skip
         if "x" in wanted:
-            dx = self.new_dx(targets, dy, contracted(saved["w1"], self.transpose_w))
-            dx = grouped_mm(dpreact, saved["w1"], transpose_w=not self.transpose_w, out=dx, **groups)
-        return dpreact, act, dx, d_scale
+            w1 = saved["w1"]
+            dx = None if targets is None else targets.new_grad_input(dy, contracted(w1, self.transpose_w))
+            dx = grouped_mm(dpreact, w1, transpose_w=not self.transpose_w, out=dx, **groups)
+        return DataGradients(dpreact, act, dx, d_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisedPath(DataPath):
-    """In MXFP8. `trained`: whether a weight is."""
-
-    recipe: str
-    trained: bool
+    """In MXFP8; `form` has the recipe as well, and whether a weight is trained. Forward quantises each token once."""
 
     need_preact = BEHIND_THE_ACTIVATION | {"w2"}  # the activation was never there in 16 bits
-
-    def forward(
-        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        y, preact = self._forward(given, form, given["b2"], out)
-        return y, {"preact": preact} if keep_preact else {}
+    copies_forward = False
 
     def _forward(
-        self, given: dict[str, Any], form: dict[str, Any], b2: Any, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return mxfp8.forward(
-            given["x"], given["w1"], given["w2"], **groups_of(given), row_scale=given["row_scale"], b1=given["b1"],
-            b2=b2, recipe=self.recipe, trained=self.trained, out=out, rows=given.get("rows"), **form,
+        self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y, preact = mxfp8.forward(
+            given["x"], given["w1"], given["w2"], row_scale=given["row_scale"], b1=given["b1"], b2=given["b2"],
+            rows=given.get("rows"), out=out, **groups_of(given), **self.form,
         )  # fmt: skip
+        return y, {"preact": preact} if keep_preact else {}
 
-    def new_preact(self, saved: dict[str, Any], form: dict[str, Any]) -> Tensor:
-        return self._forward(saved, form, None, None)[1]
+    def _new_preact(self, saved: dict[str, Any]) -> Tensor:
+        return self._forward({**saved, "b2": None}, True, False, None)[1]["preact"]
 
-    def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
-        return None if targets.grad_input is None else targets.given_grad_input(dy)
-
-    def gradients(
-        self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
+    def _gradients(
+        self, saved: dict[str, Any], targets: Targets | None, dy: Tensor, wanted: frozenset[str]
     ) -> DataGradients:
-        dx = self.new_dx(targets, dy, contracted(saved["w1"], self.transpose_w)) if "x" in wanted else None
+        out = targets.given_grad_input(dy) if targets is not None and "x" in wanted else None
         return mxfp8.backward(
-            dy, saved.get("w1"), saved["w2"], self.take_preact(saved, form), **groups_of(saved),
-            row_scale=saved["row_scale"], recipe=self.recipe, trained=self.trained, input_grad="x" in wanted,
-            row_scale_grad="row_scale" in wanted, out=dx, rows=saved.get("rows"), **form,
+            dy, saved.get("w1"), saved["w2"], self.take_preact(saved), row_scale=saved.get("row_scale"),
+            input_grad="x" in wanted, row_scale_grad="row_scale" in wanted, rows=saved.get("rows"), out=out,
+            **groups_of(saved), **self.form,
         )  # fmt: skip
-
-
-IN_16_BITS = DataPath()
 
 
 def path_of(call: Any) -> DataPath:
     """Of a GroupedMlpCall or Mxfp8MlpCall."""
+    check_flag(call.op, "recompute", call.recompute)
+    form, common = form_of(call), {"recompute": call.recompute, "tokens": call.tokens}
     if not isinstance(call, Mxfp8MlpCall):
+        check_recipe(call.op, call.recipe)
         in_halves = isinstance(call.w1, GateUp)
-        return changed(call.data_path or IN_16_BITS, transpose_w=call.transpose_w, in_halves=in_halves)
+        return DataPath(form=form, transpose_w=call.transpose_w, in_halves=in_halves, **common)
     weights = {"w1": call.w1, "w2": call.w2}
     is_16_bit = call.x.dtype.itemsize == 2
     wide = frozenset(name for name, w in weights.items() if is_16_bit and _dtype(w) == torch.float32)
-    kind = call.data_path or QuantisedPath
-    trained = any_requires_grad(*weights.values())
-    quantised: DataPath = kind(recipe=call.recipe, trained=trained, wide=wide)
-    return quantised
+    of_recipe = {"recipe": call.recipe, "trained": any_requires_grad(*weights.values())}
+    return QuantisedPath(form={**form, **of_recipe}, wide=wide, **common)
 
 
 def _dtype(w: Any) -> torch.dtype:

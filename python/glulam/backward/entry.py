@@ -13,15 +13,17 @@ from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
-from . import glu, mm, planned, planned_mlp
+from . import glu, planned
 from .function import Formula, apply
+from .mm import MmPlan
 from .parts import ORDINARY, Targets, check_targets
+from .planned_mlp import MlpPlan
 
-HOW: dict[type[Call], planned.Maker | Formula] = {
-    GroupedMmCall: mm.MAKER,
+HOW: dict[type[Call], type[planned.TrainingPlan] | Formula] = {
+    GroupedMmCall: MmPlan,
     GroupedGluCall: glu.FORMULA,
-    GroupedMlpCall: planned_mlp.MAKER,
-    Mxfp8MlpCall: planned_mlp.MAKER,
+    GroupedMlpCall: MlpPlan,
+    Mxfp8MlpCall: MlpPlan,
 }
 """How calls are differentiated: common ones by a plan for forward and backward together, others by a formula."""
 

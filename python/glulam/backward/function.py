@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,25 +90,28 @@ class Formula(NamedTuple):
 
     Attributes:
         inputs: of the operator's arguments, those that are tensors, group sizes left out.
-        options: of a call, what else forward and backward need.
-        forward: of the arguments, the names of those that are trained, the options and a buffer: the results, and what
-            backward reads.
-        gradients: of what forward kept, which may be emptied, the options, the targets, the names of what is trained
-            and the results' gradients: theirs.
+        operators: of a call, what makes it and its gradients the general way.
+        reads: of the names of those that are trained and the operators: by name, whether backward reads an argument;
+            those that are left out it does.
+        forward: of the arguments, the names of those that are trained, the operators and a buffer: the results, and
+            what backward reads besides.
+        gradients: of what was saved, which may be emptied, the operators or a plan, the targets, the names of what is
+            trained and the results' gradients: theirs.
     """
 
     inputs: tuple[str, ...]
-    options: Callable[[Any], Any]
+    operators: Callable[[Any], Any]
+    reads: Callable[[frozenset[str], Any], Mapping[str, bool]]
     forward: Callable[[dict[str, Any], frozenset[str], Any, Tensor | None], tuple[Any, dict[str, Any]]]
     gradients: Callable[..., dict[str, Any]]
 
     def backward(
-        self, op: str, saved: dict[str, Any], options: Any, targets: Targets, wanted: frozenset[str], *dy: Tensor
+        self, op: str, saved: dict[str, Any], operators: Any, targets: Targets, wanted: frozenset[str], *dy: Tensor
     ) -> dict[str, Any]:
         """`gradients`, of incoming gradients as they come; errors name `op`."""
         with backward_of(op):
             check_saved(op, saved)
-            return self.gradients(saved, options, targets, wanted, *map(usable, dy))
+            return self.gradients(saved, operators, targets, wanted, *map(usable, dy))
 
 
 class General(NamedTuple):
@@ -116,21 +119,23 @@ class General(NamedTuple):
 
     op: str
     formula: Formula
-    options: Any
+    operators: Any
     layout: Layout
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
-            result, kept = self.formula.forward(given, wanted, self.options, targets.out)
-        ctx.saved_layout, saved = flatten(kept)
+            result, made = self.formula.forward(given, wanted, self.operators, targets.out)
+        reads = self.formula.reads(wanted, self.operators)
+        read = {name: value for name, value in given.items() if reads.get(name, True)}
+        ctx.saved_layout, saved = flatten({**read, **made})
         ctx.save_for_backward(*saved)
         return result
 
     def backward(self, ctx: Any, targets: Targets, *dy: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
         saved, wanted = ctx.saved_layout.named(taken(ctx)), self.layout.wanted(needed)
-        gradients = self.formula.backward(self.op, saved, self.options, targets, wanted, *dy)
+        gradients = self.formula.backward(self.op, saved, self.operators, targets, wanted, *dy)
         return once_differentiable(self.op, self.layout.flat_gradients(gradients, needed))
 
 
@@ -154,9 +159,9 @@ apply_untransformed: Callable[..., Any] = super(torch.autograd.Function, Differe
 
 def apply(call: Any, formula: Formula, targets: Targets) -> Any:
     """The result of a call, differentiable, the general way."""
-    options = formula.options(call)
+    operators = formula.operators(call)
     groups = tensor_groups(call.op, call.offs, call.splits, call.x)
     arguments = {name: getattr(call, name) for name in (*formula.inputs, *call.of_tokens)}
     layout, flat = flatten({**arguments, **groups})
-    step = General(caller(call.op), formula, options, layout)
+    step = General(caller(call.op), formula, operators, layout)
     return Differentiable.apply(step, targets, *flat)  # type: ignore[no-untyped-call]

@@ -6,7 +6,8 @@ GEMM it is where another GEMM follows, in grouped_mlp.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,42 +16,44 @@ from ..activations import ActivationParams, activate_backward
 from ..host.experts import GateUp
 from ..ops.grouped_bias_grad import grouped_bias_grad
 from ..ops.grouped_glu import grouped_glu
-from ..ops.grouped_mm import grouped_mm
 from .function import Formula
-from .parts import Targets, contracted, groups_of
+from .parts import Operators, Targets, form_of, groups_of
 
 
-class Options(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Glu(Operators):
     """`form`: the activation, the layout of its gate and their numbers, as keywords."""
 
     form: dict[str, Any]
     return_preact: bool
-    transpose_w: bool
-    in_halves: bool
 
 
-def _options(call: Any) -> Options:
-    form = {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
-    return Options(form, call.return_preact, call.transpose_w, isinstance(call.w1, GateUp))
+def _operators(call: Any) -> _Glu:
+    is_pair = isinstance(call.w1, GateUp)
+    return _Glu(
+        form=form_of(call), return_preact=call.return_preact, transpose_w=call.transpose_w, in_halves=is_pair
+    )  # fmt: skip
+
+
+def _reads(wanted: frozenset[str], _: _Glu) -> dict[str, bool]:
+    return {"x": "w1" in wanted, "w1": "x" in wanted, "bias": False}
 
 
 def _forward(
-    given: dict[str, Any], wanted: frozenset[str], options: Options, out: Tensor | None
+    given: dict[str, Any], wanted: frozenset[str], operators: _Glu, out: Tensor | None
 ) -> tuple[Any, dict[str, Any]]:
     act, preact = grouped_glu(
-        **given, **options.form, return_preact=True, transpose_w=options.transpose_w, out=out
+        **given, **operators.form, return_preact=True, transpose_w=operators.transpose_w, out=out
     )  # fmt: skip
-    used = {"x": "w1" in wanted, "w1": "x" in wanted, "bias": False, "row_scale": True, "offs": True, "splits": True}
-    kept = {name: value for name, value in given.items() if used[name]}
-    return (act, preact) if options.return_preact else act, {**kept, "preact": preact}
+    return (act, preact) if operators.return_preact else act, {"preact": preact}
 
 
 def _gradients(
-    saved: dict[str, Any], options: Options, targets: Targets, wanted: frozenset[str], d_act: Tensor, *d_preact: Tensor
+    saved: dict[str, Any], operators: _Glu, targets: Targets, wanted: frozenset[str], d_act: Tensor, *d_preact: Tensor
 ) -> dict[str, Any]:
     groups = groups_of(saved)
     result: dict[str, Any] = {}
-    dpreact, d_scale = _through_activation(d_act, saved["preact"], saved["row_scale"], options.form)
+    dpreact, d_scale = _through_activation(d_act, saved["preact"], saved["row_scale"], operators.form)
     if "row_scale" in wanted:
         result["row_scale"] = d_scale.masked_fill(_is_behind(groups, d_scale), 0)
     for of_preact in d_preact:
@@ -58,13 +61,9 @@ def _gradients(
     if "bias" in wanted:
         result["bias"] = grouped_bias_grad(dpreact, **groups)
     if "w1" in wanted:
-        halves = dpreact.chunk(2, dim=1) if options.in_halves else (dpreact,)
-        x, of_weight = saved["x"], targets.grad_of("w1")
-        made = [of_weight(x, half, groups) if options.transpose_w else of_weight(half, x, groups) for half in halves]
-        result["w1"] = made if options.in_halves else made[0]
+        result["w1"] = operators.weight_gradient(targets, "w1", dpreact, saved["x"], groups)
     if "x" in wanted:
-        dx = targets.new_grad_input(dpreact, contracted(saved["w1"], options.transpose_w))
-        result["x"] = grouped_mm(dpreact, saved["w1"], **groups, transpose_w=not options.transpose_w, out=dx)
+        result["x"] = operators.data_gradient(targets, dpreact, saved["w1"], groups)
     return result
 
 
@@ -86,4 +85,4 @@ def _is_behind(groups: dict[str, Any], rows: Tensor) -> Tensor:
     return torch.arange(rows.shape[0], device=rows.device) >= ends
 
 
-FORMULA = Formula(("x", "w1", "bias", "row_scale"), _options, _forward, _gradients)
+FORMULA = Formula(("x", "w1", "bias", "row_scale"), _operators, _reads, _forward, _gradients)

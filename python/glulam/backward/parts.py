@@ -33,7 +33,13 @@ WeightGrad = Callable[[Tensor, Tensor, dict[str, Any]], Any]
 
 def groups_of(named: Mapping[str, Any]) -> dict[str, Any]:
     """Of arguments by name, the group sizes."""
-    return {name: named[name] for name in ("offs", "splits") if name in named}
+    name = "offs" if "offs" in named else "splits"
+    return {name: named[name]}
+
+
+def form_of(call: Any) -> dict[str, Any]:
+    """A call's activation, the layout of its gate and their numbers, as keywords of the operators."""
+    return {name: getattr(call, name) for name in ("activation", "glu_layout", "limit", "alpha", "offset")}
 
 
 def contracted(w: Any, transpose_w: bool) -> int:
@@ -44,15 +50,6 @@ def contracted(w: Any, transpose_w: bool) -> int:
 
 BIAS_COLUMNS = 8
 """Rows of a weight that holds a bias in its first: as few as a kernel takes."""
-
-
-def weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
-    return grouped_wgrad(dy, x, **groups)
-
-
-def wide_weight_grad(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
-    """In float32."""
-    return grouped_wgrad(dy, x, **groups, out_dtype=torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,23 +65,54 @@ class Targets:
     grad_input: Tensor | None = None
     weights: Mapping[str, WeightGrad] = dataclasses.field(default_factory=dict)
 
-    def grad_of(self, name: str) -> WeightGrad:
-        return self.weights.get(name, weight_grad)
+    def given_grad_input(self, dy: Tensor) -> Tensor | None:
+        """The buffer for x's gradient, which shares no memory with the incoming one."""
+        if self.grad_input is not None and not gpus.is_traced(dy):
+            check_no_overlap("backward", "grad_input", self.grad_input, "the incoming gradient", dy)
+        return self.grad_input
 
     def new_grad_input(self, dy: Tensor, columns: int) -> Tensor:
         """[T, columns] for x's gradient, zeros."""
-        if self.grad_input is None:
-            return dy.new_zeros(dy.shape[0], columns)
-        return self.given_grad_input(dy).zero_()
-
-    def given_grad_input(self, dy: Tensor) -> Tensor:
-        buffer: Any = self.grad_input
-        if not gpus.is_traced(dy):
-            check_no_overlap("backward", "grad_input", buffer, "the incoming gradient", dy)
-        return buffer
+        buffer = self.given_grad_input(dy)
+        return dy.new_zeros(dy.shape[0], columns) if buffer is None else buffer.zero_()
 
 
 ORDINARY = Targets()
+
+
+@dataclasses.dataclass(frozen=True)
+class Operators:
+    """How a gradient's parts are made the general way: by public operators. A plan has methods of the same names.
+
+    Attributes:
+        transpose_w: whether weights lie transposed; `in_halves`: whether w1 is a GateUp.
+        wide: names of weights whose gradients are float32 although x is 16-bit.
+    """
+
+    transpose_w: bool = False
+    in_halves: bool = False
+    wide: frozenset[str] = frozenset()
+
+    def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: dict[str, Any]) -> Tensor:
+        """dy w_e, where x's gradient goes."""
+        dx = targets.new_grad_input(dy, contracted(w, self.transpose_w))
+        return grouped_mm(dy, w, **groups, transpose_w=not self.transpose_w, out=dx)
+
+    def weight_gradient(
+        self, targets: Targets, name: str, dy: Tensor, x: Tensor, groups: dict[str, Any], dy_rows: Any = None,
+        x_rows: Any = None,
+    ) -> Any:  # fmt: skip
+        """As the weight lies, of a GateUp two. `dy_rows`, `x_rows`: as of grouped_wgrad."""
+        if self.in_halves and name == "w1":
+            whole = dataclasses.replace(self, in_halves=False)
+            halves = dy.chunk(2, dim=1)
+            return [whole.weight_gradient(targets, name, half, x, groups, dy_rows, x_rows) for half in halves]
+        if self.transpose_w:
+            dy, x, dy_rows, x_rows = x, dy, x_rows, dy_rows
+        groups = {**groups, "dy_rows": dy_rows, "x_rows": x_rows}
+        if name in targets.weights:
+            return targets.weights[name](dy, x, groups)
+        return grouped_wgrad(dy, x, **groups, out_dtype=torch.float32 if name in self.wide else None)
 
 
 _checked: Plans[set[tuple[int, ...]]] = Plans()

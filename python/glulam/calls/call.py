@@ -39,12 +39,12 @@ class Call(Launching):
     Attributes:
         tabled: weights that kernels take as lists; None: all.
         differentiable: whether the operator has a gradient.
-        data_path: of its gradient (`backward.data_path`), where another than the recipe's own.
+        tokens: of a layer, what its gradient does with them (`backward.data_path.Tokens`).
     """
 
     tabled: tuple[str, ...] | None = None
     differentiable: ClassVar[bool] = False
-    data_path: ClassVar[Any] = None
+    tokens: ClassVar[Any] = None
     operator: ClassVar[Callable[..., Any]]
     with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
 

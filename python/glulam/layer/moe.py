@@ -9,8 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
 from .. import recipes
-from ..backward.data_path import DataGradients, DataPath, QuantisedPath
-from ..backward.parts import Targets, contracted
+from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, check_alignment, mismatch
@@ -91,56 +90,13 @@ def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: An
     return Mxfp8MoeCall(**given)
 
 
-class PathOfTokens(DataPath):
-    """Of a layer: rows come by index, or copied, and the sums of a token's, of results and of gradients, go."""
-
-    def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
-        num_bytes = row_of.numel() * x.shape[1] * x.element_size()
-        return num_bytes <= COPIED_BYTES and contracted(w2, self.transpose_w) >= COPIED_WIDTH
-
-    def rows(self, x: Tensor, row_of: Any) -> Tensor:
-        copy: Tensor = permute_tokens(x, row_of)
-        return copy.view(row_of.numel(), x.shape[1])
-
-    def gathered(self, saved: dict[str, Any], dy: Tensor) -> Tensor:
-        row_of = saved["row_of"]
-        if not self.copies(dy, row_of, saved["w2"]):
-            return dy
-        if saved.get("x") is not None:
-            saved["x"] = self.rows(saved["x"].contiguous(), row_of)
-        saved["rows"] = None
-        return self.rows(dy, row_of)
-
-    def forward(
-        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        x, row_of = given["x"], given["row_of"]
-        if self.copies(x, row_of, given["w2"]):
-            given = {**given, "x": self.rows(x.contiguous(), row_of), "rows": None}
-        y, kept = super().forward(given, form, keep_preact, keep_act, None)
-        return _sums(y, given["row_of"], given["residual"], out), kept
-
-    def new_dx(self, targets: Targets, dy: Tensor, columns: int) -> Tensor | None:
-        return None
-
-    def gradients(
-        self, saved: dict[str, Any], form: dict[str, Any], targets: Targets, dy: Tensor, wanted: frozenset[str]
-    ) -> DataGradients:
-        dpreact, act, dx, d_scale = super().gradients(saved, form, targets, dy, wanted)
-        if dx is not None:
-            out = None if targets.grad_input is None else targets.given_grad_input(dy)
-            dx = _sums(dx, saved["row_of"], None, out)
-        return dpreact, act, dx, d_scale
+def _copies(x: Tensor, row_of: Tensor, inner: int) -> bool:
+    return row_of.numel() * x.shape[1] * x.element_size() <= COPIED_BYTES and inner >= COPIED_WIDTH
 
 
-class QuantisedPathOfTokens(PathOfTokens, QuantisedPath):
-    """The same by a recipe that quantises. Forward always reads tokens by index: it quantises each once."""
-
-    def forward(
-        self, given: dict[str, Any], form: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        y, kept = QuantisedPath.forward(self, given, form, keep_preact, keep_act, None)
-        return _sums(y, given["row_of"], given["residual"], out), kept
+def _rows(x: Tensor, row_of: Tensor) -> Tensor:
+    copy: Tensor = permute_tokens(x, row_of)
+    return copy.view(row_of.numel(), x.shape[1])
 
 
 def _sums(rows: Tensor, row_of: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
@@ -164,6 +120,7 @@ class OfTokens(Call):
     """
 
     op = "moe"
+    tokens = Tokens(_copies, _rows, _sums)
 
     def check_result(self, width: int, like: Tensor) -> None:
         shape, why = (len(self.row_of), width), "the result has a row for each token"
@@ -189,7 +146,6 @@ class MoeCall(OfTokens, GroupedMlpCall):
     """A call of moe in 16 bits."""
 
     makes = (GroupedMlpCall.makes[0]._replace(name="y", returned=False), Made("out", "out", ("tokens", "out_features")))
-    data_path = PathOfTokens()
 
 
 class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
@@ -200,7 +156,6 @@ class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
         Mxfp8MlpCall.makes[0]._replace(name="y", returned=False),
         Made("out", "out", ("tokens", "out_features"), dtype="out_dtype"),
     )
-    data_path = QuantisedPathOfTokens
 
     @staticmethod
     def look(op: str, outs: list[Any], **read: Any) -> None:

@@ -198,13 +198,34 @@ def _gathered(*names: str) -> Any:
     return lambda *values: DataGradients(**dict(zip(fields, values, strict=True)))
 
 
-class Mxfp8GradientsCall(GradientsCall):
-    """The same in MXFP8."""
+class FoldsColumns(GradientsCall):
+    """The same in MXFP8. `trained`: whether a weight is."""
+
+    tabled = ()
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        """dy and the gradient of h in MXFP8, and partial sums of d_row_scale."""
+        names = ["dy8", *(["dpreact8"] if self.input_grad else [])]
+        quantised = {key: kind for name in names for key, kind in ((name, "matrix"), (f"{name}_scale", "bytes"))}
+        return {**quantised, **super().scratch_of(problem)}
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), "trained": self.trained, "folded_columns": folded_columns}
+
+    def before(self, problem: Problem) -> tuple[str, ...]:
+        w1 = "w1" if self.input_grad else "None"
+        return (f"folded_w1, folded_w2 = folded_columns({w1}, w2, trained)",)
+
+    def texts(self, problem: Problem) -> dict[str, str]:
+        return _FOLDED
+
+
+class Mxfp8GradientsCall(FoldsColumns):
+    """The same as an operator, of rows."""
 
     torch_op = "grouped_mlp_mxfp8_backward"
     torch_results = {"": ("Tensor[]", {})}
     torch_types = {"w1": "Tensor[]?"}
-    tabled = ()
     w1_scale = w2_scale = None  # weights are not in MXFP8
 
     def check(self) -> Problem:
@@ -249,22 +270,6 @@ class Mxfp8GradientsCall(GradientsCall):
         )  # fmt: skip
         return results
 
-    def scratch_of(self, problem: Problem) -> dict[str, str]:
-        """dy and the gradient of h in MXFP8, and partial sums of d_row_scale."""
-        names = ["dy8", *(["dpreact8"] if self.input_grad else [])]
-        quantised = {key: kind for name in names for key, kind in ((name, "matrix"), (f"{name}_scale", "bytes"))}
-        return {**quantised, **super().scratch_of(problem)}
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        return {**super().constants(problem), "trained": self.trained, "folded_columns": folded_columns}
-
-    def before(self, problem: Problem) -> tuple[str, ...]:
-        w1 = "w1" if self.input_grad else "None"
-        return (f"folded_w1, folded_w2 = folded_columns({w1}, w2, trained)",)
-
-    def texts(self, problem: Problem) -> dict[str, str]:
-        return _FOLDED
-
 
 class WeightGradientCall(GroupedWgradCall):
     """A weight's, of which an MLP has two by one kernel. `n`, `k`: its sizes."""
@@ -275,12 +280,9 @@ class WeightGradientCall(GroupedWgradCall):
 
 _OF_ROWS = ("dy", "w1", "w2", "preact", "offs", "splits", "row_scale", "rows", "row_of")
 _OPTIONS = ("activation", "glu_layout", "limit", "alpha", "offset", "row_scale_grad", "input_grad")
-GradientsCall.declare((*_OF_ROWS, *_OPTIONS, "out"))
+for _kind in (GradientsCall, FoldsColumns):
+    _kind.declare((*_OF_ROWS, *_OPTIONS, "out"))
 WeightGradientCall.declare(GroupedWgradCall.names)
-
-
-class Mxfp8TokenGradientsCall(Mxfp8GradientsCall):
-    """The same, dx of tokens."""
 
 
 @operator(Mxfp8GradientsCall)
@@ -295,6 +297,3 @@ def backward(
     `w1`: None will do without input_grad. `rows`: as of `grouped_dglu`, of dy; dx has these rows.
     """
     raise NotImplementedError  # `front` writes the body
-
-
-Mxfp8TokenGradientsCall.declare((*_OF_ROWS, *_OPTIONS, "out"))
