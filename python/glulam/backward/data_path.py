@@ -59,9 +59,11 @@ class DataPath(Operators):
     tokens: Tokens | None
 
     def forward(
-        self, given: dict[str, Any], keep_preact: bool, keep_act: bool, out: Tensor | None
+        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The result; and what is kept: "preact", or else "act"."""
+        """What is saved besides is "preact", or else "act"."""
+        keep_preact = bool(wanted & self.need_preact) and not self.recompute
+        keep_act = "w2" in wanted and not self.recompute
         if self.tokens is None:
             return self._forward(given, keep_preact, keep_act, out)
         row_of = given["row_of"]
@@ -69,6 +71,18 @@ class DataPath(Operators):
             given = {**given, "x": self.tokens.rows(given["x"].contiguous(), row_of), "rows": None}
         y, kept = self._forward(given, keep_preact, keep_act, None)
         return self.tokens.sums(y, row_of, given["residual"], out), kept
+
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        behind = bool(wanted & self.need_preact)
+        again = self.recompute and (behind or "w2" in wanted)
+        return {
+            "x": again or "w1" in wanted,
+            "w1": again or "x" in wanted,
+            "b1": again,
+            "w2": behind,
+            "b2": "row_scale" in wanted,
+            "residual": False,
+        }
 
     def copies(self, x: Tensor, row_of: Any, w2: Any) -> bool:
         """Whether GEMMs read a copy of each row's token; where no data gradient needs w2, they do not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..calls.autograd import as_result, check_saved, once_differentiable, taken, usable
 from ..host.experts import GateUp
 from ..host.groups import caller, part_of
-from .parts import Targets, backward_of, tensor_groups
+from .parts import Operators, Targets, backward_of, tensor_groups
 
 SINGLE, PAIR = -1, -2
 MAX_LAYOUTS = 1024
@@ -91,22 +91,22 @@ class Formula(NamedTuple):
     Attributes:
         inputs: of the operator's arguments, those that are tensors, group sizes left out.
         operators: of a call, what makes it and its gradients the general way.
-        reads: of the names of those that are trained and the operators: by name, whether backward reads an argument;
-            those that are left out it does.
-        forward: of the arguments, the names of those that are trained, the operators and a buffer: the results, and
-            what backward reads besides.
         gradients: of what was saved, which may be emptied, the operators or a plan, the targets, the names of what is
             trained and the results' gradients: theirs.
     """
 
     inputs: tuple[str, ...]
-    operators: Callable[[Any], Any]
-    reads: Callable[[frozenset[str], Any], Mapping[str, bool]]
-    forward: Callable[[dict[str, Any], frozenset[str], Any, Tensor | None], tuple[Any, dict[str, Any]]]
+    operators: Callable[[Any], Operators]
     gradients: Callable[..., dict[str, Any]]
 
     def backward(
-        self, op: str, saved: dict[str, Any], operators: Any, targets: Targets, wanted: frozenset[str], *dy: Tensor
+        self,
+        op: str,
+        saved: dict[str, Any],
+        operators: Operators,
+        targets: Targets,
+        wanted: frozenset[str],
+        *dy: Tensor,
     ) -> dict[str, Any]:
         """`gradients`, of incoming gradients as they come; errors name `op`."""
         with backward_of(op):
@@ -119,14 +119,14 @@ class General(NamedTuple):
 
     op: str
     formula: Formula
-    operators: Any
+    operators: Operators
     layout: Layout
 
     def forward(self, ctx: Any, targets: Targets, flat: tuple[Any, ...]) -> Any:
         given, wanted = self.layout.named(flat), self.layout.wanted(ctx.needs_input_grad[2:])
         with part_of(self.op):
-            result, made = self.formula.forward(given, wanted, self.operators, targets.out)
-        reads = self.formula.reads(wanted, self.operators)
+            result, made = self.operators.forward(given, wanted, targets.out)
+        reads = self.operators.reads(wanted)
         read = {name: value for name, value in given.items() if reads.get(name, True)}
         ctx.saved_layout, saved = flatten({**read, **made})
         ctx.save_for_backward(*saved)

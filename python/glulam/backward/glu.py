@@ -27,25 +27,19 @@ class _Glu(Operators):
     form: dict[str, Any]
     return_preact: bool
 
+    def forward(
+        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
+    ) -> tuple[Any, dict[str, Tensor]]:
+        act, preact = grouped_glu(**given, **self.form, return_preact=True, transpose_w=self.transpose_w, out=out)
+        return (act, preact) if self.return_preact else act, {"preact": preact}
+
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        return {"x": "w1" in wanted, "w1": "x" in wanted, "bias": False}
+
 
 def _operators(call: Any) -> _Glu:
-    is_pair = isinstance(call.w1, GateUp)
-    return _Glu(
-        form=form_of(call), return_preact=call.return_preact, transpose_w=call.transpose_w, in_halves=is_pair
-    )  # fmt: skip
-
-
-def _reads(wanted: frozenset[str], _: _Glu) -> dict[str, bool]:
-    return {"x": "w1" in wanted, "w1": "x" in wanted, "bias": False}
-
-
-def _forward(
-    given: dict[str, Any], wanted: frozenset[str], operators: _Glu, out: Tensor | None
-) -> tuple[Any, dict[str, Any]]:
-    act, preact = grouped_glu(
-        **given, **operators.form, return_preact=True, transpose_w=operators.transpose_w, out=out
-    )  # fmt: skip
-    return (act, preact) if operators.return_preact else act, {"preact": preact}
+    in_halves, form = isinstance(call.w1, GateUp), form_of(call)
+    return _Glu(transpose_w=call.transpose_w, in_halves=in_halves, form=form, return_preact=call.return_preact)
 
 
 def _gradients(
@@ -85,4 +79,4 @@ def _is_behind(groups: dict[str, Any], rows: Tensor) -> Tensor:
     return torch.arange(rows.shape[0], device=rows.device) >= ends
 
 
-FORMULA = Formula(("x", "w1", "bias", "row_scale"), _operators, _reads, _forward, _gradients)
+FORMULA = Formula(("x", "w1", "bias", "row_scale"), _operators, _gradients)

@@ -11,32 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.grouped_bias_grad import grouped_bias_grad
-from .data_path import DataPath, path_of
+from .data_path import path_of
 from .function import Formula
 from .parts import Targets, groups_of, scale_of_bias_grad
-
-INPUTS = ("x", "w1", "w2", "row_scale", "b1", "b2")
-
-
-def _reads(wanted: frozenset[str], path: DataPath) -> dict[str, bool]:
-    behind = bool(wanted & path.need_preact)
-    again = path.recompute and (behind or "w2" in wanted)
-    return {
-        "x": again or "w1" in wanted,
-        "w1": again or "x" in wanted,
-        "b1": again,
-        "w2": behind,
-        "b2": "row_scale" in wanted,
-        "residual": False,
-    }
-
-
-def _forward(
-    given: dict[str, Any], wanted: frozenset[str], path: DataPath, out: Tensor | None
-) -> tuple[Tensor, dict[str, Any]]:
-    keep_preact = bool(wanted & path.need_preact) and not path.recompute
-    keep_act = "w2" in wanted and not path.recompute
-    return path.forward(given, keep_preact, keep_act, out)
 
 
 def _gradients(
@@ -75,4 +52,4 @@ def _gradients(
     return result
 
 
-FORMULA = Formula(INPUTS, path_of, _reads, _forward, _gradients)
+FORMULA = Formula(("x", "w1", "w2", "row_scale", "b1", "b2"), path_of, _gradients)

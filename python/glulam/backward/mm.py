@@ -20,14 +20,14 @@ from .parts import Operators, Targets, groups_of, scale_of_bias_grad
 from .planned import Part, TrainingPlan, is_common, requires, weight_part
 
 
-def _reads(wanted: frozenset[str], _: Operators) -> dict[str, bool]:
-    return {"x": "w" in wanted, "w": "x" in wanted, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted}
+class _Mm(Operators):
+    def forward(
+        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return grouped_mm(transpose_w=self.transpose_w, out=out, **given), {}
 
-
-def _forward(
-    given: dict[str, Any], wanted: frozenset[str], operators: Operators, out: Tensor | None
-) -> tuple[Tensor, dict[str, Any]]:
-    return grouped_mm(transpose_w=operators.transpose_w, out=out, **given), {}
+    def reads(self, wanted: frozenset[str]) -> dict[str, bool]:
+        return {"x": "w" in wanted, "w": "x" in wanted, "bias": "bias_scale" in wanted, "bias_scale": "bias" in wanted}
 
 
 def _gradients(
@@ -48,9 +48,7 @@ def _gradients(
 class MmPlan(TrainingPlan):
     """Without a scale that is trained."""
 
-    formula = Formula(
-        ("x", "w", "bias", "bias_scale"), lambda call: Operators(call.transpose_w), _reads, _forward, _gradients
-    )
+    formula = Formula(("x", "w", "bias", "bias_scale"), lambda call: _Mm(call.transpose_w), _gradients)
 
     @classmethod
     def check(cls, call: Call) -> Problem | None:

@@ -82,7 +82,8 @@ ORDINARY = Targets()
 
 @dataclasses.dataclass(frozen=True)
 class Operators:
-    """How a gradient's parts are made the general way: by public operators. A plan has methods of the same names.
+    """How a call and its gradient's parts are made the general way: by public operators. A plan has methods of the same
+    names for what a gradient is made of.
 
     Attributes:
         transpose_w: whether weights lie transposed; `in_halves`: whether w1 is a GateUp.
@@ -92,6 +93,16 @@ class Operators:
     transpose_w: bool = False
     in_halves: bool = False
     wide: frozenset[str] = frozenset()
+
+    def forward(
+        self, given: dict[str, Any], wanted: frozenset[str], out: Tensor | None
+    ) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
+        """The results, and what is saved besides arguments. `wanted`: the names of what is trained."""
+        raise NotImplementedError
+
+    def reads(self, wanted: frozenset[str]) -> Mapping[str, bool]:
+        """By name, whether backward reads an argument; those that are left out it does."""
+        raise NotImplementedError
 
     def data_gradient(self, targets: Targets, dy: Tensor, w: Any, groups: dict[str, Any]) -> Tensor:
         """dy w_e, where x's gradient goes."""

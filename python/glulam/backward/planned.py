@@ -213,7 +213,7 @@ def _plan(
     names = tuple(grouped_by if name == "groups" else name for name in call.reads)
     present = tuple(name for name in names if getattr(call, name) is not None)
     general = kind.formula.operators(call)
-    reads = kind.formula.reads(wanted, general)
+    reads = general.reads(wanted)
     read = tuple(name for name in present if reads.get(name, True))
     return kind(
         kind=type(call),
