@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
-ELEMENT_BITS = {"": 16, E4M3: 8}
+E4M3, E2M1, E8M0 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu"
+ELEMENT_BITS = {"": 16, E4M3: 8, E2M1: 4}
 """Of an element; "": of a spec's own 16-bit dtype."""
+BYTE = "uint8"
+"""What a tensor of elements of less than 8 bits is of; the first element has the lowest bits."""
 SCALE_BLOCK = 32
 """Elements along the contraction that have a byte for a scale in memory, however many have the same."""
 ROW = -1
@@ -42,8 +44,8 @@ class Format:
         return dataclasses.replace(self, holds=None)
 
     def dtype(self, own: str) -> str:
-        """Of its elements; `own`: a spec's."""
-        return self.element or own
+        """Of a tensor of its elements; `own`: a spec's."""
+        return BYTE if self.bits < 8 else self.element or own
 
     def num_bytes(self, elements: Any) -> Any:
         """Of so many elements of a row, a number of any kind."""
@@ -55,6 +57,7 @@ MXFP8 = Format(E4M3, E8M0, SCALE_BLOCK)
 MXFP8_WIDE = Format(E4M3, E8M0, 4 * SCALE_BLOCK)
 MXFP8_FOLDED = Format(E4M3, E8M0, ROW)
 MXFP8_VALUES = Format(holds=MXFP8)
+MXFP4 = Format(E2M1, E8M0, SCALE_BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,7 @@ OPERANDS = {
     "16bit": Operands(DENSE, DENSE, DENSE, ""),
     "mxfp8": Operands(MXFP8_WIDE, MXFP8_FOLDED, MXFP8_WIDE, "mxfp8_"),
     "mxfp8_weight_only": Operands(DENSE, MXFP8, DENSE, "mxfp8w_"),
+    "mxfp4_weight_only": Operands(DENSE, MXFP4, DENSE, "mxfp4w_"),
     "mxfp8_exact": Operands(MXFP8_VALUES, MXFP8, MXFP8_VALUES, "mxfp8exact_"),
 }
 """By a spec's `operands`. Results, biases and preactivations are of the spec's dtype, whatever is multiplied."""

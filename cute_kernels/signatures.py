@@ -127,9 +127,15 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 _OPTIONAL_INPUTS = _each(ADDRESS, "bias bias_table scale", optional=True)
 
 
+def _columns(formats: Operands, letter: str) -> str:
+    """Of a weight: its elements, or bytes of two."""
+    return f"{letter}/2" if formats.w.bits < 8 else letter
+
+
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
     """Sizes that are whole blocks of scales."""
-    return tuple((letter, SCALE_BLOCK) for letter in letters.split()) if formats.w.scale else ()
+    blocks = tuple((letter, SCALE_BLOCK) for letter in letters.split()) if formats.w.scale else ()
+    return blocks + tuple((f"{letter}/2", SCALE_BLOCK // 2) for letter, _ in blocks if formats.w.bits < 8)
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
@@ -148,7 +154,7 @@ def _mm(spec: GroupedMmSpec) -> Signature:
         return Signature((*tensors, *GROUPS, *_each(ADDRESS, "w_up"), *LAUNCH), (("P", 2 * DIVISOR),))
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
     x, rows = _x(spec, k)
-    tensors = x, _tensor("w", "E N K", w), _tensor("y", f"T {n}", spec.dtype)
+    tensors = x, _tensor("w", f"E N {_columns(formats, 'K')}", w), _tensor("y", f"T {n}", spec.dtype)
     numbers = (*rows, *GROUPS, *_scales_of(formats), *_OPTIONAL_INPUTS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(formats, "K"))
 
@@ -165,7 +171,7 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     both = "P" if spec.gated else "I"
     may_part = not formats.w.scale
     w_rows = "W" if spec.gated and may_part else both
-    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} H", w)
+    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} {_columns(formats, 'H')}", w)
     tensors = x, weight, _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if formats.act.scale else ()

@@ -64,7 +64,7 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
 def _check_decoded(operands: str, dtype: str) -> None:
     if OPERANDS[operands].decodes and dtype != "bfloat16":
         raise SpecError(
-            f"dtype={dtype!r} has not the range of MXFP8 weights, which operands={operands!r} decodes to it; "
+            f"dtype={dtype!r} has not the range of weights with scales, which operands={operands!r} decodes to it; "
             "choose dtype='bfloat16'"
         )
 

@@ -85,7 +85,11 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     ("mxfp8", LARGE8, False): _ALL,
     ("mxfp8", LARGE8, True): _GATED,
     ("mxfp8", SMALL8, False): _GATED,
-    **{("mxfp8_weight_only", tile, False): _GATED for tile in (MEDIUM_W8, SMALL_W8, TINY_W8, NARROW_W8)},
+    **{
+        (operands, tile, False): _GATED
+        for operands in ("mxfp8_weight_only", "mxfp4_weight_only")
+        for tile in (MEDIUM_W8, SMALL_W8, TINY_W8, NARROW_W8)
+    },
     **{("mxfp8_exact", tile, False): _EITHER for tile in (TINY_W8, NARROW_W8)},
 }
 """What one FC1 kernel chooses at run time, by (operands, tile, whether it stores the preactivation).

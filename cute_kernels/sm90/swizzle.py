@@ -11,12 +11,13 @@ from .budget import ROW_BYTES
 
 
 def swizzled_layout(dtype: type[cutlass.Numeric], shape: tuple[int, ...]) -> cute.ComposedLayout:
-    """(row, column, *more) with a swizzle as wide as rows are, 64 bytes or 128, or as parts of 128 bytes of them."""
+    """(row, column, *more), its swizzle as wide as rows are, 32 bytes or 64, or else as parts of 128 bytes of them."""
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = kinds.K_SW64 if shape[1] * dtype.width // 8 == ROW_BYTES // 2 else kinds.K_SW128
+    narrow = {ROW_BYTES // 4: kinds.K_SW32, ROW_BYTES // 2: kinds.K_SW64}
+    kind = narrow.get(shape[1] * dtype.width // 8, kinds.K_SW128)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), shape, order=tuple(range(len(shape))))
 
 
 def swizzle_of(row: Int32, row_bytes: int) -> Int32:
-    """What the number of a 16-byte chunk is XORed with, in a row of 64 or 128 bytes with a swizzle as wide."""
+    """What the number of a 16-byte chunk is XORed with, in a row of 32, 64 or 128 bytes with a swizzle as wide."""
     return row % 8 // (ROW_BYTES // row_bytes)

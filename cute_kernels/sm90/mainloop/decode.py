@@ -3,6 +3,9 @@
 A block's scale byte e is 2^(e - 127), which is a bfloat16 number, at e = 0 a subnormal one. Where the greatest element
 times it leaves bfloat16's range, and where it is NaN, the block makes NaN of its whole row, for all rows of x. Such
 bytes are those from `first_bad` on; they are noted, and reach the result at the end of a tile.
+
+A decoder may read elements as smaller than they are, which its multipliers then make up for. Those of scale bytes from
+`first_large` on are no bfloat16 numbers: what they multiply is multiplied by the rest afterwards.
 """
 
 from __future__ import annotations
@@ -25,17 +28,27 @@ BYTE_MAGNITUDES = 0x7F7F7F7F
 
 class Decoder:
     """Of a format. element: what TMA loads. pair: an unsigned integer of the size of two elements, which are decoded
-    together. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or more.
+    together. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or more. first_large: the
+    least one whose multiplier does, likewise; None: there is none.
     """
 
     element: Any
     pair: Any
     first_bad: int
+    first_large: int | None = None
 
     def read(self, address: Int32) -> Int32:
         """Two neighbouring elements of shared memory."""
         pointer = cute.make_ptr(self.pair, address, cute.AddressSpace.smem, assumed_align=self.pair.width // 8)
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+
+    def multiplier(self, scales: Int32, index: int) -> Int32:
+        """2^(e - 127) in both halves, of byte `index` of four scale bytes."""
+        return cutlass.max(byte_of(scales, index) * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
+
+    def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
+        """What `multiplier` lacks of a large scale byte's; 1 of any other."""
+        raise NotImplementedError
 
     def decoded(self, pair: Int32, multiplier: Int32) -> Int32:
         """What `read` gave, times their scale, as two bfloat16 numbers."""
@@ -43,15 +56,28 @@ class Decoder:
 
     def bad_scales(self, scales: Int32, row: int) -> Int32:
         """Not 0 where one of four scale bytes is bad; the bits of up to 8 rows are apart."""
-        # Added to the lower 7 bits of a byte, it carries into bit 7 where these are those of a bad one.
-        carry = Int32((256 - self.first_bad) * BYTE_LANES)
-        return ((((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales) >> row) & Int32(_signs_of(row))
+        return (_from(self.first_bad, scales) >> row) & Int32(_signs_of(row))
+
+    def large_scales(self, scales: Int32) -> Int32:
+        """Not 0 where one of four scale bytes is large."""
+        return _from(self.first_large, scales) & Int32(_signs_of(0))
 
 
-def multiplier_of(scales: Int32, index: int) -> Int32:
-    """2^(e - 127) in both halves, of byte `index` of four scale bytes."""
-    byte = (scales >> 8 * index) & 0xFF
-    return cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
+def byte_of(scales: Int32, index: int) -> Int32:
+    return (scales >> 8 * index) & 0xFF
+
+
+def product(pair: Int32, multiplier: Int32) -> Int32:
+    """Of two bfloat16 numbers each."""
+    ptx = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
+
+
+def _from(first: Any, scales: Int32) -> Int32:
+    """Bit 7 of each byte that is `first` or more."""
+    # Added to the lower 7 bits of a byte, it carries into bit 7 where these are those of one.
+    carry = Int32((256 - first) * BYTE_LANES)
+    return ((scales & Int32(BYTE_MAGNITUDES)) + carry) & scales
 
 
 def _signs_of(row: int) -> int:

@@ -8,15 +8,22 @@ of x are multiplied.
 
 E4M3's NaN stays one on the way, and makes NaN of its whole row, for all rows of x. So must scale bytes from 247 on,
 whose blocks leave bfloat16's range.
+
+E2M1, two a byte: a sign, two bits of exponent and one of significand, which are shifted to where bfloat16 has its own,
+so that what is read is the element times 2^-126, also where it is 0 or 0.5, which are subnormal in both. The multiplier
+has that power of two besides, and is a bfloat16 number up to a scale of 2; only larger ones take a second product.
+Two multiplications copy the byte to where its signs are to be and to where its numbers are, for the adders are busier:
+that makes five instructions for two elements, two of them on the ALU.
 """
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Int32, Uint16
+from cutlass import Float8E4M3FN, Int32, Uint8, Uint16
 
-from ...formats import E4M3
-from .decode import Decoder
+from ...formats import E2M1, E4M3
+from .decode import EXPONENT_ONE, Decoder, byte_of, product
 
 
 class E4m3Decoder(Decoder):
@@ -39,5 +46,37 @@ class E4m3Decoder(Decoder):
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
 
-DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder()}
+# Of a byte with elements 0 and 1 in its halves: their signs to bits 15 and 31, their other bits to 6 to 8 and 22 to 24.
+SIGNS, TO_SIGNS = -0x7FFF8000, (1 << 12) + (1 << 24)
+NUMBERS, TO_NUMBERS = 0x01C001C0, (1 << 6) + (1 << 18)
+EXPONENT_BIAS = 127
+# The scale byte of 2: times 2^126, bfloat16's greatest power of two.
+GREATEST = 128
+
+
+class E2m1Decoder(Decoder):
+    element = Uint8
+    pair = Uint8
+    first_bad = 253
+    first_large = GREATEST + 1
+
+    def read(self, address: Int32) -> Int32:
+        return super().read(address) & 0xFF
+
+    def multiplier(self, scales: Int32, index: int) -> Int32:
+        """2^(e - 127 + 126), up to bfloat16's greatest power of two."""
+        byte = cutlass.min(byte_of(scales, index), Int32(GREATEST))
+        return byte * EXPONENT_ONE + (EXPONENT_BIAS - 1) * EXPONENT_ONE
+
+    def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
+        byte = cutlass.max(byte_of(scales, index), Int32(GREATEST))
+        return byte * EXPONENT_ONE + (EXPONENT_BIAS - GREATEST) * EXPONENT_ONE
+
+    def decoded(self, pair: Int32, multiplier: Int32) -> Int32:
+        """The two E2M1 halves of a byte, times their scale."""
+        read = ((pair * TO_SIGNS) & Int32(SIGNS)) | ((pair * TO_NUMBERS) & Int32(NUMBERS))
+        return product(read, multiplier)
+
+
+DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder(), E2M1: E2m1Decoder()}
 """By the element of a weight format, whose scales are of SCALE_BLOCK elements."""

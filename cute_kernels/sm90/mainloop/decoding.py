@@ -36,7 +36,7 @@ from ..swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_o
 from ..swizzle import swizzle_of, swizzled_layout
 from ..turns import THREADS, Turns
 from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
-from .decode import Decoder, is_bad, multiplier_of
+from .decode import Decoder, is_bad, product
 from .decoders import DECODERS
 from .gathered_rows import NO_ROWS
 
@@ -64,7 +64,7 @@ class WeightScales(Invariant):
     """Scale bytes of a thread's rows, a word of four for each k-tile, asked for while the one before is in work; those
     of a tile's first one during the last of the tile before.
 
-    expert: the address of its scales. begins: where a row's begin. bad: of the tile so far.
+    expert: the address of its scales. begins: where a row's begin. bad: of the tile so far; large: of `words`.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -78,6 +78,7 @@ class WeightScales(Invariant):
         self.next = cute.make_rmem_tensor(rows.count, Int32)
         self.bad = cute.make_rmem_tensor(1, Int32)
         self.bad.fill(0)
+        self.large = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
     def begin(self, work: WorkTile):
@@ -118,9 +119,13 @@ class WeightScales(Invariant):
     @cute.jit
     def take(self):
         """Make `words` of the scales that were asked for."""
+        if const_expr(self.decoder.first_large is not None):
+            self.large[0] = Int32(0)
         for i in cutlass.range_constexpr(self.rows.count):
             self.words[i] = self.next[i]
             self.bad[0] |= self.decoder.bad_scales(self.words[i], i)
+            if const_expr(self.decoder.first_large is not None):
+                self.large[0] |= self.decoder.large_scales(self.words[i])
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
@@ -173,7 +178,7 @@ class DecodingMainloop(WeightsFirst):
         self.x_k = ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
         self.row_bytes = weights.num_bytes(self.stage_k)
-        self.a_layout = swizzled_layout(self.a_dtype, (tile.n, self.stage_k, stages))
+        self.a_layout = swizzled_layout(self.a_dtype, (tile.n, self.row_bytes, stages))
         self.b_layout = swizzled_layout(dtype, (tile.m, self.stage_k, stages))
 
     @property
@@ -193,7 +198,7 @@ class DecodingMainloop(WeightsFirst):
     ) -> Operands:
         """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
+        w_box, x_box = (self.part_n, self.row_bytes), (self.tile.m, self.x_k)
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
         return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
@@ -215,7 +220,7 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, *_ = operands.extra
-        w_box, x_box = (self.part_n, self.stage_k), (self.tile.m, self.x_k)
+        w_box, x_box = (self.part_n, self.row_bytes), (self.tile.m, self.x_k)
         tAsA, tAgA = _partition(
             operands.atom_a, cute.flat_divide(sA, w_box), cute.local_tile(operands.a, w_box, (None, None, None, None))
         )
@@ -345,10 +350,23 @@ class DecodingMainloop(WeightsFirst):
         for slab in range(self.tile.slabs):
             for half in range(ROW_HALVES):
                 row = ROW_HALVES * slab + half
-                multiplier = multiplier_of(scales.words[row], step)
+                multiplier = self.decoder.multiplier(scales.words[row], step)
                 for i in range(STEP):
                     for register in range(half, FRAGMENT_REGS, ROW_HALVES):
                         registers[register, slab, i] = self.decoder.decoded(pairs[register, slab, i], multiplier)
+        if self.decoder.first_large is not None:
+            self._enlarge(scales, registers, step)
+
+    @cute.jit
+    def _enlarge(self, scales: WeightScales, registers: cute.Tensor, step: cutlass.Constexpr[int]):
+        """Multiply what has a large scale by the rest of it, which few weights have."""
+        if cute.arch.vote_any_sync(scales.large[0] != 0):
+            for slab in cutlass.range_constexpr(self.tile.slabs):
+                for half in cutlass.range_constexpr(ROW_HALVES):
+                    rest = self.decoder.rest_of_multiplier(scales.words[ROW_HALVES * slab + half], step)
+                    for i in cutlass.range_constexpr(STEP):
+                        for register in cutlass.range_constexpr(half, FRAGMENT_REGS, ROW_HALVES):
+                            registers[register, slab, i] = product(registers[register, slab, i], rest)
 
 
 def _thread_of_warpgroup() -> Int32:
