@@ -84,8 +84,8 @@ OPERANDS = {
     "16bit": Operands(DENSE, DENSE, DENSE, ""),
     "mxfp8": Operands(MXFP8_WIDE, MXFP8_FOLDED, MXFP8_WIDE, "mxfp8_"),
     "mxfp8_weight_only": Operands(DENSE, MXFP8, DENSE, "mxfp8w_"),
-    "mxfp4_weight_only": Operands(DENSE, MXFP4, DENSE, "mxfp4w_"),
     "mxfp8_exact": Operands(MXFP8_VALUES, MXFP8, MXFP8_VALUES, "mxfp8exact_"),
+    "mxfp4_weight_only": Operands(DENSE, MXFP4, DENSE, "mxfp4w_"),
 }
 """By a spec's `operands`. Results, biases and preactivations are of the spec's dtype, whatever is multiplied."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)

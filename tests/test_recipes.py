@@ -101,7 +101,7 @@ class TestReference:
         exact = oracle.oracle.grouped_mlp(c.x, c.w1, c.w2, c.ends)[: c.rows]
         y = glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=recipe)[: c.rows]
         error = float((y - exact).norm() / exact.norm())
-        assert 0.01 < error < 0.1, error
+        assert 0.01 < error < (0.3 if recipe == "mxfp4_weight_only" else 0.1), error
 
     def test_float64_computes_in_float64(self) -> None:
         c = case()
@@ -137,7 +137,7 @@ class TestReference:
     def test_no_rows(self, recipe: str) -> None:
         c = make_case([0, 0, 0], HIDDEN, INTER)
         assert glulam.grouped_mlp(c.x, c.w1, c.w2, offs=c.offs, recipe=recipe).shape == (0, HIDDEN)
-        if recipe != "mxfp8_weight_only":
+        if recipes.RECIPES[recipe].x is not None:
             x = glulam.quantize_mxfp8(c.x)
             assert glulam.grouped_mlp(x, c.w1, c.w2, offs=c.offs, recipe=recipe).shape == (0, HIDDEN)
 

@@ -95,9 +95,9 @@ def test_bundle_ships_every_form_of_a_backward() -> None:
 def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
     specs = set(shipped_specs())
     for tile in TILES_W8:
-        mm = GroupedMmSpec(tile=tile, operands="mxfp8_weight_only")
-        assert mm in specs
         for operands in DECODED:
+            mm = GroupedMmSpec(tile=tile, operands=next_operands(operands))
+            assert mm in specs
             for activation, layout in activation_forms():
                 form = glu_form(activation, layout, 96, operands, tile, False)
                 assert activation in ACTIVATION_FORMS[form[0]] and layout in LAYOUT_FORMS[form[1]]
@@ -106,10 +106,10 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
 
 
 def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
-    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact")
+    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact", "mxfp4_weight_only")
     assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8"]
     follows = {name: next_operands(name) for name in OPERANDS}
-    decoded = dict.fromkeys(DECODED, "mxfp8_weight_only")
+    decoded = {**dict.fromkeys(DECODED, "mxfp8_weight_only"), "mxfp4_weight_only": "mxfp4_weight_only"}
     assert follows == {"16bit": "16bit", "mxfp8": "mxfp8", **decoded}, "rounded rows are 16-bit rows"
     for name, operands in OPERANDS.items():
         assert operands.x.dtype("bfloat16") == operands.act.dtype("bfloat16"), "what FC1 makes, FC2 reads"

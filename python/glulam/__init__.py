@@ -14,6 +14,7 @@ from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .host.experts import GateUp
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
+from .mxfp4 import MXFP4Tensor, quantize_mxfp4
 from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
 from .ops.grouped_bias_grad import grouped_bias_grad
 from .ops.grouped_dglu import GluGradients, grouped_dglu
@@ -33,6 +34,7 @@ __all__ = [
     "GateUp",
     "GluGradients",
     "GradientNotSupported",
+    "MXFP4Tensor",
     "MXFP8Tensor",
     "Routing",
     "TuneReport",
@@ -54,6 +56,7 @@ __all__ = [
     "permute",
     "preload",
     "prepare_mxfp8_weight",
+    "quantize_mxfp4",
     "quantize_mxfp8",
     "recipes",
     "route",

@@ -49,6 +49,11 @@ class Recipe:
     trains: bool = False
 
     @property
+    def has_4_bits(self) -> bool:
+        """Whether weights are in MXFP4."""
+        return self.weights == IN_4_BITS
+
+    @property
     def folds(self) -> bool:
         """Whether weights are folded, to one scale a row."""
         return self.weights == FOLDED
@@ -58,6 +63,7 @@ class Recipe:
 
 
 BY_32, BY_128, FOLDED = (Format("float8_e4m3fn", block) for block in ("1x32", "1x128", "folded"))
+IN_4_BITS = Format("float4_e2m1fn", "1x32")
 
 BF16 = Recipe("bf16", "16bit", "16bit", trains=True)
 MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED, trains=True)
@@ -67,7 +73,13 @@ MXFP8_WEIGHT_ONLY = Recipe(
     "mxfp8_weight_only", "mxfp8_weight_only", "mxfp8_weight_only", weights=BY_32, dtypes=("bfloat16",)
 )
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (BF16, MXFP8, MXFP8_EXACT, MXFP8_WEIGHT_ONLY)}
+MXFP4_WEIGHT_ONLY = Recipe(
+    "mxfp4_weight_only", "mxfp4_weight_only", "mxfp4_weight_only", weights=IN_4_BITS, dtypes=("bfloat16",)
+)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (BF16, MXFP8, MXFP8_EXACT, MXFP8_WEIGHT_ONLY, MXFP4_WEIGHT_ONLY)
+}
 """By name. "bf16": 16-bit operands of x's dtype, which may be float16 as well."""
 
 

@@ -161,8 +161,8 @@ def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
 def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
     if spec.operands == "16bit":
         return _weights(c.w, c.w_table, c.num_groups)
-    read = fake_mxfp8.folded if spec.operands == "mxfp8" else fake_mxfp8.blocked
-    return read(c.w, c.w_scale)
+    readers = {"mxfp8": fake_mxfp8.folded, "mxfp4_weight_only": fake_mxfp8.halves}
+    return readers.get(spec.operands, fake_mxfp8.blocked)(c.w, c.w_scale)
 
 
 def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import mxfp8
+from . import mxfp4, mxfp8
 from .memory import memory, read
 from .mxfp8_mlp import values
 
@@ -52,6 +52,12 @@ def blocked(w: Tensor, scale: int) -> list[Tensor]:
     """Experts of w, with a scale for 32 elements."""
     experts, rows, columns = w.shape
     return list(values(w, read(scale, experts, rows, columns // 32, dtype=torch.uint8)))
+
+
+def halves(w: Tensor, scale: int) -> list[Tensor]:
+    """Experts of w, two elements a byte, with a scale for 32 elements."""
+    experts, rows, num_bytes = w.shape
+    return list(mxfp4.values(w, read(scale, experts, rows, num_bytes // 16, dtype=torch.uint8)))
 
 
 def rounded_rows(x: Tensor) -> Tensor:

@@ -74,8 +74,11 @@ class E2m1Decoder(Decoder):
 
     def decoded(self, pair: Int32, multiplier: Int32) -> Int32:
         """The two E2M1 halves of a byte, times their scale."""
-        read = ((pair * TO_SIGNS) & Int32(SIGNS)) | ((pair * TO_NUMBERS) & Int32(NUMBERS))
-        return product(read, multiplier)
+        return product(self.spread(pair), multiplier)
+
+    def spread(self, pair: Int32) -> Int32:
+        """The two, times 2^-126."""
+        return ((pair * TO_SIGNS) & Int32(SIGNS)) | ((pair * TO_NUMBERS) & Int32(NUMBERS))
 
 
 DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder(), E2M1: E2m1Decoder()}

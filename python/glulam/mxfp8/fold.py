@@ -25,9 +25,10 @@ from ..calls.memory import ALIGNMENT_BYTES
 from ..choose import kernels
 from ..choose.problem import dtype_name
 from ..host import device as gpus
+from ..scaled import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, Scaled, scales_of
 from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, SOURCE_DTYPES
-from .reference import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, quantize_rows, scales_of, to_e4m3
-from .tensor import InMXFP8, MXFP8Tensor
+from .reference import quantize_rows, to_e4m3
+from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
 MAX_ERROR = 1e-2
@@ -88,7 +89,7 @@ class FoldReport(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class FoldedWeight(InMXFP8):
+class FoldedWeight(Scaled):
     """Expert weights as the FP8 GEMMs read them. They copy and pickle, and pass torch.load(weights_only=True).
 
     Attributes:

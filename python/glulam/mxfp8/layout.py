@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..scaled import SCALE_DTYPE as SCALE_DTYPE
+
 DATA_DTYPE = torch.float8_e4m3fn
-SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantised."""
 AXES = ("row", "col")

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..mxfp4 import values_of
 from ..recipes import Format, Recipe
+from ..scaled import scales_of
 from .layout import BLOCK_SIZES
 from .prepared import Prepared
-from .reference import dequantized, quantize_rows, scales_of
+from .reference import dequantized, quantize_rows
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class _Values:
     def __getitem__(self, expert: int) -> Tensor:
         """An expert's weight [R, C], float32."""
         data, scale = self.weights.data[expert], self.weights.scale[expert].view(torch.uint8)
+        if data.dtype == torch.uint8:
+            return values_of(data, scale)
         return data.float() * scales_of(scale)[:, None] if scale.dim() == 1 else dequantized(data, scale)
 
 

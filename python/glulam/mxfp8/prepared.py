@@ -31,20 +31,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..calls.checks import runs_kernels
 from ..errors import CaptureError
 from ..host import device as gpus
+from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
 from .fold import prepare_mxfp8_weight
-from .layout import AXES, BLOCK, DATA_DTYPE, SCALE_DTYPE
+from .layout import AXES, BLOCK, SCALE_DTYPE
 from .layout import SOURCE_DTYPES as SOURCE_DTYPES
 from .quantize import quantize_mxfp8
 from .tensor import MXFP8Tensor
 
 FOLDED_ROWS, FOLDED_COLUMNS = AXES
-BLOCKS = "1x32"
-FORMS = (FOLDED_ROWS, FOLDED_COLUMNS, BLOCKS)
-"""How a weight is prepared: folded along an axis of `prepare_mxfp8_weight`, or by rows with a scale for 32."""
+BLOCKS, FOUR_BITS = "1x32", "mxfp4"
+FORMS = (FOLDED_ROWS, FOLDED_COLUMNS, BLOCKS, FOUR_BITS)
+"""How a weight is prepared: folded along an axis of `prepare_mxfp8_weight`, or by rows with a scale for 32, in MXFP8 or
+MXFP4."""
 
 
 class Prepared(NamedTuple):
-    """Data [E, R, C] float8_e4m3fn; scales [E, R] where they were folded, else [E, R, C/32], float8_e8m0fnu."""
+    """Data [E, R, C] float8_e4m3fn, or [E, R, C/2] uint8 in MXFP4; scales [E, R] where they were folded, else
+    [E, R, C/32], float8_e8m0fnu."""
 
     data: Tensor
     scale: Tensor
@@ -226,16 +229,18 @@ def _is_capturing(tensors: Sequence[Tensor]) -> bool:
 @torch.no_grad()
 def _prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
     if form == BLOCKS:
-        return _quantized(w)
+        return _quantized(w, MXFP8Tensor, quantize_mxfp8, 1)
+    if form == FOUR_BITS:
+        return _quantized(w, MXFP4Tensor, quantize_mxfp4, 2)
     folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), axis=form, report=report)
     return Prepared(folded.data, folded.scale)
 
 
-def _quantized(w: Any) -> Prepared:
+def _quantized(w: Any, kind: Any, quantize: Callable[..., Any], elements_a_byte: int) -> Prepared:
     """By rows, with a scale for 32, one expert after the other."""
     rows, columns = w[0].shape
-    data = torch.empty(len(w), rows, columns, dtype=DATA_DTYPE, device=w[0].device)
+    data = torch.empty(len(w), rows, columns // elements_a_byte, dtype=kind.data_dtype, device=w[0].device)
     scale = torch.empty(len(w), rows, columns // BLOCK, dtype=SCALE_DTYPE, device=w[0].device)
     for expert, out, out_scale in zip(w, data, scale, strict=True):
-        quantize_mxfp8(expert.detach(), out=MXFP8Tensor(out, out_scale))
+        quantize(expert.detach(), out=kind(out, out_scale))
     return Prepared(data, scale)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..scaled import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, F32_TWO_TO_MINUS_127
+from ..scaled import multipliers_of as multipliers_of
+from ..scaled import scales_of as scales_of
 from .layout import BLOCK, DATA_DTYPE, GROUP_ALIGNMENT, num_blocks, outer_and_blocks, round_up, swizzled, unswizzled
 
 E4M3_MAX = 448.0
-E8M0_INF, E8M0_NAN = 0xFE, 0xFF
-F32_MANTISSA_BITS = 23
 F32_MANTISSA = 0x7FFFFF
-F32_TWO_TO_MINUS_127 = 0x00400000
-F32_NAN = 0x7FC00000
 E4M3_NAN = 0x7F
 
 
@@ -29,23 +28,6 @@ def scale_exponents(amax: Tensor) -> Tensor:
     exponent = exponent + ((mantissa > 0) & (exponent != E8M0_INF) & ~tiny)
     exponent = exponent.masked_fill(quotient.isinf(), E8M0_INF).masked_fill(quotient.isnan(), E8M0_NAN)
     return exponent.to(torch.uint8)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """2^(exponent - 127), float32, of int32 exponents from 0 to 0xFE; NaN for 0xFF."""
-    bits = (exponent << F32_MANTISSA_BITS).masked_fill(exponent == 0, F32_TWO_TO_MINUS_127)
-    return bits.masked_fill(exponent == E8M0_NAN, F32_NAN).view(torch.float32)
-
-
-def scales_of(exponents: Tensor) -> Tensor:
-    """2^(e - 127) of E8M0 bytes, float32; NaN for 0xFF."""
-    return _power(exponents.to(torch.int32))
-
-
-def multipliers_of(exponents: Tensor) -> Tensor:
-    """2^(127 - e) of E8M0 bytes, float32; NaN for 0xFF."""
-    wide = exponents.to(torch.int32)
-    return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
 def to_e4m3(values: Tensor) -> Tensor:

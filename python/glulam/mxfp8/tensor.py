@@ -1,125 +1,25 @@
-"""MXFP8Tensor: elements, scales, and what they mean.
-
-A dataclass around two tensors, not a subclass of torch.Tensor. A subclass would have to answer every operator of torch,
-and each answer would be either a silent dequantisation or an error; nothing here needs one: operators take the two
-tensors, gradients do not pass through quantised values, and modules keep the two as buffers.
-"""
+"""MXFP8Tensor: elements, scales, and what they mean."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..calls.checks import check_choice, shape_text
+from ..scaled import Stored
 from . import layout
-from .layout import BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, outer_and_blocks
+from .layout import BLOCK_SIZES, SCALE_DTYPE, outer_and_blocks
 from .reference import dequantized
 
 FORM = ("axis", "block", "scale_layout")
-PARTS = ("data", "scale")
-Kind = TypeVar("Kind", bound="InMXFP8")
-
-
-class InMXFP8:
-    """A dataclass of `data` and `scale` in 8-bit floats, and of fields that say how they lie: what all such share.
-
-    They copy and pickle, and pass torch.load(weights_only=True) and pytree functions, and so containers of them
-    torch.compile and torch.export.
-    """
-
-    data: Tensor
-    scale: Tensor
-    form: ClassVar[tuple[str, ...]]
-    """The fields that are no tensors."""
-
-    def __init_subclass__(cls) -> None:
-        cls.form = tuple(name for name in cls.__annotations__ if name not in PARTS)
-        torch.serialization.add_safe_globals([cls])
-        pytree.register_pytree_node(
-            cls,
-            cls._flat,
-            cls._unflattened,
-            serialized_type_name=f"glulam.{cls.__name__}",
-            to_dumpable_context=list,
-            from_dumpable_context=cls.form_of_json,
-            flatten_with_keys_fn=cls._flat_with_keys,
-        )
-
-    @classmethod
-    def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
-        """The values of `form` as they were before JSON kept them."""
-        return tuple(form)
-
-    def _flat(self) -> tuple[list[Any], Any]:
-        return [self.data, self.scale], tuple(getattr(self, name) for name in self.form)
-
-    def _flat_with_keys(self) -> tuple[list[Any], Any]:
-        parts, form = self._flat()
-        return [(pytree.GetAttrKey(name), part) for name, part in zip(PARTS, parts, strict=True)], form
-
-    @classmethod
-    def _unflattened(cls, parts: Any, form: Any) -> Any:
-        """Unchecked, since pytree functions may have replaced the parts by anything."""
-        result = object.__new__(cls)
-        result.__dict__.update(zip((*PARTS, *cls.form), (*parts, *form), strict=True))
-        return result
-
-    def check_parts(self) -> None:
-        """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
-        kind = type(self).__name__
-        for name, dtype in zip(PARTS, (DATA_DTYPE, SCALE_DTYPE), strict=True):
-            tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtype}")
-        if self.scale.device != self.data.device:
-            raise ValueError(f"{kind}: scale is on {self.scale.device} but data is on {self.data.device}")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """As bytes: Python's own pickle cannot restore torch's 8-bit floats."""
-        return {**vars(self), "data": self.data.view(torch.uint8), "scale": self.scale.view(torch.uint8)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Checked as any other is, since it may come from a file."""
-        typed = {"data": state["data"].view(DATA_DTYPE), "scale": state["scale"].view(SCALE_DTYPE)}
-        self.__init__(**{**state, **typed})  # type: ignore[misc]
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.data.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        """Of data and scales together."""
-        return self.data.nbytes + self.scale.nbytes
-
-    def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
-        """On another device; itself where it is there. The dtype is the format's: `dequantize` gives others."""
-        if isinstance(device, torch.dtype):
-            raise TypeError(f"to: MXFP8 has no other dtype; call dequantize({device})")
-        if (data := self.data.to(device, non_blocking=non_blocking)) is self.data:
-            return self
-        return self._with(data=data, scale=self.scale.to(device, non_blocking=non_blocking))
-
-    def _with(self: Kind, **changes: Any) -> Kind:
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
-
-    def __repr__(self) -> str:
-        form = "".join(f"{name}={value!r}, " for name, value in vars(self).items() if isinstance(value, str))
-        return f"{type(self).__name__}({shape_text(self.shape)}, {form}device={str(self.device)!r})"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MXFP8Tensor(InMXFP8):
+class MXFP8Tensor(Stored):
     """A matrix [T, K], or a batch of them, in MXFP8: float8_e4m3fn elements, one E8M0 scale for 32 along an axis.
 
     The value of an element is its E4M3 number times 2^(scale byte - 127). Leading dimensions, as of expert weights
@@ -233,40 +133,6 @@ class MXFP8Tensor(InMXFP8):
         if self.data.dim() < 3:
             raise IndexError("MXFP8Tensor: a single matrix has no leading dimension to index; see group()")
         return self._with(data=self.data[index], scale=self.scale[index])
-
-    def cpu(self) -> MXFP8Tensor:
-        return self.to("cpu")
-
-    def cuda(self, device: int | None = None) -> MXFP8Tensor:
-        return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
-
-    def clone(self) -> MXFP8Tensor:
-        return self._with(data=self.data.clone(), scale=self.scale.clone())
-
-    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """What a checkpoint stores: `<prefix>data` and `<prefix>scale`; scales as uint8, which every format knows."""
-        return {f"{prefix}data": self.data, f"{prefix}scale": self.scale.view(torch.uint8)}
-
-    def metadata(self, prefix: str = "") -> dict[str, str]:
-        """What else a checkpoint stores, as strings: the fields that are no tensors."""
-        return {f"{prefix}{name}": getattr(self, name) for name in FORM}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], prefix: str = "") -> MXFP8Tensor:
-        """The inverse of `tensors` and `metadata`; other entries are ignored.
-
-        Raises:
-            KeyError: an entry is missing.
-            ValueError, TypeError: they do not fit together.
-        """
-        for names, entries in ((PARTS, tensors), (FORM, metadata)):
-            for name in names:
-                if f"{prefix}{name}" not in entries:
-                    raise KeyError(f"MXFP8Tensor.from_tensors: there is no entry {prefix + name!r}")
-        data, scale = (tensors[f"{prefix}{name}"] for name in PARTS)
-        if scale.dtype == torch.uint8:
-            scale = scale.view(SCALE_DTYPE)
-        return cls(data, scale, **{name: metadata[f"{prefix}{name}"] for name in FORM})
 
 
 class MXFP8Copies(NamedTuple):

@@ -15,12 +15,14 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import Splits
+from ..mxfp4 import MXFP4Tensor
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..recipes import Recipe
 from ..reference import take_rows
+from ..scaled import Scaled
 from .grouped_mlp_mxfp8 import mlp_in_mxfp8, mlp_of_plain_tensors
 
-Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor
+Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor
 
 
 class GroupedMlpCall(Call):
@@ -38,10 +40,10 @@ class GroupedMlpCall(Call):
 
     def check(self) -> Problem:
         for name in ("x", "w1", "w2"):
-            if isinstance(getattr(self, name), (FoldedWeight, MXFP8Tensor)):
+            if isinstance(given := getattr(self, name), Scaled):
                 raise TypeError(
-                    f"{self.op}: {name} is in MXFP8, and recipe is 'bf16'; choose a recipe that takes it, as 'mxfp8', "
-                    f"or give {name}.dequantize() in 16 bits"
+                    f"{self.op}: {name} is in {given.format}, and recipe is 'bf16'; choose a recipe that takes it, as "
+                    f"{given.recipe!r}, or give {name}.dequantize() in 16 bits"
                 )
         columns, like = self.check_lead()
         self.check_options()

@@ -35,9 +35,10 @@ from ..choose.problem import Problem, changed, dtype_name
 from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host.experts import GateUp
+from ..mxfp4 import MXFP4Tensor
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, part_of_workspace
-from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, SOURCE_DTYPES, Prepared
+from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, FOUR_BITS, SOURCE_DTYPES, Prepared
 from ..recipes import Recipe
 from ..reference import take_rows
 
@@ -117,6 +118,14 @@ def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | N
                 "prepare_mxfp8_weight(w, axis='row') returns"
             )
         return w.data, w.scale
+    wanted = MXFP4Tensor if recipe.has_4_bits else MXFP8Tensor
+    if isinstance(w, (MXFP8Tensor, MXFP4Tensor)) and w.__class__ is not wanted:
+        raise TypeError(
+            f"{op}: {name} is an {type(w).__name__}, but recipe {recipe.name!r} takes an {wanted.__name__} or the "
+            f"16-bit weight; give {name}.dequantize(torch.bfloat16), or choose recipe {w.recipe!r}"
+        )
+    if w.__class__ is MXFP4Tensor:
+        return w.data, w.scale
     if w.__class__ is MXFP8Tensor:
         if w.axis != "row" or w.scale_layout != "plain":
             raise ValueError(
@@ -133,7 +142,8 @@ def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | N
 
 def _form(recipe: str) -> str:
     """How a recipe's forward reads weights: one of `prepared.FORMS`."""
-    return FOLDED_ROWS if recipe == recipes.MXFP8.name else BLOCKS
+    found = recipes.RECIPES[recipe]
+    return FOLDED_ROWS if found.folds else FOUR_BITS if found.has_4_bits else BLOCKS
 
 
 def ready(recipe: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
@@ -148,14 +158,17 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
     """The shape [E, N, K] of a call's weight, in any form that the recipe takes."""
     value, scale = getattr(call, name), getattr(call, f"{name}_scale")
     first = value[0] if isinstance(value, (list, tuple)) and value else value
-    valid = SOURCE_DTYPES if scale is None else (DATA_DTYPE,)
+    valid = SOURCE_DTYPES if scale is None else (torch.uint8 if recipe.has_4_bits else DATA_DTYPE,)
     dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
     if dtype not in valid:
         raise TypeError(
             f"{call.op}: {name} is {dtype}; recipe {recipe.name!r} takes "
-            f"{'FoldedWeight, ' if recipe.folds else ''}MXFP8Tensor, {', '.join(map(str, valid))}"
+            f"{'FoldedWeight, ' if recipe.folds else ''}{'MXFP4Tensor' if recipe.has_4_bits else 'MXFP8Tensor'}, "
+            f"{', '.join(map(str, valid))}"
         )
     shape = check_experts(call.op, name, value, call.lead.new_empty(0, dtype=dtype), letters)
+    if dtype == torch.uint8:
+        shape = (*shape[:2], 2 * shape[2])
     check_width(call.op, name, shape[1], runs_kernels(call.lead))
     if scale is not None:
         folded = recipe.folds and scale.dim() == 2

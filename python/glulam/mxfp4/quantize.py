@@ -1,0 +1,75 @@
+"""quantize_mxfp4: weights to MXFP4 along their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls.checks import refuse_gradients, shape_text
+from ..scaled import SCALE_DTYPE
+from .codec import BLOCK, encoded
+from .tensor import MXFP4Tensor
+
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHUNK_ROWS = 2**14
+"""Rows that are quantised together: their float32 copies take memory."""
+
+
+def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
+    """w in MXFP4: E2M1 elements and a power of two for each 32 of them along a row, by torch's operators.
+
+    A block's scale is 2^(floor(log2 amax) - 2), at least 2^-127; elements are rounded to nearest even, up to 6.
+    A NaN makes its block's scale NaN; the scale of a block of zeros is the least one, byte 0.
+
+    Args:
+        w: [..., N, K], bfloat16, float16 or float32; K a multiple of 32.
+        out: the result's buffers, of w's shape and on its device; by default new ones.
+
+    Returns:
+        MXFP4Tensor [..., N, K]; `out` where given.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+        GradientNotSupported: grad mode is on and w requires a gradient.
+    """
+    _check(w, out)
+    if out is None:
+        *lead, k = w.shape
+        data = torch.empty(*lead, k // 2, dtype=torch.uint8, device=w.device)
+        out = MXFP4Tensor(data, torch.empty(*lead, k // BLOCK, dtype=SCALE_DTYPE, device=w.device))
+    matrices = (
+        ((w, out.data, out.scale.view(torch.uint8)),)
+        if w.dim() == 2
+        else zip(w.flatten(0, -3), out.data.flatten(0, -3), out.scale.view(torch.uint8).flatten(0, -3), strict=True)
+    )
+    with torch.no_grad():
+        for matrix, data, scale in matrices:
+            for first in range(0, len(matrix), CHUNK_ROWS):
+                rows = slice(first, first + CHUNK_ROWS)
+                data[rows], scale[rows] = encoded(matrix[rows])
+    return out
+
+
+def _check(w: Any, out: Any) -> None:
+    op = "quantize_mxfp4"
+    if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
+        got = w.dtype if isinstance(w, Tensor) else type(w).__name__
+        raise TypeError(f"{op}: w is {got}; give a tensor of {', '.join(map(str, SOURCE_DTYPES))}")
+    if w.dim() < 2 or w.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{op}: w has shape {shape_text(w.shape)}; give [..., N, K], K a multiple of {BLOCK}, so pad it with zeros"
+        )
+    if torch.is_grad_enabled():
+        refuse_gradients(op, w=w)
+    if out is None:
+        return
+    if not isinstance(out, MXFP4Tensor):
+        raise TypeError(f"{op}: out is {type(out).__name__}; give an MXFP4Tensor")
+    if out.shape != w.shape or out.device != w.device:
+        raise ValueError(
+            f"{op}: out is {out!r}; it must have w's shape {shape_text(w.shape)} and lie on {w.device}, as w does"
+        )
+    if not (out.data.is_contiguous() and out.scale.is_contiguous()):
+        raise ValueError(f"{op}: out's data and scale must be contiguous")

@@ -1,0 +1,184 @@
+"""Elements of few bits with scales: what all such tensors share, and scales' bytes as powers of two.
+
+A dataclass around two tensors, not a subclass of torch.Tensor. A subclass would have to answer every operator of torch,
+and each answer would be either a silent dequantisation or an error; nothing here needs one: operators take the two
+tensors, gradients do not pass through quantised values, and modules keep the two as buffers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .calls.checks import shape_text
+
+PARTS = ("data", "scale")
+SCALE_DTYPE = torch.float8_e8m0fnu
+E8M0_INF, E8M0_NAN = 0xFE, 0xFF
+F32_MANTISSA_BITS = 23
+F32_TWO_TO_MINUS_127 = 0x00400000
+F32_NAN = 0x7FC00000
+Kind = TypeVar("Kind", bound="Scaled")
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^(exponent - 127), float32, of int32 exponents from 0 to 0xFE; NaN for 0xFF."""
+    bits = (exponent << F32_MANTISSA_BITS).masked_fill(exponent == 0, F32_TWO_TO_MINUS_127)
+    return bits.masked_fill(exponent == E8M0_NAN, F32_NAN).view(torch.float32)
+
+
+def scales_of(exponents: Tensor) -> Tensor:
+    """2^(e - 127) of E8M0 bytes, float32; NaN for 0xFF."""
+    return _power(exponents.to(torch.int32))
+
+
+def multipliers_of(exponents: Tensor) -> Tensor:
+    """2^(127 - e) of E8M0 bytes, float32; NaN for 0xFF."""
+    wide = exponents.to(torch.int32)
+    return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
+
+
+class Scaled:
+    """A dataclass of `data`, elements of 8 bits or less, `scale`, and fields that say how they lie: what all share.
+
+    They copy and pickle, and pass torch.load(weights_only=True) and pytree functions, and so containers of them
+    torch.compile and torch.export.
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: ClassVar[str] = "MXFP8"
+    recipe: ClassVar[str] = "mxfp8"
+    """The name of one that takes it."""
+    data_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    form: ClassVar[tuple[str, ...]]
+    """The fields that are no tensors."""
+
+    def __init_subclass__(cls) -> None:
+        cls.form = tuple(name for name in cls.__annotations__ if name not in PARTS)
+        torch.serialization.add_safe_globals([cls])
+        pytree.register_pytree_node(
+            cls,
+            cls._flat,
+            cls._unflattened,
+            serialized_type_name=f"glulam.{cls.__name__}",
+            to_dumpable_context=list,
+            from_dumpable_context=cls.form_of_json,
+            flatten_with_keys_fn=cls._flat_with_keys,
+        )
+
+    @classmethod
+    def form_of_json(cls, form: list[Any]) -> tuple[Any, ...]:
+        """The values of `form` as they were before JSON kept them."""
+        return tuple(form)
+
+    def _flat(self) -> tuple[list[Any], Any]:
+        return [self.data, self.scale], tuple(getattr(self, name) for name in self.form)
+
+    def _flat_with_keys(self) -> tuple[list[Any], Any]:
+        parts, form = self._flat()
+        return [(pytree.GetAttrKey(name), part) for name, part in zip(PARTS, parts, strict=True)], form
+
+    @classmethod
+    def _unflattened(cls, parts: Any, form: Any) -> Any:
+        """Unchecked, since pytree functions may have replaced the parts by anything."""
+        result = object.__new__(cls)
+        result.__dict__.update(zip((*PARTS, *cls.form), (*parts, *form), strict=True))
+        return result
+
+    def check_parts(self) -> None:
+        """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
+        kind = type(self).__name__
+        for name, dtype in zip(PARTS, (self.data_dtype, SCALE_DTYPE), strict=True):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtype}")
+        if self.scale.device != self.data.device:
+            raise ValueError(f"{kind}: scale is on {self.scale.device} but data is on {self.data.device}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As bytes: Python's own pickle cannot restore torch's 8-bit floats."""
+        return {**vars(self), "data": self.data.view(torch.uint8), "scale": self.scale.view(torch.uint8)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Checked as any other is, since it may come from a file."""
+        typed = {"data": state["data"].view(self.data_dtype), "scale": state["scale"].view(SCALE_DTYPE)}
+        self.__init__(**{**state, **typed})  # type: ignore[misc]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of data and scales together."""
+        return self.data.nbytes + self.scale.nbytes
+
+    def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
+        """On another device; itself where it is there. The dtype is the format's: `dequantize` gives others."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"to: {self.format} has no other dtype; call dequantize({device})")
+        if (data := self.data.to(device, non_blocking=non_blocking)) is self.data:
+            return self
+        return self._with(data=data, scale=self.scale.to(device, non_blocking=non_blocking))
+
+    def _with(self: Kind, **changes: Any) -> Kind:
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def __repr__(self) -> str:
+        form = "".join(f"{name}={value!r}, " for name, value in vars(self).items() if isinstance(value, str))
+        return f"{type(self).__name__}({shape_text(self.shape)}, {form}device={str(self.device)!r})"
+
+
+class Stored(Scaled):
+    """One whose fields that are no tensors are strings, as a checkpoint keeps them."""
+
+    def cpu(self: Kind) -> Kind:
+        return self.to("cpu")
+
+    def cuda(self: Kind, device: int | None = None) -> Kind:
+        return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
+
+    def clone(self: Kind) -> Kind:
+        return self._with(data=self.data.clone(), scale=self.scale.clone())
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """What a checkpoint stores: `<prefix>data` and `<prefix>scale`; scales as uint8, which every format knows."""
+        return {f"{prefix}data": self.data, f"{prefix}scale": self.scale.view(torch.uint8)}
+
+    def metadata(self, prefix: str = "") -> dict[str, str]:
+        """What else a checkpoint stores, as strings: the fields that are no tensors."""
+        return {f"{prefix}{name}": getattr(self, name) for name in self.form}
+
+    @classmethod
+    def from_tensors(
+        cls: type[Kind], tensors: Mapping[str, Tensor], metadata: Mapping[str, str], prefix: str = ""
+    ) -> Kind:
+        """The inverse of `tensors` and `metadata`; other entries are ignored.
+
+        Raises:
+            KeyError: an entry is missing.
+            ValueError, TypeError: they do not fit together.
+        """
+        for names, entries in ((PARTS, tensors), (cls.form, metadata)):
+            for name in names:
+                if f"{prefix}{name}" not in entries:
+                    raise KeyError(f"{cls.__name__}.from_tensors: there is no entry {prefix + name!r}")
+        data, scale = (tensors[f"{prefix}{name}"] for name in PARTS)
+        if scale.dtype == torch.uint8:
+            scale = scale.view(SCALE_DTYPE)
+        return cls(
+            data,
+            scale,  # type: ignore[call-arg]
+            **{name: metadata[f"{prefix}{name}"] for name in cls.form},
+        )

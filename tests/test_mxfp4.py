@@ -1,0 +1,243 @@
+"""MXFP4Tensor and quantize_mxfp4 against the format's definition; and how kernels decode, number by number."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from cutlass import Int32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import mxfp4
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import glulam
+from cute_kernels.sm90.mainloop.decoders import E2m1Decoder
+from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
+
+BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
+
+
+def random_tensor(*shape: int, seed: int = 0) -> MXFP4Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    *lead, k = shape
+    data = torch.randint(256, (*lead, k // 2), dtype=torch.uint8, generator=generator)
+    return MXFP4Tensor(data, torch.randint(100, 150, (*lead, k // 32), dtype=torch.uint8, generator=generator))
+
+
+def same(one: MXFP4Tensor, other: MXFP4Tensor) -> bool:
+    scales = (t.scale.view(torch.uint8) for t in (one, other))
+    return torch.equal(one.data, other.data) and torch.equal(*scales)
+
+
+class TestTensor:
+    def test_every_byte_with_every_scale(self) -> None:
+        """In float32, and to bfloat16 exactly where that has the range."""
+        data = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(1, 1)
+        for byte in range(256):
+            q = MXFP4Tensor(data, torch.full((16, 1), byte, dtype=torch.uint8))
+            wanted = mxfp4.values(q.data, q.scale)
+            assert torch.equal(q.dequantize().double().nan_to_num(nan=7.5), wanted.float().double().nan_to_num(nan=7.5))
+            if byte <= 252:
+                assert torch.equal(q.dequantize(BF16).double(), wanted)
+
+    def test_gpt_oss_blocks_are_viewed(self) -> None:
+        blocks = torch.randint(256, (3, 64, 5, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, (3, 64, 5), dtype=torch.uint8)
+        q = MXFP4Tensor.from_blocks(blocks, scales)
+        assert q.shape == (3, 64, 160) and q.data.data_ptr() == blocks.data_ptr()
+        assert q.scale.data_ptr() == scales.data_ptr() and q.scale.dtype == E8M0
+        low, high = blocks[1, 2, 3, 4] % 16, blocks[1, 2, 3, 4] // 16
+        wanted = torch.stack((mxfp4.NUMBERS[low.long()], mxfp4.NUMBERS[high.long()])) * 2.0 ** (
+            int(scales[1, 2, 3]) - 127
+        )
+        assert torch.equal(q.dequantize()[1, 2, 3 * 32 + 8 : 3 * 32 + 10].double(), wanted)
+
+    def test_slices_are_views(self) -> None:
+        q = random_tensor(4, 6, 64)
+        for index in (2, slice(1, 3)):
+            part = q[index]
+            assert part.data.data_ptr() == q.data[index].data_ptr()
+            assert torch.equal(part.dequantize(), q.dequantize()[index])
+        rows = q[0][2:5]
+        assert torch.equal(rows.dequantize(), q.dequantize()[0, 2:5])
+        with pytest.raises(IndexError, match="slice its rows"):
+            q[0][0]
+
+    @pytest.mark.parametrize("way", ["copy", "pickle", "torch", "pytree", "checkpoint"])
+    def test_round_trips(self, way: str) -> None:
+        q = random_tensor(2, 8, 96)
+        if way == "copy":
+            other = copy.deepcopy(q)
+        elif way == "pickle":
+            other = pickle.loads(pickle.dumps(q))
+        elif way == "torch":
+            torch.save(q, buffer := io.BytesIO())
+            buffer.seek(0)
+            other = torch.load(buffer, weights_only=True)
+        elif way == "pytree":
+            other = pytree.tree_map(torch.clone, q)
+        else:
+            tensors = {name: t.clone() for name, t in q.tensors("experts.w1_").items()}
+            assert {t.dtype for t in tensors.values()} == {torch.uint8} and q.metadata() == {}
+            other = MXFP4Tensor.from_tensors(tensors, {}, "experts.w1_")
+        assert same(q, other) and other.data.data_ptr() != q.data.data_ptr()
+
+    def test_moves(self) -> None:
+        q = random_tensor(2, 8, 64)
+        assert q.to("cpu") is q and same(q.clone(), q) and q.nbytes == 2 * 8 * (32 + 2)
+        with pytest.raises(TypeError, match="MXFP4 has no other dtype"):
+            q.to(torch.bfloat16)  # type: ignore[arg-type]
+        assert repr(q) == "MXFP4Tensor([2, 8, 64], device='cpu')"
+
+    @pytest.mark.parametrize(
+        ("data", "scale", "message"),
+        [
+            (torch.zeros(2, 8), torch.zeros(2, 1, dtype=torch.uint8), "data is torch.float32"),
+            (torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(2, 1), "scale is torch.float32"),
+            (torch.zeros(16, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8), r"give \[..., N, K/2\]"),
+            (torch.zeros(2, 24, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), "so K = 48"),
+            (torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.uint8), r"are \[2, 2\]"),
+        ],
+    )
+    def test_parts_that_do_not_fit(self, data: Tensor, scale: Tensor, message: str) -> None:
+        with pytest.raises((ValueError, TypeError), match=message):
+            MXFP4Tensor(data, scale)
+
+    def test_blocks_that_lie_apart(self) -> None:
+        blocks = torch.zeros(2, 8, 4, 16, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="do not lie together"):
+            MXFP4Tensor.from_blocks(blocks[:, :, ::2], torch.zeros(2, 8, 2, dtype=torch.uint8))
+        with pytest.raises(ValueError, match=r"give \[..., N, K/32, 16\]"):
+            MXFP4Tensor.from_blocks(blocks.flatten(-2), torch.zeros(2, 8, 4, dtype=torch.uint8))
+
+
+class TestQuantiser:
+    def test_every_bfloat16_as_maximum(self) -> None:
+        """The scale of each, and elements at all fractions of it."""
+        bits = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16)
+        fractions = torch.cat((torch.linspace(-1, 1, 30), torch.tensor([1.0, -0.0])))
+        blocks = (bits.view(BF16).float()[:, None] * fractions).to(BF16)
+        blocks[:, 30] = bits.view(BF16)
+        q = quantize_mxfp4(blocks)
+        sampled = torch.randperm(len(bits), generator=torch.Generator().manual_seed(1))[:2000].tolist()
+        for row in [0, 1, 127, 128, 129, 0x7F7F, *sampled]:
+            codes, byte = mxfp4.quantized_block(blocks[row].tolist())
+            got = torch.stack((q.data[row] % 16, q.data[row] // 16), dim=1).flatten()
+            assert int(q.scale.view(torch.uint8)[row]) == byte, row
+            assert got.tolist() == codes, row
+
+    @given(values=st.lists(st.floats(-8, 8, width=32), min_size=32, max_size=32), power=st.integers(-140, 120))
+    @settings(max_examples=200)
+    def test_any_block(self, values: list[float], power: int) -> None:
+        block = torch.tensor(values) * 2.0**power
+        q = quantize_mxfp4(block[None])
+        codes, byte = mxfp4.quantized_block(block.tolist())
+        got = torch.stack((q.data[0] % 16, q.data[0] // 16), dim=1).flatten().tolist()
+        assert (got, int(q.scale.view(torch.uint8)[0])) == (codes, byte)
+
+    def test_ties_go_to_the_even_one(self) -> None:
+        ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 4.0] * 4)
+        got = quantize_mxfp4(torch.stack((ties, -ties))).dequantize()
+        wanted = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0] * 4)
+        assert torch.equal(got, torch.stack((wanted, -wanted)))
+
+    def test_nan_inf_and_zero(self) -> None:
+        w = torch.ones(3, 64)
+        w[0, 40], w[1, 3], w[2, 32:] = torch.nan, -torch.inf, 0
+        q = quantize_mxfp4(w)
+        assert q.scale.view(torch.uint8).tolist() == [[125, 0xFF], [253, 125], [125, 0]]
+        values = q.dequantize()
+        assert bool(values[0, 32:].isnan().all()) and values[1, 3] == -torch.inf and not values[2, 32:].any()
+
+    def test_values_of_the_format_stay(self) -> None:
+        """What a block holds on its own least scale comes back; so does each of many matrices, in given buffers."""
+        q = random_tensor(3, 2, 16, 64)
+        q.data[..., ::16] |= 0x7  # 6 in each block
+        out = MXFP4Tensor(torch.full_like(q.data, 0xAA), torch.full(q.scale.shape, 3, dtype=torch.uint8))
+        assert quantize_mxfp4(q.dequantize(), out=out) is out
+        assert torch.equal(out.scale.view(torch.uint8), q.scale.view(torch.uint8))
+        assert torch.equal(out.dequantize(), q.dequantize())
+
+    @pytest.mark.parametrize(
+        ("w", "out", "message"),
+        [
+            (torch.zeros(4, 48), None, "K a multiple of 32"),
+            (torch.zeros(64), None, r"give \[..., N, K\]"),
+            (torch.zeros(4, 64, dtype=torch.float64), None, "w is torch.float64"),
+            ([1.0], None, "w is list"),
+            (torch.zeros(4, 64), torch.zeros(4, 32), "give an MXFP4Tensor"),
+            (torch.zeros(4, 64), random_tensor(5, 64), "must have w's shape"),
+            (torch.zeros(4, 64, requires_grad=True), None, "requires"),
+        ],
+    )
+    def test_refuses(self, w: Any, out: Any, message: str) -> None:
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+            quantize_mxfp4(w, out=out)
+
+
+class TestDecoder:
+    """The integers that kernels compute, as their bits are numbers; only the products are torch's."""
+
+    @staticmethod
+    def numbers(words: list[Any]) -> Tensor:
+        """Two bfloat16 numbers of each word, the lower half first, in float32, where products are exact."""
+        return torch.tensor([int(word) for word in words], dtype=torch.int64).to(torch.int32).view(BF16).float()
+
+    def test_every_byte_with_every_scale(self) -> None:
+        decoder = E2m1Decoder()
+        read = self.numbers([decoder.spread(Int32(byte)) for byte in range(256)]).view(256, 2)
+        assert torch.equal(
+            read.double() * 2.0**126, mxfp4.NUMBERS[torch.tensor([[b % 16, b // 16] for b in range(256)])]
+        )
+        for byte in range(decoder.first_bad):
+            word, index = Int32((byte << 8 * (byte % 4)) - (byte << 24 >> 31 << 32 if byte % 4 == 3 else 0)), byte % 4
+            multiplier = self.numbers([decoder.multiplier(word, index)])
+            first = (read * multiplier).to(BF16)
+            rest = self.numbers([decoder.rest_of_multiplier(word, index)])
+            assert bool((rest != 1).all()) is (byte >= decoder.first_large)
+            assert (int(decoder.large_scales(word)) != 0) is (byte >= decoder.first_large)
+            got = (first.float() * rest).to(BF16).double()
+            wanted = read.double() * 2.0**126 * 2.0 ** (byte - 127)
+            assert torch.equal(got, wanted), byte
+            assert int(decoder.bad_scales(word, 0)) == 0
+        for byte in (253, 254, 255):
+            assert int(decoder.bad_scales(Int32(byte), 0)) != 0
+
+
+class TestRecipe:
+    """What only MXFP4 has; test_recipes.py has what all recipes do."""
+
+    def test_the_result_is_that_of_the_dequantised_weight(self) -> None:
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(24, 96, generator=generator).to(BF16)
+        w1, w2 = random_tensor(3, 128, 96), random_tensor(3, 96, 64, seed=1)
+        options = {"splits": [7, 0, 17], "activation": "clamped_swiglu", "glu_layout": "interleaved"}
+        got = glulam.grouped_mlp(x, w1, w2, **options, recipe="mxfp4_weight_only")
+        wanted = glulam.grouped_mlp(x, w1.dequantize(BF16), w2.dequantize(BF16), **options)
+        assert torch.equal(got, wanted) and float(wanted.float().abs().max()) > 1e3
+
+    def test_weights_in_another_format_are_refused(self) -> None:
+        x, sizes = torch.zeros(4, 64, dtype=BF16), [2, 2]
+        four = random_tensor(2, 64, 64)
+        eight = glulam.quantize_mxfp8(torch.ones(128, 64))
+        eight = MXFP8Tensor(eight.data.view(2, 64, 64), eight.scale.view(2, 64, 2))
+        with pytest.raises(TypeError, match=r"w1 is an MXFP8Tensor.*takes an MXFP4Tensor.*recipe 'mxfp8'"):
+            glulam.grouped_mlp(x, eight, four, splits=sizes, recipe="mxfp4_weight_only", activation="gelu")
+        with pytest.raises(TypeError, match=r"w2 is an MXFP4Tensor.*recipe 'mxfp4_weight_only'"):
+            glulam.grouped_mlp(x, eight, four, splits=sizes, recipe="mxfp8_weight_only", activation="gelu")
+        with pytest.raises(TypeError, match=r"w1 is in MXFP4, and recipe is 'bf16'.*'mxfp4_weight_only'"):
+            glulam.grouped_mlp(x, four, four, splits=sizes, activation="gelu")
+
+    def test_a_wrong_shape_is_told_in_elements(self) -> None:
+        x = torch.zeros(4, 64, dtype=BF16)
+        with pytest.raises(ValueError, match=r"w1 .*\[2, 64, 96\]"):
+            glulam.grouped_mlp(
+                x, random_tensor(2, 64, 96), random_tensor(2, 64, 64), splits=[2, 2], recipe="mxfp4_weight_only",
+                activation="gelu",
+            )  # fmt: skip
