@@ -13,12 +13,17 @@ from cutlass import Int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import mxfp4
+from support.checks import check_mm
+from support.fake_gpu import FakeGpu
+from support.inputs import make_case, poisoned
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import glulam
 from cute_kernels.sm90.mainloop.decoders import E2m1Decoder
 from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
+
+pytest_plugins = ["support.fixtures"]
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
 
@@ -241,3 +246,66 @@ class TestRecipe:
                 x, random_tensor(2, 64, 96), random_tensor(2, 64, 64), splits=[2, 2], recipe="mxfp4_weight_only",
                 activation="gelu",
             )  # fmt: skip
+
+
+class TestMm:
+    """grouped_mm with an MXFP4Tensor as its weight: that of the dequantised weight, which bfloat16 holds exactly."""
+
+    SIZES = (5, 0, 17, 1)
+
+    @pytest.mark.parametrize("with_bias", [False, True])
+    def test_everything(self, anywhere: FakeGpu | None, with_bias: bool) -> None:
+        c = make_case(list(self.SIZES), 96, 64, tail=3)
+        w, bias = random_tensor(4, 80, 96), torch.randn(4, 80).to(BF16) * 2.0**10
+        options = {"bias": bias, "bias_scale": c.row_scale} if with_bias else {}
+        out = poisoned(c.x.shape[0], 80, c.x, padding=8)
+        for groups in ({"offs": c.offs}, {"splits": c.splits()}):
+            out.fill_(torch.nan)
+            assert glulam.grouped_mm(c.x, w, **groups, **options, out=out) is out
+            check_mm(c, w.dequantize(BF16), out, **options)
+            assert bool(out[c.rows :].isnan().all())
+        if anywhere is not None:
+            assert {spec.operands for spec in anywhere.specs} == {"mxfp4_weight_only"}
+
+    def test_rows_by_index(self, anywhere: FakeGpu | None) -> None:
+        c = make_case(list(self.SIZES), 96, 64)
+        order = torch.randperm(c.rows, generator=torch.Generator().manual_seed(3))
+        tokens, w = torch.empty_like(c.x), random_tensor(4, 80, 96)
+        tokens[order] = c.x
+        check_mm(c, w.dequantize(BF16), glulam.grouped_mm(tokens, w, offs=c.offs, rows=order.int()))
+
+    def test_a_known_call_is_not_planned_anew(self, fake_gpu: FakeGpu) -> None:
+        c, w = make_case(list(self.SIZES), 96, 64), random_tensor(4, 80, 96)
+        for _ in range(3):
+            check_mm(c, w.dequantize(BF16), glulam.grouped_mm(c.x, w, offs=c.offs))
+        assert len(fake_gpu.specs) == 1 and len(fake_gpu.launches) == 3
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_a_trace_sees_one_operator(self) -> None:
+        c, w = make_case(list(self.SIZES), 96, 64), random_tensor(4, 80, 96)
+        compiled = torch.compile(lambda x, q: glulam.grouped_mm(x, q, offs=c.offs), fullgraph=True, backend="aot_eager")
+        check_mm(c, w.dequantize(BF16), compiled(c.x, w))
+
+    def test_explained(self) -> None:
+        c, w = make_case(list(self.SIZES), 96, 64), random_tensor(4, 80, 96)
+        assert glulam.explain("grouped_mm", c.x, w, offs=c.offs).source == "reference"
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"transpose_w": True}, "transpose_w is True, and w is an MXFP4Tensor"),
+            ({"x": torch.zeros(8, 64, dtype=BF16)}, r"w .*\[4, 80, 96\].*x has 64 columns"),
+            ({"w": random_tensor(80, 96)}, r"w .*E, N, K/2"),
+            ({"x": torch.zeros(8, 96, dtype=BF16, requires_grad=True)}, "x requires a gradient"),
+            ({"bias": torch.zeros(4, 79, dtype=BF16)}, "bias"),
+            ({"out": torch.zeros(8, 81, dtype=BF16)}, "out"),
+        ],
+    )
+    def test_refuses(self, change: dict[str, Any], message: str) -> None:
+        call = {"x": torch.zeros(8, 96, dtype=BF16), "w": random_tensor(4, 80, 96), "splits": [2, 2, 2, 2], **change}
+        with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+            glulam.grouped_mm(**call)
+
+    def test_float16_is_refused_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
+        with pytest.raises(TypeError, match="takes bfloat16"):
+            glulam.grouped_mm(torch.zeros(8, 96, dtype=torch.float16), random_tensor(4, 80, 96), splits=[2] * 4)

@@ -21,12 +21,15 @@ from .choose.problem import Problem
 from .host import device as gpus
 from .host.experts import GateUp
 from .host.groups import leading
+from .mxfp4 import MXFP4Tensor
 from .mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
+from .ops import grouped_mm_mxfp4
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from .ops.grouped_mm import GroupedMmCall
+from .ops.grouped_mm_mxfp4 import Mxfp4MmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 
 CALLS: dict[str, type[Call]] = {
@@ -96,6 +99,9 @@ def explain(
         flatten(recipe, name, arguments)
     elif "recipe" in arguments:
         arguments["recipe"] = recipe.name
+    elif isinstance(arguments.get("w"), MXFP4Tensor):
+        call_type = Mxfp4MmCall
+        grouped_mm_mxfp4.flatten(arguments)
     lead = arguments[leading(name)]
     if isinstance(lead, Tensor):
         if dtype is not None or device is not None:

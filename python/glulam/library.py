@@ -28,6 +28,7 @@ from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
 from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from .ops.grouped_mm import GroupedMmCall
+from .ops.grouped_mm_mxfp4 import Mxfp4MmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 from .ops.mlp_training import Mxfp8ForwardCall, Mxfp8GradientsCall
 
@@ -43,7 +44,7 @@ TYPES = {
 }
 """Of arguments by their names; those that are not here are flags."""
 CALLS = (
-    GroupedMmCall, GroupedGluCall, GroupedMlpCall, MoeCall, Mxfp8MlpCall, Mxfp8MoeCall, Mxfp8ForwardCall,
+    GroupedMmCall, Mxfp4MmCall, GroupedGluCall, GroupedMlpCall, MoeCall, Mxfp8MlpCall, Mxfp8MoeCall, Mxfp8ForwardCall,
     Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, *mhc.CALLS, *layer.CALLS,
 )  # fmt: skip
 

@@ -41,7 +41,7 @@ INDICES = ("rows", "dy_rows", "x_rows")
 PER_ROW = ("row_scale", "bias_scale", "x_scale", *INDICES)
 OF_TOKENS = ("row_of", "residual")
 """Of a layer: with a row for each token."""
-VECTORS = (*PER_ROW, *OF_TOKENS, "w1_scale", "w2_scale", "mask")
+VECTORS = (*PER_ROW, *OF_TOKENS, "w1_scale", "w2_scale", "w_scales", "mask")
 """Tensors that kernels take by address."""
 GROUPS = ("offs", "splits")
 FLAGS = (

@@ -24,7 +24,7 @@ from .reference import dequantized, quantize_rows
 
 
 @dataclass(frozen=True)
-class _Values:
+class Values:
     """Prepared weights as `reference` reads experts."""
 
     weights: Prepared
@@ -56,7 +56,7 @@ def grouped_mlp(
     """
     data, scale = x
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))
-    w1, w2 = map(_Values, weights)
+    w1, w2 = map(Values, weights)
     reference.grouped_mlp(
         rows, w1, w2, ends, *biases, row_scale, function, out,
         preact=preact, rounded=lambda act: rounded(act, recipe.activation),
@@ -74,8 +74,8 @@ def data_gradients(
     """
     w1, w2 = weights
     reference.grouped_dglu(
-        rounded(dy, recipe.x), _Values(w2), preact, ends, row_scale, function, dpreact, act, d_row_scale,
+        rounded(dy, recipe.x), Values(w2), preact, ends, row_scale, function, dpreact, act, d_row_scale,
         transpose_w=True,
     )  # fmt: skip
     if dx is not None and w1 is not None:
-        reference.grouped_mm(rounded(dpreact, recipe.x), _Values(w1), ends, None, None, False, dx)
+        reference.grouped_mm(rounded(dpreact, recipe.x), Values(w1), ends, None, None, False, dx)

@@ -14,7 +14,9 @@ from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.experts import GateUp
 from ..host.groups import Splits
+from ..mxfp4 import MXFP4Tensor
 from ..reference import take_rows
+from .grouped_mm_mxfp4 import grouped_mm_mxfp4
 
 
 class GroupedMmCall(Call):
@@ -24,6 +26,7 @@ class GroupedMmCall(Call):
     differentiable = True
     sources = {"scale": "bias_scale"}
     makes = (Made("out", "y", ("num_rows", "out_features")),)
+    in_4_bits = MXFP4Tensor
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
@@ -61,10 +64,10 @@ class GroupedMmCall(Call):
         return out
 
 
-@operator(GroupedMmCall)
+@operator(GroupedMmCall, unless="w.__class__ is kind.in_4_bits", otherwise=grouped_mm_mxfp4)
 def grouped_mm(
     x: Tensor,
-    w: Tensor | Sequence[Tensor],
+    w: Tensor | Sequence[Tensor] | MXFP4Tensor,
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
