@@ -309,3 +309,86 @@ class TestMm:
     def test_float16_is_refused_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
         with pytest.raises(TypeError, match="takes bfloat16"):
             glulam.grouped_mm(torch.zeros(8, 96, dtype=torch.float16), random_tensor(4, 80, 96), splits=[2] * 4)
+
+
+def gpt_oss_state(experts: int, hidden: int, inter: int, seed: int = 0) -> dict[str, Tensor]:
+    """An MoE block as gpt-oss's checkpoints hold it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def bytes_(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
+
+    def bf16(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(BF16)
+
+    return {
+        "router.weight": bf16(experts, hidden), "router.bias": bf16(experts),
+        "experts.gate_up_proj_blocks": bytes_(0, 256, experts, 2 * inter, hidden // 32, 16),
+        "experts.gate_up_proj_scales": bytes_(118, 124, experts, 2 * inter, hidden // 32),
+        "experts.gate_up_proj_bias": bf16(experts, 2 * inter),
+        "experts.down_proj_blocks": bytes_(0, 256, experts, hidden, inter // 32, 16),
+        "experts.down_proj_scales": bytes_(118, 124, experts, hidden, inter // 32),
+        "experts.down_proj_bias": bf16(experts, hidden),
+    }  # fmt: skip
+
+
+GPT_OSS: dict[str, Any] = {
+    "score": "topk_softmax", "router_bias": True, "bias": True, "activation": "clamped_swiglu", "dtype": BF16,
+}  # fmt: skip
+
+
+class TestModule:
+    @pytest.mark.parametrize("glu_layout", ["interleaved", "concat"])
+    def test_a_checkpoint_of_gpt_oss(self, anywhere: FakeGpu | None, glu_layout: str) -> None:
+        """By its names, in either layout, with the result of the dequantised block in bfloat16."""
+        state = gpt_oss_state(8, 96, 64)
+        module = glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, glu_layout=glu_layout, recipe="mxfp4_weight_only")
+        module.load_state_dict(state)
+        twin = glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, glu_layout="interleaved")
+        names = ("gate_up_proj", "down_proj")
+        wide = {
+            f"experts.{name}": MXFP4Tensor.from_blocks(
+                state[f"experts.{name}_blocks"], state[f"experts.{name}_scales"]
+            ).dequantize(BF16).mT for name in names
+        }  # fmt: skip
+        twin.load_state_dict(
+            {name: value for name, value in state.items() if "_proj_" not in name or "bias" in name} | wide
+        )
+        x = torch.randn(20, 96, generator=torch.Generator().manual_seed(4)).to(BF16)
+        with torch.no_grad():
+            got, wanted = module(x), twin(x)
+        assert torch.allclose(got.float(), wanted.float(), rtol=2**-6, atol=2**-6 * float(wanted.float().abs().max()))
+        assert float(wanted.float().abs().max()) > 1
+        if anywhere is not None:
+            assert any(
+                getattr(spec, "operands", None) == "mxfp4_weight_only" or hasattr(spec, "fc1")
+                for spec in anywhere.specs
+            )
+
+    def test_its_own_state_goes_round(self) -> None:
+        module = glulam.nn.GroupedMLP(3, 64, 32, bias=True, recipe="mxfp4_weight_only", dtype=BF16)
+        assert set(module.state_dict()) == {
+            f"{layer}.{name}" for layer in ("fc1", "fc2") for name in ("weight", "weight_scale", "bias")
+        }
+        other = glulam.nn.GroupedMLP(3, 64, 32, bias=True, recipe="mxfp4_weight_only", dtype=BF16)
+        other.load_state_dict(module.state_dict())
+        x = torch.randn(9, 64).to(BF16)
+        with torch.no_grad():
+            y = module(x, splits=[3, 3, 3])
+            assert torch.equal(other(x, splits=[3, 3, 3]), y) and float(y.float().abs().max()) > 0.01
+        assert {p.dtype for p in module.parameters()} == {BF16} and "mxfp4_weight_only" in repr(module)
+        assert float(module.fc1.experts("weight").dequantize().abs().max()) <= 1 / 8
+
+    def test_weights_in_16_bits_are_quantised_as_they_load(self) -> None:
+        wide = glulam.nn.GroupedMLP(3, 64, 32, dtype=BF16)
+        module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4_weight_only", dtype=BF16)
+        module.load_state_dict(wide.state_dict())
+        assert same(module.fc1.experts("weight"), quantize_mxfp4(wide.fc1.weight.detach()))
+
+    def test_refused_at_construction(self) -> None:
+        with pytest.raises(ValueError, match="packed is False, but recipe 'mxfp4_weight_only'"):
+            glulam.nn.GroupedMLP(2, 64, 32, packed=False, recipe="mxfp4_weight_only")
+        with pytest.raises(ValueError, match="recompute is True"):
+            glulam.nn.GroupedMLP(2, 64, 32, recompute=True, recipe="mxfp4_weight_only")
+        with pytest.raises(RuntimeError, match="weight"):
+            glulam.nn.GroupedMLP(2, 64, 32, recipe="mxfp4_weight_only").load_state_dict({})

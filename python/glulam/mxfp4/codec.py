@@ -19,6 +19,8 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 """Between neighbouring magnitudes, and whether the upper one is the even one, to which the midpoint is rounded."""
 SIGN = 8
+SCALE_BIAS = 127
+"""The scale byte of 1."""
 
 
 def values_of(data: Tensor, exponents: Tensor) -> Tensor:

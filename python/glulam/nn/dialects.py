@@ -30,13 +30,14 @@ class Source(NamedTuple):
         keys: of one tensor, or of the gate's and the up-projection's. "{}" is an expert's number.
         packed: whether a tensor holds all experts.
         glu_layout: of one tensor that holds gate and up-projection.
-        transposed: whether matrices are [columns, rows].
+        transposed: whether matrices are [columns, rows]. in_blocks: whether columns are [blocks, bytes].
     """
 
     keys: tuple[str, ...]
     packed: bool = False
     glu_layout: str | None = None
     transposed: bool = False
+    in_blocks: bool = False
 
 
 Form = dict[str, Source]
@@ -60,9 +61,23 @@ GPT_OSS: Form = {
     "fc2.weight": Source(("experts.down_proj",), packed=True, transposed=True),
     "fc2.bias": Source(("experts.down_proj_bias",), packed=True),
 }
+GPT_OSS_IN_MXFP4: Form = {
+    "fc1.weight": Source(("experts.gate_up_proj_blocks",), packed=True, glu_layout="interleaved", in_blocks=True),
+    "fc1.weight_scale": Source(("experts.gate_up_proj_scales",), packed=True, glu_layout="interleaved"),
+    "fc1.bias": GPT_OSS["fc1.bias"],
+    "fc2.weight": Source(("experts.down_proj_blocks",), packed=True, in_blocks=True),
+    "fc2.weight_scale": Source(("experts.down_proj_scales",), packed=True),
+    "fc2.bias": GPT_OSS["fc2.bias"],
+}
 FORMS: dict[str, tuple[Form, ...]] = {
-    # Qwen2, Qwen3 and DeepSeek; Mixtral; all of these in transformers 5; gpt-oss.
-    "experts": (_projections("experts.{}", *QWEN), _projections("experts.{}", "w1", "w3", "w2"), STACKED, GPT_OSS),
+    # Qwen2, Qwen3 and DeepSeek; Mixtral; all of these in transformers 5; gpt-oss, in 16 bits and as it ships.
+    "experts": (
+        _projections("experts.{}", *QWEN),
+        _projections("experts.{}", "w1", "w3", "w2"),
+        STACKED,
+        GPT_OSS,
+        GPT_OSS_IN_MXFP4,
+    ),
     # Qwen2; DeepSeek.
     "shared": (_projections("shared_expert", *QWEN), _projections("shared_experts", *QWEN)),
 }
@@ -84,12 +99,13 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
 
 def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
     """None unless a form's keys are there, for each of the module's parameters, and no others beside them."""
-    own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.parameter_names}
-    if form.keys() != own or mlp.call_options["activation"] not in GATED:
+    own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.names}
+    scales = {name for name in own if name.endswith(".weight_scale")}  # which layers make of weights in 16 bits
+    if form.keys() not in (own, own - scales) or mlp.call_options["activation"] not in GATED:
         return []
     found = []
     for name, source in form.items():
-        rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed)
+        rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed) + source.in_blocks
         make = partial(_joined, source=source, rank=rank, glu_layout=mlp.call_options["glu_layout"])
         for expert in range(1 if source.packed else mlp.fc1.num_experts):
             new = f"{prefix}{part}.{name}" + ("" if source.packed else str(expert))
@@ -104,6 +120,8 @@ def _joined(parts: list[Any], source: Source, rank: int, glu_layout: str) -> lis
     if not alike(parts, rank):
         return None
     parts = [part.mT.contiguous() if source.transposed else part for part in parts]
+    if source.in_blocks:
+        parts = [part.flatten(-2) for part in parts]
     if len(parts) == 1 and source.glu_layout in (None, glu_layout):
         return parts
     dim = int(source.packed)

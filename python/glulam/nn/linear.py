@@ -40,6 +40,9 @@ class GroupedLinear(DelaysWeightGradients, Converts):
     """
 
     op = "grouped_mm"
+    weight_names: tuple[str, ...] = ("weight",)
+    """What holds the weights, where they are packed."""
+    trained_names = ("weight", "bias")
 
     def __init__(
         self,
@@ -59,17 +62,21 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         check_placement(GroupedLinear, torch.empty(0, **where), in_features, out_features)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.has_bias = packed, bias
+        self.names = (*self.weight_names, *(("bias",) if bias else ()))
         shapes = {"weight": (out_features, in_features), "bias": (out_features,)}
-        self.parameter_names = ("weight", "bias") if bias else ("weight",)  # of parameters where they are packed
         self._labels: dict[str, list[str]] = {"weight": [], "bias": []}
-        for name in self.parameter_names:
+        for name in [name for name in self.names if name in self.trained_names]:
             shape = (num_experts, *shapes[name]) if packed else shapes[name]
             self._labels[name] = [name] if packed else [f"{name}{expert}" for expert in range(num_experts)]
             for label in self._labels[name]:
                 self.register_parameter(label, Parameter(torch.empty(shape, **where)))
         if packed and not bias:
             self.register_parameter("bias", None)
+        self.make_weights(device)
         self.reset_parameters()
+
+    def make_weights(self, device: Any) -> None:
+        """Of weights that are no parameters."""
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear: every weight and bias uniform within 1 / sqrt(in_features)."""
@@ -130,7 +137,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
         return grad_writer(label, weights, self.packed, x, put)
 
     def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
-        for name in self.parameter_names:
+        for name in self.names:
             move = layout_move(keys, prefix + name, name, self.packed, self.num_experts, moments)
             if move is not None:
                 yield [move]

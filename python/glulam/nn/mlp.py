@@ -19,6 +19,7 @@ from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from ..recipes import BF16, Recipe
 from .linear import GroupedLinear
+from .mxfp4_linear import MXFP4Linear
 from .options import check_options, check_placement, shown_options
 from .weight_gradients import DelaysWeightGradients, run
 
@@ -40,7 +41,7 @@ class GroupedMLP(DelaysWeightGradients):
             whole forward, which FC2 is part of.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
         recipe: as of `glulam.grouped_mlp`. Those without a gradient ("mxfp8_exact", "mxfp8_weight_only") run where none
-            is asked for.
+            is asked for. With "mxfp4_weight_only" weights are buffers in MXFP4 (`MXFP4Linear`).
         device, dtype: of the parameters.
 
     Raises:
@@ -88,9 +89,18 @@ class GroupedMLP(DelaysWeightGradients):
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
-        how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
-        self.fc1 = GroupedLinear(num_experts, hidden_size, rows, **how)
-        self.fc2 = GroupedLinear(num_experts, intermediate_size, width, **how)
+        how: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        linear: type[GroupedLinear] = GroupedLinear
+        if chosen.has_4_bits:
+            linear = MXFP4Linear
+            if not packed:
+                raise ValueError(
+                    f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out"
+                )
+        else:
+            how["packed"] = packed
+        self.fc1 = linear(num_experts, hidden_size, rows, **how)
+        self.fc2 = linear(num_experts, intermediate_size, width, **how)
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear's, in both layers."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-PACKED_RANKS = {"weight": 3, "bias": 2}
+PACKED_RANKS = {"weight": 3, "weight_scale": 3, "bias": 2}
 
 
 class Move(NamedTuple):

@@ -1,0 +1,70 @@
+"""MXFP4Linear: the layers of a GroupedMLP whose weights are in MXFP4, and which is not trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
+from ..mxfp4.codec import BLOCK, SCALE_BIAS
+from .linear import GroupedLinear
+from .state import Move
+
+
+class MXFP4Linear(GroupedLinear):
+    """A GroupedLinear with buffers `weight` [E, N, K/2] and `weight_scale` [E, N, K/32], uint8, as an MXFP4Tensor has
+    them. A state dict with a `weight` [E, N, K] in 16 bits or float32, and no `weight_scale`, is quantised as it loads.
+    """
+
+    weight_names = ("weight", "weight_scale")
+    trained_names = ("bias",)
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_experts, in_features, out_features, bias, device=device, dtype=dtype)
+
+    def make_weights(self, device: Any) -> None:
+        rows = self.num_experts, self.out_features
+        for name, columns in (("weight", self.in_features // 2), ("weight_scale", self.in_features // BLOCK)):
+            self.register_buffer(name, torch.empty(*rows, columns, dtype=torch.uint8, device=device))
+
+    def reset_parameters(self) -> None:
+        """Any elements, on the largest scale by which all are within 1 / sqrt(in_features); biases as any layer's."""
+        super().reset_parameters()
+        self.weight.random_(256)
+        self.weight_scale.fill_(SCALE_BIAS + math.floor(math.log2(1 / (6 * math.sqrt(self.in_features)))))
+
+    def experts(self, name: str) -> Any:
+        if name == "weight":
+            return MXFP4Tensor(self.weight, self.weight_scale)
+        return super().experts(name)
+
+    def grad_writer(self, *_: Any) -> None:
+        """Nothing is trained."""
+
+    def moves(self, keys: Collection[str], prefix: str, moments: bool = False) -> Iterator[list[Move]]:
+        whole, scale = (prefix + name for name in self.weight_names)
+        if not moments and whole in keys and scale not in keys:
+            yield [Move([whole], [whole, scale], _quantized)]
+
+
+def _quantized(values: list[Any]) -> list[Any] | None:
+    (weight,) = values
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[-1] % BLOCK:
+        return None
+    made = quantize_mxfp4(weight.detach())
+    return [made.data, made.scale.view(torch.uint8)]
