@@ -782,7 +782,8 @@ class TestMoe:
         out = glulam.moe(x, made, w1, w2, recipe=recipe)
         wanted = self.by_loops(x.double(), made, w1.double(), w2.double())
         error = (out.double() - wanted).norm() / wanted.norm()
-        assert error < (0.01 if recipe == "bf16" else 0.1) and not out[3].any()
+        most = {"bf16": 0.01, "mxfp4_weight_only": 0.3}.get(recipe, 0.1)
+        assert error < most and not out[3].any()
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_one_graph_without_gradients(self, recipe: str) -> None:

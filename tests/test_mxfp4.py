@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
-from cutlass import Int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import mxfp4
@@ -20,7 +22,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import glulam
-from cute_kernels.sm90.mainloop.decoders import E2m1Decoder
 from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
 
 pytest_plugins = ["support.fixtures"]
@@ -186,33 +187,45 @@ class TestQuantiser:
             quantize_mxfp4(w, out=out)
 
 
-class TestDecoder:
-    """The integers that kernels compute, as their bits are numbers; only the products are torch's."""
+DECODER = """
+import json
+from cute_kernels.sm90.mainloop.decoders import E2m1Decoder
+from cutlass import Int32
+decoder = E2m1Decoder()
+def word(byte, index):
+    word = byte << 8 * index
+    return Int32(word - (word >> 31 << 32))
+print(json.dumps({
+    "first_bad": decoder.first_bad,
+    "first_large": decoder.first_large,
+    "read": [int(decoder.spread(Int32(byte))) for byte in range(256)],
+    **{name: [int(getattr(decoder, name)(word(byte, byte % 4), *more(byte))) for byte in range(256)] for name, more in {
+        "multiplier": lambda byte: (byte % 4,), "rest_of_multiplier": lambda byte: (byte % 4,),
+        "large_scales": lambda byte: (), "bad_scales": lambda byte: (byte % 8,),
+    }.items()},
+}))
+"""
+"""What kernels compute of each byte, as a scale in every place of its word. The DSL has a process of its own."""
 
-    @staticmethod
-    def numbers(words: list[Any]) -> Tensor:
+
+def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
+    """Their integers as the numbers that these bits are; only the products are torch's."""
+    ran = subprocess.run([sys.executable, "-c", DECODER], capture_output=True, text=True, check=True)
+    told = json.loads(ran.stdout)
+
+    def numbers(words: list[int]) -> Tensor:
         """Two bfloat16 numbers of each word, the lower half first, in float32, where products are exact."""
-        return torch.tensor([int(word) for word in words], dtype=torch.int64).to(torch.int32).view(BF16).float()
+        return torch.tensor(words).to(torch.int32).view(BF16).float().view(-1, 2)
 
-    def test_every_byte_with_every_scale(self) -> None:
-        decoder = E2m1Decoder()
-        read = self.numbers([decoder.spread(Int32(byte)) for byte in range(256)]).view(256, 2)
-        assert torch.equal(
-            read.double() * 2.0**126, mxfp4.NUMBERS[torch.tensor([[b % 16, b // 16] for b in range(256)])]
-        )
-        for byte in range(decoder.first_bad):
-            word, index = Int32((byte << 8 * (byte % 4)) - (byte << 24 >> 31 << 32 if byte % 4 == 3 else 0)), byte % 4
-            multiplier = self.numbers([decoder.multiplier(word, index)])
-            first = (read * multiplier).to(BF16)
-            rest = self.numbers([decoder.rest_of_multiplier(word, index)])
-            assert bool((rest != 1).all()) is (byte >= decoder.first_large)
-            assert (int(decoder.large_scales(word)) != 0) is (byte >= decoder.first_large)
-            got = (first.float() * rest).to(BF16).double()
-            wanted = read.double() * 2.0**126 * 2.0 ** (byte - 127)
-            assert torch.equal(got, wanted), byte
-            assert int(decoder.bad_scales(word, 0)) == 0
-        for byte in (253, 254, 255):
-            assert int(decoder.bad_scales(Int32(byte), 0)) != 0
+    read, wanted = numbers(told["read"]), mxfp4.NUMBERS[torch.tensor([[b % 16, b // 16] for b in range(256)])]
+    assert torch.equal(read.double() * 2.0**126, wanted)
+    assert [bad != 0 for bad in told["bad_scales"]] == [byte >= told["first_bad"] for byte in range(256)]
+    assert [large != 0 for large in told["large_scales"]] == [byte >= told["first_large"] for byte in range(256)]
+    multipliers, rests = numbers(told["multiplier"]), numbers(told["rest_of_multiplier"])
+    for byte in range(told["first_bad"]):
+        assert bool((rests[byte] == 1).all()) is (byte < told["first_large"])
+        first = (read * multipliers[byte]).to(BF16).float()
+        assert torch.equal((first * rests[byte]).to(BF16).double(), wanted * 2.0 ** (byte - 127)), byte
 
 
 class TestRecipe:

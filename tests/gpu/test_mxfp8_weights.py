@@ -1,4 +1,4 @@
-"""The kernels that decode MXFP8 weights, called as they are exported, against float64 of the decoded weights."""
+"""The kernels that decode weights, called as they are exported, against float64 of the decoded weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import mxfp8, oracle
+from support import mxfp4, mxfp8, oracle
 from support.launches import groups_of, launch, sm_count
 from torch import Tensor
 
+from cute_kernels.formats import next_operands
 from cute_kernels.sm90.configs import TILES_W8, activation_forms, glu_form
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
@@ -21,8 +22,6 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 BLOCK, ONE = 32, 127
-LAST_SCALE = 246
-"""The greatest scale byte whose elements are all bfloat16 numbers."""
 SIZES = [5, 0, 130, 1, 64, 257]
 PARAMS = ActivationParams(7.0, 1.702, 1.0)
 OFFS, SPLITS, SPLITS64 = 0, 1, 2
@@ -39,25 +38,65 @@ def values(data: Tensor, scales: Tensor) -> Tensor:
 
 
 class Weight:
-    """E4M3 and E8M0 bytes [E, N, K] and [E, N, K / 32] on the GPU."""
+    """E4M3 and E8M0 bytes [E, N, K] and [E, N, K / 32] on the GPU.
+
+    last_scale: the greatest scale byte whose elements are all bfloat16 numbers. log2_element: about an element's.
+    """
+
+    operands = "mxfp8_weight_only"
+    elements_a_byte = 1
+    last_scale, log2_element = 246, 7
 
     def __init__(self, data: Tensor, scales: Tensor):
         self.data, self.scales = data.to(torch.uint8).cuda(), scales.to(torch.uint8).cuda()
 
     @property
-    def e4m3(self) -> Tensor:
+    def tensor(self) -> Tensor:
         return self.data.view(torch.float8_e4m3fn)
+
+    @property
+    def k(self) -> int:
+        return self.data.shape[2] * self.elements_a_byte
 
     def exact(self) -> Tensor:
         return values(self.data, self.scales)
 
+    @staticmethod
+    def without_nan(data: Tensor) -> Tensor:
+        return torch.where(data % 128 == 127, data - 1, data)
 
-def random_weight(experts: int, n: int, k: int, spread: int = 0) -> Weight:
+
+class Weight4(Weight):
+    """The same of E2M1, two a byte: [E, N, K / 2]."""
+
+    operands = "mxfp4_weight_only"
+    elements_a_byte = 2
+    last_scale, log2_element = 252, 1
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.data
+
+    def exact(self) -> Tensor:
+        return mxfp4.values(self.data, self.scales)
+
+    @staticmethod
+    def without_nan(data: Tensor) -> Tensor:
+        return data
+
+
+kinds = pytest.mark.parametrize("kind", [Weight, Weight4], ids=lambda kind: kind.operands)
+
+
+def kind_of(operands: str) -> type[Weight]:
+    return Weight4 if operands == Weight4.operands else Weight
+
+
+def random_weight(experts: int, n: int, k: int, spread: int = 0, kind: type[Weight] = Weight) -> Weight:
     """Any bytes but NaN; scales that make results about 1, times 2^-spread to 2^spread."""
-    data = torch.randint(0, 256, (experts, n, k))
-    data = torch.where(data % 128 == 127, data - 1, data)
-    middle = ONE - 7 - round(math.log2(k) / 2)
-    return Weight(data, torch.randint(middle - spread, middle + spread + 1, (experts, n, k // BLOCK)))
+    data = kind.without_nan(torch.randint(0, 256, (experts, n, k // kind.elements_a_byte)))
+    middle = ONE - kind.log2_element - round(math.log2(k) / 2)
+    return kind(data, torch.randint(middle - spread, middle + spread + 1, (experts, n, k // BLOCK)))
 
 
 def group_argument(sizes: Sequence[int], form: int) -> Tensor:
@@ -87,7 +126,7 @@ def run_mm(
 ) -> Tensor:  # fmt: skip
     y = nan_rows(x.shape[0], w.data.shape[1])
     launch(
-        GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only"), x=x, w=w.e4m3, y=y,
+        GroupedMmSpec("bfloat16", False, tile, operands=w.operands), x=x, w=w.tensor, y=y,
         **groups_of(group_argument(sizes, form), form), w_scale=w.scales, bias=bias, scale=scale,
         num_sms=ctas or sm_count(),
     )  # fmt: skip
@@ -100,12 +139,12 @@ def run_mlp(
     *, b1: Tensor | None = None, b2: Tensor | None = None, scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """mid and y."""
-    mid, y = nan_rows(x.shape[0], w2.data.shape[2]), nan_rows(x.shape[0], w2.data.shape[1])
-    fc2 = GroupedMmSpec("bfloat16", False, tile, operands="mxfp8_weight_only")
-    made = glu_form(*form, w2.data.shape[2], operands, tile, False)
+    mid, y = nan_rows(x.shape[0], w2.k), nan_rows(x.shape[0], w2.data.shape[1])
+    fc2 = GroupedMmSpec("bfloat16", False, tile, operands=next_operands(operands))
+    made = glu_form(*form, w2.k, operands, tile, False)
     launch(
         GroupedMlpSpec(GroupedGluSpec("bfloat16", *made, False, tile, operands=operands), fc2),
-        x=x, w1=w1.e4m3, w2=w2.e4m3, mid=mid, y=y, **groups_of(group_argument(sizes, OFFS), OFFS),
+        x=x, w1=w1.tensor, w2=w2.tensor, mid=mid, y=y, **groups_of(group_argument(sizes, OFFS), OFFS),
         w1_scale=w1.scales, b1=b1, w2_scale=w2.scales, b2=b2, scale=scale, **kernel_params(*form, PARAMS)._asdict(),
     )  # fmt: skip
     assert bool(mid[sum(sizes) :].isnan().all() and y[sum(sizes) :].isnan().all()), "the tail was written"
@@ -130,26 +169,29 @@ def check_sum(
 
 @tiles
 @pytest.mark.parametrize(("n", "k"), [(32, 32), (1504, 736), (736, 1504), (256, 2048), (96, 4128), (2880, 64)])
-def test_sizes_that_no_tile_divides(tile: TileConfig, n: int, k: int) -> None:
-    x, w = rows_of_x(SIZES, k), random_weight(len(SIZES), n, k)
+@kinds
+def test_sizes_that_no_tile_divides(tile: TileConfig, n: int, k: int, kind: type[Weight]) -> None:
+    x, w = rows_of_x(SIZES, k), random_weight(len(SIZES), n, k, kind=kind)
     check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
 
 
 @tiles
-def test_scales_far_apart(tile: TileConfig) -> None:
+@kinds
+def test_scales_far_apart(tile: TileConfig, kind: type[Weight]) -> None:
     """A scale of another row, block or expert is a wrong result by powers of two."""
-    x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, spread=20)
+    x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, spread=20, kind=kind)
     check_sum(run_mm(tile, x, w, SIZES), x, w, SIZES)
 
 
 @tiles
 @pytest.mark.parametrize("k", [32, 288, 1056])
-def test_scales_stay_with_their_tile(tile: TileConfig, k: int) -> None:
+@kinds
+def test_scales_stay_with_their_tile(tile: TileConfig, k: int, kind: type[Weight]) -> None:
     """One CTA has all tiles, and asks for the scales of each in the one before."""
     sizes, n = [5, 0, 40, 3, 300, 1], 600
-    x, w = rows_of_x(sizes, k), random_weight(len(sizes), n, k, spread=9)
+    x, w = rows_of_x(sizes, k), random_weight(len(sizes), n, k, spread=9, kind=kind)
     check_sum(run_mm(tile, x, w, sizes, ctas=1), x, w, sizes)
-    w.scales[2, 30, 0], w.scales[2, 520, -1] = mxfp8.NAN_SCALE, LAST_SCALE + 1
+    w.scales[2, 30, 0], w.scales[2, 520, -1] = mxfp8.NAN_SCALE, kind.last_scale + 1
     y = run_mm(tile, x, w, sizes, ctas=1)[: sum(sizes)].isnan().cpu()
     wanted = torch.zeros_like(y)
     wanted[5:45, [30, 520]] = True
@@ -159,8 +201,9 @@ def test_scales_stay_with_their_tile(tile: TileConfig, k: int) -> None:
 @tiles
 @pytest.mark.parametrize("form", [OFFS, SPLITS, SPLITS64])
 @pytest.mark.parametrize("sizes", [[3], [0, 0, 7], [1] * 70, [300, 0, 0, 2], [16] * 40, [64, 128, 32, 31, 33]])
-def test_routings_with_bias(tile: TileConfig, form: int, sizes: list[int]) -> None:
-    x, w = rows_of_x(sizes, 288), random_weight(len(sizes), 352, 288)
+@kinds
+def test_routings_with_bias(tile: TileConfig, form: int, sizes: list[int], kind: type[Weight]) -> None:
+    x, w = rows_of_x(sizes, 288), random_weight(len(sizes), 352, 288, kind=kind)
     bias = torch.randn(len(sizes), 352, device="cuda").to(BF16)
     scale = torch.rand(x.shape[0], device="cuda") + 0.5
     check_sum(run_mm(tile, x, w, sizes, bias=bias, form=form), x, w, sizes, bias)
@@ -171,42 +214,47 @@ def test_routings_with_bias(tile: TileConfig, form: int, sizes: list[int]) -> No
 
 
 @tiles
-def test_every_element_and_scale_is_decoded_exactly(tile: TileConfig) -> None:
+@kinds
+def test_every_element_and_scale_is_decoded_exactly(tile: TileConfig, kind: type[Weight]) -> None:
     """x is the unit matrix, so that y is w, transposed."""
     n, k = 480, 512
-    row, column = torch.arange(n)[:, None], torch.arange(k)
-    data = (row + 37 * column) % 256
-    data = torch.where(data % 128 == 127, 0, data)
-    for lowest in (10, LAST_SCALE - 31):
-        scales = lowest + (7 * row + 11 * torch.arange(k // BLOCK)) % (LAST_SCALE + 1 - lowest)
-        w = Weight(data[None], scales[None])
+    row, column = torch.arange(n)[:, None], torch.arange(k // kind.elements_a_byte)
+    data = kind.without_nan((row + 37 * column) % 256)
+    for lowest in (10, kind.last_scale - 31):
+        scales = lowest + (7 * row + 11 * torch.arange(k // BLOCK)) % (kind.last_scale + 1 - lowest)
+        w = kind(data[None], scales[None])
         y = run_mm(tile, torch.eye(k, device="cuda").to(BF16), w, [k])
         assert torch.equal(y.cpu(), w.exact()[0].T.to(BF16))
 
 
 @tiles
-def test_tiny_scales(tile: TileConfig) -> None:
-    """Under 2^-117 elements become subnormals of bfloat16, and are rounded."""
+@kinds
+def test_tiny_scales(tile: TileConfig, kind: type[Weight]) -> None:
+    """Under 2^-117 elements become subnormals of bfloat16, and are rounded; those of E2M1 need not be."""
     n = k = 256
-    data, scales = torch.arange(n * k).view(1, n, k) % 127, torch.arange(n * k // BLOCK).view(1, n, -1) % 12
-    w = Weight(data, scales)
+    columns = k // kind.elements_a_byte
+    data, scales = torch.arange(n * columns).view(1, n, -1) % 127, torch.arange(n * k // BLOCK).view(1, n, -1) % 12
+    w = kind(data, scales)
     y = run_mm(tile, torch.eye(k, device="cuda").to(BF16), w, [k])
-    assert bool((y.double().cpu() - w.exact()[0].T).abs().max() <= 2.0**-133)
+    assert bool((y.double().cpu() - w.exact()[0].T).abs().max() <= (2.0**-133 if kind is Weight else 0))
 
 
 @tiles
-def test_nan_reaches_its_column_and_no_other(tile: TileConfig) -> None:
+@kinds
+def test_nan_reaches_its_column_and_no_other(tile: TileConfig, kind: type[Weight]) -> None:
     sizes, n, k = [40, 20, 33], 300 // 8 * 8, 416
     x = rows_of_x(sizes, k)
-    clean = random_weight(3, n, k)
+    clean = random_weight(3, n, k, kind=kind)
     for place in range(0, k, 13):
-        w = Weight(clean.data.clone(), clean.scales.clone())
-        rows = {place % n: "element", (place * 5 + 100) % n: "scale", (place * 3 + 201) % n: "large"}
-        for at, kind in rows.items():
-            if kind == "element":
+        w = kind(clean.data.clone(), clean.scales.clone())
+        element = {place % n: "element"} if kind is Weight else {}
+        rows = {**element, (place * 5 + 100) % n: "scale", (place * 3 + 201) % n: "large"}
+        for at, what in rows.items():
+            if what == "element":
                 w.data[1, at, place] = 0x7F if place % 2 else 0xFF
             else:
-                w.scales[1, at, place // BLOCK] = 0xFF if kind == "scale" else LAST_SCALE + 1 + place % 8
+                large = w.last_scale + 1 + place % (255 - w.last_scale)
+                w.scales[1, at, place // BLOCK] = 0xFF if what == "scale" else large
         y = run_mm(tile, x, w, sizes)[: sum(sizes)].isnan().cpu()
         wanted = torch.zeros_like(y)
         wanted[40:60, list(rows)] = True
@@ -225,14 +273,15 @@ def row_in_w1(layout: str, column: int, part: int, inter: int) -> int:
 def test_nan_of_either_half_reaches_its_output_and_no_other(tile: TileConfig, operands: str, layout: str) -> None:
     """Rounded to MXFP8, its block of 32."""
     sizes, hidden, inter = [40, 20, 33], 160, 352
-    x, w2 = rows_of_x(sizes, hidden), random_weight(3, hidden, inter)
-    clean = random_weight(3, 2 * inter, hidden)
+    kind = kind_of(operands)
+    x, w2 = rows_of_x(sizes, hidden), random_weight(3, hidden, inter, kind=kind)
+    clean = random_weight(3, 2 * inter, hidden, kind=kind)
     for column in range(0, inter, 11):
-        w1 = Weight(clean.data.clone(), clean.scales.clone())
+        w1 = kind(clean.data.clone(), clean.scales.clone())
         places = {column: column % 2, (column + 139) % inter: 1 - column % 2}
         for i, (at, part) in enumerate(places.items()):
             row = row_in_w1(layout, at, part, inter)
-            if i:
+            if i and kind is Weight:
                 w1.data[1, row, column % hidden] = 0xFF
             else:
                 w1.scales[1, row, column % (hidden // BLOCK)] = 0xFF
@@ -244,8 +293,9 @@ def test_nan_of_either_half_reaches_its_output_and_no_other(tile: TileConfig, op
         assert torch.equal(mid[: sum(sizes)].isnan().cpu(), wanted)
 
 
-def test_results_repeat_and_do_not_depend_on_the_tile() -> None:
-    x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736)
+@kinds
+def test_results_repeat_and_do_not_depend_on_the_tile(kind: type[Weight]) -> None:
+    x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, kind=kind)
     first, *others = (run_mm(tile, x, w, SIZES)[: sum(SIZES)] for tile in (*TILES_W8, *TILES_W8))
     assert all(torch.equal(first, other) for other in others)
 
@@ -271,8 +321,9 @@ def check_mid(mid: Tensor, act: Tensor, rounded: bool) -> None:
 def test_every_activation(tile: TileConfig, operands: str, form: tuple[str, str]) -> None:
     hidden, inter, out, experts = 352, 224, 288, len(SIZES)
     x = rows_of_x(SIZES, hidden)
-    w1 = random_weight(experts, inter * (2 if form[0] in GATED else 1), hidden)
-    w2 = random_weight(experts, out, inter)
+    kind = kind_of(operands)
+    w1 = random_weight(experts, inter * (2 if form[0] in GATED else 1), hidden, kind=kind)
+    w2 = random_weight(experts, out, inter, kind=kind)
     b1, b2 = (torch.randn(experts, w.data.shape[1], device="cuda").to(BF16) for w in (w1, w2))
     scale = torch.rand(x.shape[0], device="cuda") + 0.5
     for extra in ({}, {"b1": b1, "b2": b2, "scale": scale}):
@@ -300,8 +351,9 @@ def check_mlp(
 @pytest.mark.parametrize(("hidden", "inter"), [(32, 32), (736, 1504), (1504, 736), (64, 2880)])
 def test_mlps_that_no_tile_divides(tile: TileConfig, operands: str, layout: str, hidden: int, inter: int) -> None:
     x, experts = rows_of_x(SIZES, hidden), len(SIZES)
-    weights = random_weight(experts, 2 * inter, hidden), random_weight(experts, hidden, inter)
-    check_mlp(tile, operands, ("swiglu", layout), x, weights, SIZES)
+    kind = kind_of(operands)
+    weights = (random_weight(experts, *shape, kind=kind) for shape in ((2 * inter, hidden), (hidden, inter)))
+    check_mlp(tile, operands, ("swiglu", layout), x, tuple(weights), SIZES)
 
 
 @tiles

@@ -42,7 +42,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
     op = "grouped_mm"
     weight_names: tuple[str, ...] = ("weight",)
     """What holds the weights, where they are packed."""
-    trained_names = ("weight", "bias")
+    trained_names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
         self,
