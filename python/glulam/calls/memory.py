@@ -1,4 +1,4 @@
-"""Looks at the memory of arguments, where `signature` reads their metadata: what kernels would misread or overwrite.
+"""Looks at the memory of arguments, where `checks` reads their metadata: what kernels would misread or overwrite.
 
 Fake tensors have no memory: callers come here with real ones, or the look passes them.
 
