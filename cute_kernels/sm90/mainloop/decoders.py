@@ -12,9 +12,9 @@ whose blocks leave bfloat16's range.
 E2M1, two a byte: a sign, two bits of exponent and one of significand, which are shifted to where bfloat16 has its own,
 so that what is read is the element times 2^-126, also where it is 0 or 0.5, which are subnormal in both. The multiplier
 has that power of two besides, and is a bfloat16 number up to a scale of 2; only larger ones take a second product.
-Two multiplications by constants copy the byte to where its signs are to be and to where its other bits are; a shift would
-take the ALU, which has half as many lanes as the FMA pipes and two masks to apply already. With the product that makes
-five instructions for two elements.
+Two multiplications by constants copy the byte to where its signs are to be and to where its other bits are; a shift
+would take the ALU, which has half as many lanes as the FMA pipes and two masks to apply already. With the product that
+makes five instructions for two elements.
 """
 
 from __future__ import annotations
