@@ -26,7 +26,9 @@ from .timing import Call
 
 CONTESTANTS = (BF16, *FP8_RECIPES, TORCH_FP8)
 # Of the result against BF16's: three quantised operands on the way to it, or two; a wrong scale or group is about 1.
-MAX_RELATIVE_ERROR = {BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, TORCH_FP8: 0.08}
+MAX_RELATIVE_ERROR = {
+    BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, "mxfp4_weight_only": 0.3, TORCH_FP8: 0.08
+}  # fmt: skip
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 
 Mlp = Callable[[Buffers], Tensor]
@@ -42,7 +44,11 @@ def _recipe(name: str, sets: list[Buffers]) -> Mlp:
     """grouped_mlp on weights that were prepared before, as a server holds them."""
     if name == BF16:
         return lambda b: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
-    prepare = glulam.prepare_mxfp8_weight if name == "mxfp8" else _quantised
+    makers: dict[str, Callable[..., Any]] = {
+        "mxfp8": glulam.prepare_mxfp8_weight,
+        "mxfp4_weight_only": glulam.quantize_mxfp4,
+    }
+    prepare = makers.get(name, _quantised)
     weights = {id(b): (prepare(b.w1), prepare(b.w2)) for b in sets}
     return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
 

@@ -33,12 +33,12 @@ def _recipe_cell(record: dict[str, Any], recipe: str) -> str:
     return f"{_time(us)} ({', '.join('-' if r is None else f'{r:.2f}x' for r in against)})"
 
 
-def _row(record: dict[str, Any]) -> tuple[str, ...]:
+def _row(record: dict[str, Any], recipes: list[str]) -> tuple[str, ...]:
     case = Case(**record["case"])
     mxfp8 = _us(record, FP8_RECIPES[0])
     rate = "-" if mxfp8 is None else f"{case.flop('mlp') / mxfp8 * 1e-6:.0f}"
-    recipes = (_recipe_cell(record, recipe) for recipe in FP8_RECIPES)
-    return (case.label, *recipes, rate, _time(_us(record, BF16)), _time(_us(record, TORCH_FP8)))
+    cells = (_recipe_cell(record, recipe) for recipe in recipes)
+    return (case.label, *cells, rate, _time(_us(record, BF16)), _time(_us(record, TORCH_FP8)))
 
 
 def fp8_parts(records: list[dict[str, Any]]) -> list[Parts]:
@@ -47,15 +47,21 @@ def fp8_parts(records: list[dict[str, Any]]) -> list[Parts]:
         f"The whole MLP in MXFP8 (`grouped_mlp`), quantising x included; in brackets {BF16}'s time, then {TORCH_FP8}'s "
         "(`torch._scaled_grouped_mm`, row-wise scales, unfused), over the recipe's"
     )
-    recipes = (f"{recipe} us" for recipe in FP8_RECIPES)
-    header = ("case", *recipes, f"{FP8_RECIPES[0]} TF/s", f"{BF16} us", f"{TORCH_FP8} us")
+    recipes = [recipe for recipe in FP8_RECIPES if any(recipe in record["times"] for record in records)]
+    header = (
+        "case",
+        *(f"{recipe} us" for recipe in recipes),
+        f"{FP8_RECIPES[0]} TF/s",
+        f"{BF16} us",
+        f"{TORCH_FP8} us",
+    )
     missed: list[tuple[str, ...]] = [
         (record["case"]["name"], recipe, peer, f"{reached:.3f}", f"{wanted:.2f}")
         for record in records
         for recipe, peer, wanted in fp8_targets(record["case"]["name"])
         if (reached := ratio(record, recipe, peer)) is not None and reached < wanted
     ]
-    parts: list[Parts] = [(title, header, [_row(record) for record in records])]
+    parts: list[Parts] = [(title, header, [_row(record, recipes) for record in records])]
     if missed:
         parts.append(("Below the target", ("case", "recipe", "against", "ratio", "target"), missed))
     return parts
