@@ -41,7 +41,7 @@ class GroupedLinear(DelaysWeightGradients, Converts):
 
     op = "grouped_mm"
     weight_names: tuple[str, ...] = ("weight",)
-    """What holds the weights, where they are packed."""
+    """What holds the weights, where they are packed; `trained_names`: which of all are parameters, not buffers."""
     trained_names: tuple[str, ...] = ("weight", "bias")
 
     def __init__(

@@ -143,7 +143,8 @@ def grouped_mlp(
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
-            "mxfp8_weight_only": such weights, and rows in bfloat16.
+            "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only": weights in MXFP4 instead, as
+            MXFP4Tensors, or in 16 bits and quantised once for each version (docs/mxfp4.md).
             All but "bf16" want H, I and the result's columns to be multiples of 32.
         recompute: with gradients: save x and row_scale only, and make h again in the backward ("mxfp8": by all of
             forward).

@@ -20,7 +20,7 @@ from .grouped_mm_mxfp4 import grouped_mm_mxfp4
 
 
 class GroupedMmCall(Call):
-    """A call of grouped_mm."""
+    """A call of grouped_mm. in_4_bits: the class of weights that another kind of call serves (`grouped_mm_mxfp4`)."""
 
     op = "grouped_mm"
     differentiable = True
@@ -86,7 +86,8 @@ def grouped_mm(
         x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
         w: [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype. K and N are multiples of 8 on a GPU. With
             transpose_w also a GateUp of two [E, N, K], without bias, rows and gradients: x is [T, 2N] and
-            y = x[:, :N] gate_e + x[:, N:] up_e, the gradient of what `grouped_glu` makes of it.
+            y = x[:, :N] gate_e + x[:, N:] up_e, the gradient of what `grouped_glu` makes of it. Or an MXFP4Tensor
+            [E, N, K], without transpose_w and gradients; x is then bfloat16 on a GPU, and K a multiple of 32.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, K], and no copy of the rows is made. An index
