@@ -26,6 +26,7 @@ from glulam import GradientNotSupported, MXFP8Tensor, quantize_mxfp8
 from glulam.mxfp8 import FoldedWeight, FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
 from glulam.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
 from glulam.mxfp8.tensor import FORM
+from glulam.scaled import SCALE_DTYPE
 
 pytest_plugins = ["support.fixtures"]
 
@@ -95,7 +96,7 @@ class TestRules:
 
     def test_what_scales_mean(self) -> None:
         every = torch.arange(256, dtype=torch.uint8)
-        assert torch.equal(scales_of(every).nan_to_num(-1), every.view(layout.SCALE_DTYPE).float().nan_to_num(-1))
+        assert torch.equal(scales_of(every).nan_to_num(-1), every.view(SCALE_DTYPE).float().nan_to_num(-1))
         products = scales_of(every[:-1]).double() * multipliers_of(every[:-1]).double()
         assert bool((products == 1).all()) and bool(multipliers_of(every[-1:]).isnan())
 
@@ -495,7 +496,7 @@ def test_what_a_file_holds_is_checked() -> None:
 def batch_of(count: int) -> MXFP8Tensor:
     parts = [quantize_mxfp8(spread(64, 96, seed=e)) for e in range(count)]
     data = torch.stack([bytes_of(p.data) for p in parts]).view(layout.DATA_DTYPE)
-    return MXFP8Tensor(data, torch.stack([bytes_of(p.scale) for p in parts]).view(layout.SCALE_DTYPE))
+    return MXFP8Tensor(data, torch.stack([bytes_of(p.scale) for p in parts]).view(SCALE_DTYPE))
 
 
 class TestLibrary:
@@ -626,7 +627,7 @@ class TestFold:
         lost = (folded.dequantize() - wanted).abs()
         assert bool((lost <= limit).all())
         assert folded.data.shape == ((3, 64, 256) if axis == "row" else (3, 256, 64)) and folded.data.is_contiguous()
-        assert folded.scale.shape == folded.data.shape[:2] and folded.scale.dtype == layout.SCALE_DTYPE
+        assert folded.scale.shape == folded.data.shape[:2] and folded.scale.dtype == SCALE_DTYPE
         changed = int((lost > 0).sum()) / int((wanted != 0).sum())
         assert folded.report.changed == pytest.approx(changed) and changed < 1e-3
 
@@ -721,7 +722,7 @@ class TestFold:
         ready = {
             axis: MXFP8Tensor(
                 torch.stack([bytes_of(quantize_mxfp8(one, axis=axis).data) for one in w]).view(layout.DATA_DTYPE),
-                torch.stack([bytes_of(quantize_mxfp8(one, axis=axis).scale) for one in w]).view(layout.SCALE_DTYPE),
+                torch.stack([bytes_of(quantize_mxfp8(one, axis=axis).scale) for one in w]).view(SCALE_DTYPE),
                 axis,
             )
             for axis in ("row", "col")

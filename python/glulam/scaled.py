@@ -19,6 +19,10 @@ from .calls.checks import shape_text
 
 PARTS = ("data", "scale")
 SCALE_DTYPE = torch.float8_e8m0fnu
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is quantised."""
+BLOCK = 32
+"""Elements that share a scale in the formats."""
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MANTISSA_BITS = 23
 F32_TWO_TO_MINUS_127 = 0x00400000
@@ -177,8 +181,5 @@ class Stored(Scaled):
         data, scale = (tensors[f"{prefix}{name}"] for name in PARTS)
         if scale.dtype == torch.uint8:
             scale = scale.view(SCALE_DTYPE)
-        return cls(
-            data,
-            scale,  # type: ignore[call-arg]
-            **{name: metadata[f"{prefix}{name}"] for name in cls.form},
-        )
+        form = {name: metadata[f"{prefix}{name}"] for name in cls.form}
+        return cls(data, scale, **form)  # type: ignore[call-arg]

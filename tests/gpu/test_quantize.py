@@ -18,6 +18,7 @@ import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, quantize_mxfp8
 from glulam.mxfp8 import layout, prepare_mxfp8_weight
+from glulam.scaled import SCALE_DTYPE
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def empty_like(result: Any, fill: int) -> Any:
     made = [
         MXFP8Tensor(
             torch.full(one.data.shape, fill, dtype=torch.uint8, device="cuda").view(layout.DATA_DTYPE),
-            torch.full(one.scale.shape, fill, dtype=torch.uint8, device="cuda").view(layout.SCALE_DTYPE),
+            torch.full(one.scale.shape, fill, dtype=torch.uint8, device="cuda").view(SCALE_DTYPE),
             one.axis, one.block, one.scale_layout,
         )
         for one in copies(result)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..scaled import E8M0_NAN, F32_MANTISSA_BITS, multipliers_of, scales_of
+from ..scaled import BLOCK, E8M0_NAN, F32_MANTISSA_BITS, multipliers_of, scales_of
 
-BLOCK = 32
-"""Elements that share a scale."""
 MAX_EXPONENT = 2
 """Of the greatest element, 6 = 1.5 * 2^2."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

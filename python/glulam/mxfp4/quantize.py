@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..calls.checks import refuse_gradients, shape_text
-from ..scaled import SCALE_DTYPE
-from .codec import BLOCK, encoded
+from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
+from .codec import encoded
 from .tensor import MXFP4Tensor
 
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_ROWS = 2**14
 """Rows that are quantised together: their float32 copies take memory."""
 

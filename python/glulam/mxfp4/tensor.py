@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..calls.checks import shape_text
-from ..scaled import SCALE_DTYPE, Stored
-from .codec import BLOCK, values_of
+from ..scaled import BLOCK, SCALE_DTYPE, Stored
+from .codec import values_of
 
 BLOCK_BYTES = BLOCK // 2
 

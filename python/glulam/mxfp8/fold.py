@@ -25,8 +25,8 @@ from ..calls.memory import ALIGNMENT_BYTES
 from ..choose import kernels
 from ..choose.problem import dtype_name
 from ..host import device as gpus
-from ..scaled import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, Scaled, scales_of
-from .layout import AXES, BLOCK, BLOCK_SIZES, DATA_DTYPE, SCALE_DTYPE, SOURCE_DTYPES
+from ..scaled import BLOCK, E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, SCALE_DTYPE, SOURCE_DTYPES, Scaled, scales_of
+from .layout import AXES, BLOCK_SIZES, DATA_DTYPE
 from .reference import quantize_rows, to_e4m3
 from .tensor import MXFP8Tensor
 

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..scaled import SCALE_DTYPE as SCALE_DTYPE
+from ..scaled import BLOCK
 
 DATA_DTYPE = torch.float8_e4m3fn
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What is quantised."""
 AXES = ("row", "col")
-BLOCK = 32
-"""Elements that share a scale in the format."""
 BLOCK_SIZES = {"1x32": BLOCK, "1x128": 128}
 """Elements over which a scale is made: "1x128" writes four equal ones."""
 SCALE_LAYOUTS = ("plain", "swizzled")

@@ -32,9 +32,9 @@ from ..calls.checks import runs_kernels
 from ..errors import CaptureError
 from ..host import device as gpus
 from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
+from ..scaled import BLOCK, SCALE_DTYPE
 from .fold import prepare_mxfp8_weight
-from .layout import AXES, BLOCK, SCALE_DTYPE
-from .layout import SOURCE_DTYPES as SOURCE_DTYPES
+from .layout import AXES
 from .quantize import quantize_mxfp8
 from .tensor import MXFP8Tensor
 

@@ -16,8 +16,9 @@ from ..calls.checks import check_x, count_groups, mismatch
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
+from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from . import reference
-from .layout import BLOCK, BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, SCALE_DTYPE, SOURCE_DTYPES, round_up, scale_shape
+from .layout import BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, round_up, scale_shape
 from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
 
 OP = "quantize_mxfp8"

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..scaled import E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, F32_TWO_TO_MINUS_127
-from ..scaled import multipliers_of as multipliers_of
-from ..scaled import scales_of as scales_of
-from .layout import BLOCK, DATA_DTYPE, GROUP_ALIGNMENT, num_blocks, outer_and_blocks, round_up, swizzled, unswizzled
+from ..scaled import BLOCK, E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, F32_TWO_TO_MINUS_127, multipliers_of, scales_of
+from .layout import DATA_DTYPE, GROUP_ALIGNMENT, num_blocks, outer_and_blocks, round_up, swizzled, unswizzled
 
 E4M3_MAX = 448.0
 F32_MANTISSA = 0x7FFFFF

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..calls.checks import check_choice, shape_text
-from ..scaled import Stored
+from ..scaled import BLOCK, SCALE_DTYPE, Stored
 from . import layout
-from .layout import BLOCK_SIZES, SCALE_DTYPE, outer_and_blocks
+from .layout import BLOCK_SIZES, outer_and_blocks
 from .reference import dequantized
 
 FORM = ("axis", "block", "scale_layout")
@@ -115,7 +115,7 @@ class MXFP8Tensor(Stored):
 
     def _scales_of_rows(self, begin: int, end: int) -> Tensor:
         if self.scale_layout == "plain":
-            size = 1 if self.axis == "row" else layout.BLOCK
+            size = 1 if self.axis == "row" else BLOCK
             return self.scale[begin // size : -(-end // size)]
         if self.axis == "row" and begin % layout.ATOM_OUTER:
             raise ValueError(

@@ -89,16 +89,10 @@ class GroupedMLP(DelaysWeightGradients):
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
-        how: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        linear: type[GroupedLinear] = GroupedLinear
-        if chosen.has_4_bits:
-            linear = MXFP4Linear
-            if not packed:
-                raise ValueError(
-                    f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out"
-                )
-        else:
-            how["packed"] = packed
+        if chosen.has_4_bits and not packed:
+            raise ValueError(f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out")
+        linear = MXFP4Linear if chosen.has_4_bits else GroupedLinear
+        how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
         self.fc1 = linear(num_experts, hidden_size, rows, **how)
         self.fc2 = linear(num_experts, intermediate_size, width, **how)
 

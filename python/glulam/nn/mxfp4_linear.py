@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
-from ..mxfp4.codec import BLOCK, SCALE_BIAS
+from ..mxfp4.codec import SCALE_BIAS
+from ..scaled import BLOCK
 from .linear import GroupedLinear
 from .state import Move
 
@@ -24,18 +25,6 @@ class MXFP4Linear(GroupedLinear):
     trained_names = ("bias",)
     weight: Tensor
     weight_scale: Tensor
-
-    def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        *,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_experts, in_features, out_features, bias, device=device, dtype=dtype)
 
     def make_weights(self, device: Any) -> None:
         rows = self.num_experts, self.out_features

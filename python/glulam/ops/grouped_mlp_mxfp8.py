@@ -37,10 +37,11 @@ from ..host import device as gpus
 from ..host.experts import GateUp
 from ..mxfp4 import MXFP4Tensor
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
-from ..mxfp8.layout import BLOCK, DATA_DTYPE, SCALE_DTYPE, part_of_workspace
-from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, FOUR_BITS, SOURCE_DTYPES, Prepared
+from ..mxfp8.layout import DATA_DTYPE, part_of_workspace
+from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, FOUR_BITS, Prepared
 from ..recipes import Recipe
 from ..reference import take_rows
+from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 
 
 def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, given: dict[str, Any]) -> Tensor:
