@@ -397,6 +397,8 @@ class TestModule:
         module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4_weight_only", dtype=BF16)
         module.load_state_dict(wide.state_dict())
         assert same(module.fc1.experts("weight"), quantize_mxfp4(wide.fc1.weight.detach()))
+        with pytest.raises(RuntimeError, match="fc1.weight_scale"):  # what cannot be quantised is left to torch
+            module.load_state_dict(wide.double().state_dict())
 
     def test_refused_at_construction(self) -> None:
         with pytest.raises(ValueError, match="packed is False, but recipe 'mxfp4_weight_only'"):

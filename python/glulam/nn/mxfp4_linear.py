@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
 from ..mxfp4.codec import SCALE_BIAS
-from ..scaled import BLOCK
+from ..scaled import BLOCK, SOURCE_DTYPES
 from .linear import GroupedLinear
 from .state import Move
 
@@ -53,7 +53,7 @@ class MXFP4Linear(GroupedLinear):
 
 def _quantized(values: list[Any]) -> list[Any] | None:
     (weight,) = values
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.shape[-1] % BLOCK:
+    if not isinstance(weight, Tensor) or weight.dtype not in SOURCE_DTYPES or weight.shape[-1] % BLOCK:
         return None
     made = quantize_mxfp4(weight.detach())
     return [made.data, made.scale.view(torch.uint8)]
