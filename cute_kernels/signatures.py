@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .formats import E4M3, OPERANDS, SCALE_BLOCK, Operands
+from .formats import BYTE, E4M3, OPERANDS, SCALE_BLOCK, Operands
 from .specs import (
     DgluSpec,
     FoldMxfp8Spec,
@@ -21,6 +21,7 @@ from .specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
@@ -240,6 +241,12 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
     return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", SCALE_BLOCK), ("K", SCALE_BLOCK)))
 
 
+def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
+    """`data`: two elements a byte; `scale`: the address of a byte for each block."""
+    tensors = _tensor("w", "T K", spec.dtype, packed=True), _tensor("data", "T K/2", BYTE, packed=True)
+    return Signature((*tensors, *_each(ADDRESS, "scale")), (("K", SCALE_BLOCK), ("K/2", SCALE_BLOCK // 2)))
+
+
 def _numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
     """Of a kernel that takes no tensor; so the stream is an argument. `optional`: so are its integers."""
     kinds = (*_each(ADDRESS, addresses, optional=True), *_each(INT32, integers, optional), *_each(FLOAT32, floats))
@@ -298,6 +305,7 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
     GroupedWgradSpec: _wgrad,
     QuantizeMxfp8Spec: _quantize,
     FoldMxfp8Spec: _fold,
+    QuantizeMxfp4Spec: _quantize4,
 }
 
 

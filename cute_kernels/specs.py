@@ -368,6 +368,23 @@ class FoldMxfp8Spec:
         return f"fold_mxfp8_{QUANTIZED_DTYPES[self.dtype]}_{self.axis}_{self.arch}"
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizeMxfp4Spec:
+    """w[T,K], whose rows follow each other, to MXFP4 along rows."""
+
+    op: ClassVar[str] = "quantize_mxfp4"
+    dtype: str = "bfloat16"
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        return f"quantize_mxfp4_{QUANTIZED_DTYPES[self.dtype]}_{self.arch}"
+
+
 PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """How a kernel reads parameters: their dtype is a run-time value, since they are few."""
 STREAM_DTYPES = {**DTYPES, "float32": "f32"}
@@ -453,6 +470,7 @@ _SPECS = (
     GroupedWgradSpec,
     QuantizeMxfp8Spec,
     FoldMxfp8Spec,
+    QuantizeMxfp4Spec,
     MhcSpec,
     LayerSpec,
 )
@@ -466,6 +484,7 @@ Spec = (
     | GroupedWgradSpec
     | QuantizeMxfp8Spec
     | FoldMxfp8Spec
+    | QuantizeMxfp4Spec
     | MhcSpec
     | LayerSpec
 )

@@ -15,6 +15,7 @@ from .specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
@@ -27,6 +28,7 @@ _MODULES: dict[type, str] = {
     TailSpec: "layer.finish_backward",
     QuantizeMxfp8Spec: "quantize.quantize_mxfp8",
     FoldMxfp8Spec: "quantize.fold_mxfp8",
+    QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
 }
 """Of kernels that know no architecture's facts, as those of `mhc` and `layer` do."""
 _HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}

@@ -37,18 +37,19 @@ class Case:
         fc2 = 2 * self.rows * self.hidden * self.intermediate
         return {"fc1": 2 * fc2, "fc2": fc2, "mlp": 3 * fc2}[op]
 
-    def bytes(self, op: str, active_experts: int) -> int:
+    def bytes(self, op: str, active_experts: int, weight_bits: float = 8 * BYTES_PER_ELEMENT) -> int:
         """The fewest bytes of one call: each active expert's weights and each input once, each output once.
 
-        The activation between FC1 and FC2 of an mlp is written once and read once.
+        The activation between FC1 and FC2 of an mlp is written once and read once. `weight_bits`: of a weight, its part
+        of a scale included.
         """
         matrix, x, mid = self.hidden * self.intermediate, self.rows * self.hidden, self.rows * self.intermediate
-        elements = {
-            "fc1": 2 * active_experts * matrix + x + mid,
-            "fc2": active_experts * matrix + mid + x,
-            "mlp": 3 * active_experts * matrix + 2 * mid + 2 * x,
+        weights, rows = {
+            "fc1": (2 * active_experts * matrix, x + mid),
+            "fc2": (active_experts * matrix, mid + x),
+            "mlp": (3 * active_experts * matrix, 2 * mid + 2 * x),
         }[op]
-        return BYTES_PER_ELEMENT * elements
+        return BYTES_PER_ELEMENT * rows + round(weights * weight_bits / 8)
 
     @property
     def decode(self) -> bool:
@@ -65,6 +66,7 @@ DECODE = (
     dataclasses.replace(DEEPSEEK, name="DeepSeek decode", rows=256),
     dataclasses.replace(MIXTRAL, name="Mixtral decode", rows=64),
 )
+GPT_OSS_DECODE = dataclasses.replace(GPT_OSS, name="gpt-oss decode", rows=512)
 # One token: a row for each of the experts that it is routed to, of those that a GPU has.
 TOKEN = (
     dataclasses.replace(QWEN3, name="Qwen3 token", rows=8, routing="token:8"),
@@ -139,7 +141,7 @@ def skew_cases(wanted: str | None = None) -> list[Case]:
 
 def fp8_cases(wanted: str | None = None) -> list[Case]:
     """Prefill and decode, even."""
-    return select([*PREFILL, *DECODE], wanted)
+    return select([*PREFILL, *DECODE, GPT_OSS_DECODE], wanted)
 
 
 def backward_cases() -> list[Case]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .cases import Case
-from .targets import BF16, FP8_RECIPES, TORCH_FP8, fp8_targets
+from .targets import BF16, FP4_COPY, FP8_RECIPES, TORCH_FP8, fp8_targets
+
+WEIGHT_BITS = {BF16: 16.0, "mxfp8": 8.0, "mxfp8_exact": 8.25, "mxfp8_weight_only": 8.25, "mxfp4_weight_only": 4.25}
+"""Of a weight as it is stored, with its part of a scale."""
 
 Parts = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
@@ -41,8 +44,23 @@ def _row(record: dict[str, Any], recipes: list[str]) -> tuple[str, ...]:
     return (case.label, *cells, rate, _time(_us(record, BF16)), _time(_us(record, TORCH_FP8)))
 
 
-def fp8_parts(records: list[dict[str, Any]]) -> list[Parts]:
-    """Every case; then the ratios that are below what is aimed at, if any."""
+def _of_copy(record: dict[str, Any], recipe: str, copy_tbps: float) -> float | None:
+    """Of a device copy's bytes a second."""
+    us = _us(record, recipe)
+    moved = Case(**record["case"]).bytes("mlp", record["active_experts"], WEIGHT_BITS[recipe])
+    return moved / us * 1e-6 / copy_tbps if us else None
+
+
+def _decoding(records: list[dict[str, Any]], recipes: list[str], copy_tbps: float) -> Parts:
+    shares = [[_of_copy(record, recipe, copy_tbps) for recipe in (*recipes, BF16)] for record in records]
+    cells = [["-" if share is None else f"{share:.2f}" for share in row] for row in shares]
+    rows = [(Case(**record["case"]).label, *row) for record, row in zip(records, cells, strict=True)]
+    title = "Decoding, of a device copy's bytes a second: weights as they are stored, rows and results"
+    return title, ("case", *recipes, BF16), rows
+
+
+def fp8_parts(records: list[dict[str, Any]], copy_tbps: float) -> list[Parts]:
+    """Every case; of decoding the share of a copy's rate; then what is below what is aimed at, if any."""
     title = (
         f"The whole MLP in MXFP8 (`grouped_mlp`), quantising x included; in brackets {BF16}'s time, then {TORCH_FP8}'s "
         "(`torch._scaled_grouped_mm`, row-wise scales, unfused), over the recipe's"
@@ -61,7 +79,16 @@ def fp8_parts(records: list[dict[str, Any]]) -> list[Parts]:
         for recipe, peer, wanted in fp8_targets(record["case"]["name"])
         if (reached := ratio(record, recipe, peer)) is not None and reached < wanted
     ]
+    decoding = [record for record in records if Case(**record["case"]).decode]
+    missed += [
+        (record["case"]["name"], recipe, "device copy", f"{share:.3f}", f"{wanted:.2f}")
+        for record in decoding
+        for recipe, wanted in FP4_COPY.items()
+        if (share := _of_copy(record, recipe, copy_tbps)) is not None and share < wanted
+    ]
     parts: list[Parts] = [(title, header, [_row(record, recipes) for record in records])]
+    if decoding:
+        parts.append(_decoding(decoding, recipes, copy_tbps))
     if missed:
         parts.append(("Below the target", ("case", "recipe", "against", "ratio", "target"), missed))
     return parts

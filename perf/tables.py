@@ -265,7 +265,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "training-curves": curves_tables,
     "quantize": quantize_tables,
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
-    "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"])],
+    "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "layer": layer_tables,
     "compare": compare_tables,

@@ -11,7 +11,7 @@ from support.fake_gpu import FakeGpu
 import glulam
 from cute_kernels.sm90.configs import shipped_specs
 from glulam import demo
-from glulam.demo import QWEN3_30B_A3B, SHRUNK, Error, Size, within_rule
+from glulam.demo import GPT_OSS, MODELS, QWEN3, QWEN3_30B_A3B, SHRUNK, Error, Size, within_rule
 
 pytest_plugins = ["support.fixtures"]
 
@@ -19,9 +19,9 @@ TINY = Size(hidden=64, intermediate=32, experts=16, top_k=4, tokens=96)
 FULL = Size(hidden=256, intermediate=256, experts=4, top_k=2, tokens=4096)  # work enough for the large tile
 
 
-def made(size=TINY):
+def made(size=TINY, name=QWEN3):
     torch.manual_seed(1)
-    return demo.make_layer(size, "cpu"), demo.make_input(size, "cpu")
+    return demo.make_layer(MODELS[name], size, "cpu"), demo.make_input(size, "cpu")
 
 
 def moe_token_by_token(layer, x):
@@ -51,8 +51,18 @@ def test_both_ways_compute_the_layer():
         assert demo.error_of(call(), demo.exact_moe(layer, x)).norm < 0.02
 
 
-def test_both_choose_the_same_experts():
-    layer, x = made()
+def test_every_recipe_computes_the_layer():
+    layer, x = made(name=GPT_OSS)
+    others = [demo.with_recipe(layer, MODELS[GPT_OSS], TINY, recipe) for recipe in MODELS[GPT_OSS].recipes[:-1]]
+    exact, paths = demo.exact_moe(layer, x), demo.contestants(layer, x, others)
+    assert len(paths) == 4 and float(exact.abs().max()) > 0.1
+    for name, call in paths.items():
+        assert demo.error_of(call(), exact).norm < 0.02, name
+
+
+@pytest.mark.parametrize("name", [QWEN3, GPT_OSS])
+def test_both_choose_the_same_experts(name):
+    layer, x = made(name=name)
     routing, (weights, experts) = layer.route(x), demo.choose(layer, x)
     assert torch.equal(routing.ids, experts) and sum(routing.counts.tolist()) == TINY.tokens * TINY.top_k
     torch.testing.assert_close(routing.weights, weights)
@@ -104,8 +114,9 @@ def test_a_rule_that_everything_passes_fails():
     assert not within_rule(Error(0.0, 0.0), Error(0.5, 0.5))
 
 
-def test_demo_runs_on_a_cpu_and_says_what_it_is(capsys):
-    assert demo.main(["--device", "cpu"]) == 0
+@pytest.mark.parametrize("name", MODELS)
+def test_demo_runs_on_a_cpu_and_says_what_it_is(capsys, name):
+    assert demo.main(["--device", "cpu", "--model", name]) == 0
     shown = capsys.readouterr().out
     assert "CPU reference" in shown and "no claim about speed" in shown
     assert "times the mean" in shown and "experts are empty" in shown
@@ -137,6 +148,7 @@ def test_a_gpu_without_kernels_leaves_the_cpu(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_demo_on_the_gpu(capsys):
-    assert demo.main([]) == 0
+@pytest.mark.parametrize("name", MODELS)
+def test_demo_on_the_gpu(capsys, name):
+    assert demo.main(["--model", name]) == 0
     assert "torch's time over ours" in capsys.readouterr().out

@@ -622,16 +622,23 @@ def quantize_result():
 def fp8_result():
     medians = {"bf16": 3000.0, "mxfp8": 2000.0, "mxfp8_exact": 4000.0, "torch fp8": 2400.0}
     record = forward_record(MIXTRAL, "mlp", **medians)
-    return results.make_result("fp8", STAMP, LIMITS, [record, forward_record(DECODE[0], "mlp", mxfp8=50.0)])
+    decode = forward_record(DECODE[0], "mlp", mxfp8=50.0, mxfp4_weight_only=100.0)
+    return results.make_result("fp8", STAMP, LIMITS, [record, decode])
 
 
 def test_the_fp8_table_shows_both_ratios_and_what_is_missed():
-    table, missed, _ = tables.tables_of(fp8_result())
+    table, decoding, missed, _ = tables.tables_of(fp8_result())
     mixtral, decode = table.rows
     tflops = f"{MIXTRAL.flop('mlp') / 2000 * 1e-6:.0f}"
-    assert mixtral[1:] == ("2000 (1.50x, 1.20x)", "4000 (0.75x, 0.60x)", tflops, "3000", "2400")
+    assert mixtral[1:] == ("2000 (1.50x, 1.20x)", "4000 (0.75x, 0.60x)", "-", tflops, "3000", "2400")
     assert decode[1:3] == ("50.0 (-, -)", "-")
-    assert missed.rows == [("Mixtral-8x7B", "mxfp8_exact", "bf16", "0.750", "0.80")]
+    weights, rows = 128 * 3 * 2048 * 768, 2 * 512 * 2 * (2048 + 768)
+    eight, four = ((weights * bits / 8 + rows) / us * 1e-6 / LIMITS["copy_tbps"] for bits, us in ((8, 50), (4.25, 100)))
+    assert decoding.rows == [(DECODE[0].label, f"{eight:.2f}", "-", f"{four:.2f}", "-")]
+    assert missed.rows == [
+        ("Mixtral-8x7B", "mxfp8_exact", "bf16", "0.750", "0.80"),
+        ("Qwen3 decode", "mxfp4_weight_only", "device copy", f"{four:.3f}", "0.82"),
+    ]
 
 
 def test_fp8_contestants_are_checked(monkeypatch):

@@ -48,6 +48,14 @@ PROBLEMS = {
     "mlp preact": Problem("grouped_mlp", "float16", 0, 16, 1024, 512, 1024, "swiglu", save_preact=True),
     "mlp transposed": Problem("grouped_mlp", "float16", 0, 16, 1024, 512, 1024, "swiglu", transpose_w=True),
     "mlp": Problem("grouped_mlp", "bfloat16", 0, 16, 1024, 512, 1024, "silu"),
+    "mlp in MXFP8": Problem(
+        "grouped_mlp", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu", operands="mxfp8_weight_only",
+        fc2_operands="mxfp8_weight_only",
+    ),
+    "mlp in MXFP4": Problem(
+        "grouped_mlp", "bfloat16", 0, 16, 1024, 512, 1024, "geglu", operands="mxfp4_weight_only",
+        fc2_operands="mxfp4_weight_only",
+    ),
     "dglu": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 0, "swiglu"),
     "dglu transposed": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 0, "geglu", transpose_w=True),
     "dglu and dgrad": Problem("grouped_dglu", "bfloat16", 0, 16, 1024, 512, 1024, "swiglu"),

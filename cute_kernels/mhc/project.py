@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.vectors import F32, VECTOR_BYTES, dtype_code, elements, floats, load_params, run_at, shared_at
+from ..device.warp_mma import WarpMma, as_operands
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .async_copy import AsyncCopy
@@ -36,7 +37,6 @@ from .shapes import (
     ring_stages,
     slice_capacity,
 )
-from .warp_mma import WarpMma, as_operands
 
 LANES = 32
 THREADS = PROJECT_WARPS * LANES

@@ -29,6 +29,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.vectors import F32, dtype_code, floats, load_params, run_at, shared_at, store_params
+from ..device.warp_mma import WarpMma, as_operands
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 from .gates import Gates
@@ -39,7 +40,6 @@ from .shapes import SPREAD_WARPS, TOKEN_TILE, backward_workspace, outputs, sprea
 from .split import split
 from .tile_sums import TileSums
 from .warp_columns import WarpColumns
-from .warp_mma import WarpMma, as_operands
 
 LANES = 32
 THREADS = SPREAD_WARPS * LANES

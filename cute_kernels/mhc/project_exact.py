@@ -21,10 +21,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.vectors import VECTOR_BYTES, elements, run_at, shared_at
+from ..device.warp_mma import WarpMma, as_operands
 from .async_copy import AsyncCopy
 from .shapes import PROJECT_WARPS, STEP_BYTES, TOKEN_TILE, UNIT_TOKENS, exact_ring, outputs
 from .split import rest_scale, split
-from .warp_mma import WarpMma, as_operands
 
 LANES = 32
 THREADS = PROJECT_WARPS * LANES

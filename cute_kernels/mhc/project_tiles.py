@@ -28,13 +28,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.vectors import floats, load_params, run_at, shared_at
+from ..device.warp_mma import WarpMma, read_matrices
 from .async_copy import AsyncCopy
 from .gates_backward import GateRows, GateSums
 from .shapes import SPREAD_CTAS_PER_SM, SPREAD_WARPS, TOKEN_TILE, block_bytes, outputs, spread_blocks
 from .split import rest_scale, split
 from .tile_sums import TileSums
 from .warp_columns import VECTOR, Place
-from .warp_mma import WarpMma, read_matrices
 
 LANES = 32
 WORDS = 4

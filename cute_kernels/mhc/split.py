@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from .warp_mma import as_operands
+from ..device.warp_mma import as_operands
 
 
 class Split(NamedTuple):

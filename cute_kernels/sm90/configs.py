@@ -30,6 +30,7 @@ from ..specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
     is_gated,
@@ -186,6 +187,7 @@ def _all_specs() -> list[Spec]:
     specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
     specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
     specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
+    specs += [QuantizeMxfp4Spec(dtype) for dtype in QUANTIZED_DTYPES]
     return specs + mxfp8_specs() + decoded_specs() + mhc_specs() + layer_specs()
 
 

@@ -17,6 +17,7 @@ from .epilogue.base import Inputs
 from .epilogue.store import make_store
 from .epilogue.swapped import SwappedEpilogue
 from .mainloop.decoding import DecodingMainloop
+from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
 
 # Barriers and the ring's slots, at most; then row scales and exponents, before the first buffer.
@@ -36,7 +37,8 @@ class SwappedGemm(PersistentGemm):
         self.weights = weights
 
     def make_mainloop(self) -> DecodingMainloop:
-        return DecodingMainloop(
+        by_words = self.weights.bits < 8 and self.tile.m <= FEW_ROWS
+        return (FewRowsMainloop if by_words else DecodingMainloop)(
             self.dtype, self.weights, self.tile, self.shape.parts, self.shape.layout, self.stages, self.policy
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""One MoE layer of Qwen3-30B-A3B through Glulam's public API: `python -m glulam.demo`, or `make demo`.
+"""One MoE layer of a known model through Glulam's public API: `python -m glulam.demo`, or `make demo`.
 
-The layer is `glulam.nn.MoE`, router included (softmax, top 8 of 128, probabilities renormalised). Its tokens repeat as
-words of a text do, so that some experts get several times the rows of others, as in life. It is compared with torch's
-own operators: error against float64, and time. Without a GPU that Glulam has kernels for, a shrunk layer runs through
-the CPU reference.
+The layer is `glulam.nn.MoE`, router included. Its tokens repeat as words of a text do, so that some experts get several
+times the rows of others, as in life. It is compared with torch's own operators: error against float64, and time. A
+layer whose experts are shipped in MXFP4 runs so, and with the same weights in MXFP8 and in bfloat16. Without a GPU that
+Glulam has kernels for, a shrunk layer runs through the CPU reference.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,11 @@ from torch import Tensor
 
 import glulam
 
+from .activations import ActivationParams, activate
 from .host import device as devices
 from .layer import Routing
 from .nn import MoE
+from .nn.mlp import GroupedMLP
 from .tuner.timing import Sampler, device_us, interleave
 
 SEED = 0
@@ -56,8 +59,31 @@ class Size(NamedTuple):
     tokens: int
 
 
+class Model(NamedTuple):
+    """A layer as a model has it. shrunk: for a CPU. options: of `nn.MoE`. recipes: that it is shown with, the first one
+    that of its checkpoint.
+    """
+
+    size: Size
+    shrunk: Size
+    options: Mapping[str, Any]
+    recipes: tuple[str, ...]
+
+
 QWEN3_30B_A3B = Size(hidden=2048, intermediate=768, experts=128, top_k=8, tokens=4096)
 SHRUNK = Size(hidden=256, intermediate=96, experts=128, top_k=8, tokens=512)  # a second or two on two cores
+IN_MXFP4 = ("mxfp4_weight_only", "mxfp8_weight_only", "bf16")
+AS_GPT_OSS = {
+    "score": "topk_softmax", "router_bias": True, "bias": True, "activation": "clamped_swiglu",
+    "glu_layout": "interleaved",
+}  # fmt: skip
+QWEN3, GPT_OSS = "Qwen3-30B-A3B", "gpt-oss-120b"
+MODELS = {
+    QWEN3: Model(QWEN3_30B_A3B, SHRUNK, {}, ("bf16",)),
+    GPT_OSS: Model(Size(2880, 2880, 128, 4, 128), Size(192, 192, 128, 4, 128), AS_GPT_OSS, IN_MXFP4),
+    "gpt-oss-20b": Model(Size(2880, 2880, 32, 4, 128), Size(192, 192, 32, 4, 128), AS_GPT_OSS, IN_MXFP4),
+}
+"""Those in MXFP4 with the tokens of a step of decoding, whose time is that of reading weights."""
 
 
 class Error(NamedTuple):
@@ -73,22 +99,64 @@ def make_input(size: Size, device: str) -> Tensor:
     return F.rms_norm(torch.randn(VOCABULARY, size.hidden, device=device)[ids], (size.hidden,)).to(DTYPE)
 
 
-def make_layer(size: Size, device: str) -> MoE:
-    """Random weights, so that activations and logits stay of order 1. float32 logits: 16-bit ones are often equal."""
-    layer = MoE(*size[:4], router_dtype=torch.float32, device=device, dtype=DTYPE).requires_grad_(False)
+def new_layer(model: Model, size: Size, device: str, recipe: str) -> MoE:
+    """float32 logits: 16-bit ones are often equal."""
+    options = {**model.options, "router_dtype": torch.float32, "recipe": recipe}
+    return MoE(*size[:4], **options, device=device, dtype=DTYPE).requires_grad_(False)
+
+
+def make_layer(model: Model, size: Size, device: str) -> MoE:
+    """In bfloat16, with random weights, so that activations and logits stay of order 1; in MXFP4 its experts' are the
+    same.
+    """
+    layer = new_layer(model, size, device, "bf16")
     for weight in layer.parameters():
         weight.normal_(std=weight.shape[-1] ** -0.5)
+    if model.recipes == IN_MXFP4:
+        for weight in weights_of(layer):
+            weight.copy_(glulam.quantize_mxfp4(weight).dequantize(DTYPE))
     return layer
 
 
-def weights_of(layer: MoE) -> tuple[Tensor, Tensor]:
+def with_recipe(layer: MoE, model: Model, size: Size, recipe: str) -> MoE:
+    """The layer with the same weights by another recipe; itself by its own."""
+    if recipe == layer.experts.recipe.name:
+        return layer
+    other = new_layer(model, size, str(layer.router.weight.device), recipe)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def weights_of(layer: MoE) -> tuple[Any, Any]:
     """Of its experts: w1 [E,2I,H] and w2 [E,H,I]."""
     return layer.experts.fc1.experts("weight"), layer.experts.fc2.experts("weight")
 
 
+def biases_of(layer: MoE) -> tuple[Tensor, Tensor]:
+    """b1 [E,2I] and b2 [E,H]; zeros where there are none."""
+    made = (linear.experts("bias") for linear in (layer.experts.fc1, layer.experts.fc2))
+    first, second = (
+        weight.new_zeros(weight.shape[:2]) if bias is None else bias
+        for weight, bias in zip(weights_of(layer), made, strict=True)
+    )
+    return first, second
+
+
+def form_of(experts: GroupedMLP) -> dict[str, Any]:
+    """What `grouped_mlp` and `explain` are told of them beside tensors."""
+    return {name: experts.call_options[name] for name in ("activation", "glu_layout", "recipe")}
+
+
+def activated(layer: MoE, h: Tensor) -> Tensor:
+    form = form_of(layer.experts)
+    return activate(h, form["activation"], form["glu_layout"], ActivationParams())
+
+
 def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights in float32 and experts of tokens x [N,H], [N,K] each, by torch."""
-    weights, experts = F.linear(x.float(), layer.router.weight).softmax(-1).topk(layer.top_k)
+    router = layer.router
+    bias = None if router.bias is None else router.bias.float()
+    weights, experts = F.linear(x.float(), router.weight.float(), bias).softmax(-1).topk(layer.top_k)
     return weights / weights.sum(-1, keepdim=True), experts
 
 
@@ -98,9 +166,9 @@ def torch_moe(layer: MoE, x: Tensor) -> Tensor:
     ids, order = experts.flatten().sort(stable=True)
     offs = torch.searchsorted(ids, torch.arange(layer.num_experts, device=x.device), right=True, out_int32=True)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-    w1, w2 = weights_of(layer)
-    gate, up = F.grouped_mm(x.index_select(0, order // layer.top_k), w1.mT, offs=offs).chunk(2, dim=1)
-    rows = F.grouped_mm(F.silu(gate) * up, w2.mT, offs=offs).index_select(0, back)
+    (w1, w2), (b1, b2) = weights_of(layer), biases_of(layer)
+    h = F.grouped_mm(x.index_select(0, order // layer.top_k), w1.mT, offs=offs) + b1[ids]
+    rows = (F.grouped_mm(activated(layer, h), w2.mT, offs=offs) + b2[ids]).index_select(0, back)
     return (rows.view(*experts.shape, -1) * weights.to(x.dtype)[..., None]).sum(1)
 
 
@@ -108,19 +176,21 @@ def exact_moe(layer: MoE, x: Tensor) -> Tensor:
     """The layer in float64, one expert after the other."""
     weights, experts = choose(layer, x)
     out = torch.zeros_like(x, dtype=torch.float64)
-    for expert, (w1, w2) in enumerate(zip(*weights_of(layer), strict=True)):
+    parts = zip(*weights_of(layer), *biases_of(layer), strict=True)
+    for expert, (w1, w2, b1, b2) in enumerate(parts):
         token, choice = (experts == expert).nonzero(as_tuple=True)
-        gate, up = (x[token].double() @ w1.double().T).chunk(2, dim=1)
-        out.index_add_(0, token, weights[token, choice, None] * ((F.silu(gate) * up) @ w2.double().T))
+        act = activated(layer, x[token].double() @ w1.double().T + b1.double())
+        out.index_add_(0, token, weights[token, choice, None] * (act @ w2.double().T + b2.double()))
     return out
 
 
-def contestants(layer: MoE, x: Tensor) -> dict[str, Call]:
-    """The layer by Glulam, and by torch."""
-    return {
-        "glulam: nn.MoE": lambda: layer(x),
-        "torch: sort, gather, 2 grouped_mm, sum": lambda: torch_moe(layer, x),
-    }
+def contestants(layer: MoE, x: Tensor, others: Sequence[MoE] = ()) -> dict[str, Call]:
+    """The layer by Glulam, by other recipes first, and by torch."""
+    ours: dict[str, Call] = {}
+    for one in (*others, layer):
+        recipe = f", {one.experts.recipe.name}" if others else ""
+        ours[f"glulam: nn.MoE{recipe}"] = partial(one, x)
+    return {**ours, "torch: sort, gather, 2 grouped_mm, sum": lambda: torch_moe(layer, x)}
 
 
 def error_of(got: Tensor, reference: Tensor) -> Error:
@@ -191,36 +261,39 @@ def few_threads(device: str) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def problem_text(size: Size, sizes: list[int]) -> str:
-    shrunk = "" if size == QWEN3_30B_A3B else " (shrunk for a CPU)"
+def problem_text(name: str, size: Size, sizes: list[int]) -> str:
+    shrunk = "" if size == MODELS[name].size else " (shrunk for a CPU)"
     mean = sum(sizes) / len(sizes)
     return (
-        f"layer    Qwen3-30B-A3B{shrunk}: " + ", ".join(f"{k} {v}" for k, v in size._asdict().items()) + "\n"
+        f"layer    {name}{shrunk}: " + ", ".join(f"{k} {v}" for k, v in size._asdict().items()) + "\n"
         f"routing  {sum(sizes)} rows; an expert gets {mean:.0f} on average, {min(sizes)} to {max(sizes)}: "
         f"{max(sizes) / mean:.1f} times the mean at most; {sizes.count(0)} experts are empty"
     )
 
 
-def kernels_text(layer: MoE, x: Tensor, routing: Routing) -> str:
+def kernels_text(layer: MoE, x: Tensor, routing: Routing, real: Size) -> str:
     """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
     arguments = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
-    text = str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments))
+    form = form_of(layer.experts)
+    text = str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments, **form))
     if x.device.type == "cuda":
         return text
-    hidden, inner, experts, k, tokens = QWEN3_30B_A3B
+    hidden, inner, experts, k, tokens = real
     shapes = (tokens * k, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner)
-    return f"{text}\nat its real sizes on a Hopper GPU:\n{glulam.explain('grouped_mlp', *shapes)}"
+    return f"{text}\nat its real sizes on a Hopper GPU:\n{glulam.explain('grouped_mlp', *shapes, **form)}"
 
 
-def run(console: Console, device: str, reason: str) -> bool:
-    """The whole demonstration; whether the error is within the rule."""
+def run(console: Console, name: str, device: str, reason: str) -> bool:
+    """The whole demonstration; whether every error is within the rule."""
     torch.manual_seed(SEED)
-    size = QWEN3_30B_A3B if device == "cuda" else SHRUNK
-    layer, x = make_layer(size, device), make_input(size, device)
-    routing, paths = layer.route(x), contestants(layer, x)
+    model = MODELS[name]
+    size = model.size if device == "cuda" else model.shrunk
+    layer, x = make_layer(model, size, device), make_input(size, device)
+    others = [with_recipe(layer, model, size, recipe) for recipe in model.recipes if recipe != "bf16"]
+    routing, paths = layer.route(x), contestants(layer, x, others)
     console.print(f"device   {device} ({reason})")
-    console.print(problem_text(size, routing.counts.tolist()))
-    console.print(kernels_text(layer, x, routing), markup=False, soft_wrap=True)
+    console.print(problem_text(name, size, routing.counts.tolist()))
+    console.print(kernels_text([*others, layer][0], x, routing, model.size), markup=False, soft_wrap=True)
 
     reference = exact_moe(layer, x)
     errors = [error_of(call(), reference) for call in paths.values()]
@@ -229,15 +302,15 @@ def run(console: Console, device: str, reason: str) -> bool:
     table.add_column()
     for heading in ("largest error", "error's norm", "time ms", *["host us a call"] * (device == "cuda")):
         table.add_column(heading, justify="right")
-    for (name, call), error, ms in zip(paths.items(), errors, times, strict=True):
+    for (path, call), error, ms in zip(paths.items(), errors, times, strict=True):
         host = [f"{host_us(call):.1f}"] if device == "cuda" else []
-        table.add_row(name, f"{error.largest:.2e}", f"{error.norm:.2e}", f"{ms:.3f}", *host)
+        table.add_row(path, f"{error.largest:.2e}", f"{error.norm:.2e}", f"{ms:.3f}", *host)
     console.print(table)
 
-    correct = within_rule(*errors)
+    correct = all(within_rule(error, errors[-1]) for error in errors[:-1])
     rule = "at most twice torch's own error against float64, plus 1e-5 of the scale"
     console.print(f"error    {'[green]ok[/]' if correct else '[red]FAILED[/]'}: the rule is {rule}")
-    speed = f"torch's time over ours: {times[1] / times[0]:.2f}"
+    speed = f"torch's time over ours: {', '.join(f'{times[-1] / ms:.2f}' for ms in times[:-1])}"
     if device == "cpu":
         speed = "this is the CPU reference, plain torch operators in float32: no claim about speed"
     console.print(f"speed    {speed}")
@@ -248,14 +321,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 if the error is within the rule, else 1; 1 and one line where the layer cannot run at all."""
     parser = argparse.ArgumentParser(prog="python -m glulam.demo", description="Run one MoE layer through Glulam.")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU that has kernels, else the CPU")
-    wanted = parser.parse_args(arguments).device
+    parser.add_argument("--model", choices=MODELS, default=QWEN3, help=f"whose layer: {QWEN3} by default")
+    given = parser.parse_args(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
     try:
-        device, reason = choose_device(wanted)
+        device, reason = choose_device(given.device)
         with few_threads(device):
-            return 0 if run(console, device, reason) else 1
+            return 0 if run(console, given.model, device, reason) else 1
     except RuntimeError as error:  # no usable bundle, an unsupported GPU: the message says what mends it
         print(f"demo: {error}", file=sys.stderr)
         return 1

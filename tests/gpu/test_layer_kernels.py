@@ -247,6 +247,8 @@ class TestMoe:
     @pytest.mark.parametrize("tokens", [1, 40, 1500])
     def test_against_the_reference(self, tokens: int, recipe: str) -> None:
         x, w1, w2, logits = self.layer(tokens)
+        if recipe == "mxfp4_weight_only":  # whose weights' own error is larger than that of the kernels
+            w1, w2 = (glulam.quantize_mxfp4(w).dequantize(w.dtype) for w in (w1, w2))
         made = glulam.route(logits, 2)
         out = glulam.moe(x, made, w1, w2, residual=x, recipe=recipe)
         wide = [t.cpu().to(F64) for t in (x, w1, w2)]
@@ -254,7 +256,7 @@ class TestMoe:
         wanted = glulam.moe(wide[0], on_cpu, *wide[1:])
         error = ((out.cpu().to(F64) - wide[0]) - wanted).norm() / wanted.norm()
         assert wanted.abs().max() > 0.2
-        assert error < (0.02 if recipe == "bf16" else 0.1)
+        assert error < (0.02 if recipe in ("bf16", "mxfp4_weight_only") else 0.1)
 
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
     def test_gradients(self, recipe: str) -> None:

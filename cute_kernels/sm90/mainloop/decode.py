@@ -54,6 +54,10 @@ class Decoder:
         """What `read` gave, times their scale, as two bfloat16 numbers."""
         raise NotImplementedError
 
+    def decoded_word(self, word: Int32, multiplier: Int32) -> list[Int32]:
+        """The same of a whole word of neighbouring elements."""
+        raise NotImplementedError
+
     def bad_scales(self, scales: Int32, row: int) -> Int32:
         """Not 0 where one of four scale bytes is bad; the bits of up to 8 rows are apart."""
         return (_from(self.first_bad, scales) >> row) & Int32(_signs_of(row))

@@ -91,7 +91,7 @@ class WeightScales(Invariant):
         """Fetch from a tile's rows from now on. The end mark's are an expert's like any other."""
         grid = self.grid
         half = grid.rows // self.rows.parts
-        thread = _thread_of_warpgroup()
+        thread = thread_of_warpgroup()
         self.expert[0] = grid.address + Int64(cutlass.max(work.expert, Int32(0))) * (grid.rows * grid.blocks)
         for i in cutlass.range_constexpr(self.rows.count):
             # Rows past the last one are zeros and never stored: any row's scales will do.
@@ -99,26 +99,49 @@ class WeightScales(Invariant):
             row = row_of(self.layout, grid.gate, cutlass.min(column, half - 1), self.rows.part(i), half)
             self.begins[i] = row * grid.blocks
 
+    def _has_words(self) -> Boolean:
+        """Whether a matrix of such rows has the scales of k-tiles aligned as words."""
+        return (self.grid.blocks | Int32(self.grid.address)) % SCALES_PER_WORD == 0
+
     @cute.jit
     def _fetch(self, k_tile: Int32):
-        """Ask for the scales of a k-tile: words, where a matrix of such rows has them aligned."""
-        first = k_tile * SCALES_PER_WORD
-        address, blocks = self.expert[0], self.grid.blocks
-        if (blocks | Int32(address)) % SCALES_PER_WORD == 0:
+        """Ask for the scales of a k-tile: words, or a byte for each of the four threads that have the same rows."""
+        if self._has_words():
+            first = self.expert[0] + k_tile * SCALES_PER_WORD
             for i in cutlass.range_constexpr(self.rows.count):
-                self.next[i] = vector_at(Int32, address + (self.begins[i] + first))[0]
+                self.next[i] = vector_at(Int32, first + self.begins[i])[0]
         else:
-            scales = vector_at(Uint8, address)
-            for i in cutlass.range_constexpr(self.rows.count):
-                word = Int32(0)
-                for byte in cutlass.range_constexpr(SCALES_PER_WORD):
-                    if first + byte < blocks:
-                        word |= (Int32(scales[self.begins[i] + first + byte]) & 0xFF) << 8 * byte
-                self.next[i] = word
+            self._fetch_bytes(k_tile)
+
+    @cute.jit
+    def _fetch_bytes(self, k_tile: Int32):
+        """Ask for the thread's own block of each row; 0 behind the last one."""
+        block = k_tile * SCALES_PER_WORD + cute.arch.lane_idx() % SCALES_PER_WORD
+        scales = vector_at(Uint8, self.expert[0])
+        for i in cutlass.range_constexpr(self.rows.count):
+            self.next[i] = Int32(0)
+            if block < self.grid.blocks:
+                self.next[i] = Int32(scales[self.begins[i] + block]) & 0xFF
+
+    @cute.jit
+    def _gather_bytes(self):
+        """Make words of what the four threads have."""
+        shift = cute.arch.lane_idx() % SCALES_PER_WORD * 8
+        for i in cutlass.range_constexpr(self.rows.count):
+            word = self.next[i] << shift
+            word |= cute.arch.shuffle_sync_bfly(word, 1)
+            self.next[i] = word | cute.arch.shuffle_sync_bfly(word, 2)
 
     @cute.jit
     def take(self):
         """Make `words` of the scales that were asked for."""
+        if not self._has_words():
+            self._gather_bytes()
+        self._note()
+
+    @cute.jit
+    def _note(self):
+        """Move on to what was asked for, and note which of it is bad or large."""
         if const_expr(self.decoder.first_large is not None):
             self.large[0] = Int32(0)
         for i in cutlass.range_constexpr(self.rows.count):
@@ -138,6 +161,10 @@ class WeightScales(Invariant):
     @cute.jit
     def spoil(self, acc: cute.Tensor):
         """Make NaN of the rows that had a bad scale."""
+        self.spoil_bad(acc)
+
+    @cute.jit
+    def spoil_bad(self, acc: cute.Tensor):
         if self.bad[0] != 0:
             slabs = self.rows.count // ROW_HALVES
             count = cute.size(acc) // slabs
@@ -246,7 +273,7 @@ class DecodingMainloop(WeightsFirst):
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
         """Where a thread's first two elements of A lie, in the first stage, and B as wgmma's descriptors."""
-        thread = _thread_of_warpgroup()
+        thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle.
         swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.format.num_bytes(PAIR)
@@ -259,12 +286,14 @@ class DecodingMainloop(WeightsFirst):
         shape = (self.tile.slabs * ROWS, self.tile.m)
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 
-    def scales(self, operands: Operands, share: TileShare) -> WeightScales:
-        """A thread's, for all of its tiles."""
+    def scale_grid(self, operands: Operands, share: TileShare) -> ScaleGrid:
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
-        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
-        return WeightScales(grid, self.rows, self.layout, self.decoder)
+        return ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
+
+    def scales(self, operands: Operands, share: TileShare) -> WeightScales:
+        """A thread's, for all of its tiles."""
+        return WeightScales(self.scale_grid(operands, share), self.rows, self.layout, self.decoder)
 
     @cute.jit
     def mma(
@@ -369,7 +398,7 @@ class DecodingMainloop(WeightsFirst):
                             registers[register, slab, i] = product(registers[register, slab, i], rest)
 
 
-def _thread_of_warpgroup() -> Int32:
+def thread_of_warpgroup() -> Int32:
     thread, _, _ = cute.arch.thread_idx()
     return thread % THREADS
 

@@ -89,7 +89,8 @@ class Arguments:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **arguments: Any) -> None:
-        self.__dict__.update(arguments)
+        for name, value in arguments.items():  # torch 2.11 cannot compile self.__dict__.update
+            setattr(self, name, value)
 
     @classmethod
     def declare(cls, parameters: Iterable[str]) -> None:

@@ -67,12 +67,13 @@ PROBLEM = {
     **SIZES,
     "rows_per_expert": parsed("As 1,16,256; default: eight, 1 to 4096.", *ROW_COUNTS),
     **FORM,
+    "recipe": word("Of a grouped_mlp; default: bf16.", entry.TUNED, metavar="NAME"),
     "training": flag("Of a grouped_mlp: its training step."),
 }
 
 
 def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes, and what was given of FORM. Raises ValueError where the operator has no such option."""
+    """Sizes, and what else was given of a problem. Raises ValueError where the operator has no such option."""
     known = specs.fields_of(op)
     given = {name: value for name, value in options.items() if name in SIZES or value}
     for name in given.keys() & FORM.keys() - known:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from ..calls.checks import refuse_gradients, shape_text
+from cute_kernels.chains import signature_of
+from cute_kernels.specs import QuantizeMxfp4Spec
+
+from ..calls.checks import refuse_gradients, runs_kernels, shape_text
+from ..calls.memory import ALIGNMENT_BYTES
+from ..choose import kernels
+from ..choose.problem import dtype_name
+from ..host import device as gpus
 from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from .codec import encoded
 from .tensor import MXFP4Tensor
@@ -17,7 +27,10 @@ CHUNK_ROWS = 2**14
 
 
 def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
-    """w in MXFP4: E2M1 elements and a power of two for each 32 of them along a row, by torch's operators.
+    """w in MXFP4: E2M1 elements and a power of two for each 32 of them along a row.
+
+    On a GPU a kernel quantises, and of a tensor that is not contiguous copies of one matrix after the other. Elsewhere,
+    and where torch.compile traces, torch's operators do.
 
     A block's scale is 2^(floor(log2 amax) - 2), at least 2^-127; elements are rounded to nearest even, up to 6.
     A NaN makes its block's scale NaN; the scale of a block of zeros is the least one, byte 0.
@@ -32,23 +45,45 @@ def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit.
         GradientNotSupported: grad mode is on and w requires a gradient.
+        UnsupportedDevice, BundleError (RuntimeErrors): w is on a GPU, but there is no kernel for it.
     """
     _check(w, out)
     if out is None:
         *lead, k = w.shape
         data = torch.empty(*lead, k // 2, dtype=torch.uint8, device=w.device)
         out = MXFP4Tensor(data, torch.empty(*lead, k // BLOCK, dtype=SCALE_DTYPE, device=w.device))
-    matrices = (
-        ((w, out.data, out.scale.view(torch.uint8)),)
-        if w.dim() == 2
-        else zip(w.flatten(0, -3), out.data.flatten(0, -3), out.scale.view(torch.uint8).flatten(0, -3), strict=True)
-    )
     with torch.no_grad():
-        for matrix, data, scale in matrices:
-            for first in range(0, len(matrix), CHUNK_ROWS):
-                rows = slice(first, first + CHUNK_ROWS)
-                data[rows], scale[rows] = encoded(matrix[rows])
+        (_by_kernel if runs_kernels(w) and not is_compiling() else _by_torch)(w, out)
     return out
+
+
+def _matrices(w: Tensor, out: MXFP4Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each, with its data and scale bytes."""
+    parts = (w, out.data, out.scale.view(torch.uint8))
+    yield from (parts,) if w.dim() == 2 else zip(*(part.flatten(0, -3) for part in parts), strict=True)
+
+
+def _by_torch(w: Tensor, out: MXFP4Tensor) -> None:
+    for matrix, data, scale in _matrices(w, out):
+        for first in range(0, len(matrix), CHUNK_ROWS):
+            rows = slice(first, first + CHUNK_ROWS)
+            data[rows], scale[rows] = encoded(matrix[rows])
+
+
+def _by_kernel(w: Tensor, out: MXFP4Tensor) -> None:
+    """Bit for bit what `_by_torch` makes."""
+    index = w.get_device()
+    spec = QuantizeMxfp4Spec(dtype_name(w.dtype), gpus.gpu(index).arch)
+    quantize, pack = kernels.find(spec).function, signature_of(spec).pack
+    whole = [(w.flatten(0, -2), out.data.flatten(0, -2), out.scale)]
+    with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
+        for matrix, data, scale in whole if _is_readable(w) else _matrices(w, out):
+            readable = matrix if _is_readable(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+            quantize(*pack(w=readable, data=data, scale=scale.data_ptr()))
+
+
+def _is_readable(w: Tensor) -> bool:
+    return w.is_contiguous() and w.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def _check(w: Any, out: Any) -> None:

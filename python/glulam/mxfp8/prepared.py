@@ -185,7 +185,7 @@ class PreparedWeights:
         old = weight.entries.pop(form, None)
         trains = old is not None and old.trains
         del old  # so that its memory can serve
-        prepared = gpus.apart(lambda: _prepare(form, w, scale, report=not trained))
+        prepared = gpus.apart(lambda: prepare(form, w, scale, report=not trained))
         weight.entries[form] = _Entry(tensors, prepared, trains)
         return prepared
 
@@ -196,7 +196,7 @@ class PreparedWeights:
         found = weight.in_graphs.pop(form, None)
         if found is None or found.capture != capture or not found.is_of(tensors):
             del found  # before memory is taken, so that what an older version had can serve
-            found = _Entry(tensors, _prepare(form, w, scale, report=False), capture=capture)
+            found = _Entry(tensors, prepare(form, w, scale, report=False), capture=capture)
         weight.in_graphs[form], weight.trained_by_graph = found, True
         return found.use()
 
@@ -227,7 +227,8 @@ def _is_capturing(tensors: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
+def prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
+    """A weight in one of FORMS; `scale`: of a weight in MXFP8. `report`: raise what folding refuses."""
     if form == BLOCKS:
         return _quantized(w, MXFP8Tensor, quantize_mxfp8, 1)
     if form == FOUR_BITS:

@@ -52,6 +52,8 @@ def works(problem: Problem, arch: str) -> tuple[Work, ...]:
 
 def ranked(problem: Problem, arch: str) -> Iterator[Spec]:
     """Every valid spec of a problem, by its modelled time, the fastest first."""
+    if problem.operands != "16bit":  # decoders have the tiles that ship
+        return
     timed = [[(work.us(tile), tile) for tile in room(arch).all_tiles(16)] for work in works(problem, arch)]
     for chosen in sorted(itertools.product(*timed), key=lambda chosen: sum(us for us, _ in chosen)):
         try:

@@ -17,6 +17,7 @@ import torch
 from cute_kernels.arch import FOLDERS
 from cute_kernels.specs import GATED
 
+from .. import recipes
 from ..calls.checks import check_flag
 from ..choose import kernels, known, loadable, table
 from ..choose.problem import Problem, dtype_name, training_parts
@@ -29,6 +30,8 @@ from .report import TuneReport
 from .routing import ROUTINGS
 from .session import Options, Session
 
+TUNED = (recipes.BF16.name, recipes.MXFP8_WEIGHT_ONLY.name, recipes.MXFP4_WEIGHT_ONLY.name)
+"""Recipes whose kernels read nothing of x but its 16-bit rows."""
 COMPILE_S = 1.7  # one kernel, with its process
 SETUP_S = 3.0
 
@@ -47,6 +50,7 @@ def tune(
     save_preact: bool = False,
     transpose_w: bool = False,
     out_dtype: Any = None,
+    recipe: str = "bf16",
     training: bool = False,
     budget_s: float = Options.budget_s,
     candidates: int = Options.count,
@@ -71,6 +75,8 @@ def tune(
             in_features are dy's columns; a grouped_wgrad makes [experts, out_features, in_features].
         rows_per_expert: at which to measure; in between the dispatcher interpolates.
         dtype: bfloat16 or float16. activation, glu_layout, save_preact, transpose_w, out_dtype: as the operator's.
+        recipe: of a grouped_mlp: "bf16", or of weights alone: "mxfp8_weight_only", "mxfp4_weight_only". Weights that are
+            decoded have few tiles, which all ship and compete.
         training: of a grouped_mlp: its training step (forward with preactivation, data gradients, weight gradients)
             instead of its inference.
         budget_s: seconds of sampling for each problem. candidates: beside the shipped ones, at each number of rows.
@@ -100,7 +106,7 @@ def tune(
     shape = shape_of(
         op, experts=experts, in_features=in_features, intermediate=intermediate, out_features=out_features, dtype=dtype,
         activation=activation, glu_layout=glu_layout, save_preact=save_preact, transpose_w=transpose_w,
-        out_dtype=out_dtype,
+        out_dtype=out_dtype, recipe=recipe,
     )  # fmt: skip
     problems = problems_of("tune", shape, training)
     options = Options(tuple(rows_per_expert), budget_s=budget_s, count=candidates)
@@ -123,9 +129,16 @@ def shape_of(
     glu_layout: str = "concat",
     out_features: int = 0,
     out_dtype: Any = None,
+    recipe: str = "bf16",
     **rest: Any,
 ) -> Problem:
-    """The problem of `tune`'s arguments, of no rows."""
+    """The problem of `tune`'s arguments, of no rows. Raises ValueError for a recipe that is not tuned."""
+    found = recipes.find("tune", recipe)
+    if found.name not in TUNED or (op != "grouped_mlp" and found is not recipes.BF16):
+        raise ValueError(
+            f"tune: recipe is {found.name!r} and op {op!r}; of a grouped_mlp {', '.join(TUNED)} can be tuned, of others "
+            "'bf16'"
+        )
     is_activated = op not in ("grouped_mm", "grouped_wgrad")
     return Problem(
         op=op,
@@ -135,6 +148,8 @@ def shape_of(
         activation=activation if is_activated else "none",
         glu_layout=glu_layout if is_activated and activation in GATED else "concat",
         out_dtype=dtype_name(out_dtype or dtype) if op == "grouped_wgrad" else "",
+        operands=found.operands,
+        fc2_operands=found.fc2_operands,
         **rest,
     )
 
@@ -152,6 +167,9 @@ def problems_of(caller: str, shape: Problem, training: bool) -> list[Problem]:
     ):
         if given and shape.op not in ops:
             raise ValueError(f"{caller}: {name} is of a {' or '.join(ops)}, not of {shape.op}; leave it out")
+    for name, given in (("training", training), ("transpose_w", shape.transpose_w)):
+        if given and shape.operands != recipes.BF16.operands:
+            raise ValueError(f"{caller}: {name} is of recipe 'bf16'; leave it out")
     if training and shape.transpose_w:
         raise ValueError(f"{caller}: training has no transpose_w; leave it out")
     try:

@@ -17,9 +17,12 @@ from ..choose.shipped import shipped_choice
 from ..host import device as gpus
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
+from ..mxfp8.prepared import prepare
 from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, form_of
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
+from ..recipes import RECIPES
 
 Random = Callable[..., Tensor]
 """Of a shape, and of `scale`: normal random numbers of the problem's dtype."""
@@ -43,6 +46,8 @@ def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
         if not p.out_features:
             return GroupedDgluCall, [given]
         return GradientsCall, [{**given, "w1": (p.w1_rows, p.out_features)}]
+    if p.operands != "16bit":
+        return Mxfp8MlpCall, [{"x": p.in_features, "w1": w1, "w2": w2}]
     if p.op == "grouped_mlp":
         kind = forward_kind(GroupedMlpCall) if p.save_preact else GroupedMlpCall
         return kind, [{"x": p.in_features, "w1": w1, "w2": w2}]
@@ -73,6 +78,10 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
     for sizes in step:
         of_weight = {"n": sizes["dy"], "k": sizes["x"]} if kind is WeightGradientCall else {}
         given = {name: made(size) for name, size in sizes.items()}
+        if kind is Mxfp8MlpCall:
+            given["recipe"] = next(name for name, recipe in RECIPES.items() if recipe.operands == p.operands)
+            for name in ("w1", "w2"):
+                given[name], given[f"{name}_scale"] = prepare(form_of(given["recipe"]), given[name], None, False)
         calls.append(call_with(kind, **options, **of_weight, **given))
     return calls
 

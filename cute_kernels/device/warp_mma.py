@@ -16,8 +16,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, TFloat32, const_expr
 from cutlass.cute.nvgpu import warp
 
-from ..device.invariant import Invariant
-from ..device.vectors import shared_at
+from .invariant import Invariant
+from .vectors import shared_at
 
 
 class WarpMma(Invariant):

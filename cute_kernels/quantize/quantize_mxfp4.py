@@ -1,0 +1,197 @@
+"""Weights to MXFP4 along their rows: two E2M1 numbers a byte, and a power of two (E8M0) for each 32.
+
+Rows follow each other without padding and hold whole blocks, so that a matrix is one run of blocks. A block is 16 bytes
+of 4 lanes, or of 8 lanes where elements are float32, which find its greatest magnitude by shuffles. A lane has as many
+such vectors as a block has lanes: it stores the scale of one of its blocks, and a warp a whole sector of 32.
+
+The scale is 2^(floor(log2 amax) - 2), so that amax becomes 4 to 8; elements are rounded to nearest even and end at 6. A
+float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22), and subtracting it again; those under 1
+as if they were 1. The result times 2^-14, as float16, has its two bits of exponent and the one of its significand side
+by side, also where it is 0 or 0.5, which are subnormal in both formats.
+
+Bytes of an element: 2 or 4, and 17/32. An SM has 17 instructions for one of 16 bits at 4.3 TB/s, and needs 13.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int16, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.warps import WARP
+from ..specs import QuantizeMxfp4Spec
+from ..tracing import DTYPES, Traced, traced
+from .scale_stores import BLOCK
+from .scales import E8M0_INF, E8M0_NAN, F32_INF, Magnitudes
+
+WARPS = 8
+VECTOR_BYTES = 16
+WORDS = VECTOR_BYTES // 4
+MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
+SMEM_PERCENT = 1  # none is used; loads under way want it as cache
+MAX_EXPONENT = 2  # of the greatest element, 6 = 1.5 * 2^2
+F32_EXPONENT_BITS, F32_MANTISSA_BITS = 0x7F800000, 23
+AS_F16 = 2.0**-14  # from E2M1's least exponent to float16's
+ROUNDING = 2.0**22
+GREATEST = 0x0E000E00  # 6 * 2^-14, twice; of it and a NaN, which an Inf becomes, the lesser
+# A pair of float16 has its elements' bits at 9 to 11 and 25 to 27; signs, at 15 and 31, join them at 12 and 28.
+SIGN_SHIFT, SIGNS = 3, 0x10001000
+# Both elements side by side, in a word's upper byte.
+SIDE_BY_SIDE = (1 << 15) + (1 << 3)
+
+
+class QuantizeMxfp4(Invariant):
+    """Of x, bfloat16, float16 or float32."""
+
+    def __init__(self, spec: QuantizeMxfp4Spec):
+        self.name = spec.name
+        self.dtype = DTYPES[spec.dtype]
+        self.magnitudes = Magnitudes(self.dtype)
+        self.vector = VECTOR_BYTES * 8 // self.dtype.width
+        self.lanes = BLOCK // self.vector  # of a block; and vectors of a lane
+        self.vector_blocks = WARP // self.lanes
+        self.cta_blocks = WARPS * WARP
+
+    @cute.jit
+    def __call__(self, w: cute.Tensor, data: cute.Tensor, scale: Int64, stream: cuda.CUstream):
+        blocks = Int64(w.shape[0]) * (w.shape[1] // BLOCK)
+        if blocks > 0:
+            self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+            ctas = Int32((blocks + (self.cta_blocks - 1)) // self.cta_blocks)
+            addresses = (Int64(w.iterator.toint()), Int64(data.iterator.toint()), scale)
+            self.kernel(*addresses, blocks).launch(
+                grid=(ctas, 1, 1), block=(WARPS * WARP, 1, 1),
+                min_blocks_per_mp=MIN_BLOCKS, preferred_smem_carveout=SMEM_PERCENT, stream=stream,
+            )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, w: Int64, data: Int64, scale: Int64, blocks: Int64):
+        cta, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % WARP
+        first = Int64(cta) * self.cta_blocks + thread // WARP * WARP
+        count = Int32(cutlass.min(blocks - first, Int64(WARP)))
+        values = self._load(w + first * (BLOCK * self.dtype.width // 8) + lane * VECTOR_BYTES, count, lane)
+        exponents = self._exponents(cute.recast_tensor(values, Int32))
+        target = data + first * (BLOCK // 2) + lane * (self.vector // 2)
+        for i in cutlass.range_constexpr(self.lanes):
+            bits = self._elements(values[None, i], exponents[i])
+            if self._block(lane, i) < count:
+                there = target + i * (WARP * self.vector // 2)
+                if const_expr(self.magnitudes.packed):
+                    vector_at(Int32, there)[0] = bits
+                else:
+                    vector_at(Int16, there)[0] = Int16(bits)
+        mine = exponents[0]
+        for i in cutlass.range_constexpr(1, self.lanes):
+            mine = select(lane % self.lanes == i, exponents[i], mine)
+        block = self._block(lane, lane % self.lanes)
+        if block < count:
+            vector_at(Uint8, scale + first)[block] = Uint8(mine)
+
+    def _block(self, lane: Int32, vector: int | Int32) -> Int32:
+        """Of its warp's, the one that a vector of a lane lies in."""
+        return vector * self.vector_blocks + lane // self.lanes
+
+    @cute.jit
+    def _load(self, source: Int64, count: Int32, lane: Int32) -> cute.Tensor:
+        """(vector, vectors), zeros behind the last of `count` blocks. All of them are read without a branch."""
+        values = cute.make_rmem_tensor((self.vector, self.lanes), self.dtype)
+        values.fill(0.0)
+        atom = cute.make_copy_atom(
+            CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
+            l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
+        )  # fmt: skip
+        if count >= WARP:
+            for i in cutlass.range_constexpr(self.lanes):
+                cute.copy(atom, self._vector(source, i), values[None, i])
+        else:
+            for i in cutlass.range_constexpr(self.lanes):
+                if self._block(lane, i) < count:
+                    cute.copy(atom, self._vector(source, i), values[None, i])
+        return values
+
+    def _vector(self, source: Int64, index: int) -> cute.Tensor:
+        pointer = cute.make_ptr(
+            self.dtype, source + index * (WARP * VECTOR_BYTES), cute.AddressSpace.gmem, assumed_align=VECTOR_BYTES
+        )
+        return cute.make_tensor(pointer, cute.make_layout(self.vector))
+
+    def _exponents(self, words: cute.Tensor) -> cute.Tensor:
+        """The scale byte of the block that this lane's part of each vector lies in."""
+        kind = self.magnitudes
+        maxima = cute.make_rmem_tensor(self.lanes, Int32)
+        for i in range(self.lanes):
+            maxima[i] = kind.of(words[0, i])
+            for j in range(1, WORDS):
+                maxima[i] = kind.max(maxima[i], kind.of(words[j, i]))
+        distance = 1
+        while distance < self.lanes:
+            for i in range(self.lanes):
+                maxima[i] = kind.max(maxima[i], cute.arch.shuffle_sync_bfly(maxima[i], distance))
+            distance *= 2
+        exponents = cute.make_rmem_tensor(self.lanes, Int32)
+        for i in range(self.lanes):
+            amax = kind.greatest(maxima[i]).bitcast(Int32)
+            exponent = cutlass.max((amax >> F32_MANTISSA_BITS) - MAX_EXPONENT, Int32(0))
+            exponents[i] = select(amax > F32_INF, Int32(E8M0_NAN), exponent)
+        return exponents
+
+    def _elements(self, values: cute.Tensor, exponent: Int32) -> Int32:
+        """A vector's elements, four bits each; of a block with a NaN 0. Other scales are at most 2^126."""
+        multiplier = ((Int32(E8M0_INF) - exponent) << F32_MANTISSA_BITS).bitcast(Float32) * Float32(AS_F16)
+        rounded = cute.make_rmem_tensor(self.vector, Float32)
+        for i in range(self.vector):
+            magnitude = _ptx("abs.f32", Float32, values[i].to(Float32) * multiplier)
+            at_least_one = _ptx("max.f32", Float32, magnitude, Float32(AS_F16))
+            binade = (at_least_one.bitcast(Int32) & Int32(F32_EXPONENT_BITS)).bitcast(Float32)
+            added = binade * Float32(ROUNDING)
+            rounded[i] = (magnitude + added) - added
+        halves = cute.make_rmem_tensor(self.vector, Float16)
+        halves.store(rounded.load().to(Float16))
+        words = cute.recast_tensor(halves, Int32)
+        pairs = [_at_most_6(words[i]) for i in range(self.vector // 2)]
+        signs = self._signs(cute.recast_tensor(values, Int32))
+        pair_bits = [
+            (pairs[i] | ((signs[i] >> SIGN_SHIFT) & Int32(SIGNS))) * SIDE_BY_SIDE for i in range(self.vector // 2)
+        ]
+        bits = _upper_bytes(pair_bits)
+        return select(exponent == E8M0_NAN, Int32(0), bits)
+
+    def _signs(self, words: cute.Tensor) -> list[Int32]:
+        """Words with the signs of a pair of elements at bits 15 and 31."""
+        if self.magnitudes.packed:
+            return [words[i] for i in range(self.vector // 2)]
+        return [_permuted(words[i], words[i + 1], 0x7632) for i in range(0, self.vector, 2)]
+
+
+def _ptx(op: str, kind: type, *arguments: cutlass.Numeric) -> cutlass.Numeric:
+    operands = ", ".join(f"{{$r{i}}}" for i in range(len(arguments)))
+    return kind(
+        cute.arch.inline_ptx(f"{op} {{$w0}}, {operands};", write_only_types=[kind], read_only_args=[*arguments])
+    )
+
+
+def _at_most_6(pair: Int32) -> Int32:
+    ptx = f"{{ .reg .b32 most; mov.b32 most, {GREATEST}; min.f16x2 {{$w0}}, {{$r0}}, most; }}"
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair]))
+
+
+def _permuted(low: Int32, high: Int32, bytes_of: int) -> Int32:
+    ptx = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {bytes_of};"
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[low, high]))
+
+
+def _upper_bytes(words: list[Int32]) -> Int32:
+    """Of two words or four, side by side; what a result of two has above them is anything."""
+    pairs = [_permuted(words[i], words[i + 1], 0x7373) for i in range(0, len(words), 2)]
+    return pairs[0] if len(pairs) == 1 else _permuted(pairs[0], pairs[1], 0x5410)
+
+
+def trace(spec: QuantizeMxfp4Spec) -> Traced:
+    return traced(spec, QuantizeMxfp4(spec))
