@@ -48,13 +48,13 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What was folded, in order: along which axis, and whether with a report."""
     calls: list[tuple[str, bool]] = []
-    prepare = prepared_weights._prepare
+    prepare = prepared_weights.prepare
 
     def count(form: str, w: Any, scale: Any, report: bool) -> Any:
         calls.append((form, report))
         return prepare(form, w, scale, report)
 
-    monkeypatch.setattr(prepared_weights, "_prepare", count)
+    monkeypatch.setattr(prepared_weights, "prepare", count)
     return calls
 
 

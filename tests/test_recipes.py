@@ -235,11 +235,12 @@ class TestHostPath:
             check(c, y, recipe, weights)
 
     def test_rows_an_expert_choose_the_tile(self, fake_gpu: FakeGpu) -> None:
-        limits = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128}
-        decoded = [(1, TINY_W8), *((most, tile) for tile, most in limits.items())]
-        decoded += [(12.5, SMALL_W8), (60.5, MEDIUM_W8), (128.5, LARGE_W8)]
         weights = (512, 512, 256), (512, 256, 256)
         for recipe in RECIPES:
+            fewest = 16 if recipe == "mxfp4_weight_only" else 12
+            limits = {TINY_W8: fewest, SMALL_W8: 60, MEDIUM_W8: 128}
+            decoded = [(1, TINY_W8), *((most, tile) for tile, most in limits.items())]
+            decoded += [(fewest + 0.5, SMALL_W8), (60.5, MEDIUM_W8), (128.5, LARGE_W8)]
             for average, tile in [(1, SMALL8), (64, SMALL8), (64.5, LARGE8)] if recipe == "mxfp8" else decoded:
                 told = glulam.explain("grouped_mlp", (round(512 * average), 256), *weights, recipe=recipe)
                 assert isinstance(told.spec, GroupedMlpSpec) and told.spec.fc1.tile == tile
@@ -310,8 +311,8 @@ class TestPreparedWeights:
 
     def test_once_a_version(self, no_prepared_weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         c, made = case(), []
-        prepare = prepared_weights._prepare
-        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a, **k: made.append(a) or prepare(*a, **k))
+        prepare = prepared_weights.prepare
+        monkeypatch.setattr(prepared_weights, "prepare", lambda *a, **k: made.append(a) or prepare(*a, **k))
         w1 = torch.nn.Parameter(c.w1.clone())
         call = lambda w: glulam.grouped_mlp(c.x, w, c.w2, offs=c.offs, recipe="mxfp8")  # noqa: E731
         with torch.no_grad():
@@ -534,8 +535,8 @@ class TestTraces:
     def test_compiled_calls_prepare_once(self, no_prepared_weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compiler.reset()
         c, made = case(), []
-        prepare = prepared_weights._prepare
-        monkeypatch.setattr(prepared_weights, "_prepare", lambda *a, **k: made.append(a) or prepare(*a, **k))
+        prepare = prepared_weights.prepare
+        monkeypatch.setattr(prepared_weights, "prepare", lambda *a, **k: made.append(a) or prepare(*a, **k))
         layer = glulam.nn.GroupedMLP(len(SIZES), HIDDEN, INTER, recipe="mxfp8", dtype=BF16)
         compiled = torch.compile(lambda x: layer(x, offs=c.offs), backend="aot_eager", fullgraph=True)
         for _ in range(3):

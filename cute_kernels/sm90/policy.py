@@ -38,10 +38,12 @@ _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     "mxfp8": {SMALL8: 64, LARGE8: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
+    "mxfp4_weight_only": {**_DECODING, TINY_W8: 16},
 }
 """By operands: tiles in ascending order, each with the most rows an expert that it is for. Weights are decoded again
 for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller
-ones where random routing gives 10, 30 and 50 % of the groups more rows than one of them has.
+ones where random routing gives 10, 30 and 50 % of the groups more rows than one of them has. In MXFP4 the first step is
+1.6 times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py).
 """
 NARROW_SLOWER = 1.35
 """How much longer an SM decodes as many weights on NARROW_W8 as on TINY_W8."""

@@ -47,13 +47,13 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Along which axes weights were folded, in order."""
     calls: list[str] = []
-    prepare = prepared_weights._prepare
+    prepare = prepared_weights.prepare
 
     def count(form: str, w: Any, scale: Any, report: bool) -> Any:
         calls.append(form)
         return prepare(form, w, scale, report)
 
-    monkeypatch.setattr(prepared_weights, "_prepare", count)
+    monkeypatch.setattr(prepared_weights, "prepare", count)
     return calls
 
 

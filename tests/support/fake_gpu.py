@@ -34,6 +34,7 @@ from cute_kernels.specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
@@ -43,6 +44,7 @@ from glulam.choose import kernels
 from glulam.choose.kernels import Kernel
 from glulam.host import device, experts, groups, tickets
 from glulam.host.plans import forget_plans
+from glulam.mxfp4.codec import encoded
 
 from . import fake_layer, fake_mhc, fake_mxfp8, mxfp8, oracle
 from .memory import memory, optional, read
@@ -300,6 +302,12 @@ def _fold(spec: FoldMxfp8Spec, c: Any) -> None:
     out.view(torch.uint8)[:], scales[:] = data.view(out.shape), of_rows.view(scales.shape)
 
 
+def _quantize4(spec: QuantizeMxfp4Spec, c: Any) -> None:
+    data, scale = encoded(c.w)
+    c.data.copy_(data)
+    memory(c.scale, scale.numel(), dtype=torch.uint8).copy_(scale.flatten())
+
+
 _STAGES: dict[type, Callable[[Any, Any], None]] = {
     GroupedMmSpec: _mm,
     GroupedGluSpec: _glu,
@@ -308,6 +316,7 @@ _STAGES: dict[type, Callable[[Any, Any], None]] = {
     GroupedWgradSpec: _wgrad,
     QuantizeMxfp8Spec: _quantize,
     FoldMxfp8Spec: _fold,
+    QuantizeMxfp4Spec: _quantize4,
     MhcSpec: fake_mhc.run,
     LayerSpec: fake_layer.run,
 }

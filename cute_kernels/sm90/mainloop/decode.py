@@ -46,6 +46,10 @@ class Decoder:
         """2^(e - 127) in both halves, of byte `index` of four scale bytes."""
         return cutlass.max(byte_of(scales, index) * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
 
+    def small_multiplier(self, byte: Int32) -> Int32:
+        """`multiplier` of a scale byte that is not large."""
+        raise NotImplementedError
+
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
         """What `multiplier` lacks of a large scale byte's; 1 of any other."""
         raise NotImplementedError

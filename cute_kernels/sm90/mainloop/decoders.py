@@ -70,7 +70,10 @@ class E2m1Decoder(Decoder):
 
     def multiplier(self, scales: Int32, index: int) -> Int32:
         """2^(e - 127 + 126), up to bfloat16's greatest power of two."""
-        byte = cutlass.min(byte_of(scales, index), Int32(GREATEST))
+        return self.small_multiplier(cutlass.min(byte_of(scales, index), Int32(GREATEST)))
+
+    def small_multiplier(self, byte: Int32) -> Int32:
+        """The same of a scale byte that is not large."""
         return byte * EXPONENT_ONE + (EXPONENT_BIAS - 1) * EXPONENT_ONE
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:

@@ -129,19 +129,15 @@ class WeightScales(Invariant):
         shift = cute.arch.lane_idx() % SCALES_PER_WORD * 8
         for i in cutlass.range_constexpr(self.rows.count):
             word = self.next[i] << shift
-            word |= cute.arch.shuffle_sync_bfly(word, 1)
-            self.next[i] = word | cute.arch.shuffle_sync_bfly(word, 2)
+            for distance in cutlass.range_constexpr(1, 3):
+                word |= cute.arch.shuffle_sync_bfly(word, distance)
+            self.next[i] = word
 
     @cute.jit
     def take(self):
         """Make `words` of the scales that were asked for."""
         if not self._has_words():
             self._gather_bytes()
-        self._note()
-
-    @cute.jit
-    def _note(self):
-        """Move on to what was asked for, and note which of it is bad or large."""
         if const_expr(self.decoder.first_large is not None):
             self.large[0] = Int32(0)
         for i in cutlass.range_constexpr(self.rows.count):

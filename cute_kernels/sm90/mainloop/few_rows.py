@@ -12,40 +12,79 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Boolean, Int32, Uint8
 
-from ...device.select import select
+from ...device.gmem import vector_at
 from ...device.warp_mma import WarpMma
 from ...formats import SCALE_BLOCK
+from ...schedule.work import WorkTile
 from ..budget import ROW_BYTES
 from ..fragments import TileShare, registers
-from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK
+from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows
 from ..swizzle import swizzle_of
 from ..turns import Turns
 from .base import MmaTile, Operands
-from .decode import product
-from .decoding import DecodingMainloop, WeightScales, thread_of_warpgroup
+from .decode import Decoder, product
+from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpgroup
 
 # Threads with the same rows: each has a block of every row in a k-tile.
 QUAD = 4
-# A thread's words of a block, of 8 elements each.
-WORDS = 4
+# A thread's words of a block, of 8 elements each, and of a load.
+WORDS, LOAD_WORDS = 4, 2
+WORD_BYTES = 4
 WORD = SCALE_BLOCK // WORDS
 # Rows of x of one MMA.
 COLUMNS = 8
-# Threads whose columns of x are in the second half of a k-tile read words in another order: else they would ask for the
-# banks of those in the first.
+# Threads whose columns of x are in the second half of a k-tile begin with the second half of their block: else they
+# would ask for the banks of those in the first.
 TURNED = 2
 
 
 class BlockScales(WeightScales):
-    """A byte for each row and k-tile: that of the thread's own block."""
+    """A byte for each row and k-tile: that of the thread's own block. Those of a tile's first k-tile are asked for
+    before the epilogue of the tile before.
 
-    def _fetch(self, k_tile: Int32) -> None:
-        self._fetch_bytes(k_tile)
+    next_block: which was asked for, of a row's.
+    """
+
+    def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
+        super().__init__(grid, rows, layout, decoder)
+        self.next_block = cute.make_rmem_tensor(1, Int32)
+
+    def begin(self, work: WorkTile) -> None:
+        """Ask for the first scales of a tile."""
+        self._aim(work)
+        self.next_block[0] = cute.arch.lane_idx() % QUAD
+        self._fetch_next()
+
+    def ask_next(self) -> None:
+        """Ask for the scales of the next k-tile; of the one behind the last there are none."""
+        self.next_block[0] += QUAD
+        self._fetch_next()
+
+    @cute.jit
+    def _fetch_next(self):
+        block = self.next_block[0]
+        first = self.expert[0] + block
+        for i in cutlass.range_constexpr(self.rows.count):
+            self.next[i] = Int32(0)
+            if block < self.grid.blocks:
+                self.next[i] = Int32(vector_at(Uint8, first + self.begins[i])[0]) & 0xFF
 
     def take(self) -> None:
-        self._note()
+        """As there, but that `large` is the greatest of the thread's bytes, and bad ones are not noted."""
+        self.large[0] = Int32(0)
+        for i in range(self.rows.count):
+            self.words[i] = self.next[i]
+            self.large[0] = cutlass.max(self.large[0], self.words[i])
+
+    def has_large(self) -> Boolean:
+        """Whether any thread of the warp has a large one, as a bad one is."""
+        return cute.arch.vote_any_sync(self.large[0] >= self.decoder.first_large)
+
+    def note_bad(self) -> None:
+        for i in range(self.rows.count):
+            self.bad[0] |= self.decoder.bad_scales(self.words[i], i)
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
@@ -66,8 +105,9 @@ class FewRowsMainloop(DecodingMainloop):
         thread = thread_of_warpgroup()
         row, place = thread % 32 // QUAD, thread % QUAD
         chunk = place ^ swizzle_of(row, self.row_bytes)
-        weights = self.rows.column(0, warpgroup, thread) * self.row_bytes + chunk * SWIZZLE_CHUNK
         box, first = place // TURNED, place % TURNED * WORDS
+        first_word = chunk * SWIZZLE_CHUNK + box * (LOAD_WORDS * WORD_BYTES)
+        weights = self.rows.column(0, warpgroup, thread) * self.row_bytes + first_word
         columns = (box * self.tile.m + row) * ROW_BYTES + (first ^ place & TURNED ^ row) * SWIZZLE_CHUNK
         return Int32(sA.iterator.toint()) + weights, Int32(sB.iterator.toint()) + columns
 
@@ -81,47 +121,55 @@ class FewRowsMainloop(DecodingMainloop):
         """
         weights, columns = fragments
         acc.fill(0.0)
-        for k_tile in cutlass.range(scales.grid.k_tiles, unroll=1):
+        rows = tile.work.group_end - tile.work.row
+        for _ in cutlass.range(scales.grid.k_tiles, unroll=1):
             scales.take()
-            scales.ask(k_tile + 1, tile.next_work)
+            scales.ask_next()
             stages.consumer_wait(state)
             words = self._read_words(weights + state.index * (self.tile.n * self.row_bytes))
             first_column = columns + state.index * (self.tile.m * self.stage_k * self.dtype.width // 8)
-            if cute.arch.vote_any_sync(scales.large[0] != 0):
-                self._multiply(acc, words, first_column, scales, True)
+            if scales.has_large():
+                scales.note_bad()
+                self._multiply(acc, words, first_column, scales, self.tile.m, True)
             else:
-                self._multiply(acc, words, first_column, scales, False)
+                if rows > COLUMNS:
+                    self._multiply(acc, words, first_column, scales, self.tile.m, False)
+                else:
+                    self._multiply(acc, words, first_column, scales, COLUMNS, False)
             cute.arch.sync_warp()
             stages.consumer_release(state)
             state.advance()
+        scales.begin(tile.next_work)
         scales.spoil(acc)
         return state
 
     def _read_words(self, first: Int32) -> cute.Tensor:
         """A thread's words of each of its rows, in its own order."""
         words = cute.make_rmem_tensor((WORDS, self.rows.count), Int32)
-        is_turned = cute.arch.lane_idx() % QUAD >= TURNED
         for row in range(self.rows.count):
-            raw = _shared_words(first + self.rows.distance(row) * self.row_bytes)
-            for word in range(WORDS):
-                words[word, row] = select(is_turned, raw[word ^ TURNED], raw[word])
+            for word in range(0, WORDS, LOAD_WORDS):
+                at = (first ^ Int32(word * WORD_BYTES)) + self.rows.distance(row) * self.row_bytes
+                loaded = _shared_words(at, LOAD_WORDS)
+                for i in range(LOAD_WORDS):
+                    words[word + i, row] = loaded[i]
         return words
 
     def _multiply(
-        self, acc: cute.Tensor, words: cute.Tensor, first_column: Int32, scales: BlockScales, large: bool
+        self, acc: cute.Tensor, words: cute.Tensor, first_column: Int32, scales: BlockScales, columns: int, large: bool
     ) -> None:
-        """acc += a k-tile. `large`: some scale of the warp's is."""
+        """acc += a k-tile, of the first `columns` rows of x. `large`: some scale of the warp's is."""
         decoder = self.decoder
         warp_mma = WarpMma(self.dtype)
-        multipliers = [decoder.multiplier(scales.words[row], 0) for row in range(self.rows.count)]
+        bytes_ = [scales.words[row] for row in range(self.rows.count)]
+        multipliers = [decoder.multiplier(b, 0) if large else decoder.small_multiplier(b) for b in bytes_]
         for word in range(WORDS):
             pairs = [decoder.decoded_word(words[word, row], multipliers[row]) for row in range(self.rows.count)]
             if large:
                 rests = [decoder.rest_of_multiplier(scales.words[row], 0) for row in range(self.rows.count)]
                 pairs = [[product(pair, rest) for pair in row] for row, rest in zip(pairs, rests, strict=True)]
-            for column in range(self.tile.m // COLUMNS):
+            for column in range(columns // COLUMNS):
                 at = (first_column ^ Int32(word * SWIZZLE_CHUNK)) + column * (COLUMNS * ROW_BYTES)
-                x = _shared_words(at)
+                x = _shared_words(at, WORDS)
                 for slab in range(self.tile.slabs):
                     upper, lower = pairs[ROW_HALVES * slab : ROW_HALVES * (slab + 1)]
                     sums = registers(acc, slab * self.tile.m // 2 + 4 * column, 4)
@@ -130,9 +178,9 @@ class FewRowsMainloop(DecodingMainloop):
                         warp_mma.add(sums, a, [x[k], x[k + 1]])
 
 
-def _shared_words(address: Int32) -> cute.Tensor:
-    """16 bytes of shared memory, as 4 words."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=SWIZZLE_CHUNK)
-    words = cute.make_rmem_tensor(WORDS, Int32)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)
+def _shared_words(address: Int32, count: int) -> cute.Tensor:
+    """So many words of shared memory, by one load."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=count * WORD_BYTES)
+    words = cute.make_rmem_tensor(count, Int32)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
     return words

@@ -75,8 +75,8 @@ def tune(
             in_features are dy's columns; a grouped_wgrad makes [experts, out_features, in_features].
         rows_per_expert: at which to measure; in between the dispatcher interpolates.
         dtype: bfloat16 or float16. activation, glu_layout, save_preact, transpose_w, out_dtype: as the operator's.
-        recipe: of a grouped_mlp: "bf16", or of weights alone: "mxfp8_weight_only", "mxfp4_weight_only". Weights that are
-            decoded have few tiles, which all ship and compete.
+        recipe: of a grouped_mlp: "bf16", or of weights alone: "mxfp8_weight_only", "mxfp4_weight_only". Weights that
+            are decoded have few tiles, which all ship and compete.
         training: of a grouped_mlp: its training step (forward with preactivation, data gradients, weight gradients)
             instead of its inference.
         budget_s: seconds of sampling for each problem. candidates: beside the shipped ones, at each number of rows.
@@ -136,8 +136,8 @@ def shape_of(
     found = recipes.find("tune", recipe)
     if found.name not in TUNED or (op != "grouped_mlp" and found is not recipes.BF16):
         raise ValueError(
-            f"tune: recipe is {found.name!r} and op {op!r}; of a grouped_mlp {', '.join(TUNED)} can be tuned, of others "
-            "'bf16'"
+            f"tune: recipe is {found.name!r} and op {op!r}; of a grouped_mlp {', '.join(TUNED)} can be tuned, and of "
+            "others bf16"
         )
     is_activated = op not in ("grouped_mm", "grouped_wgrad")
     return Problem(
