@@ -1,0 +1,234 @@
+"""Models of transformers with `experts_implementation="glulam"`, against their own experts, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
+from examples import generate_moe
+from glulam.activations import ActivationParams, activate
+from glulam.integrations.gates import CLAMPED, Form, activation_of, gate_of
+
+transformers = pytest.importorskip("transformers")
+integration = importlib.import_module("glulam.integrations.transformers")
+
+CPU = torch.device("cpu")
+HIDDEN, INTER, EXPERTS, TOP_K, TOKENS = 32, 24, 6, 2, 17
+ATTENTION = {
+    "vocab_size": 64, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"moe_intermediate_size": INTER, "intermediate_size": 48, "num_experts": EXPERTS},
+    "Mixtral": {"intermediate_size": INTER, "num_local_experts": EXPERTS},
+    "GptOss": {"intermediate_size": INTER, "num_local_experts": EXPERTS},
+    "DeepseekV3": {
+        "moe_intermediate_size": INTER, "intermediate_size": 48, "n_routed_experts": EXPERTS, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.register()
+
+
+def model_of(name: str) -> Any:
+    """In float32, eager, with random weights and biases of order 1."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**ATTENTION, "num_experts_per_tok": TOP_K, **MODELS[name]})
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, experts_implementation="eager")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def tokens(rows: int = 2) -> Tensor:
+    return torch.randint(3, 64, (rows, 9), generator=torch.Generator().manual_seed(1))
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    """Within float32 rounding of the largest; a wrong gate, order or weight is about 1."""
+    scale = float(wanted.detach().abs().max())
+    assert scale > 0.0
+    assert float((got - wanted).detach().abs().max()) <= 2e-5 * scale
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_eager(name: str) -> None:
+    results = []
+    for implementation in ("eager", "glulam"):
+        model = model_of(name)
+        model.set_experts_implementation(implementation)
+        out = model(tokens(), labels=tokens())
+        out.loss.backward()
+        results.append((out.logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (wanted, wanted_grads), (got, grads) = results
+    close(got, wanted)
+    assert grads.keys() == wanted_grads.keys() and any("experts" in key for key in grads)
+    for key, grad in grads.items():
+        close(grad, wanted_grads[key])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_is_the_same_text(name: str) -> None:
+    model, ids = model_of(name), tokens()
+    texts = []
+    for implementation in ("eager", "glulam"):
+        model.set_experts_implementation(implementation)
+        texts.append(model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids)))
+    assert torch.equal(*texts) and texts[0].shape[1] > ids.shape[1]
+
+
+def test_a_compiled_model_has_no_graph_break() -> None:
+    torch.compiler.reset()
+    model = model_of("GptOss")
+    model.set_experts_implementation("glulam")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    close(compiled(tokens()).logits, model(tokens()).logits)
+
+
+def test_it_can_be_asked_for_by_name_and_weights_stay_where_they_are() -> None:
+    config = model_of("Qwen3Moe").config
+    model = transformers.Qwen3MoeForCausalLM._from_config(config, experts_implementation="glulam")
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    model(tokens())
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    other = transformers.Qwen3MoeForCausalLM._from_config(config, experts_implementation="eager")
+    other.load_state_dict(model.state_dict())
+    close(model(tokens()).logits, other(tokens()).logits)
+    close(copy.deepcopy(model)(tokens()).logits, other(tokens()).logits)
+
+
+EXPERTS_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepseekV4Experts": ("deepseek_v4", {"swiglu_limit": 1.5}),
+    "MiniMaxM3VLExperts": ("minimax_m3_vl", {"swiglu_limit": 1.25, "swiglu_alpha": 1.3}),
+    "OpenAIPrivacyFilterExperts": ("openai_privacy_filter", {"swiglu_limit": 2.0, "swiglu_alpha": 1.702}),
+    "MuseSparkExperts": ("muse_spark", {"moe_hidden_size": HIDDEN, "post_norm_eps": 1e-5}),
+    "AriaExperts": ("aria", {"moe_num_experts": EXPERTS, "intermediate_size": INTER}),
+    "NemotronHExperts": ("nemotron_h", {"moe_latent_size": None, "mlp_hidden_act": "relu2"}),
+    "Qwen3MoeExperts": ("qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}),
+}
+
+
+def experts_of(name: str, module: str = "", **options: Any) -> Any:
+    """A module of experts alone, eager."""
+    module, more = (module, options) if module else EXPERTS_CLASSES[name]
+    torch.manual_seed(2)
+    config = SimpleNamespace(**{
+        "hidden_size": HIDDEN, "moe_intermediate_size": INTER, "intermediate_size": INTER, "hidden_act": "silu",
+        "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, **more,
+    })  # fmt: skip
+    config._experts_implementation = "eager"
+    experts = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+def routed(ids: Tensor | None = None) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    if ids is None:
+        ids = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
+    return {
+        "hidden_states": torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_(),
+        "top_k_index": ids,
+        "top_k_weights": torch.rand(TOKENS, TOP_K, generator=generator).requires_grad_(),
+    }
+
+
+def run(experts: Any, implementation: str, given: dict[str, Tensor]) -> list[Tensor]:
+    """The result, and gradients of tokens, weights of choices and parameters."""
+    experts.config._experts_implementation = implementation
+    out = experts(*given.values())
+    inputs = [given["hidden_states"], given["top_k_weights"], *experts.parameters()]
+    return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+
+
+@pytest.mark.parametrize("name", EXPERTS_CLASSES)
+def test_every_form_of_experts(name: str) -> None:
+    experts, given = experts_of(name), routed()
+    for got, wanted in zip(run(experts, "glulam", given), run(experts, "eager", given), strict=True):
+        close(got, wanted)
+
+
+def test_choices_of_other_ranks_have_no_part() -> None:
+    given = routed()
+    given["top_k_index"][::2, 1] = EXPERTS
+    for name in ("Qwen3MoeExperts", "MuseSparkExperts"):
+        experts = experts_of(name)
+        for got, wanted in zip(run(experts, "glulam", given), run(experts, "eager", given), strict=True):
+            close(got, wanted)
+
+
+def test_a_gate_that_glulam_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that clamps what silu makes."""
+    experts = experts_of("Qwen3MoeExperts")
+
+    def gate(self: Any, h: Tensor) -> Tensor:
+        a, u = h.chunk(2, dim=-1)
+        return self.act_fn(a).clamp(max=1.5) * u.clamp(-1.5, 1.5)
+
+    monkeypatch.setattr(type(experts), "_apply_gate", gate)
+    with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts\._apply_gate is no activation"):
+        run(experts, "glulam", routed())
+
+
+@pytest.mark.parametrize("layout", GLU_LAYOUTS)
+@pytest.mark.parametrize("name", GATED)
+def test_gates_are_told_by_what_they_compute(name: str, layout: str) -> None:
+    for params in (ActivationParams(), ActivationParams(1.5, 1.0, 0.0), ActivationParams(10.0, 0.7, 0.25)):
+        found = gate_of(lambda h, p=params: activate(h, name, layout, p), CPU)
+        assert found == Form(name, layout, params if name == CLAMPED else ActivationParams())
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_activations_are_told_by_what_they_compute(name: str) -> None:
+    assert activation_of(lambda h: activate(h, name, "concat", ActivationParams()), CPU) == Form(
+        name, "concat", ActivationParams()
+    )
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda a, u: torch.sigmoid(a) * u,
+        lambda a, u: torch.nn.functional.silu(a) * (u + 0.5).clamp(-2, 2),
+        lambda a, u: torch.nn.functional.silu(a).clamp(max=1.5) * u.clamp(-1.5, 1.5),
+        lambda a, u: torch.nn.functional.silu(a) * u * 1.001,
+    ],
+)
+def test_what_is_nearly_one_is_none(gate: Any) -> None:
+    assert gate_of(lambda h: gate(*h.chunk(2, dim=1)), CPU) is None
+
+
+def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration.importlib.metadata, "version", lambda name: "6.1.0")
+    with pytest.warns(RuntimeWarning, match=r"transformers 6.1.0 was not tested with Glulam; 5.17, 5.23 were"):
+        integration.register()
+
+
+def test_importing_glulam_imports_no_transformers() -> None:
+    code = "import sys, glulam, glulam.integrations.transformers as t; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_example_writes_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    generate_moe.main(layers=1, tokens=6, batch=2)
+    shown = capsys.readouterr().out
+    assert shown.count("100%") == len(generate_moe.BUILT_IN) + 1 and "glulam" in shown
+    assert generate_moe.agreement(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 5, 4]])) == 0.5
