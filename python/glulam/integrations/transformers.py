@@ -83,7 +83,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     return moe(x, routing, **given, **options).to(hidden_states.dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def form_of(experts: Any) -> Form:
     """The activation that a module's experts have, found once for each module. Raises as `experts_forward`."""
     form = _forms.get(experts)

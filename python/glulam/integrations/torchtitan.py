@@ -1,0 +1,50 @@
+"""torchtitan's grouped experts on Glulam, by torchtitan's own overrides:
+
+    torchtitan ... --override.imports glulam.integrations.torchtitan.grouped_experts
+
+Gate and up stay two parameters, `w1_EFD` and `w3_EFD`, and are read where they lie, so state dicts, their adapters,
+initialisation and sharding are the stock module's. Importing this imports torchtitan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive, override
+from torchtitan.models.common.moe import GroupedExperts
+
+from ..host.experts import GateUp
+from ..ops.grouped_mlp import grouped_mlp
+
+
+class GlulamExperts(GroupedExperts):
+    """As torchtitan's, in bfloat16 as it is: FC1, SwiGLU and FC2 in one call, forward and backward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """[R, D] -> [R, D], rows sorted by expert. num_tokens_per_expert_E: [E], on the device."""
+        gate, down, up = (_local(weight).bfloat16() for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        y: Tensor = grouped_mlp(x_RD.bfloat16(), GateUp(gate, up), down, offs=offs)
+        return y.type_as(x_RD)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """A parameter's shard here: of experts, or of their inner width."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+@override(
+    target=GroupedExperts.Config,
+    description="experts by Glulam's kernels: FC1, SwiGLU and FC2 in one call",
+    exact=True,  # subclasses have other activations, or biases
+)
+def grouped_experts(config: Any) -> Any:
+    return derive(config, GlulamExperts.Config)
