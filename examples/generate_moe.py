@@ -33,6 +33,12 @@ BUILT_IN = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16
 
 
+def device_of() -> str:
+    """A GPU that there are kernels for, else the CPU."""
+    served = torch.cuda.is_available() and torch.cuda.get_device_capability() in devices.ARCHS
+    return "cuda" if served else "cpu"
+
+
 def make_model(device: str, layers: int) -> Any:
     """In bfloat16 on a GPU, in float32 on a CPU."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -71,8 +77,7 @@ def main(
 ) -> None:
     """Tokens a second of each implementation, and how much of its text is that of the first."""
     glulam.integrations.transformers.register()
-    served = torch.cuda.is_available() and torch.cuda.get_device_capability() in devices.ARCHS
-    device = "cuda" if served else "cpu"
+    device = device_of()
     model = make_model(device, layers)
     ids = torch.randint(3, model.config.vocab_size, (batch, PROMPT), device=device)
     table = Table(title=f"Qwen3-30B-A3B{'' if device == 'cuda' else ', shrunk for a CPU'}: {layers} layers on {device}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
-from examples import generate_moe
+from examples import finetune_moe, generate_moe
 from glulam.activations import ActivationParams, activate
 from glulam.integrations.gates import CLAMPED, Form, activation_of, gate_of
 
@@ -232,3 +232,12 @@ def test_the_example_writes_the_same_text(capsys: pytest.CaptureFixture[str]) ->
     shown = capsys.readouterr().out
     assert shown.count("100%") == len(generate_moe.BUILT_IN) + 1 and "glulam" in shown
     assert generate_moe.agreement(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 5, 4]])) == 0.5
+
+
+def test_losses_lie_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    data = finetune_moe.batches("cpu", 4, 2)
+    runs = [finetune_moe.train(finetune_moe.make_model("cpu", 1, name), data)[0] for name in ("eager", "glulam")]
+    assert runs[0][-1] < runs[0][0] - 0.05, "nothing was learned"
+    assert max(abs(a - b) for a, b in zip(*runs, strict=True)) < 1e-4
+    finetune_moe.main(layers=1, steps=2, batch=1)
+    assert "glulam" in capsys.readouterr().out

@@ -1,0 +1,95 @@
+"""Training a randomly initialised mixture-of-experts model of transformers with each implementation of its experts:
+
+    python -m examples.finetune_moe
+
+The text is Python's standard library, byte by byte. Every implementation starts from the same weights and sees the same
+batches, so their losses lie over each other, to within rounding that training amplifies.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import glulam.integrations.transformers
+
+from . import stdlib_text
+from .generate_moe import device_of
+
+BYTES = 256
+FULL = {
+    "hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 2048, "num_experts": 64,
+    "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+SHRUNK = FULL | {
+    "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 128, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
+CONTEXT = 128
+SHOWN = 4  # losses of a run
+
+
+def make_model(device: str, layers: int, implementation: str) -> Any:
+    """In bfloat16 on a GPU, in float32 on a CPU; the same weights at every call."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = FULL if device == "cuda" else SHRUNK
+    config = Qwen3MoeConfig(vocab_size=BYTES, num_hidden_layers=layers, **sizes)
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def batches(device: str, steps: int, batch: int) -> Tensor:
+    """[steps, batch, CONTEXT] bytes of the text, the same at every call."""
+    text = stdlib_text.read_text().train
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, len(text) - CONTEXT, (steps, batch, 1), generator=generator)
+    return text[starts + torch.arange(CONTEXT)].long().to(device)
+
+
+def train(model: Any, data: Tensor) -> tuple[list[float], float]:
+    """The loss of every step, and seconds of a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, start = [], time.perf_counter()
+    for ids in data:
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    found = torch.stack(losses).tolist()
+    return found, (time.perf_counter() - start) / len(data)
+
+
+def main(
+    layers: Annotated[int, typer.Option(help="Of the model.")] = 2,
+    steps: Annotated[int, typer.Option(help="Of training.")] = 30,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 4,
+) -> None:
+    """The losses of each implementation, and how far they are from the first one's."""
+    glulam.integrations.transformers.register()
+    device = device_of()
+    data = batches(device, steps, batch)
+    columns = sorted({round(i * (steps - 1) / (SHOWN - 1)) for i in range(SHOWN)})
+    table = Table(title=f"Qwen3-MoE of {layers} layers on {device}: loss by step")
+    for heading in ("experts", *map(str, columns), "farthest", "ms a step"):
+        table.add_column(heading, justify="left" if heading == "experts" else "right")
+    reference: list[float] = []
+    for implementation in ("eager", "grouped_mm", glulam.integrations.transformers.NAME):
+        losses, seconds = train(make_model(device, layers, implementation), data)
+        reference = reference or losses
+        farthest = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+        shown = (f"{losses[step]:.4f}" for step in columns)
+        table.add_row(implementation, *shown, f"{farthest:.1e}", f"{seconds * 1e3:.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
