@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,9 +126,10 @@ EXPERTS_CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def experts_of(name: str, module: str = "", **options: Any) -> Any:
+def experts_of(name: str, **options: Any) -> Any:
     """A module of experts alone, eager."""
-    module, more = (module, options) if module else EXPERTS_CLASSES[name]
+    module, more = EXPERTS_CLASSES[name]
+    more = more | options
     torch.manual_seed(2)
     config = SimpleNamespace(**{
         "hidden_size": HIDDEN, "moe_intermediate_size": INTER, "intermediate_size": INTER, "hidden_act": "silu",
@@ -159,6 +161,12 @@ def run(experts: Any, implementation: str, given: dict[str, Tensor]) -> list[Ten
     return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
 
 
+def run_once(experts: Any, implementation: str, given: dict[str, Tensor]) -> Tensor:
+    experts.config._experts_implementation = implementation
+    out: Tensor = experts(*given.values())
+    return out
+
+
 @pytest.mark.parametrize("name", EXPERTS_CLASSES)
 def test_every_form_of_experts(name: str) -> None:
     experts, given = experts_of(name), routed()
@@ -186,6 +194,56 @@ def test_a_gate_that_glulam_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(experts), "_apply_gate", gate)
     with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts\._apply_gate is no activation"):
         run(experts, "glulam", routed())
+
+
+@pytest.fixture
+def recipe_after() -> Iterator[None]:
+    yield
+    integration.register()
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_weight_only", "mxfp4_weight_only"])
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "AriaExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts"])
+def test_weights_are_quantised_in_place(name: str, recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    experts = experts_of(name, intermediate_size=64, moe_intermediate_size=64).to(torch.bfloat16).eval()
+    given = {key: value.detach() for key, value in routed().items()}
+    given["hidden_states"] = given["hidden_states"].bfloat16()
+    plain = run_once(experts, "eager", given)
+    before = sum(p.nbytes for n, p in experts.named_parameters() if "bias" not in n)
+    integration.register(recipe=recipe)
+    with caplog.at_level("INFO"), torch.no_grad():
+        got, again = (run_once(experts, "glulam", given) for _ in range(2))
+    assert torch.equal(got, again) and f"{type(experts).__name__} in {recipe}" in caplog.text
+    error = float((got - plain).float().norm() / plain.float().norm())
+    assert 1e-3 < error < (0.35 if recipe.startswith("mxfp4") else 0.1)
+    left = {n: b for n, b in experts.named_buffers() if "proj" in n}
+    assert not [n for n, _ in experts.named_parameters() if n.endswith("proj")] and len(left) == 4
+    assert sum(b.nbytes for b in left.values()) <= before * (4.25 if recipe.startswith("mxfp4") else 8.25) / 16
+    copied = copy.deepcopy(experts)
+    with torch.no_grad():
+        assert torch.equal(run_once(copied, "glulam", given), got)
+
+
+@pytest.mark.usefixtures("recipe_after")
+def test_quantised_experts_neither_train_nor_are_traced_first() -> None:
+    torch.compiler.reset()
+    integration.register(recipe="mxfp4_weight_only")
+    with pytest.raises(RuntimeError, match=r"have no gradient; call model\.eval\(\)"):
+        run_once(experts_of("Qwen3MoeExperts"), "glulam", routed())
+    experts = experts_of("Qwen3MoeExperts", moe_intermediate_size=64).to(torch.bfloat16).eval()
+    given = {key: value.detach() for key, value in routed().items()}
+    given["hidden_states"] = given["hidden_states"].bfloat16()
+    compiled = torch.compile(lambda *tensors: experts(*tensors), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        with pytest.raises(Exception, match="call the model once before it is compiled"):
+            experts.config._experts_implementation = "glulam"
+            compiled(*given.values())
+        wanted = run_once(experts, "glulam", given)
+        torch.compiler.reset()
+        assert torch.equal(compiled(*given.values()), wanted)
+    with pytest.raises(ValueError, match="choose one of bf16, mxfp8, mxfp8_weight_only, mxfp4_weight_only"):
+        integration.register(recipe="mxfp8_exact")
 
 
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)

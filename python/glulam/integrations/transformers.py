@@ -5,37 +5,65 @@
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, experts_implementation="glulam")
 
 An experts module of transformers keeps its parameters, and gets a forward that is one call of `glulam.moe`: nothing is
-copied or permuted. What its gate computes is looked at, not its name (`gates.py`).
+copied or permuted. What its gate computes is looked at, not its name (`gates.py`). With a recipe that quantises,
+weights become buffers in its format when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from .. import recipes
 from ..layer import Routing, combine, moe, permute
+from ..mxfp4 import MXFP4Tensor
+from ..mxfp8 import FoldedWeight, MXFP8Tensor
+from ..mxfp8.layout import DATA_DTYPE
+from ..mxfp8.prepared import prepare
 from ..ops.grouped_mlp import grouped_mlp
+from ..ops.grouped_mlp_mxfp8 import form_of as format_of
+from ..recipes import BF16, Recipe
+from ..scaled import SCALE_DTYPE
 from .gates import Form, activation_of, gate_of
 
 NAME = "glulam"
 KNOWN_VERSIONS = ("5.17", "5.23")
 """Minor versions that this was tested with."""
 
+RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
+SCALE = "_scale"
+"""What a quantised weight's scales are called behind its own name."""
+
+_log = logging.getLogger(__name__)
 _forms: WeakKeyDictionary[torch.nn.Module, Form] = WeakKeyDictionary()
+_recipe: Recipe = BF16
 
 
-def register() -> None:
+def register(recipe: str | Recipe = "bf16") -> None:
     """Let transformers' models have `experts_implementation="glulam"`: in `from_pretrained`, in `from_config` and in
     `set_experts_implementation`. Experts are of 16 bits on a GPU, of 16 bits or float32 on a CPU.
 
+    Args:
+        recipe: of all such models from now on: "bf16", or for inference "mxfp8", "mxfp8_weight_only" or
+            "mxfp4_weight_only", as of `glulam.moe`. A module's weights are quantised at its first forward and kept as
+            buffers in place of its parameters, `gate_up_proj` and `gate_up_proj_scale` and so on, as bytes; a line of
+            the log (INFO) says what that saved.
+
     Raises:
         ImportError: transformers is not installed, or has no interface for experts, as before version 5.
+        ValueError: another recipe.
     """
+    global _recipe
+    found = recipes.find("register", recipe)
+    if found not in RECIPES:
+        raise ValueError(f"register: recipe is {found.name!r}; choose one of {', '.join(map(str, RECIPES))}")
     try:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
@@ -45,6 +73,7 @@ def register() -> None:
         known = ", ".join(KNOWN_VERSIONS)
         warnings.warn(f"transformers {version} was not tested with Glulam; {known} were", RuntimeWarning, stacklevel=2)
     ExpertsInterface.register(NAME, experts_forward)
+    _recipe = found
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -61,26 +90,68 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
     Raises:
         NotImplementedError: the module's gate or activation is none that Glulam has; the message names its class.
+        RuntimeError: weights are to be quantised, and the module is in training, or is traced by torch.compile before
+            its first call.
         ValueError, TypeError: as of `glulam.moe`.
     """
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    names = {"w1": first, "w2": "down_proj"}
-    if experts.has_bias:
-        names |= {"b1": f"{first}_bias", "b2": "down_proj_bias"}
-    given: dict[str, Any] = {name: getattr(experts, attribute) for name, attribute in names.items()}
     form = form_of(experts)
     params = form.params
+    if _recipe is not BF16 and not hasattr(experts, first + SCALE):
+        quantise(experts, _recipe)
+    recipe = getattr(experts, "glulam_recipe", BF16)
     options: dict[str, Any] = {
         "activation": form.activation, "glu_layout": form.glu_layout, "limit": params.limit, "alpha": params.alpha,
-        "offset": params.offset, "transpose_w": experts.is_transposed,
+        "offset": params.offset, "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
     }  # fmt: skip
-    routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), len(given["w1"]))
-    x = hidden_states.to(given["w1"].dtype).contiguous()
+    given = {"w1": _weight(experts, first, recipe), "w2": _weight(experts, "down_proj", recipe)}
+    if experts.has_bias:
+        given |= {"b1": getattr(experts, f"{first}_bias"), "b2": experts.down_proj_bias}
+    routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), len(experts.down_proj))
+    x = hidden_states.to(experts.down_proj.dtype if recipe is BF16 else torch.bfloat16).contiguous()
     if getattr(experts, "has_post_expert_norm", False):
         rows = grouped_mlp(permute(x, routing), offs=routing.offs, **given, **options)
         rows = experts.post_expert_norm(rows) * routing.weight_of_row[:, None].to(rows.dtype)
         return combine(rows, routing).to(hidden_states.dtype)
     return moe(x, routing, **given, **options).to(hidden_states.dtype)
+
+
+def quantise(experts: Any, recipe: Recipe) -> None:
+    """Keep a module's weights in a recipe's format, as buffers in place of its parameters. Raises as
+    `experts_forward`.
+    """
+    if is_dynamo_compiling():
+        raise RuntimeError("glulam: call the model once before it is compiled: its experts' weights are not quantised")
+    if experts.training and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"glulam: recipe {recipe.name!r} keeps quantised weights alone, which have no gradient; call model.eval(), "
+            "or train with register(recipe='bf16')"
+        )
+    before = after = 0
+    with torch.no_grad():
+        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+            weight = getattr(experts, name)
+            matrices = [w.mT.contiguous() if experts.is_transposed else w for w in weight.detach()]
+            made = prepare(format_of(recipe.name), matrices, None, report=False)
+            delattr(experts, name)
+            for part, tensor in ((name, made.data), (name + SCALE, made.scale)):
+                experts.register_buffer(part, tensor.view(torch.uint8))
+                after += tensor.nbytes
+            before += weight.nbytes
+    experts.glulam_recipe = recipe
+    _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
+
+
+def _weight(experts: Any, name: str, recipe: Recipe) -> Any:
+    """As `glulam.moe` takes it."""
+    weight = getattr(experts, name)
+    if recipe is BF16:
+        return weight
+    scale = getattr(experts, name + SCALE).view(SCALE_DTYPE)
+    if recipe.has_4_bits:
+        return MXFP4Tensor(weight, scale)
+    data = weight.view(DATA_DTYPE)
+    return FoldedWeight(data, scale, "row", None) if recipe.folds else MXFP8Tensor(data, scale)
 
 
 @torch.compiler.assume_constant_result
