@@ -9,7 +9,7 @@ float32 in [2^e, 2^(e+1)) is rounded to multiples of 2^(e-1) by adding 2^(e+22),
 as if they were 1. The result times 2^-14, as float16, has its two bits of exponent and the one of its significand side
 by side, also where it is 0 or 0.5, which are subnormal in both formats.
 
-Bytes of an element: 2 or 4, and 17/32. An SM has 17 instructions for one of 16 bits at 4.3 TB/s, and needs 13.
+Bytes of an element: 2 or 4, and 17/32. An SM has 17 instructions for one of 16 bits at 4.3 TB/s, and needs 15.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int16, Int32, Int64, Uint8, const_expr
-from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
@@ -26,12 +25,11 @@ from ..device.select import select
 from ..device.warps import WARP
 from ..specs import QuantizeMxfp4Spec
 from ..tracing import DTYPES, Traced, traced
+from .quantize_mxfp8 import VECTOR_BYTES, WORDS, read_once
 from .scale_stores import BLOCK
 from .scales import E8M0_INF, E8M0_NAN, F32_INF, Magnitudes
 
 WARPS = 8
-VECTOR_BYTES = 16
-WORDS = VECTOR_BYTES // 4
 MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
 SMEM_PERCENT = 1  # none is used; loads under way want it as cache
 MAX_EXPONENT = 2  # of the greatest element, 6 = 1.5 * 2^2
@@ -103,10 +101,7 @@ class QuantizeMxfp4(Invariant):
         """(vector, vectors), zeros behind the last of `count` blocks. All of them are read without a branch."""
         values = cute.make_rmem_tensor((self.vector, self.lanes), self.dtype)
         values.fill(0.0)
-        atom = cute.make_copy_atom(
-            CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
-            l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
-        )  # fmt: skip
+        atom = read_once(self.dtype)
         if count >= WARP:
             for i in cutlass.range_constexpr(self.lanes):
                 cute.copy(atom, self._vector(source, i), values[None, i])
@@ -182,9 +177,8 @@ def _at_most_6(pair: Int32) -> Int32:
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair]))
 
 
-def _permuted(low: Int32, high: Int32, bytes_of: int) -> Int32:
-    ptx = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {bytes_of};"
-    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[low, high]))
+def _permuted(low: Int32, high: Int32, chosen: int) -> Int32:
+    return Int32(cute.arch.prmt(low, high, Int32(chosen)))
 
 
 def _upper_bytes(words: list[Int32]) -> Int32:

@@ -97,6 +97,13 @@ ROWS = Tile(2, QUARTERS, SECTOR_BYTES * BLOCK, 8)
 STRIP = Tile(BLOCK, 1, SECTOR_BYTES // 2 * BLOCK, 16)
 
 
+def read_once(dtype: type[cutlass.Numeric]) -> cute.CopyAtom:
+    """Loads of vectors that leave no line in L1."""
+    return cute.make_copy_atom(
+        CopyG2ROp(), dtype, num_bits_per_copy=8 * VECTOR_BYTES, l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE
+    )
+
+
 def tile_of(axis: str, vector: int) -> Tile:
     """The tile that serves all layouts, where a thread has `vector` elements of a row."""
     columns = {"row": ROWS.columns, "col": TILE, "both": WARP * vector}[axis]
@@ -174,10 +181,7 @@ class QuantizeMxfp8(Invariant):
         """(vector, rows) of x, zeros outside of it. Whole bands are read without a branch, all loads at once."""
         values = cute.make_rmem_tensor((self.vector, self.rows_per_thread), self.dtype)
         values.fill(0.0)
-        atom = cute.make_copy_atom(
-            CopyG2ROp(), self.dtype, num_bits_per_copy=8 * VECTOR_BYTES,
-            l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE,
-        )  # fmt: skip
+        atom = read_once(self.dtype)
         first = x.iterator.toint() + (Int64(origin.row) * x.stride[0] + origin.column) * (self.dtype.width // 8)
         row_bytes = x.stride[0] * (self.dtype.width // 8)
         if origin.column < x.shape[1]:

@@ -95,11 +95,10 @@ class E2m1Decoder(Decoder):
 
 
 def _beside(low: Int32, high: Int32, byte: int) -> Int32:
-    """A byte of each of two words at bits 0 and 16, zeros elsewhere: of bytes under 128 the sign."""
-    signs = 8
-    chosen = byte | (signs | byte) << 4 | (4 + byte) << 8 | (signs | 4 + byte) << 12
-    ptx = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {chosen};"
-    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[low, high]))
+    """A byte of each of two words, under 128, at bits 0 and 16, zeros elsewhere: each byte's sign, eight times."""
+    sign = 8
+    chosen = byte | (sign | byte) << 4 | (4 + byte) << 8 | (sign | 4 + byte) << 12
+    return Int32(cute.arch.prmt(low, high, Int32(chosen)))
 
 
 DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder(), E2M1: E2m1Decoder()}

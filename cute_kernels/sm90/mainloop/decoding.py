@@ -157,10 +157,6 @@ class WeightScales(Invariant):
     @cute.jit
     def spoil(self, acc: cute.Tensor):
         """Make NaN of the rows that had a bad scale."""
-        self.spoil_bad(acc)
-
-    @cute.jit
-    def spoil_bad(self, acc: cute.Tensor):
         if self.bad[0] != 0:
             slabs = self.rows.count // ROW_HALVES
             count = cute.size(acc) // slabs
@@ -180,6 +176,7 @@ class DecodingMainloop(WeightsFirst):
     """
 
     gathers = False
+    scales_type = WeightScales
     looks_ahead = BEFORE_MMA  # the last k-tile of a tile asks for the first scales of the next
     scales_are_ready = True
 
@@ -282,14 +279,12 @@ class DecodingMainloop(WeightsFirst):
         shape = (self.tile.slabs * ROWS, self.tile.m)
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 
-    def scale_grid(self, operands: Operands, share: TileShare) -> ScaleGrid:
-        _, expert_rows, gate = operands.extra
-        k = cute.size(operands.b, mode=[1])
-        return ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
-
     def scales(self, operands: Operands, share: TileShare) -> WeightScales:
         """A thread's, for all of its tiles."""
-        return WeightScales(self.scale_grid(operands, share), self.rows, self.layout, self.decoder)
+        _, expert_rows, gate = operands.extra
+        k = cute.size(operands.b, mode=[1])
+        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
+        return self.scales_type(grid, self.rows, self.layout, self.decoder)
 
     @cute.jit
     def mma(

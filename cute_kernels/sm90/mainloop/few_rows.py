@@ -2,7 +2,7 @@
 
 A warp's MMA leaves free which places of the contraction a thread multiplies, as long as both operands agree. So thread
 t % 4 of a k-tile of 128 has 32 neighbouring elements of a weight row, which are one block and one load of 16 bytes, and
-of x the same 32 columns. A wgmma would fix the places: it takes each thread a load for every 2 elements, and 4 scales.
+of x the same 32 columns. A wgmma fixes the places: with it a thread takes a load for every 2 elements, and 4 scales.
 
 Weight rows, columns of the result and accumulators are those of `DecodingMainloop`.
 """
@@ -19,11 +19,11 @@ from ...device.warp_mma import WarpMma
 from ...formats import SCALE_BLOCK
 from ...schedule.work import WorkTile
 from ..budget import ROW_BYTES
-from ..fragments import TileShare, registers
+from ..fragments import registers
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows
 from ..swizzle import swizzle_of
 from ..turns import Turns
-from .base import MmaTile, Operands
+from .base import MmaTile
 from .decode import Decoder, product
 from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpgroup
 
@@ -41,10 +41,10 @@ TURNED = 2
 
 
 class BlockScales(WeightScales):
-    """A byte for each row and k-tile: that of the thread's own block. Those of a tile's first k-tile are asked for
-    before the epilogue of the tile before.
+    """A byte for each row and k-tile: that of the thread's own block. The first ones of a tile are asked for before the
+    epilogue of the tile before.
 
-    next_block: which was asked for, of a row's.
+    next_block: the block of a row whose byte was asked for.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -72,7 +72,7 @@ class BlockScales(WeightScales):
                 self.next[i] = Int32(vector_at(Uint8, first + self.begins[i])[0]) & 0xFF
 
     def take(self) -> None:
-        """As there, but that `large` is the greatest of the thread's bytes, and bad ones are not noted."""
+        """Make `words` of the bytes that were asked for, and `large` the greatest; `note_bad` notes the bad ones."""
         self.large[0] = Int32(0)
         for i in range(self.rows.count):
             self.words[i] = self.next[i]
@@ -91,14 +91,13 @@ class BlockScales(WeightScales):
         """Make NaN of the rows that had a bad scale in any thread's block."""
         for distance in cutlass.range_constexpr(1, ROW_HALVES + 1):
             self.bad[0] |= cute.arch.shuffle_sync_bfly(self.bad[0], distance)
-        self.spoil_bad(acc)
+        WeightScales.spoil(self, acc)
 
 
 class FewRowsMainloop(DecodingMainloop):
     """As `DecodingMainloop`, by words of 8 elements."""
 
-    def scales(self, operands: Operands, share: TileShare) -> BlockScales:
-        return BlockScales(self.scale_grid(operands, share), self.rows, self.layout, self.decoder)
+    scales_type = BlockScales
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, Int32]:
         """Where in the first stage a thread's first weights and first columns of x lie."""
