@@ -18,12 +18,13 @@ from rich.table import Table
 from torch import Tensor
 
 import glulam.integrations.transformers
+from glulam.demo import choose_device
 
 from . import stdlib_text
-from .generate_moe import device_of
+from .generate_moe import make_model
 
-BYTES = 256
 FULL = {
+    "vocab_size": 256,
     "hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 2048, "num_experts": 64,
     "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
 }  # fmt: skip
@@ -33,17 +34,6 @@ SHRUNK = FULL | {
 }  # fmt: skip
 CONTEXT = 128
 SHOWN = 4  # losses of a run
-
-
-def make_model(device: str, layers: int, implementation: str) -> Any:
-    """In bfloat16 on a GPU, in float32 on a CPU; the same weights at every call."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = FULL if device == "cuda" else SHRUNK
-    config = Qwen3MoeConfig(vocab_size=BYTES, num_hidden_layers=layers, **sizes)
-    config._experts_implementation = implementation
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def batches(device: str, steps: int, batch: int) -> Tensor:
@@ -75,7 +65,7 @@ def main(
 ) -> None:
     """The losses of each implementation, and how far they are from the first one's."""
     glulam.integrations.transformers.register()
-    device = device_of()
+    device, _ = choose_device(None)
     data = batches(device, steps, batch)
     columns = sorted({round(i * (steps - 1) / (SHOWN - 1)) for i in range(SHOWN)})
     table = Table(title=f"Qwen3-MoE of {layers} layers on {device}: loss by step")
@@ -83,7 +73,8 @@ def main(
         table.add_column(heading, justify="left" if heading == "experts" else "right")
     reference: list[float] = []
     for implementation in ("eager", "grouped_mm", glulam.integrations.transformers.NAME):
-        losses, seconds = train(make_model(device, layers, implementation), data)
+        model = make_model(FULL if device == "cuda" else SHRUNK, device, layers, implementation)
+        losses, seconds = train(model, data)
         reference = reference or losses
         farthest = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
         shown = (f"{losses[step]:.4f}" for step in columns)

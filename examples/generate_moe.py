@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 import glulam.integrations.transformers
-from glulam.host import device as devices
+from glulam.demo import choose_device
 
 FULL = {
     "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128,
@@ -33,36 +33,32 @@ BUILT_IN = ("eager", "batched_mm", "grouped_mm")
 PROMPT = 16
 
 
-def device_of() -> str:
-    """A GPU that there are kernels for, else the CPU."""
-    served = torch.cuda.is_available() and torch.cuda.get_device_capability() in devices.ARCHS
-    return "cuda" if served else "cpu"
-
-
-def make_model(device: str, layers: int) -> Any:
-    """In bfloat16 on a GPU, in float32 on a CPU."""
+def make_model(sizes: dict[str, Any], device: str, layers: int, implementation: str) -> Any:
+    """In bfloat16 on a GPU, in float32 on a CPU; the same weights at every call."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(**(FULL if device == "cuda" else SHRUNK), num_hidden_layers=layers)
-    config._experts_implementation = BUILT_IN[0]
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers)
+    config._experts_implementation = implementation
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3MoeForCausalLM(config)
-    return model.to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    return model.to(torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def generate(model: Any, ids: Tensor, count: int) -> tuple[Tensor, float]:
-    """The text behind a prompt, [sequences, count], and seconds. A first call warms up."""
-    options: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    start = 0.0
-    for length in (2, count):
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        text: Tensor = model.generate(ids, max_new_tokens=length, min_new_tokens=length, **options)
-    if ids.is_cuda:
-        torch.cuda.synchronize()
-    return text[:, ids.shape[1] :], time.perf_counter() - start
+    """The text behind a prompt, [sequences, count], and seconds."""
+
+    def text_of(length: int) -> Tensor:
+        """On the host, so that it is there."""
+        text: Tensor = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, max_new_tokens=length,
+            min_new_tokens=length,
+        )  # fmt: skip
+        return text[:, ids.shape[1] :].cpu()
+
+    text_of(2)  # warms up
+    start = time.perf_counter()
+    return text_of(count), time.perf_counter() - start
 
 
 def agreement(text: Tensor, reference: Tensor) -> float:
@@ -77,8 +73,8 @@ def main(
 ) -> None:
     """Tokens a second of each implementation, and how much of its text is that of the first."""
     glulam.integrations.transformers.register()
-    device = device_of()
-    model = make_model(device, layers)
+    device, _ = choose_device(None)
+    model = make_model(FULL if device == "cuda" else SHRUNK, device, layers, BUILT_IN[0]).eval()
     ids = torch.randint(3, model.config.vocab_size, (batch, PROMPT), device=device)
     table = Table(title=f"Qwen3-30B-A3B{'' if device == 'cuda' else ', shrunk for a CPU'}: {layers} layers on {device}")
     for heading in ("experts", "tokens a second", "same text"):

@@ -47,14 +47,14 @@ def test_the_reference_is_the_layer_itself():
 
 def test_both_ways_compute_the_layer():
     layer, x = made()
-    for call in demo.contestants(layer, x).values():
+    for call in demo.contestants([layer], x).values():
         assert demo.error_of(call(), demo.exact_moe(layer, x)).norm < 0.02
 
 
 def test_every_recipe_computes_the_layer():
     layer, x = made(name=GPT_OSS)
-    others = [demo.with_recipe(layer, MODELS[GPT_OSS], TINY, recipe) for recipe in MODELS[GPT_OSS].recipes[:-1]]
-    exact, paths = demo.exact_moe(layer, x), demo.contestants(layer, x, others)
+    layers = [demo.with_recipe(layer, MODELS[GPT_OSS], TINY, recipe) for recipe in MODELS[GPT_OSS].recipes]
+    exact, paths = demo.exact_moe(layer, x), demo.contestants(layers, x)
     assert len(paths) == 4 and float(exact.abs().max()) > 0.1
     for name, call in paths.items():
         assert demo.error_of(call(), exact).norm < 0.02, name

@@ -294,7 +294,8 @@ def test_the_example_writes_the_same_text(capsys: pytest.CaptureFixture[str]) ->
 
 def test_losses_lie_over_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     data = finetune_moe.batches("cpu", 4, 2)
-    runs = [finetune_moe.train(finetune_moe.make_model("cpu", 1, name), data)[0] for name in ("eager", "glulam")]
+    models = [generate_moe.make_model(finetune_moe.SHRUNK, "cpu", 1, name) for name in ("eager", "glulam")]
+    runs = [finetune_moe.train(model, data)[0] for model in models]
     assert runs[0][-1] < runs[0][0] - 0.05, "nothing was learned"
     assert max(abs(a - b) for a, b in zip(*runs, strict=True)) < 1e-4
     finetune_moe.main(layers=1, steps=2, batch=1)

@@ -29,7 +29,6 @@ from .activations import ActivationParams, activate
 from .host import device as devices
 from .layer import Routing
 from .nn import MoE
-from .nn.mlp import GroupedMLP
 from .tuner.timing import Sampler, device_us, interleave
 
 SEED = 0
@@ -60,8 +59,8 @@ class Size(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A layer as a model has it. shrunk: for a CPU. options: of `nn.MoE`. recipes: that it is shown with, the first one
-    that of its checkpoint.
+    """A layer as a model has it. shrunk: for a CPU. options: of `nn.MoE`. recipes: that it is shown with, from that of
+    its checkpoint to "bf16".
     """
 
     size: Size
@@ -106,8 +105,8 @@ def new_layer(model: Model, size: Size, device: str, recipe: str) -> MoE:
 
 
 def make_layer(model: Model, size: Size, device: str) -> MoE:
-    """In bfloat16, with random weights, so that activations and logits stay of order 1; in MXFP4 its experts' are the
-    same.
+    """In bfloat16, with random weights, so that activations and logits stay of order 1. Those of experts that are
+    shipped in MXFP4 are numbers of that format.
     """
     layer = new_layer(model, size, device, "bf16")
     for weight in layer.parameters():
@@ -142,14 +141,9 @@ def biases_of(layer: MoE) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def form_of(experts: GroupedMLP) -> dict[str, Any]:
-    """What `grouped_mlp` and `explain` are told of them beside tensors."""
-    return {name: experts.call_options[name] for name in ("activation", "glu_layout", "recipe")}
-
-
 def activated(layer: MoE, h: Tensor) -> Tensor:
-    form = form_of(layer.experts)
-    return activate(h, form["activation"], form["glu_layout"], ActivationParams())
+    options = layer.experts.call_options
+    return activate(h, options["activation"], options["glu_layout"], ActivationParams())
 
 
 def choose(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,13 +178,11 @@ def exact_moe(layer: MoE, x: Tensor) -> Tensor:
     return out
 
 
-def contestants(layer: MoE, x: Tensor, others: Sequence[MoE] = ()) -> dict[str, Call]:
-    """The layer by Glulam, by other recipes first, and by torch."""
-    ours: dict[str, Call] = {}
-    for one in (*others, layer):
-        recipe = f", {one.experts.recipe.name}" if others else ""
-        ours[f"glulam: nn.MoE{recipe}"] = partial(one, x)
-    return {**ours, "torch: sort, gather, 2 grouped_mm, sum": lambda: torch_moe(layer, x)}
+def contestants(layers: Sequence[MoE], x: Tensor) -> dict[str, Call]:
+    """One layer by Glulam, in every recipe that it is given in, and by torch, in the last one, which is bfloat16."""
+    names = [f"glulam: nn.MoE, {layer.experts.recipe}" if len(layers) > 1 else "glulam: nn.MoE" for layer in layers]
+    ours: dict[str, Call] = {name: partial(layer, x) for name, layer in zip(names, layers, strict=True)}
+    return {**ours, "torch: sort, gather, 2 grouped_mm, sum": partial(torch_moe, layers[-1], x)}
 
 
 def error_of(got: Tensor, reference: Tensor) -> Error:
@@ -274,7 +266,7 @@ def problem_text(name: str, size: Size, sizes: list[int]) -> str:
 def kernels_text(layer: MoE, x: Tensor, routing: Routing, real: Size) -> str:
     """Which kernel serves the experts; without a GPU, also which one would serve the real sizes on a Hopper."""
     arguments = {"offs": routing.offs, "rows": routing.token_of_row, "row_scale": routing.weight_of_row}
-    form = form_of(layer.experts)
+    form = {name: layer.experts.call_options[name] for name in ("activation", "glu_layout", "recipe")}
     text = str(glulam.explain("grouped_mlp", x, *weights_of(layer), **arguments, **form))
     if x.device.type == "cuda":
         return text
@@ -289,11 +281,11 @@ def run(console: Console, name: str, device: str, reason: str) -> bool:
     model = MODELS[name]
     size = model.size if device == "cuda" else model.shrunk
     layer, x = make_layer(model, size, device), make_input(size, device)
-    others = [with_recipe(layer, model, size, recipe) for recipe in model.recipes if recipe != "bf16"]
-    routing, paths = layer.route(x), contestants(layer, x, others)
+    layers = [with_recipe(layer, model, size, recipe) for recipe in model.recipes]
+    routing, paths = layer.route(x), contestants(layers, x)
     console.print(f"device   {device} ({reason})")
     console.print(problem_text(name, size, routing.counts.tolist()))
-    console.print(kernels_text([*others, layer][0], x, routing, model.size), markup=False, soft_wrap=True)
+    console.print(kernels_text(layers[0], x, routing, model.size), markup=False, soft_wrap=True)
 
     reference = exact_moe(layer, x)
     errors = [error_of(call(), reference) for call in paths.values()]

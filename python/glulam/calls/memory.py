@@ -8,7 +8,7 @@ A plan serves calls of equal metadata (`plans`), which were checked once; addres
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,17 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Tensor]]:
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{i}]", tensor) for i, tensor in enumerate(value) if isinstance(tensor, Tensor)]
     return []
+
+
+def readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Experts [e, N, K] where a kernel can read them: those whose place or strides do not fit are copied one by one."""
+    for piece in pieces:
+        if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
+            yield piece
+        elif len(piece) > 1:
+            yield from readable(piece.split(1))
+        else:
+            yield piece.clone(memory_format=torch.contiguous_format)
 
 
 def is_transformed(*tensors: Any) -> bool:

@@ -28,7 +28,7 @@ from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.prepared import prepare
 from ..ops.grouped_mlp import grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import form_of as format_of
+from ..ops.grouped_mlp_mxfp8 import prepared_form
 from ..recipes import BF16, Recipe
 from ..scaled import SCALE_DTYPE
 from .gates import Form, activation_of, gate_of
@@ -94,11 +94,11 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
             its first call.
         ValueError, TypeError: as of `glulam.moe`.
     """
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    first = _first_of(experts)
     form = form_of(experts)
     params = form.params
     if _recipe is not BF16 and not hasattr(experts, first + SCALE):
-        quantise(experts, _recipe)
+        _quantise(experts, _recipe)
     recipe = getattr(experts, "glulam_recipe", BF16)
     options: dict[str, Any] = {
         "activation": form.activation, "glu_layout": form.glu_layout, "limit": params.limit, "alpha": params.alpha,
@@ -116,7 +116,12 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     return moe(x, routing, **given, **options).to(hidden_states.dtype)
 
 
-def quantise(experts: Any, recipe: Recipe) -> None:
+def _first_of(experts: Any) -> str:
+    """The name of FC1's weight."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def _quantise(experts: Any, recipe: Recipe) -> None:
     """Keep a module's weights in a recipe's format, as buffers in place of its parameters. Raises as
     `experts_forward`.
     """
@@ -129,10 +134,10 @@ def quantise(experts: Any, recipe: Recipe) -> None:
         )
     before = after = 0
     with torch.no_grad():
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
-            weight = getattr(experts, name)
-            matrices = [w.mT.contiguous() if experts.is_transposed else w for w in weight.detach()]
-            made = prepare(format_of(recipe.name), matrices, None, report=False)
+        for name in (_first_of(experts), "down_proj"):
+            weight = getattr(experts, name).detach()
+            matrices = weight.mT if experts.is_transposed else weight
+            made = prepare(prepared_form(recipe.name), matrices, None, report=False)
             delattr(experts, name)
             for part, tensor in ((name, made.data), (name + SCALE, made.scale)):
                 experts.register_buffer(part, tensor.view(torch.uint8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import QuantizeMxfp4Spec
 
 from ..calls.checks import refuse_gradients, runs_kernels, shape_text
-from ..calls.memory import ALIGNMENT_BYTES
+from ..calls.memory import readable
 from ..choose import kernels
 from ..choose.problem import dtype_name
 from ..host import device as gpus
@@ -57,14 +56,14 @@ def quantize_mxfp4(w: Tensor, *, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
     return out
 
 
-def _matrices(w: Tensor, out: MXFP4Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each, with its data and scale bytes."""
-    parts = (w, out.data, out.scale.view(torch.uint8))
-    yield from (parts,) if w.dim() == 2 else zip(*(part.flatten(0, -3) for part in parts), strict=True)
+def _experts(w: Tensor, out: MXFP4Tensor) -> list[Tensor]:
+    """w, its data and its scale bytes as [experts, rows, columns]."""
+    parts = w, out.data, out.scale.view(torch.uint8)
+    return [part[None] if part.dim() == 2 else part.flatten(0, -3) for part in parts]
 
 
 def _by_torch(w: Tensor, out: MXFP4Tensor) -> None:
-    for matrix, data, scale in _matrices(w, out):
+    for matrix, data, scale in zip(*_experts(w, out), strict=True):
         for first in range(0, len(matrix), CHUNK_ROWS):
             rows = slice(first, first + CHUNK_ROWS)
             data[rows], scale[rows] = encoded(matrix[rows])
@@ -72,18 +71,15 @@ def _by_torch(w: Tensor, out: MXFP4Tensor) -> None:
 
 def _by_kernel(w: Tensor, out: MXFP4Tensor) -> None:
     """Bit for bit what `_by_torch` makes."""
-    index = w.get_device()
+    index, first = w.get_device(), 0
     spec = QuantizeMxfp4Spec(dtype_name(w.dtype), gpus.gpu(index).arch)
     quantize, pack = kernels.find(spec).function, signature_of(spec).pack
-    whole = [(w.flatten(0, -2), out.data.flatten(0, -2), out.scale)]
+    experts, data, scale = _experts(w, out)
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
-        for matrix, data, scale in whole if _is_readable(w) else _matrices(w, out):
-            readable = matrix if _is_readable(matrix) else matrix.clone(memory_format=torch.contiguous_format)
-            quantize(*pack(w=readable, data=data, scale=scale.data_ptr()))
-
-
-def _is_readable(w: Tensor) -> bool:
-    return w.is_contiguous() and w.data_ptr() % ALIGNMENT_BYTES == 0
+        for piece in readable([experts]):
+            those = slice(first, first + len(piece))
+            first = those.stop
+            quantize(*pack(w=piece.flatten(0, 1), data=data[those].flatten(0, 1), scale=scale[those].data_ptr()))
 
 
 def _check(w: Any, out: Any) -> None:

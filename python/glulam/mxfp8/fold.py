@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
 
 from ..calls.checks import check_choice, runs_kernels, shape_text
-from ..calls.memory import ALIGNMENT_BYTES
+from ..calls.memory import readable
 from ..choose import kernels
 from ..choose.problem import dtype_name
 from ..host import device as gpus
@@ -245,22 +245,11 @@ def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
     spec = FoldMxfp8Spec(dtype_name(pieces[0].dtype), out.axis, gpus.gpu(index).arch)
     fold, pack = kernels.find(spec).function, signature_of(spec).pack
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
-        for w in _readable(pieces):
+        for w in readable(pieces):
             experts = slice(first, first + len(w))
             data, scale, first = out.data[experts], out.scale[experts], experts.stop
             matrices = (w, data) if out.axis == "col" else (w.flatten(0, 1), data.flatten(0, 1))
             fold(*pack(w=matrices[0], data=matrices[1], scale=scale.data_ptr()))
-
-
-def _readable(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same, where a kernel can read it: experts whose place or strides do not fit are copied one by one."""
-    for piece in pieces:
-        if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT_BYTES == 0:
-            yield piece
-        elif len(piece) > 1:
-            yield from _readable(piece.split(1))
-        else:
-            yield piece.clone(memory_format=torch.contiguous_format)
 
 
 class _Change(NamedTuple):

@@ -238,10 +238,13 @@ def prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
 
 
 def _quantized(w: Any, kind: Any, quantize: Callable[..., Any], elements_a_byte: int) -> Prepared:
-    """By rows, with a scale for 32, one expert after the other."""
+    """By rows, with a scale for 32, one expert after the other; of one that is transposed a copy. On the meta device
+    there is nothing to quantise.
+    """
     rows, columns = w[0].shape
     data = torch.empty(len(w), rows, columns // elements_a_byte, dtype=kind.data_dtype, device=w[0].device)
     scale = torch.empty(len(w), rows, columns // BLOCK, dtype=SCALE_DTYPE, device=w[0].device)
-    for expert, out, out_scale in zip(w, data, scale, strict=True):
-        quantize(expert.detach(), out=kind(out, out_scale))
+    for expert, out, out_scale in zip(w, data, scale, strict=True) if not data.is_meta else ():
+        matrix = expert.detach() if expert.stride(1) == 1 else expert.detach().contiguous()
+        quantize(matrix, out=kind(out, out_scale))
     return Prepared(data, scale)

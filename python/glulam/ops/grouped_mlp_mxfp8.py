@@ -141,7 +141,7 @@ def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | N
     return w, None
 
 
-def form_of(recipe: str) -> str:
+def prepared_form(recipe: str) -> str:
     """How a recipe's forward reads weights: one of `prepared.FORMS`."""
     found = recipes.RECIPES[recipe]
     return FOLDED_ROWS if found.folds else FOUR_BITS if found.has_4_bits else BLOCKS
@@ -149,7 +149,7 @@ def form_of(recipe: str) -> str:
 
 def ready(recipe: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
     """A weight as kernels read it, if it was prepared before; else itself."""
-    form = form_of(recipe)
+    form = prepared_form(recipe)
     if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
         return w, scale
     return prepared.PREPARED.find(form, w, scale) or (w, scale)
@@ -261,7 +261,7 @@ class Mxfp8MlpCall(Call):
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
     def _prepared_weights(self) -> tuple[Prepared, Prepared]:
-        first, second = (self._prepared_weight(form_of(self.recipe), name) for name in self.weights)
+        first, second = (self._prepared_weight(prepared_form(self.recipe), name) for name in self.weights)
         return first, second
 
     def _prepared_weight(self, form: str, name: str) -> Prepared:

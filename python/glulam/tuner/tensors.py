@@ -15,17 +15,14 @@ from ..choose.kernels import Fixed
 from ..choose.problem import Problem
 from ..choose.shipped import shipped_choice
 from ..host import device as gpus
-from ..mxfp4 import MXFP4Tensor
-from ..mxfp8 import MXFP8Tensor
-from ..mxfp8.prepared import FOUR_BITS, Prepared, prepare
+from ..mxfp8.prepared import prepare
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, form_of
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, prepared_form
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
 from ..recipes import RECIPES
-from ..scaled import BLOCK, SCALE_DTYPE
 
 Random = Callable[..., Tensor]
 """Of a shape, and of `scale`: normal random numbers of the problem's dtype."""
@@ -59,16 +56,6 @@ def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
     return GroupedMmCall, [{"x": p.in_features, "w": (p.out_features, p.in_features)}]
 
 
-def _quantised(w: Tensor, form: str) -> Prepared:
-    """A weight by rows with a scale for 32, which need not be quantised where it has no elements."""
-    if not w.is_meta:
-        return prepare(form, w, None, False)
-    kind, elements_a_byte = (MXFP4Tensor, 2) if form == FOUR_BITS else (MXFP8Tensor, 1)
-    *lead, k = w.shape
-    data = torch.empty(*lead, k // elements_a_byte, dtype=kind.data_dtype, device="meta")
-    return Prepared(data, torch.empty(*lead, k // BLOCK, dtype=SCALE_DTYPE, device="meta"))
-
-
 def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
     """The calls that make a step, on tensors of such scales that results have scale 1."""
     p, (kind, step) = problem, _step(problem)
@@ -93,8 +80,9 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
         given = {name: made(size) for name, size in sizes.items()}
         if kind is Mxfp8MlpCall:
             recipe = next(name for name, recipe in RECIPES.items() if recipe.operands == p.operands)
+            form = prepared_form(recipe)
             for name in ("w1", "w2"):
-                given[name], given[f"{name}_scale"] = _quantised(given[name], form_of(recipe))
+                given[name], given[f"{name}_scale"] = prepare(form, given[name], None, report=False)
             options["recipe"] = recipe
         calls.append(call_with(kind, **options, **of_weight, **given))
     return calls
