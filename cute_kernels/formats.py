@@ -11,8 +11,9 @@ from typing import Any
 E4M3, E2M1, E8M0 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu"
 ELEMENT_BITS = {"": 16, E4M3: 8, E2M1: 4}
 """Of an element; "": of a spec's own 16-bit dtype."""
-BYTE = "uint8"
-"""What a tensor of elements of less than 8 bits is of; the first element has the lowest bits."""
+BYTE, WORD = "uint8", "int32"
+"""What tensors of 4-bit elements are of: two a byte, the first in its lower half; or eight, as GEMMs read weights."""
+WORD_ELEMENTS = 8
 SCALE_BLOCK = 32
 """Elements along the contraction that have a byte for a scale in memory, however many have the same."""
 ROW = -1
@@ -45,7 +46,7 @@ class Format:
 
     def dtype(self, own: str) -> str:
         """Of a tensor of its elements; `own`: a spec's."""
-        return BYTE if self.bits < 8 else self.element or own
+        return WORD if self.bits < 8 else self.element or own
 
     def num_bytes(self, elements: Any) -> Any:
         """Of so many elements of a row, a number of any kind."""

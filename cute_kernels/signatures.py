@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .formats import BYTE, E4M3, OPERANDS, SCALE_BLOCK, Operands
+from .formats import BYTE, E4M3, OPERANDS, SCALE_BLOCK, WORD_ELEMENTS, Operands
 from .specs import (
     DgluSpec,
     FoldMxfp8Spec,
@@ -129,14 +129,15 @@ _OPTIONAL_INPUTS = _each(ADDRESS, "bias bias_table scale", optional=True)
 
 
 def _columns(formats: Operands, letter: str) -> str:
-    """Of a weight: its elements, or bytes of two."""
-    return f"{letter}/2" if formats.w.bits < 8 else letter
+    """Of a weight: its elements, or words of eight."""
+    return f"{letter}/{WORD_ELEMENTS}" if formats.w.bits < 8 else letter
 
 
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
     """Sizes that are whole blocks of scales."""
     blocks = tuple((letter, SCALE_BLOCK) for letter in letters.split()) if formats.w.scale else ()
-    return blocks + tuple((f"{letter}/2", SCALE_BLOCK // 2) for letter, _ in blocks if formats.w.bits < 8)
+    words = SCALE_BLOCK // WORD_ELEMENTS
+    return blocks + tuple((_columns(formats, letter), words) for letter, _ in blocks if formats.w.bits < 8)
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:

@@ -93,6 +93,11 @@ class TileConfig:
         return PINGPONG_WARPGROUPS if self.takes_turns else self.warpgroups_per_tile
 
     @property
+    def ctas_per_sm(self) -> int:
+        """Two of a small swapped tile, so that one decodes while the other stores or waits for its first loads."""
+        return 2 if self.schedule == "swapped_single" and (self.m, self.n) == (16, 128) else 1
+
+    @property
     def slabs(self) -> int:
         """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
         return self.mma_rows // 64 // self.warpgroups_per_tile

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from .formats import BYTE, E4M3
+from .formats import BYTE, E4M3, WORD
 from .signatures import (
     ADDRESS,
     DIVISOR,
@@ -36,6 +36,7 @@ DTYPES = {
     "float32": Float32,
     E4M3: cutlass.Float8E4M3FN,
     BYTE: cutlass.Uint8,
+    WORD: Int32,
 }
 NUMBERS = {ADDRESS: Int64, INT64: Int64, INT32: Int32, FLOAT32: Float32}
 ALIGNMENT_BITS = 128  # what TMA asks of addresses and strides

@@ -46,7 +46,7 @@ def _recipe(name: str, sets: list[Buffers]) -> Mlp:
         return lambda b: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
     makers: dict[str, Callable[..., Any]] = {
         "mxfp8": glulam.prepare_mxfp8_weight,
-        "mxfp4_weight_only": glulam.quantize_mxfp4,
+        "mxfp4_weight_only": lambda w: glulam.quantize_mxfp4(w).prepare_(),
     }
     prepare = makers.get(name, _quantised)
     weights = {id(b): (prepare(b.w1), prepare(b.w2)) for b in sets}

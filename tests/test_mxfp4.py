@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 import glulam
 from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
+from glulam.mxfp4.words import bytes_of, words_of
+from glulam.mxfp8.prepared import PREPARED
 
 pytest_plugins = ["support.fixtures"]
 
@@ -75,9 +77,12 @@ class TestTensor:
         with pytest.raises(IndexError, match="slice its rows"):
             q[0][0]
 
+    @pytest.mark.parametrize("prepared", [False, True])
     @pytest.mark.parametrize("way", ["copy", "pickle", "torch", "pytree", "checkpoint"])
-    def test_round_trips(self, way: str) -> None:
+    def test_round_trips(self, way: str, prepared: bool) -> None:
         q = random_tensor(2, 8, 96)
+        if prepared:
+            q.prepare_()
         if way == "copy":
             other = copy.deepcopy(q)
         elif way == "pickle":
@@ -92,6 +97,8 @@ class TestTensor:
             tensors = {name: t.clone() for name, t in q.tensors("experts.w1_").items()}
             assert {t.dtype for t in tensors.values()} == {torch.uint8} and q.metadata() == {}
             other = MXFP4Tensor.from_tensors(tensors, {}, "experts.w1_")
+        if prepared and way == "checkpoint":
+            other.prepare_()
         assert same(q, other) and other.data.data_ptr() != q.data.data_ptr()
 
     def test_moves(self) -> None:
@@ -179,6 +186,7 @@ class TestQuantiser:
             ([1.0], None, "w is list"),
             (torch.zeros(4, 64), torch.zeros(4, 32), "give an MXFP4Tensor"),
             (torch.zeros(4, 64), random_tensor(5, 64), "must have w's shape"),
+            (torch.zeros(4, 64), random_tensor(4, 64).prepare_(), "out is prepared"),
             (torch.zeros(4, 64, requires_grad=True), None, "requires"),
         ],
     )
@@ -198,7 +206,7 @@ def word(byte, index):
 print(json.dumps({
     "first_bad": decoder.first_bad,
     "first_large": decoder.first_large,
-    "read": [int(decoder.spread(Int32(byte))) for byte in range(256)],
+    "read": [[int(decoder.spread(Int32(word), pair)) for pair in range(4)] for word in WORDS],
     **{name: [int(getattr(decoder, name)(word(byte, byte % 4), *more(byte))) for byte in range(256)] for name, more in {
         "multiplier": lambda byte: (byte % 4,), "rest_of_multiplier": lambda byte: (byte % 4,),
         "large_scales": lambda byte: (), "bad_scales": lambda byte: (byte % 8,),
@@ -208,17 +216,60 @@ print(json.dumps({
 """What kernels compute of each byte, as a scale in every place of its word. The DSL has a process of its own."""
 
 
+class TestWords:
+    """The order in which kernels read elements."""
+
+    def test_every_byte_in_every_place(self) -> None:
+        """Of words of other bytes, in blocks of either kind."""
+        generator = torch.Generator().manual_seed(5)
+        data = torch.randint(256, (256, 3, 7 * 16), dtype=torch.uint8, generator=generator)
+        data[:, 1, :64] = torch.arange(256, dtype=torch.uint8)[:, None]
+        words = words_of(data)
+        assert words.dtype == torch.int32 and words.shape == (256, 3, 28)
+        assert torch.equal(mxfp4.bytes_of_words(words[::16]), data[::16]) and torch.equal(bytes_of(words), data)
+
+    def test_every_word_is_one_of_bytes(self) -> None:
+        words = torch.randint(-(2**31), 2**31, (64, 64), generator=torch.Generator().manual_seed(6)).int()
+        assert torch.equal(words_of(bytes_of(words)), words)
+
+    def test_large_tensors_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        q = random_tensor(3, 5, 64)
+        wanted = words_of(q.data)
+        monkeypatch.setattr("glulam.mxfp4.words.CHUNK_BYTES", 64)
+        assert torch.equal(words_of(q.data), wanted) and torch.equal(bytes_of(wanted), q.data)
+
+    def test_prepared_where_it_lies(self) -> None:
+        q = random_tensor(2, 8, 96)
+        values, stored, where = q.dequantize(), {k: t.clone() for k, t in q.tensors().items()}, q.data.data_ptr()
+        assert not q.is_prepared and q.prepare_() is q and q.is_prepared and q.data.data_ptr() == where
+        assert q.shape == (2, 8, 96) and q.nbytes == 2 * 8 * (48 + 3) and torch.equal(q.dequantize(), values)
+        assert all(torch.equal(t, stored[name]) for name, t in q.tensors().items())
+        assert torch.equal(q[1].dequantize(), values[1]) and torch.equal(q.prepare_().dequantize(), values)
+
+    def test_an_expert_alone_is_prepared_as_with_others(self) -> None:
+        one, all_ = random_tensor(3, 8, 160), random_tensor(3, 8, 160).prepare_()
+        assert same(one[1].clone().prepare_(), all_[1])
+
+    def test_refuses_what_is_not_contiguous(self) -> None:
+        with pytest.raises(ValueError, match=r"not contiguous words; give clone\(\)"):
+            MXFP4Tensor(torch.zeros(8, 64, dtype=torch.uint8)[:, :32], torch.zeros(8, 2, dtype=torch.uint8)).prepare_()
+
+
 def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
     """Their integers as the numbers that these bits are; only the products are torch's."""
-    ran = subprocess.run([sys.executable, "-c", DECODER], capture_output=True, text=True, check=True)
+    words = words_of(torch.arange(1024).to(torch.uint8).view(-1, 4, 4).flip(-1).flatten(-2)).flatten().tolist()
+    script = DECODER.replace("WORDS", str(words))
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     told = json.loads(ran.stdout)
 
     def numbers(words: list[int]) -> Tensor:
         """Two bfloat16 numbers of each word, the lower half first, in float32, where products are exact."""
         return torch.tensor(words).to(torch.int32).view(BF16).float().view(-1, 2)
 
-    read, wanted = numbers(told["read"]), mxfp4.NUMBERS[torch.tensor([[b % 16, b // 16] for b in range(256)])]
-    assert torch.equal(read.double() * 2.0**126, wanted)
+    found = torch.tensor([mxfp4.bytes_of_word(word & mxfp4.WORD) for word in words])
+    codes = torch.stack((found % 16, found // 16), dim=-1)
+    read, wanted = numbers(sum(told["read"], [])), mxfp4.NUMBERS[codes.flatten(0, 1)]
+    assert torch.equal(read.double() * 2.0**126, wanted) and len(wanted.unique()) == 15
     assert [bad != 0 for bad in told["bad_scales"]] == [byte >= told["first_bad"] for byte in range(256)]
     assert [large != 0 for large in told["large_scales"]] == [byte >= told["first_large"] for byte in range(256)]
     multipliers, rests = numbers(told["multiplier"]), numbers(told["rest_of_multiplier"])
@@ -231,10 +282,13 @@ def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
 class TestRecipe:
     """What only MXFP4 has; test_recipes.py has what all recipes do."""
 
-    def test_the_result_is_that_of_the_dequantised_weight(self) -> None:
+    @pytest.mark.parametrize("prepared", [False, True])
+    def test_the_result_is_that_of_the_dequantised_weight(self, prepared: bool) -> None:
         generator = torch.Generator().manual_seed(2)
         x = torch.randn(24, 96, generator=generator).to(BF16)
         w1, w2 = random_tensor(3, 128, 96), random_tensor(3, 96, 64, seed=1)
+        if prepared:
+            w1.prepare_(), w2.prepare_()
         options = {"splits": [7, 0, 17], "activation": "clamped_swiglu", "glu_layout": "interleaved"}
         got = glulam.grouped_mlp(x, w1, w2, **options, recipe="mxfp4_weight_only")
         wanted = glulam.grouped_mlp(x, w1.dequantize(BF16), w2.dequantize(BF16), **options)
@@ -266,10 +320,13 @@ class TestMm:
 
     SIZES = (5, 0, 17, 1)
 
+    @pytest.mark.parametrize("prepared", [False, True])
     @pytest.mark.parametrize("with_bias", [False, True])
-    def test_everything(self, anywhere: FakeGpu | None, with_bias: bool) -> None:
+    def test_everything(self, anywhere: FakeGpu | None, with_bias: bool, prepared: bool) -> None:
         c = make_case(list(self.SIZES), 96, 64, tail=3)
         w, bias = random_tensor(4, 80, 96), torch.randn(4, 80).to(BF16) * 2.0**10
+        if prepared:
+            w.prepare_()
         options = {"bias": bias, "bias_scale": c.row_scale} if with_bias else {}
         out = poisoned(c.x.shape[0], 80, c.x, padding=8)
         for groups in ({"offs": c.offs}, {"splits": c.splits()}):
@@ -287,11 +344,24 @@ class TestMm:
         tokens[order] = c.x
         check_mm(c, w.dequantize(BF16), glulam.grouped_mm(tokens, w, offs=c.offs, rows=order.int()))
 
-    def test_a_known_call_is_not_planned_anew(self, fake_gpu: FakeGpu) -> None:
+    @pytest.mark.parametrize("prepared", [False, True])
+    def test_a_known_call_is_not_planned_anew(self, fake_gpu: FakeGpu, prepared: bool) -> None:
+        """Nor are weights prepared anew, and those that are have no copy."""
+        PREPARED.clear()
         c, w = make_case(list(self.SIZES), 96, 64), random_tensor(4, 80, 96)
+        if prepared:
+            w.prepare_()
         for _ in range(3):
             check_mm(c, w.dequantize(BF16), glulam.grouped_mm(c.x, w, offs=c.offs))
-        assert len(fake_gpu.specs) == 1 and len(fake_gpu.launches) == 3
+        assert len(fake_gpu.specs) == 1 and len(fake_gpu.launches) == 3 and len(PREPARED) == int(not prepared)
+
+    def test_a_write_to_bytes_is_seen(self, fake_gpu: FakeGpu) -> None:
+        c, w = make_case(list(self.SIZES), 96, 64), random_tensor(4, 80, 96)
+        check_mm(c, w.dequantize(BF16), glulam.grouped_mm(c.x, w, offs=c.offs))
+        w.data.bitwise_xor_(0x55)
+        check_mm(c, w.dequantize(BF16), glulam.grouped_mm(c.x, w, offs=c.offs))
+        w.prepare_()
+        check_mm(c, w.dequantize(BF16), glulam.grouped_mm(c.x, w, offs=c.offs))
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_a_trace_sees_one_operator(self) -> None:
@@ -378,6 +448,23 @@ class TestModule:
                 for spec in anywhere.specs
             )
 
+    def test_its_state_is_that_of_checkpoints(self) -> None:
+        """Bytes, whatever order kernels read; also where a module on the meta device takes tensors as they are."""
+        state = gpt_oss_state(8, 96, 64)
+        module = glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, glu_layout="interleaved", recipe="mxfp4_weight_only")
+        module.load_state_dict(state)
+        own = module.state_dict()
+        for layer, name in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+            assert torch.equal(own[f"experts.{layer}.weight"], state[f"experts.{name}_blocks"].flatten(-2))
+            assert torch.equal(own[f"experts.{layer}.weight_scale"], state[f"experts.{name}_scales"])
+        with torch.device("meta"):
+            other = glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, glu_layout="interleaved", recipe="mxfp4_weight_only")
+        other.load_state_dict(own, assign=True)
+        x = torch.randn(20, 96, generator=torch.Generator().manual_seed(4)).to(BF16)
+        with torch.no_grad():
+            assert torch.equal(other(x), module(x))
+        assert module.experts.fc1.experts("weight").is_prepared and other.experts.fc1.experts("weight").is_prepared
+
     def test_its_own_state_goes_round(self) -> None:
         module = glulam.nn.GroupedMLP(3, 64, 32, bias=True, recipe="mxfp4_weight_only", dtype=BF16)
         assert set(module.state_dict()) == {
@@ -396,7 +483,7 @@ class TestModule:
         wide = glulam.nn.GroupedMLP(3, 64, 32, dtype=BF16)
         module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4_weight_only", dtype=BF16)
         module.load_state_dict(wide.state_dict())
-        assert same(module.fc1.experts("weight"), quantize_mxfp4(wide.fc1.weight.detach()))
+        assert same(module.fc1.experts("weight"), quantize_mxfp4(wide.fc1.weight.detach()).prepare_())
         with pytest.raises(RuntimeError, match="fc1.weight_scale"):  # what cannot be quantised is left to torch
             module.load_state_dict(wide.double().state_dict())
 

@@ -18,11 +18,11 @@ from cute_kernels.sm90.configs import (
     LARGE8,
     LARGE_W8,
     MEDIUM_W8,
-    NARROW_W8,
     SMALL,
     SMALL8,
     TILES,
     TILES_W8,
+    TINY_W8,
     WGRAD,
     activation_forms,
     glu_form,
@@ -131,7 +131,7 @@ def test_one_kernel_serves_several_activations(form: str, served: tuple[str, ...
         (LARGE8, "mxfp8", True),
         (SMALL8, "mxfp8", False),
         (MEDIUM_W8, "mxfp8_weight_only", False),
-        (NARROW_W8, "mxfp8_exact", False),
+        (TINY_W8, "mxfp8_exact", False),
     ],
 )
 @pytest.mark.parametrize("layout", GLU_LAYOUTS)

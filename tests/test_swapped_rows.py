@@ -9,10 +9,11 @@ import pytest
 
 from cute_kernels import formats
 from cute_kernels.formats import E8M0, MXFP8, SCALE_BLOCK, Format
-from cute_kernels.sm90.swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
+from cute_kernels.sm90.swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from cute_kernels.tiles import SWAPPED_SLABS, SWAPPED_TILE_M, SWAPPED_TILE_N, SpecError, TileConfig
 
 THREADS = 128
+PAIR = 2
 LANES_OF_A_ROW = 4
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 from examples import finetune_moe, generate_moe
+from glulam import MXFP4Tensor
 from glulam.activations import ActivationParams, activate
 from glulam.integrations.gates import CLAMPED, Form, activation_of, gate_of
 
@@ -48,10 +52,11 @@ def registered() -> None:
         integration.register()
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **sizes: int) -> Any:
     """In float32, eager, with random weights and biases of order 1."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**ATTENTION, "num_experts_per_tok": TOP_K, **MODELS[name]})
+    options = {**ATTENTION, "num_experts_per_tok": TOP_K, **MODELS[name], **sizes}
+    config = getattr(transformers, f"{name}Config")(**options)
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, experts_implementation="eager")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -223,6 +228,68 @@ def test_weights_are_quantised_in_place(name: str, recipe: str, caplog: pytest.L
     copied = copy.deepcopy(experts)
     with torch.no_grad():
         assert torch.equal(run_once(copied, "glulam", given), got)
+
+
+@pytest.fixture
+def gpt_oss_checkpoint(tmp_path: Path) -> tuple[Path, Any]:
+    """A folder as gpt-oss is shipped, and a model in bfloat16 with the same values."""
+    model = model_of("GptOss", hidden_size=64, intermediate_size=96).to(torch.bfloat16).eval()
+    state, generator = dict(model.state_dict()), torch.Generator().manual_seed(2)
+    for name in [name for name in state if name.endswith("_proj") and "experts" in name]:
+        count, columns, rows = state.pop(name).shape  # transposed
+        blocks = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, (count, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        wide = MXFP4Tensor.from_blocks(blocks, scales).dequantize(torch.bfloat16)
+        model.get_parameter(name).data.copy_(wide.mT)
+    model.save_pretrained(tmp_path / "wide")
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    return tmp_path, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("recipe_after")
+def test_a_checkpoint_of_gpt_oss_stays_in_mxfp4(gpt_oss_checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+    """Loaded, run, compiled, generating, and saved again as it was."""
+    folder, twin = gpt_oss_checkpoint
+    integration.register(recipe="mxfp4_weight_only")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts
+    w1, w2 = (dict(experts.named_buffers())[name] for name in ("gate_up_proj", "down_proj"))
+    assert w1.shape == (EXPERTS, 192, 8) and w2.shape == (EXPERTS, 64, 12) and w1.dtype == torch.int32
+    assert {name for name, _ in experts.named_parameters()} == {"gate_up_proj_bias", "down_proj_bias"}
+    twin.set_experts_implementation("glulam")
+    integration.register()  # what was loaded goes on
+    with torch.no_grad():
+        wanted, got = twin(tokens()).logits, model(tokens()).logits
+        assert torch.equal(got, wanted) and float(wanted.float().abs().max()) > 0.1
+        options = {"attention_mask": torch.ones_like(tokens()), "max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(model.generate(tokens(), **options), twin.generate(tokens(), **options))
+    model.save_pretrained(tmp_path / "again")
+    first, second = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.usefixtures("recipe_after")
+def test_a_checkpoint_of_gpt_oss_is_dequantised_where_that_is_asked_for(gpt_oss_checkpoint: tuple[Path, Any]) -> None:
+    folder, twin = gpt_oss_checkpoint
+    asked = transformers.Mxfp4Config(dequantize=True)
+    for recipe in ("bf16", "mxfp4_weight_only"):
+        integration.register(recipe=recipe)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, experts_implementation="glulam", quantization_config=asked
+        )
+        integration.register()
+        assert model.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.bfloat16
+        twin.set_experts_implementation("glulam")
+        with torch.no_grad():
+            assert torch.equal(model.eval()(tokens()).logits, twin(tokens()).logits)
 
 
 @pytest.mark.usefixtures("recipe_after")

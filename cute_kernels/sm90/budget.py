@@ -9,7 +9,8 @@ from typing import NamedTuple
 from ..specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from ..tiles import SpecError, TileConfig
 
-SMEM_BYTES = 227 * 1024
+# Of a CTA that has an SM alone; each CTA takes 1 KB besides.
+SMEM_BYTES, RESERVED_BYTES = 227 * 1024, 1024
 # Barriers, ring slots, biases and column scales come before the first 1024-byte-aligned buffer.
 SMALL_BYTES, SCALE_BYTES = 2048, 1024
 # One being multiplied, one on its way.
@@ -24,8 +25,9 @@ SLOTS = 2
 # power of two.
 PAIRS = 2
 
-# Registers a thread at launch, by MMA warpgroups of a CTA: warpgroups share them. One needs no redistribution.
-LAUNCH_REGISTERS = {2: 168, 4: 96}
+# Registers a thread at launch, by MMA warpgroups of a CTA and CTAs of an SM: warpgroups share them. One warpgroup needs
+# no redistribution.
+LAUNCH_REGISTERS = {(2, 1): 168, (4, 1): 96, (2, 2): 80}
 REGISTERS_UNIT = 8
 # Of the load warpgroup. TMA and a scheduler that walks the groups once make do with LOAD_REGISTERS; one of two walks
 # (light_groups.py) and 8 rows by index a lane take ACROSS_REGISTERS, 16 rows ALONG_REGISTERS, and LOADING_REGISTERS 22
@@ -33,10 +35,15 @@ REGISTERS_UNIT = 8
 LOAD_REGISTERS, ACROSS_REGISTERS, ALONG_REGISTERS, LOADING_REGISTERS = 24, 56, 64, 80
 
 
-def registers(warpgroups: int, load: int) -> tuple[int, int]:
+def registers(tile: TileConfig, load: int) -> tuple[int, int]:
     """Of a thread of the load warpgroup and of an MMA warpgroup. Who asks for more than a launch had waits for ever."""
-    rest = LAUNCH_REGISTERS[warpgroups] * (warpgroups + 1) - load
-    return load, rest // warpgroups // REGISTERS_UNIT * REGISTERS_UNIT
+    rest = LAUNCH_REGISTERS[tile.warpgroups, tile.ctas_per_sm] * (tile.warpgroups + 1) - load
+    return load, rest // tile.warpgroups // REGISTERS_UNIT * REGISTERS_UNIT
+
+
+def smem_bytes(tile: TileConfig) -> int:
+    """Of one of the CTAs that share an SM."""
+    return (SMEM_BYTES + RESERVED_BYTES) // tile.ctas_per_sm - RESERVED_BYTES
 
 
 def stage_k(tile: TileConfig) -> int:

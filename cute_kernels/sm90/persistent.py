@@ -1,6 +1,7 @@
 """The kernel that every GEMM of this folder is: a scheduler, a mainloop and an epilogue, put together.
 
-Persistent and warp-specialised: one CTA on each SM, in clusters that share operand tiles by multicast.
+Persistent and warp-specialised: `tile.ctas_per_sm` CTAs on each SM, mostly one, in clusters that share operand tiles by
+multicast.
 
     warp(s)              role        waits for                          signals
     0                    TMA loads   ring (tile), stages (empty)        stages (full, by transaction bytes)
@@ -86,7 +87,12 @@ class PersistentGemm(Invariant):
     @property
     def _registers(self) -> tuple[int, int]:
         """Of a thread of the load warpgroup and of an MMA warpgroup."""
-        return budget.registers(self.num_warpgroups, self.load_registers)
+        return budget.registers(self.tile, self.load_registers)
+
+    @property
+    def smem_percent(self) -> int | None:
+        """Of the memory for shared memory and L1 that the former takes, where several CTAs share an SM."""
+        return None
 
     @property
     def _slot_owners(self) -> int:
@@ -105,10 +111,11 @@ class PersistentGemm(Invariant):
         """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before."""
         self._name_kernel()
         self.kernel(operands, stores, inputs, groups, grid).launch(
-            grid=(num_sms // self.cluster_size * self.cluster_size, 1, 1),
+            grid=(num_sms * self.tile.ctas_per_sm // self.cluster_size * self.cluster_size, 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.cluster_size, 1, 1),
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.tile.ctas_per_sm,
+            preferred_smem_carveout=self.smem_percent,
             stream=stream,
             use_pdl=Int32(position > 0),
         )

@@ -19,7 +19,6 @@ from .configs import (
     LARGE8,
     LARGE_W8,
     MEDIUM_W8,
-    NARROW_W8,
     SMALL8,
     SMALL_W8,
     TILES,
@@ -38,15 +37,13 @@ _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     "mxfp8": {SMALL8: 64, LARGE8: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
-    "mxfp4_weight_only": {**_DECODING, TINY_W8: 16},
+    "mxfp4_weight_only": {**_DECODING, TINY_W8: 18},
 }
 """By operands: tiles in ascending order, each with the most rows an expert that it is for. Weights are decoded again
 for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller
 ones where random routing gives 10, 30 and 50 % of the groups more rows than one of them has. In MXFP4 the first step is
-1.6 times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py).
+1.8 times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py).
 """
-NARROW_SLOWER = 1.35
-"""How much longer an SM decodes as many weights on NARROW_W8 as on TINY_W8."""
 WIDE_PADDING = 0.9
 """WGRAD_WIDE serves weights where its tiles have at most this share of the elements that WGRAD's have.
 
@@ -81,25 +78,12 @@ def ruled(problem: Problem) -> TileConfig | None:
         return _by_padding(problem) if problem.op == "grouped_wgrad" else tiles(problem)[0]
     if problem.operands == "16bit":
         return None
-    tile = _by_rows(problem)
-    return NARROW_W8 if tile is TINY_W8 and _is_narrow_faster(problem) else tile
+    return _by_rows(problem)
 
 
 def _by_rows(problem: Problem) -> TileConfig:
     limits = MOST_ROWS[problem.operands].items()
     return next(tile for tile, most in limits if problem.rows <= most * problem.experts)
-
-
-def _most_decoded(problem: Problem, tile: TileConfig) -> int:
-    """Weights that the busiest SM decodes, where each expert with rows has one row tile of them."""
-    active = min(problem.rows, problem.experts)
-    shares = ((math.ceil(active * math.ceil(n / tile.n) / cost.H200.sms), k) for n, k in problem.weights)
-    return sum(count * tile.n * k for count, k in shares)
-
-
-def _is_narrow_faster(problem: Problem) -> bool:
-    """Whether TINY_W8 leaves many SMs without weights: 176 us instead of 153 for two of Mixtral-8x7B's experts."""
-    return NARROW_SLOWER * _most_decoded(problem, NARROW_W8) < _most_decoded(problem, TINY_W8)
 
 
 def _covered(problem: Problem, tile: TileConfig) -> int:
@@ -132,14 +116,11 @@ def _padding_in_words(problem: Problem, tile: TileConfig) -> Reasons:
 
 
 def _rows_in_words(problem: Problem, tile: TileConfig) -> Reasons:
-    usual, limits = _by_rows(problem), MOST_ROWS[problem.operands]
+    limits = MOST_ROWS[problem.operands]
     spans = dict(zip(limits, itertools.starmap(_span, itertools.pairwise((0, *limits.values()))), strict=True))
-    why_not = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not usual]
+    why_not = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
     average = problem.rows / problem.experts
-    why = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert, {spans[usual]}"
-    if tile is not usual:
-        why = f"{why}, and few experts have rows"
-        why_not.insert(0, f"{usual.name}: leaves SMs idle, since so few experts have rows")
+    why = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert, {spans[tile]}"
     return Reasons(f"{why}: {tile.name}", tuple(why_not))
 
 

@@ -12,7 +12,7 @@ from ..schedule.tickets import Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import GemmSpec
-from .budget import SMEM_BYTES, stage_k
+from .budget import RESERVED_BYTES, SMEM_BYTES, smem_bytes, stage_k
 from .epilogue.base import Inputs
 from .epilogue.store import make_store
 from .epilogue.swapped import SwappedEpilogue
@@ -51,8 +51,17 @@ class SwappedGemm(PersistentGemm):
         stage = (tile.n * self.weights.bits + tile.m * self.dtype.width) * stage_k(tile) // 8
         small = BARRIER_BYTES + self.num_warpgroups * self.shape.smem_bytes
         before_stages = (small + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        cache = tile.n * LINE_BYTES if tile.m <= FEW_ROWS else 0
-        return (SMEM_BYTES - cache - before_stages - slots) // stage
+        return (smem_bytes(tile) - self._cache_bytes - before_stages - slots) // stage
+
+    @property
+    def _cache_bytes(self) -> int:
+        return self.tile.n * LINE_BYTES if self.tile.m <= FEW_ROWS else 0
+
+    @property
+    def smem_percent(self) -> int | None:
+        """All but what scales are left of it."""
+        ctas = self.tile.ctas_per_sm
+        return None if ctas == 1 else 100 - 100 * ctas * self._cache_bytes // (SMEM_BYTES + RESERVED_BYTES)
 
     @cute.jit
     def launch(

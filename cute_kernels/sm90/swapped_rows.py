@@ -18,8 +18,6 @@ SWIZZLE_CHUNK = 16
 
 # Rows of a slab that a thread has.
 ROW_HALVES = 2
-# Neighbouring elements of a row that a thread decodes together.
-PAIR = 2
 
 
 def chunk_of_k(weights: Format, k: int) -> tuple[int, int]:

@@ -59,7 +59,8 @@ class Scaled:
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
     """The name of one that takes it."""
-    data_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
+    """Of data; the first is what bytes of a file are."""
     form: ClassVar[tuple[str, ...]]
     """The fields that are no tensors."""
 
@@ -98,22 +99,24 @@ class Scaled:
     def check_parts(self) -> None:
         """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
         kind = type(self).__name__
-        for name, dtype in zip(PARTS, (self.data_dtype, SCALE_DTYPE), strict=True):
+        for name, dtypes in zip(PARTS, (self.data_dtypes, (SCALE_DTYPE,)), strict=True):
             tensor = getattr(self, name)
-            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+            if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
                 got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtype}")
+                raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtypes[0]}")
         if self.scale.device != self.data.device:
             raise ValueError(f"{kind}: scale is on {self.scale.device} but data is on {self.data.device}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """As bytes: Python's own pickle cannot restore torch's 8-bit floats."""
-        return {**vars(self), "data": self.data.view(torch.uint8), "scale": self.scale.view(torch.uint8)}
+        """8-bit floats as bytes: Python's own pickle cannot restore torch's."""
+        parts = {name: getattr(self, name) for name in PARTS}
+        return {**vars(self), **{name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in parts.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Checked as any other is, since it may come from a file."""
-        typed = {"data": state["data"].view(self.data_dtype), "scale": state["scale"].view(SCALE_DTYPE)}
-        self.__init__(**{**state, **typed})  # type: ignore[misc]
+        data = state["data"]
+        typed = data.view(self.data_dtypes[0]) if data.dtype == torch.uint8 else data
+        self.__init__(**{**state, "data": typed, "scale": state["scale"].view(SCALE_DTYPE)})  # type: ignore[misc]
 
     @property
     def shape(self) -> torch.Size:

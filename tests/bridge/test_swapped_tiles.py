@@ -19,6 +19,7 @@ OTHERS = [
     TileConfig(m=32, n=256, k=128, schedule="swapped"),
     TileConfig(m=64, n=128, k=128, schedule="swapped"),
     TileConfig(m=32, n=256, k=128, schedule="swapped_single"),
+    TileConfig(m=16, n=256, k=128, schedule="swapped_single"),
     TileConfig(m=128, n=128, k=128, schedule="swapped_single"),
 ]
 
@@ -32,13 +33,13 @@ def test_compiles_without_complaints(tile: TileConfig, tmp_path: Path) -> None:
         kernels = [kernel for spec in (fc1, fc2) for kernel in worker.compile(spec).kernels]
     assert len(kernels) == 2
     assert [kernel.complaints for kernel in kernels] == [(), ()]
-    if tile.warpgroups in LAUNCH_REGISTERS:
+    if (tile.warpgroups, tile.ctas_per_sm) in LAUNCH_REGISTERS:
         assert all(has_registers(kernel, tile, LOAD_REGISTERS) for kernel in kernels)
 
 
 def has_registers(kernel: KernelResources, tile: TileConfig, of_load: int) -> bool:
     """Else warpgroups wait for ever for what the launch did not have."""
-    load, mma = registers(tile.warpgroups, of_load)
+    load, mma = registers(tile, of_load)
     return kernel.registers * (1 + tile.warpgroups) >= load + tile.warpgroups * mma
 
 

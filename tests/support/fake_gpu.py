@@ -163,7 +163,7 @@ def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
 def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
     if spec.operands == "16bit":
         return _weights(c.w, c.w_table, c.num_groups)
-    readers = {"mxfp8": fake_mxfp8.folded, "mxfp4_weight_only": fake_mxfp8.halves}
+    readers = {"mxfp8": fake_mxfp8.folded, "mxfp4_weight_only": fake_mxfp8.words}
     return readers.get(spec.operands, fake_mxfp8.blocked)(c.w, c.w_scale)
 
 

@@ -54,10 +54,11 @@ def blocked(w: Tensor, scale: int) -> list[Tensor]:
     return list(values(w, read(scale, experts, rows, columns // 32, dtype=torch.uint8)))
 
 
-def halves(w: Tensor, scale: int) -> list[Tensor]:
-    """Experts of w, two elements a byte, with a scale for 32 elements."""
-    experts, rows, num_bytes = w.shape
-    return list(mxfp4.values(w, read(scale, experts, rows, num_bytes // 16, dtype=torch.uint8)))
+def words(w: Tensor, scale: int) -> list[Tensor]:
+    """Experts of w, eight elements a word, with a scale for 32 elements."""
+    experts, rows, count = w.shape
+    scales = read(scale, experts, rows, count // 4, dtype=torch.uint8)
+    return list(mxfp4.values(mxfp4.bytes_of_words(w), scales))
 
 
 def rounded_rows(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 BLOCK = 32
 NAN_SCALE = 0xFF
+WORD = 0xFFFFFFFF
 
 
 def number(code: int) -> float:
@@ -30,6 +31,28 @@ def values(data: Tensor, scale: Tensor) -> Tensor:
     halves = torch.stack((data % 16, data // 16), dim=-1).flatten(-2)
     powers = torch.where(scale == NAN_SCALE, torch.nan, torch.exp2(scale.double() - 127))
     return NUMBERS[halves] * powers.repeat_interleave(BLOCK, dim=-1)
+
+
+def bytes_of_word(word: int) -> list[int]:
+    """What a word of kernels holds: four bytes of a checkpoint, as bits of the bfloat16 numbers that it becomes."""
+    turned = (word << 10 | word >> 22) & WORD
+    pairs = word, word << 4 & WORD, word >> 4 ^ turned, word >> 4 ^ (word << 6 & WORD)
+    codes = [[(half >> 15 & 1) << 3 | half >> 6 & 7 for half in (pair & 0xFFFF, pair >> 16)] for pair in pairs]
+    return [even | odd << 4 for even, odd in codes]
+
+
+def bytes_of_words(words: Tensor) -> Tensor:
+    """uint8 [..., K/2] of words [..., K/8]: word j of a block has bytes j, 4 + j, 8 + j and 12 + j; in blocks 2 and 3
+    of each four the last two of these come first.
+    """
+    *lead, count = words.shape
+    result = torch.empty(*lead, count // 4, 4, 4, dtype=torch.uint8)
+    rows, target = words.cpu().reshape(-1, count // 4, 4), result.view(-1, count // 4, 4, 4)
+    for row, blocks in enumerate(rows.tolist()):
+        for block, four in enumerate(blocks):
+            of_words = torch.tensor([bytes_of_word(word & WORD) for word in four], dtype=torch.uint8)
+            target[row, block] = of_words.mT.roll(2 if block % 4 >= 2 else 0, dims=0)
+    return result.flatten(-3)
 
 
 def quantized_block(block: list[float]) -> tuple[list[int], int]:

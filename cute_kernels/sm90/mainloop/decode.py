@@ -27,20 +27,29 @@ BYTE_MAGNITUDES = 0x7F7F7F7F
 
 
 class Decoder:
-    """Of a format. element: what TMA loads. pair: an unsigned integer of the size of two elements, which are decoded
-    together. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or more. first_large: the
-    least one whose multiplier does, likewise; None: there is none.
+    """Of a format. element: what TMA loads. share: an unsigned integer, what a thread reads at once of a row, which has
+    `pairs` pairs of elements. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or more.
+    first_large: the least one whose multiplier does, likewise; None: there is none.
     """
 
     element: Any
-    pair: Any
+    share: Any
+    pairs: int
     first_bad: int
     first_large: int | None = None
 
+    @property
+    def share_bytes(self) -> int:
+        return int(self.share.width // 8)
+
     def read(self, address: Int32) -> Int32:
-        """Two neighbouring elements of shared memory."""
-        pointer = cute.make_ptr(self.pair, address, cute.AddressSpace.smem, assumed_align=self.pair.width // 8)
+        """A share, from shared memory."""
+        pointer = cute.make_ptr(self.share, address, cute.AddressSpace.smem, assumed_align=self.share_bytes)
         return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+
+    def place(self, pair: int, block: int) -> int:
+        """Which of the thread's pairs of a block of 32 a share's pair is. block: by its number in the row."""
+        return pair
 
     def multiplier(self, scales: Int32, index: int) -> Int32:
         """2^(e - 127) in both halves, of byte `index` of four scale bytes."""
@@ -54,12 +63,8 @@ class Decoder:
         """What `multiplier` lacks of a large scale byte's; 1 of any other."""
         raise NotImplementedError
 
-    def decoded(self, pair: Int32, multiplier: Int32) -> Int32:
-        """What `read` gave, times their scale, as two bfloat16 numbers."""
-        raise NotImplementedError
-
-    def decoded_word(self, word: Int32, multiplier: Int32) -> list[Int32]:
-        """The same of a whole word of neighbouring elements."""
+    def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
+        """A pair of what `read` gave, times its scale, as two bfloat16 numbers."""
         raise NotImplementedError
 
     def bad_scales(self, scales: Int32, row: int) -> Int32:

@@ -7,12 +7,14 @@ while the wgmmas of the step before run: fragments of two steps take turns.
 
 A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
 16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: of E4M3 2 bytes of shared memory,
-and the 8 rows of a load are 8 x 8 bytes in banks of their own, by the swizzle.
+of E2M1 a part of a word that has all that a row's step has for the thread. By the swizzle, the 8 rows of a load, 8 x 8
+bytes or 8 x 16, are in banks of their own.
 Which weight rows those are, and which bytes of them, swapped_rows.py says; what these become, the format's decoder.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
@@ -32,7 +34,7 @@ from ...tiles import TileConfig
 from ..budget import ROW_BYTES, ROWS, stage_k
 from ..fragments import TileShare, registers
 from ..gemm_policy import GemmPolicy
-from ..swapped_rows import PAIR, ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
+from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from ..swizzle import swizzle_of, swizzled_layout
 from ..turns import THREADS, Turns
 from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
@@ -43,8 +45,10 @@ from .gathered_rows import NO_ROWS
 # A word of scale bytes is a row's for a k-tile.
 SCALES_PER_WORD = 4
 STEP = SCALE_BLOCK // MMA_K
-# 32-bit registers of a slab's fragment of one wgmma.
+# 32-bit registers of a slab's fragment of one wgmma: pairs of elements, of two rows. A row's, then, and a step's.
 FRAGMENT_REGS = 4
+WGMMA_PAIRS = FRAGMENT_REGS // ROW_HALVES
+STEP_PAIRS = STEP * WGMMA_PAIRS
 
 
 class ScaleGrid(NamedTuple):
@@ -198,7 +202,8 @@ class DecodingMainloop(WeightsFirst):
         self.x_k = ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
         self.row_bytes = weights.num_bytes(self.stage_k)
-        self.a_layout = swizzled_layout(self.a_dtype, (tile.n, self.row_bytes, stages))
+        self.w_box = self.part_n, self.row_bytes * 8 // self.a_dtype.width
+        self.a_layout = swizzled_layout(self.a_dtype, (tile.n, self.w_box[1], stages))
         self.b_layout = swizzled_layout(dtype, (tile.m, self.stage_k, stages))
 
     @property
@@ -218,7 +223,7 @@ class DecodingMainloop(WeightsFirst):
     ) -> Operands:
         """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_box, x_box = (self.part_n, self.row_bytes), (self.tile.m, self.x_k)
+        w_box, x_box = self.w_box, (self.tile.m, self.x_k)
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
         return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
@@ -240,7 +245,7 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, *_ = operands.extra
-        w_box, x_box = (self.part_n, self.row_bytes), (self.tile.m, self.x_k)
+        w_box, x_box = self.w_box, (self.tile.m, self.x_k)
         tAsA, tAgA = _partition(
             operands.atom_a, cute.flat_divide(sA, w_box), cute.local_tile(operands.a, w_box, (None, None, None, None))
         )
@@ -265,11 +270,11 @@ class DecodingMainloop(WeightsFirst):
         return state
 
     def fragments(self, sA: cute.Tensor, sB: cute.Tensor, warpgroup: Int32) -> tuple[Int32, cute.Tensor]:
-        """Where a thread's first two elements of A lie, in the first stage, and B as wgmma's descriptors."""
+        """Where a thread's first share of A lies, in the first stage, and B as wgmma's descriptors."""
         thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle.
-        swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.format.num_bytes(PAIR)
+        swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.decoder.share_bytes
         first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
         mma = self.tiled_mma()
         return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
@@ -317,7 +322,7 @@ class DecodingMainloop(WeightsFirst):
                 fragment, following = buffers[step % 2], buffers[(step + 1) % 2]
                 stage, in_stage = (first_stage if step < stage_steps else last_stage).index, step % stage_steps
                 if const_expr(in_stage + 1 < stage_steps):
-                    pairs = self._read(first, stage, in_stage + 1)
+                    shares = self._read(first, stage, in_stage + 1)
                 warpgroup.fence()
                 for i in cutlass.range_constexpr(STEP):
                     tiled_mma.set(
@@ -330,7 +335,7 @@ class DecodingMainloop(WeightsFirst):
                 if const_expr(step == stage_steps):
                     stages.consumer_release(first_stage)
                 if const_expr(in_stage + 1 < stage_steps):
-                    self._decode(pairs, scales, following, step + 1)
+                    self._decode(shares, scales, following, step + 1)
                 elif const_expr(step + 1 < steps):
                     stages.consumer_wait(last_stage)
                     self._decode(self._read(first, last_stage.index, 0), scales, following, step + 1)
@@ -352,28 +357,32 @@ class DecodingMainloop(WeightsFirst):
         self._decode(self._read(first, state.index, 0), scales, fragment, 0)
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
-        """A thread's pairs of elements of a stage's step, in the order of fragments: register, slab, wgmma."""
-        pairs = cute.make_rmem_tensor((FRAGMENT_REGS, self.tile.slabs, STEP), Int32)
+        """A thread's shares of a stage's step: (share of a row, row)."""
+        pairs = self.decoder.pairs
+        shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
         for i in range(STEP):
             chunk, inside = chunk_of_k(self.format, step * SCALE_BLOCK + i * MMA_K)
             at_chunk = (first + stage * (self.tile.n * self.row_bytes)) ^ Int32(chunk * SWIZZLE_CHUNK)
-            for slab in range(self.tile.slabs):
-                for register in range(FRAGMENT_REGS):
-                    row = ROW_HALVES * slab + register % ROW_HALVES
-                    beside = register // ROW_HALVES * self.format.num_bytes(MMA_K // 2)
+            for slab, register in itertools.product(range(self.tile.slabs), range(FRAGMENT_REGS)):
+                half, row = divmod(register, ROW_HALVES)
+                pair, row = WGMMA_PAIRS * i + half, ROW_HALVES * slab + row
+                if pair % pairs == 0:
+                    beside = half * self.format.num_bytes(MMA_K // 2)
                     at = at_chunk + (self.rows.distance(row) * self.row_bytes + inside + beside)
-                    pairs[register, slab, i] = self.decoder.read(at)
-        return pairs
+                    shares[pair // pairs, row] = self.decoder.read(at)
+        return shares
 
-    def _decode(self, pairs: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
+    def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
         registers = cute.recast_tensor(fragment, Int32)
-        for slab in range(self.tile.slabs):
-            for half in range(ROW_HALVES):
-                row = ROW_HALVES * slab + half
-                multiplier = self.decoder.multiplier(scales.words[row], step)
-                for i in range(STEP):
-                    for register in range(half, FRAGMENT_REGS, ROW_HALVES):
-                        registers[register, slab, i] = self.decoder.decoded(pairs[register, slab, i], multiplier)
+        pairs = self.decoder.pairs
+        for row in range(self.rows.count):
+            slab, half = divmod(row, ROW_HALVES)
+            multiplier = self.decoder.multiplier(scales.words[row], step)
+            for number in range(STEP_PAIRS):
+                share, pair = divmod(number, pairs)
+                i, beside = divmod(self.decoder.place(number, step), WGMMA_PAIRS)
+                decoded = self.decoder.decoded(shares[share, row], pair, multiplier)
+                registers[half + ROW_HALVES * beside, slab, i] = decoded
         if self.decoder.first_large is not None:
             self._enlarge(scales, registers, step)
 

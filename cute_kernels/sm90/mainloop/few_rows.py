@@ -2,7 +2,7 @@
 
 A warp's MMA leaves free which places of the contraction a thread multiplies, as long as both operands agree. So thread
 t % 4 of a k-tile of 128 has 32 neighbouring elements of a weight row, which are one block and one load of 16 bytes, and
-of x the same 32 columns. A wgmma fixes the places: with it a thread takes a load for every 2 elements, and 4 scales.
+of x the same 32 columns. A wgmma fixes the places: with it a thread takes a load for every 8 elements, and 4 scales.
 
 Weight rows, columns of the result and accumulators are those of `DecodingMainloop`.
 """
@@ -29,14 +29,13 @@ from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpg
 
 # Threads with the same rows: each has a block of every row in a k-tile.
 QUAD = 4
-# A thread's words of a block, of 8 elements each, and of a load.
-WORDS, LOAD_WORDS = 4, 2
-WORD_BYTES = 4
-WORD = SCALE_BLOCK // WORDS
+# Words of a block, of which each has a pair of elements of every 8 of the block.
+WORDS, WORD_BYTES = 4, 4
+PAIRS = SCALE_BLOCK // 8
 # Rows of x of one MMA.
 COLUMNS = 8
 # Threads whose columns of x are in the second half of a k-tile begin with the second half of their block: else they
-# would ask for the banks of those in the first.
+# would ask for the banks of those in the first. The first pairs of their words are from there (`E2m1Decoder.place`).
 TURNED = 2
 
 
@@ -104,9 +103,8 @@ class FewRowsMainloop(DecodingMainloop):
         thread = thread_of_warpgroup()
         row, place = thread % 32 // QUAD, thread % QUAD
         chunk = place ^ swizzle_of(row, self.row_bytes)
-        box, first = place // TURNED, place % TURNED * WORDS
-        first_word = chunk * SWIZZLE_CHUNK + box * (LOAD_WORDS * WORD_BYTES)
-        weights = self.rows.column(0, warpgroup, thread) * self.row_bytes + first_word
+        box, first = place // TURNED, place % TURNED * PAIRS
+        weights = self.rows.column(0, warpgroup, thread) * self.row_bytes + chunk * SWIZZLE_CHUNK
         columns = (box * self.tile.m + row) * ROW_BYTES + (first ^ place & TURNED ^ row) * SWIZZLE_CHUNK
         return Int32(sA.iterator.toint()) + weights, Int32(sB.iterator.toint()) + columns
 
@@ -125,7 +123,7 @@ class FewRowsMainloop(DecodingMainloop):
             scales.take()
             scales.ask_next()
             stages.consumer_wait(state)
-            words = self._read_words(weights + state.index * (self.tile.n * self.row_bytes))
+            words = self._words(weights + state.index * (self.tile.n * self.row_bytes))
             first_column = columns + state.index * (self.tile.m * self.stage_k * self.dtype.width // 8)
             if scales.has_large():
                 scales.note_bad()
@@ -142,44 +140,41 @@ class FewRowsMainloop(DecodingMainloop):
         scales.spoil(acc)
         return state
 
-    def _read_words(self, first: Int32) -> cute.Tensor:
-        """A thread's words of each of its rows, in its own order."""
-        words = cute.make_rmem_tensor((WORDS, self.rows.count), Int32)
-        for row in range(self.rows.count):
-            for word in range(0, WORDS, LOAD_WORDS):
-                at = (first ^ Int32(word * WORD_BYTES)) + self.rows.distance(row) * self.row_bytes
-                loaded = _shared_words(at, LOAD_WORDS)
-                for i in range(LOAD_WORDS):
-                    words[word + i, row] = loaded[i]
-        return words
+    def _words(self, first: Int32) -> list[cute.Tensor]:
+        """A thread's block of each of its rows."""
+        return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
     def _multiply(
-        self, acc: cute.Tensor, words: cute.Tensor, first_column: Int32, scales: BlockScales, columns: int, large: bool
-    ) -> None:
+        self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
+        large: bool,
+    ) -> None:  # fmt: skip
         """acc += a k-tile, of the first `columns` rows of x. `large`: some scale of the warp's is."""
         decoder = self.decoder
         warp_mma = WarpMma(self.dtype)
         bytes_ = [scales.words[row] for row in range(self.rows.count)]
         multipliers = [decoder.multiplier(b, 0) if large else decoder.small_multiplier(b) for b in bytes_]
-        for word in range(WORDS):
-            pairs = [decoder.decoded_word(words[word, row], multipliers[row]) for row in range(self.rows.count)]
+        for pair in range(PAIRS):
+            weights = [
+                [decoder.decoded(row[word], pair, multiplier) for word in range(WORDS)]
+                for row, multiplier in zip(words, multipliers, strict=True)
+            ]
             if large:
-                rests = [decoder.rest_of_multiplier(scales.words[row], 0) for row in range(self.rows.count)]
-                pairs = [[product(pair, rest) for pair in row] for row, rest in zip(pairs, rests, strict=True)]
+                rests = [decoder.rest_of_multiplier(byte, 0) for byte in bytes_]
+                weights = [[product(two, rest) for two in row] for row, rest in zip(weights, rests, strict=True)]
             for column in range(columns // COLUMNS):
-                at = (first_column ^ Int32(word * SWIZZLE_CHUNK)) + column * (COLUMNS * ROW_BYTES)
-                x = _shared_words(at, WORDS)
+                at = (first_column ^ Int32(pair * SWIZZLE_CHUNK)) + column * (COLUMNS * ROW_BYTES)
+                x = _shared_words(at)
                 for slab in range(self.tile.slabs):
-                    upper, lower = pairs[ROW_HALVES * slab : ROW_HALVES * (slab + 1)]
+                    upper, lower = weights[ROW_HALVES * slab : ROW_HALVES * (slab + 1)]
                     sums = registers(acc, slab * self.tile.m // 2 + 4 * column, 4)
-                    for k in range(0, WORD // 2, 2):
+                    for k in range(0, WORDS, 2):
                         a = [upper[k], lower[k], upper[k + 1], lower[k + 1]]
                         warp_mma.add(sums, a, [x[k], x[k + 1]])
 
 
-def _shared_words(address: Int32, count: int) -> cute.Tensor:
-    """So many words of shared memory, by one load."""
-    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=count * WORD_BYTES)
-    words = cute.make_rmem_tensor(count, Int32)
-    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(count)), words)
+def _shared_words(address: Int32) -> cute.Tensor:
+    """16 bytes of shared memory, by one load."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=WORDS * WORD_BYTES)
+    words = cute.make_rmem_tensor(WORDS, Int32)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(WORDS)), words)
     return words

@@ -259,11 +259,12 @@ def _check_expert(
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
     _like_x(op, name, tensor, x, wide)
     _check_contiguous(op, name, tensor)
-    # torch calls a tensor contiguous whatever the stride of a dimension of one element; kernels divide it by 8.
-    if is_weight and runs_kernels(tensor) and any(stride % ALIGNMENT_ELEMENTS for stride in tensor.stride()[:-1]):
+    # torch calls a tensor contiguous whatever the stride of a dimension of one element; kernels divide it by this.
+    unit = min(ALIGNMENT_ELEMENTS, ALIGNMENT_BYTES // tensor.itemsize)
+    if is_weight and runs_kernels(tensor) and any(stride % unit for stride in tensor.stride()[:-1]):
         raise ValueError(
             f"{op}: {name} has strides {shape_text(tensor.stride())}; all but the last must be multiples of "
-            f"{ALIGNMENT_ELEMENTS}, so rebuild the view, as {name}.flatten().view({name}.shape) does"
+            f"{unit}, so rebuild the view, as {name}.flatten().view({name}.shape) does"
         )
 
 

@@ -23,24 +23,18 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import recipes
 from ..layer import Routing, combine, moe, permute
-from ..mxfp4 import MXFP4Tensor
-from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..mxfp8.layout import DATA_DTYPE
 from ..mxfp8.prepared import prepare
 from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import prepared_form
 from ..recipes import BF16, Recipe
-from ..scaled import SCALE_DTYPE
+from .experts import NAME as NAME
+from .experts import SCALE, keep, weight_names, weight_of
 from .gates import Form, activation_of, gate_of
 
-NAME = "glulam"
 KNOWN_VERSIONS = ("5.17", "5.23")
 """Minor versions that this was tested with."""
 
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
-SCALE = "_scale"
-"""What a quantised weight's scales are called behind its own name."""
-
 _log = logging.getLogger(__name__)
 _forms: WeakKeyDictionary[torch.nn.Module, Form] = WeakKeyDictionary()
 _recipe: Recipe = BF16
@@ -53,8 +47,9 @@ def register(recipe: str | Recipe = "bf16") -> None:
     Args:
         recipe: of all such models from now on: "bf16", or for inference "mxfp8", "mxfp8_weight_only" or
             "mxfp4_weight_only", as of `glulam.moe`. A module's weights are quantised at its first forward and kept as
-            buffers in place of its parameters, `gate_up_proj` and `gate_up_proj_scale` and so on, as bytes; a line of
-            the log (INFO) says what that saved.
+            buffers in place of its parameters, `gate_up_proj` and `gate_up_proj_scale` and so on; a line of the log
+            (INFO) says what that saved. With "mxfp4_weight_only" a checkpoint of gpt-oss is loaded as it is shipped,
+            and never dequantised (`mxfp4_checkpoints.py`).
 
     Raises:
         ImportError: transformers is not installed, or has no interface for experts, as before version 5.
@@ -73,6 +68,9 @@ def register(recipe: str | Recipe = "bf16") -> None:
         known = ", ".join(KNOWN_VERSIONS)
         warnings.warn(f"transformers {version} was not tested with Glulam; {known} were", RuntimeWarning, stacklevel=2)
     ExpertsInterface.register(NAME, experts_forward)
+    from . import mxfp4_checkpoints
+
+    mxfp4_checkpoints.use(as_shipped=found.has_4_bits)
     _recipe = found
 
 
@@ -94,19 +92,19 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
             its first call.
         ValueError, TypeError: as of `glulam.moe`.
     """
-    first = _first_of(experts)
+    names = weight_names(experts)
     form = form_of(experts)
     params = form.params
-    if _recipe is not BF16 and not hasattr(experts, first + SCALE):
+    if _recipe is not BF16 and not hasattr(experts, names[0] + SCALE):
         _quantise(experts, _recipe)
     recipe = getattr(experts, "glulam_recipe", BF16)
     options: dict[str, Any] = {
         "activation": form.activation, "glu_layout": form.glu_layout, "limit": params.limit, "alpha": params.alpha,
         "offset": params.offset, "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
     }  # fmt: skip
-    given = {"w1": _weight(experts, first, recipe), "w2": _weight(experts, "down_proj", recipe)}
-    if experts.has_bias:
-        given |= {"b1": getattr(experts, f"{first}_bias"), "b2": experts.down_proj_bias}
+    w1, w2 = (weight_of(experts, name, recipe) for name in names)
+    b1, b2 = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names)
+    given = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
     routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), len(experts.down_proj))
     x = hidden_states.to(experts.down_proj.dtype if recipe is BF16 else torch.bfloat16).contiguous()
     if getattr(experts, "has_post_expert_norm", False):
@@ -114,11 +112,6 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         rows = experts.post_expert_norm(rows) * routing.weight_of_row[:, None].to(rows.dtype)
         return combine(rows, routing).to(hidden_states.dtype)
     return moe(x, routing, **given, **options).to(hidden_states.dtype)
-
-
-def _first_of(experts: Any) -> str:
-    """The name of FC1's weight."""
-    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def _quantise(experts: Any, recipe: Recipe) -> None:
@@ -134,29 +127,15 @@ def _quantise(experts: Any, recipe: Recipe) -> None:
         )
     before = after = 0
     with torch.no_grad():
-        for name in (_first_of(experts), "down_proj"):
+        for name in weight_names(experts):
             weight = getattr(experts, name).detach()
             matrices = weight.mT if experts.is_transposed else weight
             made = prepare(prepared_form(recipe.name), matrices, None, report=False)
             delattr(experts, name)
-            for part, tensor in ((name, made.data), (name + SCALE, made.scale)):
-                experts.register_buffer(part, tensor.view(torch.uint8))
-                after += tensor.nbytes
+            keep(experts, name, made.data, made.scale, recipe)
+            after += made.data.nbytes + made.scale.nbytes
             before += weight.nbytes
-    experts.glulam_recipe = recipe
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
-
-
-def _weight(experts: Any, name: str, recipe: Recipe) -> Any:
-    """As `glulam.moe` takes it."""
-    weight = getattr(experts, name)
-    if recipe is BF16:
-        return weight
-    scale = getattr(experts, name + SCALE).view(SCALE_DTYPE)
-    if recipe.has_4_bits:
-        return MXFP4Tensor(weight, scale)
-    data = weight.view(DATA_DTYPE)
-    return FoldedWeight(data, scale, "row", None) if recipe.folds else MXFP8Tensor(data, scale)
 
 
 @torch.compiler.assume_constant_result

@@ -101,5 +101,7 @@ def _check(w: Any, out: Any) -> None:
         raise ValueError(
             f"{op}: out is {out!r}; it must have w's shape {shape_text(w.shape)} and lie on {w.device}, as w does"
         )
+    if out.is_prepared:
+        raise ValueError(f"{op}: out is prepared, and results are not; give another, or quantise and call prepare_()")
     if not (out.data.is_contiguous() and out.scale.is_contiguous()):
         raise ValueError(f"{op}: out's data and scale must be contiguous")

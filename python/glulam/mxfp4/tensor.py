@@ -10,6 +10,7 @@ from torch import Tensor
 from ..calls.checks import shape_text
 from ..scaled import BLOCK, SCALE_DTYPE, Stored
 from .codec import values_of
+from .words import WORD_DTYPE, bytes_of, elements_of, words_of
 
 BLOCK_BYTES = BLOCK // 2
 
@@ -22,7 +23,8 @@ class MXFP4Tensor(Stored):
     dimensions, as of expert weights [E, N, K], are matrices of their own.
 
     Attributes:
-        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half.
+        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
+            [..., N, K/8] int32, words as kernels read them (`words.py`).
         scale: [..., N, K/32] float8_e8m0fnu; uint8 is taken for it.
 
     Raises:
@@ -34,7 +36,7 @@ class MXFP4Tensor(Stored):
 
     format = "MXFP4"
     recipe = "mxfp4_weight_only"
-    data_dtype = torch.uint8
+    data_dtypes = (torch.uint8, WORD_DTYPE)
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
@@ -42,13 +44,13 @@ class MXFP4Tensor(Stored):
         self.check_parts()
         if self.data.dim() < 2:
             raise ValueError(f"MXFP4Tensor: data has shape {shape_text(self.data.shape)}; give [..., N, K/2]")
-        *lead, num_bytes = self.data.shape
-        if num_bytes % BLOCK_BYTES:
+        *lead, k = self.shape
+        if k % BLOCK:
             raise ValueError(
-                f"MXFP4Tensor: data has shape {shape_text(self.data.shape)}, so K = {2 * num_bytes}; it must be a "
-                f"multiple of {BLOCK}, the elements of a scale"
+                f"MXFP4Tensor: data has shape {shape_text(self.data.shape)}, so K = {k}; it must be a multiple of "
+                f"{BLOCK}, the elements of a scale"
             )
-        wanted = (*lead, num_bytes // BLOCK_BYTES)
+        wanted = (*lead, k // BLOCK)
         if tuple(self.scale.shape) != wanted:
             raise ValueError(
                 f"MXFP4Tensor: scale has shape {shape_text(self.scale.shape)}; the scales of data "
@@ -76,12 +78,39 @@ class MXFP4Tensor(Stored):
     @property
     def shape(self) -> torch.Size:
         """That of the elements."""
-        *lead, num_bytes = self.data.shape
-        return torch.Size((*lead, 2 * num_bytes))
+        *lead, columns = self.data.shape
+        return torch.Size((*lead, columns * elements_of(self.data.dtype)))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether data are words, which kernels read."""
+        return self.data.dtype == WORD_DTYPE
+
+    def prepare_(self) -> MXFP4Tensor:
+        """Bring data into the order in which kernels read it, where it lies; nothing where it is. Returns self.
+
+        Operators take a tensor in either order, but of one that is not prepared they make and keep a prepared copy.
+        Other views of the same memory, as blocks of a checkpoint or a slice, are not told: their values change.
+
+        Raises:
+            ValueError: data is not contiguous.
+        """
+        if not self.is_prepared:
+            if not self.data.is_contiguous() or self.data.storage_offset() % WORD_DTYPE.itemsize:
+                raise ValueError(f"prepare_: the data of {self!r} are not contiguous words; give clone()")
+            words = self.data.view(WORD_DTYPE)
+            object.__setattr__(self, "data", words_of(self.data, out=words))
+        return self
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """What a checkpoint stores: `<prefix>data`, as bytes, of prepared ones a copy, and `<prefix>scale`, uint8."""
+        stored = self._with(data=bytes_of(self.data)) if self.is_prepared else self
+        return super(MXFP4Tensor, stored).tensors(prefix)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values: exact in float32 and bfloat16, but for those that their range cannot hold."""
-        return values_of(self.data, self.scale.view(torch.uint8)).to(dtype)
+        data = bytes_of(self.data) if self.is_prepared else self.data
+        return values_of(data, self.scale.view(torch.uint8)).to(dtype)
 
     def __getitem__(self, index: int | slice) -> MXFP4Tensor:
         """Entries of the first leading dimension, as an expert's matrix of [E, N, K], or rows of a matrix; a view."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..mxfp4 import values_of
+from ..mxfp4 import MXFP4Tensor
 from ..recipes import Format, Recipe
 from ..scaled import scales_of
 from .layout import BLOCK_SIZES
@@ -32,8 +32,8 @@ class Values:
     def __getitem__(self, expert: int) -> Tensor:
         """An expert's weight [R, C], float32."""
         data, scale = self.weights.data[expert], self.weights.scale[expert].view(torch.uint8)
-        if data.dtype == torch.uint8:
-            return values_of(data, scale)
+        if data.dtype in MXFP4Tensor.data_dtypes:
+            return MXFP4Tensor(data, scale).dequantize()
         return data.float() * scales_of(scale)[:, None] if scale.dim() == 1 else dequantized(data, scale)
 
 

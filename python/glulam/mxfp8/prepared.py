@@ -32,6 +32,7 @@ from ..calls.checks import runs_kernels
 from ..errors import CaptureError
 from ..host import device as gpus
 from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
+from ..mxfp4.words import WORD_DTYPE, words_of
 from ..scaled import BLOCK, SCALE_DTYPE
 from .fold import prepare_mxfp8_weight
 from .layout import AXES
@@ -46,7 +47,7 @@ MXFP4."""
 
 
 class Prepared(NamedTuple):
-    """Data [E, R, C] float8_e4m3fn, or [E, R, C/2] uint8 in MXFP4; scales [E, R] where they were folded, else
+    """Data [E, R, C] float8_e4m3fn, or [E, R, C/8] int32 in MXFP4; scales [E, R] where they were folded, else
     [E, R, C/32], float8_e8m0fnu."""
 
     data: Tensor
@@ -129,7 +130,7 @@ class _Weight:
 class PreparedWeights:
     """See above. A weight `w` is [E, N, K], or a list of E tensors [N, K]; or float8_e4m3fn with `scale` [E, N, K/32].
 
-    `form`: one of FORMS.
+    With `scale` also in MXFP4, uint8 [E, N, K/2]. `form`: one of FORMS.
     """
 
     def __init__(self) -> None:
@@ -178,8 +179,8 @@ class PreparedWeights:
             return found
         if capturing:
             raise CaptureError(
-                "a weight was first seen, or has changed, under CUDA graph capture, where it cannot be prepared for "
-                "MXFP8; call the operator once with it before capturing, or pass what prepare_mxfp8_weight returns"
+                "a weight was first seen, or has changed, under CUDA graph capture, where it cannot be prepared; call "
+                "the operator once with it before capturing, or pass what prepare_mxfp8_weight or prepare_ returns"
             )
         weight = self._weight(tensors)
         old = weight.entries.pop(form, None)
@@ -226,13 +227,23 @@ def _is_capturing(tensors: Sequence[Tensor]) -> bool:
     return runs_kernels(tensors[0]) and gpus.is_capturing()
 
 
+def is_prepared(form: str, w: Any, scale: Tensor | None) -> bool:
+    """Whether a weight is in one of FORMS; `scale`: None of one in 16 bits."""
+    if scale is None or form == FOUR_BITS:
+        return scale is not None and w.dtype == WORD_DTYPE
+    return (scale.dim() == 2) is (form == FOLDED_ROWS)
+
+
 @torch.no_grad()
 def prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
     """A weight in one of FORMS; `scale`: of a weight in MXFP8. `report`: raise what folding refuses."""
     if form == BLOCKS:
         return _quantized(w, MXFP8Tensor, quantize_mxfp8, 1)
+    if form == FOUR_BITS and scale is not None:
+        return Prepared(words_of(w), scale)
     if form == FOUR_BITS:
-        return _quantized(w, MXFP4Tensor, quantize_mxfp4, 2)
+        data, made = _quantized(w, MXFP4Tensor, quantize_mxfp4, 2)
+        return Prepared(MXFP4Tensor(data, made).prepare_().data, made)
     folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), axis=form, report=report)
     return Prepared(folded.data, folded.scale)
 
@@ -242,7 +253,7 @@ def _quantized(w: Any, kind: Any, quantize: Callable[..., Any], elements_a_byte:
     there is nothing to quantise.
     """
     rows, columns = w[0].shape
-    data = torch.empty(len(w), rows, columns // elements_a_byte, dtype=kind.data_dtype, device=w[0].device)
+    data = torch.empty(len(w), rows, columns // elements_a_byte, dtype=kind.data_dtypes[0], device=w[0].device)
     scale = torch.empty(len(w), rows, columns // BLOCK, dtype=SCALE_DTYPE, device=w[0].device)
     for expert, out, out_scale in zip(w, data, scale, strict=True) if not data.is_meta else ():
         matrix = expert.detach() if expert.stride(1) == 1 else expert.detach().contiguous()

@@ -9,16 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import WORD_ELEMENTS
+
 from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
 from ..mxfp4.codec import SCALE_BIAS
+from ..mxfp4.tensor import BLOCK_BYTES
+from ..mxfp4.words import WORD_DTYPE, bytes_of, words_of
 from ..scaled import BLOCK, SOURCE_DTYPES
 from .linear import GroupedLinear
 from .state import Move
 
 
 class MXFP4Linear(GroupedLinear):
-    """A GroupedLinear with buffers `weight` [E, N, K/2] and `weight_scale` [E, N, K/32], uint8, as an MXFP4Tensor has
-    them. A state dict with a `weight` [E, N, K] in 16 bits or float32, and no `weight_scale`, is quantised as it loads.
+    """A GroupedLinear with buffers `weight` [E, N, K/8] int32 and `weight_scale` [E, N, K/32] uint8, those of an
+    MXFP4Tensor that is prepared.
+
+    State dicts have `weight` as bytes, uint8 [E, N, K/2]. One with a `weight` [E, N, K] in 16 bits or float32, and no
+    `weight_scale`, is quantised as it loads.
     """
 
     weight_names = ("weight", "weight_scale")
@@ -26,15 +33,20 @@ class MXFP4Linear(GroupedLinear):
     weight: Tensor
     weight_scale: Tensor
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_load_state_dict_pre_hook(_read)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_write)  # type: ignore[no-untyped-call]
+
     def make_weights(self, device: Any) -> None:
         rows = self.num_experts, self.out_features
-        for name, columns in (("weight", self.in_features // 2), ("weight_scale", self.in_features // BLOCK)):
-            self.register_buffer(name, torch.empty(*rows, columns, dtype=torch.uint8, device=device))
+        for name, elements, dtype in (("weight", WORD_ELEMENTS, WORD_DTYPE), ("weight_scale", BLOCK, torch.uint8)):
+            self.register_buffer(name, torch.empty(*rows, self.in_features // elements, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:
         """Any elements, on the largest scale by which all are within 1 / sqrt(in_features); biases as any layer's."""
         super().reset_parameters()
-        self.weight.random_(256)
+        self.weight.view(torch.uint8).random_(256)
         self.weight_scale.fill_(SCALE_BIAS + math.floor(math.log2(1 / (6 * math.sqrt(self.in_features)))))
 
     def experts(self, name: str) -> Any:
@@ -49,6 +61,18 @@ class MXFP4Linear(GroupedLinear):
         whole, scale = (prefix + name for name in self.weight_names)
         if not moments and whole in keys and scale not in keys:
             yield [Move([whole], [whole, scale], _quantized)]
+
+
+def _read(layer: MXFP4Linear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before it loads: bytes of its weight become words, on the device where they will lie."""
+    key = f"{prefix}weight"
+    data = state.get(key)
+    if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.dim() == 3 and not data.shape[2] % BLOCK_BYTES:
+        state[key] = words_of(data if layer.weight.is_meta else data.to(layer.weight.device))
+
+
+def _write(layer: MXFP4Linear, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[f"{prefix}weight"] = bytes_of(state[f"{prefix}weight"])
 
 
 def _quantized(values: list[Any]) -> list[Any] | None:

@@ -36,6 +36,7 @@ from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host.experts import GateUp
 from ..mxfp4 import MXFP4Tensor
+from ..mxfp4.words import elements_of
 from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
 from ..mxfp8.layout import DATA_DTYPE, part_of_workspace
 from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, FOUR_BITS, Prepared
@@ -150,7 +151,7 @@ def prepared_form(recipe: str) -> str:
 def ready(recipe: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
     """A weight as kernels read it, if it was prepared before; else itself."""
     form = prepared_form(recipe)
-    if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
+    if prepared.is_prepared(form, w, scale):
         return w, scale
     return prepared.PREPARED.find(form, w, scale) or (w, scale)
 
@@ -159,17 +160,17 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
     """The shape [E, N, K] of a call's weight, in any form that the recipe takes."""
     value, scale = getattr(call, name), getattr(call, f"{name}_scale")
     first = value[0] if isinstance(value, (list, tuple)) and value else value
-    valid = SOURCE_DTYPES if scale is None else (torch.uint8 if recipe.has_4_bits else DATA_DTYPE,)
+    kind = MXFP4Tensor if recipe.has_4_bits else MXFP8Tensor
+    valid = SOURCE_DTYPES if scale is None else kind.data_dtypes
     dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
     if dtype not in valid:
         raise TypeError(
             f"{call.op}: {name} is {dtype}; recipe {recipe.name!r} takes "
-            f"{'FoldedWeight, ' if recipe.folds else ''}{'MXFP4Tensor' if recipe.has_4_bits else 'MXFP8Tensor'}, "
-            f"{', '.join(map(str, valid))}"
+            f"{'FoldedWeight, ' if recipe.folds else ''}{kind.__name__}, {', '.join(map(str, valid))}"
         )
     shape = check_experts(call.op, name, value, call.lead.new_empty(0, dtype=dtype), letters)
-    if dtype == torch.uint8:
-        shape = (*shape[:2], 2 * shape[2])
+    if scale is not None and recipe.has_4_bits:
+        shape = (*shape[:2], shape[2] * elements_of(dtype))
     check_width(call.op, name, shape[1], runs_kernels(call.lead))
     if scale is not None:
         folded = recipe.folds and scale.dim() == 2
@@ -266,7 +267,8 @@ class Mxfp8MlpCall(Call):
 
     def _prepared_weight(self, form: str, name: str) -> Prepared:
         value, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        if scale is not None and (scale.dim() == 2) is (form == FOLDED_ROWS):
+        is_read = scale is not None and form == FOUR_BITS and not runs_kernels(self.lead)  # in either order
+        if is_read or prepared.is_prepared(form, value, scale):
             return Prepared(value, scale)
         return prepared.PREPARED.get(form, value, scale)
 

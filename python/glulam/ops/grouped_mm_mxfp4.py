@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import recipes, reference
 from ..calls.call import Call
@@ -20,10 +20,11 @@ from ..calls.checks import (
 )
 from ..calls.front import operator
 from ..calls.launch import Made
-from ..choose.problem import Problem, dtype_name
+from ..choose.problem import Problem, changed, dtype_name
 from ..errors import GradientNotSupported
+from ..mxfp4.words import elements_of
 from ..mxfp8.mlp_reference import Values
-from ..mxfp8.prepared import Prepared
+from ..mxfp8.prepared import FOUR_BITS, PREPARED, Prepared, is_prepared
 from ..recipes import MXFP4_WEIGHT_ONLY
 from ..reference import take_rows
 
@@ -47,16 +48,24 @@ class Mxfp4MmCall(Call):
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
-        like_data = self.x.new_empty(0, dtype=torch.uint8)
-        experts, n, num_bytes = check_experts(self.op, "w", self.w, like_data, "E N K/2")
-        if 2 * num_bytes != columns:
-            mismatch(self.op, "w", (experts, n, 2 * num_bytes), (experts, n, columns), f"x has {columns} columns")
+        like_data = self.x.new_empty(0, dtype=self.w.dtype)
+        experts, n, numbers = check_experts(self.op, "w", self.w, like_data, "E N K/2")
+        k = numbers * elements_of(self.w.dtype)
+        if k != columns:
+            mismatch(self.op, "w", (experts, n, k), (experts, n, columns), f"x has {columns} columns")
         on_gpu = runs_kernels(self.x)
         check_width(self.op, "w", n, on_gpu)
         recipes.check_fits(self.op, MXFP4_WEIGHT_ONLY, dtype_name(self.x.dtype), on_gpu)
         self.check_addends(experts, "w", like, bias=n)
         check_out(self.op, "out", self.out, like, n)
         return self.problem(experts, columns, out_features=n, operands=MXFP4_WEIGHT_ONLY.operands)
+
+    def prepared(self) -> Any:
+        """As for any operator, with w as kernels read it."""
+        if is_prepared(FOUR_BITS, self.w, self.w_scales):
+            return super().prepared()
+        call = changed(self, w=PREPARED.get(FOUR_BITS, self.w, self.w_scales).data)
+        return super(Mxfp4MmCall, call).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
         out: Tensor = self.results(problem)
@@ -91,6 +100,8 @@ def flatten(given: dict[str, Any]) -> None:
         check_indices(op, rows, given["x"])
         given["x"] = take_rows(given["x"], rows)
     given["w"], given["w_scales"] = w.data, w.scale
+    if not (w.is_prepared or is_dynamo_compiling()) and (found := PREPARED.find(FOUR_BITS, w.data, w.scale)):
+        given["w"] = found.data
 
 
 def grouped_mm_mxfp4(**given: Any) -> Tensor:

@@ -1,0 +1,49 @@
+"""Experts modules of transformers: what their weights are called, and how quantised ones are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mxfp4 import MXFP4Tensor
+from ..mxfp8 import FoldedWeight, MXFP8Tensor
+from ..mxfp8.layout import DATA_DTYPE
+from ..recipes import BF16, Recipe
+from ..scaled import SCALE_DTYPE
+
+NAME = "glulam"
+"""Of the implementation."""
+SCALE = "_scale"
+"""What a quantised weight's scales are called behind its own name."""
+_FLAGS = ("has_gate", "has_bias", "is_transposed")
+"""What transformers' ExpertsInterface gives a class."""
+
+
+def is_experts(module: Any) -> bool:
+    return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """Of FC1's and FC2's weights."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def keep(experts: Any, name: str, data: Tensor, scale: Tensor, recipe: Recipe) -> None:
+    """Keep a weight in a recipe's format, as buffers: 8-bit floats as bytes."""
+    for part, tensor in ((name, data), (name + SCALE, scale)):
+        experts.register_buffer(part, tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
+    experts.glulam_recipe = recipe
+
+
+def weight_of(experts: Any, name: str, recipe: Recipe) -> Any:
+    """As `glulam.moe` takes it."""
+    weight = getattr(experts, name)
+    if recipe is BF16:
+        return weight
+    scale = getattr(experts, name + SCALE).view(SCALE_DTYPE)
+    if recipe.has_4_bits:
+        return MXFP4Tensor(weight, scale)
+    data = weight.view(DATA_DTYPE)
+    return FoldedWeight(data, scale, "row", None) if recipe.folds else MXFP8Tensor(data, scale)

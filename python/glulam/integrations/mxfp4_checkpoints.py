@@ -1,0 +1,88 @@
+"""Checkpoints of gpt-oss in transformers: their MXFP4 blocks and scales are used as they are, and never dequantised.
+
+transformers' own quantizer of the method "mxfp4" makes 16-bit weights of them, or tensors of another package's kernels.
+The one here gives experts modules parameters of the checkpoint's names and shapes before it is loaded. Once it is, they
+become buffers in the order of kernels, in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+from ..mxfp4 import MXFP4Tensor
+from ..mxfp4.tensor import BLOCK_BYTES
+from ..recipes import MXFP4_WEIGHT_ONLY
+from ..scaled import BLOCK
+from .experts import NAME, SCALE, is_experts, keep, weight_names
+
+METHOD = "mxfp4"
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What a checkpoint calls the parts of a weight, behind its name."""
+
+
+def use(as_shipped: bool) -> None:
+    """Let transformers load such checkpoints with the quantizer here, or with its own."""
+    AUTO_QUANTIZER_MAPPING[METHOD] = _quantizer if as_shipped else Mxfp4HfQuantizer
+
+
+def _quantizer(config: Any, **options: Any) -> HfQuantizer:
+    """transformers' own where a caller asks for 16-bit weights, or where there are no others."""
+    own = config.dequantize or not options.get("pre_quantized", True)
+    return (Mxfp4HfQuantizer if own else AsShipped)(config, **options)
+
+
+class AsShipped(HfQuantizer):  # type: ignore[misc]
+    """See above."""
+
+    is_trainable = False  # type: ignore[assignment]
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        model.set_experts_implementation(NAME)  # no other reads what comes
+        for _name, experts in _experts_of(model):
+            experts._is_hf_initialized = True  # else transformers would fill weights that are gone
+            for name in weight_names(experts):
+                weight = getattr(experts, name)
+                count, rows, columns = (weight.mT if experts.is_transposed else weight).shape
+                if columns % BLOCK:
+                    raise ValueError(f"glulam: {type(experts).__name__}.{name} has {columns} columns, no {BLOCK}s")
+                delattr(experts, name)
+                for part, shape in ((BLOCKS, (columns // BLOCK, BLOCK_BYTES)), (SCALES, (columns // BLOCK,))):
+                    data = torch.empty(count, rows, *shape, dtype=torch.uint8, device=weight.device)
+                    experts.register_parameter(name + part, Parameter(data, requires_grad=False))
+
+    def _process_model_after_weight_loading(self, model: Module, **_: Any) -> Module:
+        for _name, experts in _experts_of(model):
+            for name in weight_names(experts):
+                blocks, scales = (getattr(experts, name + part).detach() for part in (BLOCKS, SCALES))
+                for part in (BLOCKS, SCALES):
+                    delattr(experts, name + part)
+                w = MXFP4Tensor.from_blocks(blocks, scales).prepare_()
+                keep(experts, name, w.data, w.scale, MXFP4_WEIGHT_ONLY)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """As the checkpoint was."""
+        state = model.state_dict()
+        for path, experts in _experts_of(model):
+            for name in weight_names(experts):
+                key = f"{path}.{name}"
+                stored = MXFP4Tensor(state.pop(key), state.pop(key + SCALE)).tensors()
+                state[key + BLOCKS] = stored["data"].unflatten(-1, (-1, BLOCK_BYTES))
+                state[key + SCALES] = stored["scale"]
+        return state, {}
+
+
+def _experts_of(model: Module) -> Iterator[tuple[str, Any]]:
+    """Experts modules, with their names."""
+    return ((name, module) for name, module in list(model.named_modules()) if is_experts(module))
