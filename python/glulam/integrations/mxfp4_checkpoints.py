@@ -39,10 +39,10 @@ def _quantizer(config: Any, **options: Any) -> HfQuantizer:
     return (Mxfp4HfQuantizer if own else AsShipped)(config, **options)
 
 
-class AsShipped(HfQuantizer):  # type: ignore[misc]
+class AsShipped(HfQuantizer):
     """See above."""
 
-    is_trainable = False  # type: ignore[assignment]
+    is_trainable = False
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return True
