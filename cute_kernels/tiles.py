@@ -116,12 +116,12 @@ class TileConfig:
 
     @property
     def box_rows(self) -> int:
-        """Rows of one load: a tile of 64 has four such boxes, a larger one of 64 rows each.
+        """Rows of one load: a tile of 16 has two such boxes, one of 64 four, a larger one of 64 rows each.
 
-        Any multiple of the 8 rows of a swizzle atom would do. 8 are as fast as 16 where a group has few rows, and 0.5 %
-        slower where it has 64.
+        Any multiple of the 8 rows of a swizzle atom would do. In a tile of 64, 8 are as fast as 16 where a group has
+        few rows, and 0.5 % slower where it has 64.
         """
-        return 16 if self.m <= 64 else 64
+        return 8 if self.m <= 16 else 16 if self.m <= 64 else 64
 
     @property
     def chunk_columns(self) -> int:

@@ -34,6 +34,7 @@ SUITE_HELP = {
     "quantize": "quantising to MXFP8",
     "fp8": "the MLP in MXFP8, by every recipe",
     "mhc": "the hyper-connections' operators",
+    "transformers": "a block of transformers, and a decoding step, by each implementation of experts",
     "host": "host time of a call",
     "graph": "CUDA graphs",
 }

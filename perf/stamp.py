@@ -61,9 +61,9 @@ def versions() -> dict[str, str]:
 
 
 def _layers() -> dict[str, str]:
-    """Of other layers what is installed."""
+    """Of other packages' layers what is installed."""
     found = {}
-    for name in ("sonic-moe", "flashinfer-python"):
+    for name in ("sonic-moe", "flashinfer-python", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

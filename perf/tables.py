@@ -132,6 +132,26 @@ def graph_tables(result: Result) -> list[Table]:
     return [Table("Wall time an MLP layer", header, [_graph_row(record, names) for record in result["records"]])]
 
 
+def _transformers_row(record: dict[str, Any], peers: list[str]) -> tuple[str, ...]:
+    errors = record.get("errors", {})
+    best = min((error for name, error in errors.items() if name != OURS), default=None)
+    error = "-" if best is None else f"{errors[OURS]:.1e} ({best:.1e})"
+    what = (record["model"], str(record["tokens"]), record["mode"])
+    return (*what, our_cell(record), *(peer_cell(record, name) for name in peers), error)
+
+
+def transformers_tables(result: Result) -> list[Table]:
+    """Blocks first, then a decoding step. Errors: ours and the best of transformers', against float32."""
+    titles = {True: "One MoE block", False: "A decoding step, experts dominating"}
+    tables = []
+    for is_block, title in titles.items():
+        records = [record for record in result["records"] if ("errors" in record) is is_block]
+        peers = peers_of(records)
+        header = ("model", "tokens", "mode", "glulam us", *(f"{name} us" for name in peers), "error (best of others)")
+        tables.append(Table(title, header, [_transformers_row(record, peers) for record in records]))
+    return [table for table in tables if table.rows]
+
+
 def _gigabytes(values: dict[str, float], names: list[str]) -> tuple[str, ...]:
     return tuple(f"{values[name] * 1e-9:.2f}" if name in values else "-" for name in names)
 
@@ -266,6 +286,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "quantize": quantize_tables,
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
+    "transformers": transformers_tables,
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "layer": layer_tables,
     "compare": compare_tables,

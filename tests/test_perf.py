@@ -541,6 +541,26 @@ def graph_result():
     return results.make_result("graph", STAMP, LIMITS, [record])
 
 
+def transformers_result():
+    block = {
+        "model": "Qwen3-30B-A3B", "tokens": 1, "mode": "graph",
+        "errors": {"glulam": 4e-3, "eager": 7e-3, "grouped_mm": 5e-3},
+        "times": times(glulam=50.0, grouped_mm=125.0),
+    }  # fmt: skip
+    step = {"model": "gpt-oss-120b, 4 layers", "tokens": 128, "mode": "decoding step, graph"}
+    step["times"] = times(**{"grouped_mm": 9000.0, "glulam": 8000.0, "glulam, mxfp4_weight_only": 4000.0})
+    return results.make_result("transformers", STAMP, LIMITS, [block, step])
+
+
+def test_blocks_of_transformers_are_shown_beside_its_own():
+    block, step, _ = tables.tables_of(transformers_result())
+    assert block.rows[0][:3] == ("Qwen3-30B-A3B", "1", "graph") and block.rows[0][4:] == (
+        "125 (2.50x)",
+        "4.0e-03 (5.0e-03)",
+    )
+    assert step.rows[0][4:] == ("9000 (1.12x)", "4000 (0.50x)", "-")
+
+
 def power_result():
     alone = {"us": 3000.0, "mhz": 1400.0, "watts": 690.4, "capped": 1.0}
     record = {"case": dataclasses.asdict(MIXTRAL), "op": "fc1", "flop": MIXTRAL.flop("fc1"), "alone": {"glulam": alone}}
@@ -708,6 +728,7 @@ ALL_RESULTS = {
     "quantize": quantize_result,
     "fp8": fp8_result,
     "mhc": mhc_result,
+    "transformers": transformers_result,
     "layer": lambda: layer_results.result(STAMP, LIMITS),
     "compare": compare_result,
     "tiles": tiles_result,

@@ -18,6 +18,7 @@ from .power import run_power
 from .quantize import run_quantize
 from .tiles import run_tiles
 from .train import run_train
+from .transformers import run_transformers
 
 SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "forward": run_forward,
@@ -33,6 +34,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "quantize": run_quantize,
     "fp8": run_fp8,
     "mhc": run_mhc,
+    "transformers": run_transformers,
     "compare": run_compare,
     "tiles": run_tiles,
 }

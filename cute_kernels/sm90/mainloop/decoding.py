@@ -28,6 +28,7 @@ from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
 from ...formats import SCALE_BLOCK, Format
+from ...memory.row_boxes import acquire, num_boxes
 from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
@@ -174,7 +175,7 @@ class WeightScales(Invariant):
 
 
 class DecodingMainloop(WeightsFirst):
-    """A: `parts` ranges of an expert's weight rows in a format, B: tile.m rows of x at any row.
+    """A: `parts` ranges of an expert's weight rows in a format, B: tile.m rows of x at any row, in boxes.
 
     `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
     """
@@ -199,7 +200,7 @@ class DecodingMainloop(WeightsFirst):
         self.rows = SwappedRows(tile, parts)
         self.layout = layout
         self.stages = stages
-        self.x_k = ROW_BYTES * 8 // dtype.width
+        self.x_box = tile.box_rows, ROW_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
         self.row_bytes = weights.num_bytes(self.stage_k)
         self.w_box = self.part_n, self.row_bytes * 8 // self.a_dtype.width
@@ -221,9 +222,9 @@ class DecodingMainloop(WeightsFirst):
     def operands(
         self, x: cute.Tensor, w: cute.Tensor, address: ExpertAddress, rows: Int32, scales: Int64, gate: GateRows
     ) -> Operands:
-        """Host side: the TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of x (row, k)."""
+        """Host side: TMA descriptors of the weights (n, k, lo, hi), `rows` an expert, and of boxes of x (row, k)."""
         load = cpasync.CopyBulkTensorTileG2SOp()
-        w_box, x_box = self.w_box, (self.tile.m, self.x_k)
+        w_box, x_box = self.w_box, self.x_box
         atom_a, a = cpasync.make_tiled_tma_atom(load, w, swizzled_layout(self.a_dtype, w_box), w_box)
         atom_b, b = cpasync.make_tiled_tma_atom(load, x, swizzled_layout(self.dtype, x_box), x_box)
         return Operands(atom_a, a, atom_b, b, (address, rows, gate), NO_ROWS, scales)
@@ -245,27 +246,30 @@ class DecodingMainloop(WeightsFirst):
     ):  # fmt: skip
         """`count` stages, the first `ahead` of which have their weights; `with_rows`: rows of x as well."""
         address, *_ = operands.extra
-        w_box, x_box = self.w_box, (self.tile.m, self.x_k)
+        w_box, x_box = self.w_box, self.x_box
         tAsA, tAgA = _partition(
             operands.atom_a, cute.flat_divide(sA, w_box), cute.local_tile(operands.a, w_box, (None, None, None, None))
         )
         x_rows = cute.domain_offset((work.row, 0), operands.b)
-        tBsB, tBgB = _partition(operands.atom_b, cute.flat_divide(sB, x_box), cute.local_tile(x_rows, x_box, (0, None)))
+        x_tiles = cute.local_tile(x_rows, x_box, (None, None))
+        tBsB, tBgB = _partition(operands.atom_b, cute.flat_divide(sB, x_box), x_tiles)
         first = expert_offset(address, work.expert)
-        x_boxes = self.stage_k // self.x_k
+        boxes, lines = num_boxes(self.tile, work), self.stage_k // x_box[1]
+        num_bytes = boxes * (x_box[0] * lines * ROW_BYTES) + self.tile.n * self.row_bytes
         for stage in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
             if stage >= ahead:
-                stages.producer_acquire(state)
+                acquire(stages, state, num_bytes)
                 for part in cutlass.range_constexpr(self.parts):
                     lo, hi = lo_hi(first + part * address.part_units)
                     source = tAgA[None, work.n_tile, stage, lo, hi]
                     target = tAsA[None, part, 0, state.index]
                     cute.copy(operands.atom_a, source, target, tma_bar_ptr=barrier, cache_policy=policy)
             if const_expr(with_rows):
-                for i in cutlass.range_constexpr(x_boxes):
-                    source = tBgB[None, stage * x_boxes + i]
-                    cute.copy(operands.atom_b, source, tBsB[None, 0, i, state.index], tma_bar_ptr=barrier)
+                for box in cutlass.range(boxes, unroll=1):
+                    for i in cutlass.range_constexpr(lines):
+                        source = tBgB[None, box, stage * lines + i]
+                        cute.copy(operands.atom_b, source, tBsB[None, box, i, state.index], tma_bar_ptr=barrier)
             state.advance()
         return state
 

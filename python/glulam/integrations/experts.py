@@ -10,7 +10,7 @@ from torch import Tensor
 from ..mxfp4 import MXFP4Tensor
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..mxfp8.layout import DATA_DTYPE
-from ..recipes import BF16, Recipe
+from ..recipes import Recipe
 from ..scaled import SCALE_DTYPE
 
 NAME = "glulam"
@@ -37,13 +37,10 @@ def keep(experts: Any, name: str, data: Tensor, scale: Tensor, recipe: Recipe) -
     experts.glulam_recipe = recipe
 
 
-def weight_of(experts: Any, name: str, recipe: Recipe) -> Any:
-    """As `glulam.moe` takes it."""
-    weight = getattr(experts, name)
-    if recipe is BF16:
-        return weight
-    scale = getattr(experts, name + SCALE).view(SCALE_DTYPE)
-    if recipe.has_4_bits:
+def quantised(experts: Any, name: str) -> Any:
+    """A weight that was kept, as `glulam.moe` takes it."""
+    weight, scale = getattr(experts, name), getattr(experts, name + SCALE).view(SCALE_DTYPE)
+    if experts.glulam_recipe.has_4_bits:
         return MXFP4Tensor(weight, scale)
     data = weight.view(DATA_DTYPE)
-    return FoldedWeight(data, scale, "row", None) if recipe.folds else MXFP8Tensor(data, scale)
+    return FoldedWeight(data, scale, "row", None) if experts.glulam_recipe.folds else MXFP8Tensor(data, scale)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +28,7 @@ from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import prepared_form
 from ..recipes import BF16, Recipe
 from .experts import NAME as NAME
-from .experts import SCALE, keep, weight_names, weight_of
+from .experts import keep, quantised, weight_names
 from .gates import Form, activation_of, gate_of
 
 KNOWN_VERSIONS = ("5.17", "5.23")
@@ -36,8 +36,24 @@ KNOWN_VERSIONS = ("5.17", "5.23")
 
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
-_forms: WeakKeyDictionary[torch.nn.Module, Form] = WeakKeyDictionary()
 _recipe: Recipe = BF16
+
+
+class Plan(NamedTuple):
+    """What is the same at every call of an experts module, in constants that torch.compile knows.
+
+    in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
+    """
+
+    in_16_bits: bool
+    weights: tuple[str, str]
+    biases: tuple[tuple[str, str], ...]
+    num_experts: int
+    has_norm: bool
+    options: tuple[tuple[str, Any], ...]
+
+
+_plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
@@ -92,26 +108,22 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
             its first call.
         ValueError, TypeError: as of `glulam.moe`.
     """
-    names = weight_names(experts)
-    form = form_of(experts)
-    params = form.params
-    if _recipe is not BF16 and not hasattr(experts, names[0] + SCALE):
+    plan = plan_of(experts)
+    if plan.in_16_bits and _recipe is not BF16:
         _quantise(experts, _recipe)
-    recipe = getattr(experts, "glulam_recipe", BF16)
-    options: dict[str, Any] = {
-        "activation": form.activation, "glu_layout": form.glu_layout, "limit": params.limit, "alpha": params.alpha,
-        "offset": params.offset, "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
-    }  # fmt: skip
-    w1, w2 = (weight_of(experts, name, recipe) for name in names)
-    b1, b2 = (getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names)
-    given = {"w1": w1, "w2": w2, "b1": b1, "b2": b2}
-    routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), len(experts.down_proj))
-    x = hidden_states.to(experts.down_proj.dtype if recipe is BF16 else torch.bfloat16).contiguous()
-    if getattr(experts, "has_post_expert_norm", False):
-        rows = grouped_mlp(permute(x, routing), offs=routing.offs, **given, **options)
+        plan = plan_of(experts)
+    given = dict(plan.options)
+    read = getattr if plan.in_16_bits else quantised
+    given["w1"], given["w2"] = (read(experts, name) for name in plan.weights)
+    for operand, name in plan.biases:
+        given[operand] = getattr(experts, name)
+    routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts)
+    x = hidden_states.to(experts.down_proj.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
+    if plan.has_norm:
+        rows = grouped_mlp(permute(x, routing), offs=routing.offs, **given)
         rows = experts.post_expert_norm(rows) * routing.weight_of_row[:, None].to(rows.dtype)
         return combine(rows, routing).to(hidden_states.dtype)
-    return moe(x, routing, **given, **options).to(hidden_states.dtype)
+    return moe(x, routing, **given).to(hidden_states.dtype)
 
 
 def _quantise(experts: Any, recipe: Recipe) -> None:
@@ -135,22 +147,40 @@ def _quantise(experts: Any, recipe: Recipe) -> None:
             keep(experts, name, made.data, made.scale, recipe)
             after += made.data.nbytes + made.scale.nbytes
             before += weight.nbytes
+    del _plans[experts]
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
 
 
 @torch.compiler.assume_constant_result
-def form_of(experts: Any) -> Form:
-    """The activation that a module's experts have, found once for each module. Raises as `experts_forward`."""
-    form = _forms.get(experts)
+def plan_of(experts: Any) -> Plan:
+    """Found once for each module, since its attributes take the host longer than a launch. Raises as
+    `experts_forward`.
+    """
+    plan = _plans.get(experts)
+    if plan is None:
+        form, weights = _form_of(experts), weight_names(experts)
+        recipe = getattr(experts, "glulam_recipe", BF16)
+        options = {
+            "activation": form.activation, "glu_layout": form.glu_layout, **form.params._asdict(),
+            "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
+        }  # fmt: skip
+        biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
+        count, has_norm = len(experts.down_proj), getattr(experts, "has_post_expert_norm", False)
+        given = biases if experts.has_bias else ()
+        plan = Plan(recipe is BF16, weights, given, count, has_norm, tuple(options.items()))
+        _plans[experts] = plan
+    return plan
+
+
+def _form_of(experts: Any) -> Form:
+    """The activation that a module's experts have. Raises as `experts_forward`."""
+    device = experts.down_proj.device
+    with torch.no_grad():
+        form = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)
     if form is None:
-        device = experts.down_proj.device
-        with torch.no_grad():
-            form = gate_of(experts._apply_gate, device) if experts.has_gate else activation_of(experts.act_fn, device)
-        if form is None:
-            what = "_apply_gate" if experts.has_gate else "act_fn"
-            raise NotImplementedError(
-                f"glulam: {type(experts).__name__}.{what} is no activation that Glulam has; choose another "
-                "experts_implementation for this model, as 'grouped_mm'"
-            )
-        _forms[experts] = form
+        what = "_apply_gate" if experts.has_gate else "act_fn"
+        raise NotImplementedError(
+            f"glulam: {type(experts).__name__}.{what} is no activation that Glulam has; choose another "
+            "experts_implementation for this model, as 'grouped_mm'"
+        )
     return form

@@ -1,0 +1,192 @@
+"""transformers' models: one MoE block, and a decoding step, by each implementation of their experts.
+
+Before a block is timed, its error against float32 may not be twice that of the best implementation of transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+from ..options import Options
+from ..timing import Sampler, host_sampler, interleave
+from .graph import capture
+
+OURS, BUILT_IN = "glulam", ("eager", "grouped_mm", "batched_mm")
+TOKENS = (1, 16, 256, 8192)
+INPUTS = 16
+"""That take turns, so that the experts of one token have left L2 before they are read again."""
+MOST_ERROR = 2.0
+MOST_BATCHED = 256
+"""Tokens: batched_mm copies the weights of every choice."""
+CALLS = 16
+STEP_TOKENS, STEP_LAYERS, PROMPT, CACHE = 128, 4, 16, 64
+"""Of a decoding step: 4 rows an expert of gpt-oss-120b."""
+WEIGHT_ONLY = ("mxfp8_weight_only", "mxfp4_weight_only")
+STEP = "decoding step, graph"
+
+
+class Model(NamedTuple):
+    """A model of transformers: its classes by the first part of their names, its block's class, its sizes."""
+
+    name: str
+    classes: str
+    module: str
+    block: str
+    sizes: dict[str, int | bool]
+
+
+QWEN3 = Model(
+    "Qwen3-30B-A3B", "Qwen3Moe", "qwen3_moe", "Qwen3MoeSparseMoeBlock",
+    {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+     "norm_topk_prob": True},
+)  # fmt: skip
+GPT_OSS_SIZES = {"hidden_size": 2880, "intermediate_size": 2880, "num_experts_per_tok": 4}
+GPT_OSS_20B = Model("gpt-oss-20b", "GptOss", "gpt_oss", "GptOssMLP", {**GPT_OSS_SIZES, "num_local_experts": 32})
+GPT_OSS_120B = GPT_OSS_20B._replace(name="gpt-oss-120b", sizes={**GPT_OSS_SIZES, "num_local_experts": 128})
+
+
+def config_of(model: Model, **more: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{model.classes}Config")(**model.sizes, **more)
+
+
+def new_block(model: Model, config: Any) -> nn.Module:
+    """In bfloat16, with weights that keep activations of order 1."""
+    module = __import__(f"transformers.models.{model.module}.modeling_{model.module}", fromlist=[model.block])
+    config._experts_implementation = BUILT_IN[0]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        block: nn.Module = getattr(module, model.block)(config).to(torch.bfloat16).eval().requires_grad_(False)
+    for parameter in block.parameters():
+        parameter.normal_(std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
+    return block
+
+
+def _result(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def errors_of(model: Model, block: nn.Module, config: Any, names: list[str], x: Tensor) -> dict[str, float]:
+    """Of each implementation against float32, in Frobenius norms. Raises RuntimeError where ours is too large."""
+    wide = new_block(model, config).float()
+    wide.load_state_dict({name: value.float() for name, value in block.state_dict().items()})
+    reference = _result(wide(x.float()))
+    errors = {}
+    for name in names:
+        config._experts_implementation = name
+        errors[name] = float((_result(block(x)).float() - reference).norm() / reference.norm())
+    best = min(error for name, error in errors.items() if name != OURS)
+    if not errors[OURS] <= MOST_ERROR * best:
+        raise RuntimeError(f"{model.name}: error {errors[OURS]:.2g}, of transformers {best:.2g}; nothing was timed")
+    return errors
+
+
+def _samplers(block: nn.Module, config: Any, names: list[str], xs: list[Tensor]) -> Iterator[tuple[str, str, Sampler]]:
+    """Mode, implementation and samples of the wall time of len(xs) calls. What cannot be captured has no graph."""
+    for name in names:
+
+        def run(name: str = name) -> None:
+            config._experts_implementation = name
+            for x in xs:
+                block(x)
+
+        yield "eager", name, host_sampler(run, max(CALLS // len(xs), 1), drain=True)
+        if name != BUILT_IN[0]:  # which asks the host what is routed where
+            graph = capture(run)
+            yield "graph", name, host_sampler(graph.replay, 2, drain=True)
+
+
+def _measure_block(model: Model, tokens: int, budget_s: float) -> list[dict[str, Any]]:
+    """One record for calls one by one, one for a graph."""
+    config = config_of(model)
+    block = new_block(model, config)
+    names = [OURS, *(name for name in BUILT_IN if name != "batched_mm" or tokens <= MOST_BATCHED)]
+    xs = [torch.randn(1, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(INPUTS)]
+    xs = xs if tokens == 1 else xs[:2]
+    errors = errors_of(model, block, config, names, xs[0])
+    samplers: dict[str, dict[str, Sampler]] = {"eager": {}, "graph": {}}
+    for mode, name, sampler in _samplers(block, config, names, xs):
+        samplers[mode][name] = sampler
+    records = []
+    for mode, of_mode in samplers.items():
+        times = {name: _each(summary, len(xs)) for name, summary in interleave(of_mode, budget_s / 2).items()}
+        records.append({"model": model.name, "tokens": tokens, "mode": mode, "errors": errors, "times": times})
+    return records
+
+
+def _each(summary: Any, count: int) -> dict[str, Any]:
+    """Of one of `count` calls."""
+    found = dataclasses.asdict(summary)
+    return {key: value / count if key.endswith("_us") else value for key, value in found.items()}
+
+
+def _new_model() -> Any:
+    """Some layers of gpt-oss-120b, random, in bfloat16 from the start: in float32 it would take twice the memory."""
+    import transformers
+
+    config = config_of(GPT_OSS_120B, num_hidden_layers=STEP_LAYERS, num_attention_heads=64, num_key_value_heads=8)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            return transformers.GptOssForCausalLM(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _step(model: Any, implementation: str) -> Callable[[], object]:
+    """A decoding step in a graph, with a cache that stays where it is."""
+    import transformers
+
+    model.set_experts_implementation(implementation)
+    ids = torch.randint(3, model.config.vocab_size, (STEP_TOKENS, PROMPT), device="cuda")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=CACHE)
+    model(ids, past_key_values=cache, cache_position=torch.arange(PROMPT, device="cuda"), use_cache=True)
+    last, at = ids[:, :1].clone(), torch.tensor([PROMPT], device="cuda")
+    graph = capture(lambda: model(last, past_key_values=cache, cache_position=at, use_cache=True))
+
+    def replay(kept: object = (model, cache)) -> None:
+        graph.replay()
+
+    return replay
+
+
+def _measure_step(budget_s: float) -> dict[str, Any]:
+    import glulam.integrations.transformers as integration
+
+    model = _new_model()
+    steps = {name: _step(model, name) for name in ("grouped_mm", OURS)}
+    for recipe in WEIGHT_ONLY:
+        integration.register(recipe=recipe)
+        steps[f"{OURS}, {recipe}"] = _step(_new_model(), OURS)
+        torch.cuda.empty_cache()
+    integration.register()
+    times = interleave({name: host_sampler(step, 2, drain=True) for name, step in steps.items()}, budget_s)
+    step = {"model": f"{GPT_OSS_120B.name}, {STEP_LAYERS} layers", "tokens": STEP_TOKENS, "mode": STEP}
+    return {**step, "times": {name: dataclasses.asdict(time) for name, time in times.items()}}
+
+
+def run_transformers(options: Options) -> list[dict[str, Any]]:
+    """One record for a block, a number of tokens and a mode; then one for a decoding step. Wall time of a call."""
+    import glulam.integrations.transformers as integration
+
+    integration.register()
+    cases = [(model, tokens) for model in (QWEN3, GPT_OSS_20B) for tokens in TOKENS]
+    records = []
+    with torch.no_grad():
+        for model, tokens in track(cases, "transformers"):
+            if options.case in (None, model.name):
+                records += _measure_block(model, tokens, options.budget_s / (len(cases) + 1))
+                torch.cuda.empty_cache()
+        if options.case in (None, GPT_OSS_120B.name):
+            records.append(_measure_step(options.budget_s / (len(cases) + 1)))
+    return records
