@@ -347,8 +347,10 @@ def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyP
         integration.register()
 
 
-def test_importing_glulam_imports_no_transformers() -> None:
-    code = "import sys, glulam, glulam.integrations.transformers as t; assert 'transformers' not in sys.modules"
+def test_importing_glulam_imports_none_of_these_packages() -> None:
+    """Nor does the integration of transformers, before `register`."""
+    packages = "'transformers', 'torchtitan', 'megatron'"
+    code = f"import sys, glulam, glulam.integrations.transformers; assert not {{{packages}}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

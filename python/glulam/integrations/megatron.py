@@ -1,0 +1,222 @@
+"""Megatron-Core's experts on Glulam: an experts module that a layer's spec names.
+
+    from glulam.integrations.megatron import experts_spec
+    MoESubmodules(experts=experts_spec())
+
+It takes permuted tokens, tokens_per_expert and probabilities from any of Megatron's dispatchers. Its checkpoints,
+sharded or not, are those of Megatron's own SequentialMLP, in both directions. Importing this imports Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.utils import divide
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from ..nn import GroupedMLP
+from .gates import Form, activation_of, gate_of
+
+KNOWN_VERSIONS = ("0.16",)
+"""Minor versions that this was tested with."""
+LAYERS = {"fc1": "linear_fc1", "fc2": "linear_fc2"}
+"""Ours, and as Megatron's MLP calls them."""
+SHARDED = {"fc1": {"weight": 0, "bias": 0}, "fc2": {"weight": 1}}
+"""By which dimension of an expert's tensor tensor parallelism cuts it."""
+UNSUPPORTED = {"fp8": None, "fp4": None, "moe_latent_size": None}
+"""Options of a config, and the values that Glulam has."""
+
+
+def experts_spec(packed: bool = False) -> ModuleSpec:
+    """The experts of a layer's spec. packed: one parameter a layer instead of one for each expert."""
+    return ModuleSpec(module=GlulamMLP, params={"packed": packed})
+
+
+class GlulamMLP(MegatronModule):
+    """In place of SequentialMLP, GroupedMLP or TEGroupedMLP: FC1, the activation and FC2 in one call.
+
+    `main_grad`, `delay_wgrad_compute` with `backward_dw` and recomputation of "moe_act" are those of `nn.GroupedMLP`.
+    With expert tensor parallelism results are partial sums, which the dispatcher adds, as of Megatron's own.
+
+    Args:
+        num_local_experts, config, pg_collection: as Megatron's MoELayer gives them. submodules: of a spec; ignored.
+        packed: one parameter a layer instead of one for each expert.
+
+    Raises:
+        NotImplementedError: an activation or an option that Glulam has not; the message names it.
+        ValueError, TypeError: as of `glulam.nn.GroupedMLP`.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, pg_collection: Any = None,
+        *, packed: bool = False,
+    ):  # fmt: skip
+        super().__init__(config=config)
+        _check(config)
+        self.num_local_experts, self.packed = num_local_experts, packed
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.sizes = {"fc1": config.moe_ffn_hidden_size * (1 + config.gated_linear_unit), "fc2": config.hidden_size}
+        form = _form_of(config)
+        recompute = config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules
+        self.mlp = GroupedMLP(
+            num_local_experts, config.hidden_size, divide(config.moe_ffn_hidden_size, self.tp_group.size()),
+            bias=config.add_bias_linear, activation=form.activation, glu_layout=form.glu_layout,
+            **form.params._asdict(), packed=packed, recompute=recompute, delay_wgrad=config.delay_wgrad_compute,
+            device="meta", dtype=config.params_dtype,
+        ).to_empty(device="cpu" if config.use_cpu_initialization else torch.cuda.current_device())  # fmt: skip
+        self._initialise()
+        self.register_state_dict_post_hook(_to_megatron)
+        self.register_load_state_dict_pre_hook(_from_megatron)
+
+    def _initialise(self) -> None:
+        """As Megatron's linear layers: each expert by itself, on a CPU from the weight of all ranks; biases 0."""
+        config, inner = self.config, self.config.moe_ffn_hidden_size
+        methods = {"fc1": config.init_method, "fc2": config.output_layer_init_method}
+        for layer, method in methods.items():
+            axis = SHARDED[layer]["weight"]
+            out, columns = self.sizes[layer], config.hidden_size if layer == "fc1" else inner
+            for weight in self._of_experts(layer, "weight") if config.perform_initialization else ():
+                if config.use_cpu_initialization:
+                    share = weight.shape[axis]
+                    _initialize_affine_weight_cpu(
+                        weight, out, columns, share, axis, method, params_dtype=config.params_dtype,
+                        rank=self.tp_group.rank(), world_size=self.tp_group.size(),
+                        skip_set_tensor_parallel_attributes=True,
+                    )  # fmt: skip
+                else:
+                    _initialize_affine_weight_gpu(weight, method, partition_dim=axis, is_expert=True)
+        for name, parameter in self.mlp.named_parameters():
+            layer, kind = name.split(".")
+            # Megatron's data parallelism reduces over other ranks what has it False.
+            parameter.allreduce = config.expert_model_parallel_size <= 1  # type: ignore[attr-defined]
+            if kind.startswith("bias"):
+                torch.nn.init.zeros_(parameter)
+            axis = SHARDED[layer].get(kind.rstrip("0123456789"), 0) + self.packed
+            if not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, kind.startswith("weight") or layer == "fc1", axis, 1)
+
+    def _of_experts(self, layer: str, name: str) -> list[Tensor]:
+        """A tensor for each expert: parameters, or views of a packed one."""
+        parameters = getattr(self.mlp, layer).parameter_list(name)
+        return list(parameters[0].detach().unbind()) if self.packed and parameters else parameters
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """[T, H] -> [T, H], rows sorted by expert, and no bias, since that is added.
+
+        Args:
+            tokens_per_expert: [E], on the rows' device or on the CPU; they are all of the rows.
+            permuted_probs: [T], which multiply the activation, or the input where `moe_apply_probs_on_input`.
+        """
+        rows, scale = permuted_local_hidden_states, permuted_probs.float()
+        if self.config.moe_apply_probs_on_input:
+            if self.config.moe_router_topk != 1:
+                raise ValueError("glulam: moe_apply_probs_on_input works with moe_router_topk=1 alone")
+            rows, scale = (permuted_probs[:, None] * rows).to(rows.dtype), torch.ones_like(scale)
+        return self.mlp(rows, splits=tokens_per_expert, row_scale=scale), None
+
+    def backward_dw(self) -> None:
+        """The gradients of the weights, where `delay_wgrad_compute`."""
+        self.mlp.backward_dw()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As of SequentialMLP: local experts by their numbers among all."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        singleton = metadata.get("singleton_local_shards", False)
+        total, first = self.ep_group.size() * self.num_local_experts, self.ep_group.rank() * self.num_local_experts
+        result = {}
+        for expert in range(self.num_local_experts):
+            number, offsets, stored = first + expert, sharded_offsets, f"{prefix}experts."
+            if singleton:
+                stored = f"{stored}{number}."
+            else:
+                offsets = (*offsets, (len(offsets), number, total))
+            for layer, theirs in LAYERS.items():
+                named = {name: self._of_experts(layer, name) for name in ("weight", "bias")}
+                tensors = {name: experts[expert] for name, experts in named.items() if experts}
+                made = make_sharded_tensors_for_checkpoint(
+                    tensors, f"{stored}{theirs}.", SHARDED[layer], offsets, tp_group=self.tp_group,
+                    dp_cp_group=metadata["dp_cp_group"],
+                )  # fmt: skip
+                for key, sharded in made.items():
+                    if layer == "fc1" and self.config.gated_linear_unit:
+                        sharded = apply_swiglu_sharded_factory(sharded, offsets, singleton)
+                    sharded.replica_id = (*sharded.replica_id[:2], self.dp_group.rank())
+                    name = key.rpartition(".")[2]
+                    result[f"{prefix}local_experts.{expert}.{theirs}.{name}"] = sharded
+        return result
+
+
+def _check(config: Any) -> None:
+    version = importlib.metadata.version("megatron-core")
+    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
+        known = ", ".join(KNOWN_VERSIONS)
+        warnings.warn(f"megatron-core {version} was not tested with Glulam; {known} was", RuntimeWarning, stacklevel=3)
+    for name, value in UNSUPPORTED.items():
+        if getattr(config, name, value) != value:
+            raise NotImplementedError(f"glulam: {name} is {getattr(config, name)!r}; leave it out, Glulam has none")
+
+
+def _form_of(config: Any) -> Form:
+    """What Megatron's MLP does between its layers. Raises NotImplementedError where Glulam has no such activation."""
+    limit, act = config.activation_func_clamp_value, config.activation_func
+
+    def glu(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        found: Tensor = act(gate) * (up + config.glu_linear_offset)
+        return found
+
+    cpu = torch.device("cpu")
+    form = gate_of(glu, cpu) if config.gated_linear_unit else activation_of(act, cpu)
+    if form is None:
+        raise NotImplementedError(f"glulam: activation_func {getattr(act, '__name__', act)} is none that Glulam has")
+    return form
+
+
+def _names(module: GlulamMLP, prefix: str) -> Iterator[tuple[str, str]]:
+    """Of each expert's parameters: ours, where each has its own, and Megatron's."""
+    for layer, theirs in LAYERS.items():
+        for kind in ("weight", "bias"):
+            for expert in range(module.num_local_experts):
+                yield f"{prefix}mlp.{layer}.{kind}{expert}", f"{prefix}local_experts.{expert}.{theirs}.{kind}"
+
+
+def _to_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if module.packed:
+        for layer in LAYERS:
+            for kind in ("weight", "bias"):
+                packed = state.pop(f"{prefix}mlp.{layer}.{kind}", None)
+                for expert in range(0 if packed is None else module.num_local_experts):
+                    state[f"{prefix}mlp.{layer}.{kind}{expert}"] = packed[expert]
+    for ours, theirs in _names(module, prefix):
+        if ours in state:
+            state[theirs] = state.pop(ours)
+
+
+def _from_megatron(module: GlulamMLP, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """nn.GroupedMLP packs what needs it."""
+    for ours, theirs in _names(module, prefix):
+        if theirs in state:
+            state[ours] = state.pop(theirs)
+    for layer in LAYERS.values():
+        for expert in range(module.num_local_experts):
+            state.pop(f"{prefix}local_experts.{expert}.{layer}._extra_state", None)
