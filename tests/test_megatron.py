@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock

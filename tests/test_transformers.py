@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -342,7 +343,7 @@ def test_what_is_nearly_one_is_none(gate: Any) -> None:
 
 
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration.importlib.metadata, "version", lambda name: "6.1.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "6.1.0")
     with pytest.warns(RuntimeWarning, match=r"transformers 6.1.0 was not tested with Glulam; 5.17, 5.23 were"):
         integration.register()
 

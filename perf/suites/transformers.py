@@ -6,6 +6,7 @@ Before a block is timed, its error against float32 may not be twice that of the 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ MOST_ERROR = 2.0
 MOST_BATCHED = 256
 """Tokens: batched_mm copies the weights of every choice."""
 CALLS = 16
-STEP_TOKENS, STEP_LAYERS, PROMPT, CACHE = 128, 4, 16, 64
-"""Of a decoding step: 4 rows an expert of gpt-oss-120b."""
+STEP_TOKENS, STEP_LAYERS, PROMPT, CACHE = 64, 4, 16, 64
+"""Of a decoding step: 4 rows an expert of Qwen3-235B-A22B."""
 WEIGHT_ONLY = ("mxfp8_weight_only", "mxfp4_weight_only")
 STEP = "decoding step, graph"
 
@@ -46,9 +47,14 @@ QWEN3 = Model(
     {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
      "norm_topk_prob": True},
 )  # fmt: skip
-GPT_OSS_SIZES = {"hidden_size": 2880, "intermediate_size": 2880, "num_experts_per_tok": 4}
-GPT_OSS_20B = Model("gpt-oss-20b", "GptOss", "gpt_oss", "GptOssMLP", {**GPT_OSS_SIZES, "num_local_experts": 32})
-GPT_OSS_120B = GPT_OSS_20B._replace(name="gpt-oss-120b", sizes={**GPT_OSS_SIZES, "num_local_experts": 128})
+GPT_OSS_20B = Model(
+    "gpt-oss-20b", "GptOss", "gpt_oss", "GptOssMLP",
+    {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+)  # fmt: skip
+QWEN3_235B = QWEN3._replace(
+    name="Qwen3-235B-A22B", sizes={**QWEN3.sizes, "hidden_size": 4096, "moe_intermediate_size": 1536}
+)
+ATTENTION = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
 
 
 def config_of(model: Model, **more: Any) -> Any:
@@ -129,16 +135,16 @@ def _each(summary: Any, count: int) -> dict[str, Any]:
 
 
 def _new_model() -> Any:
-    """Some layers of gpt-oss-120b, random, in bfloat16 from the start: in float32 it would take twice the memory."""
+    """Some layers of Qwen3-235B-A22B, random, in bfloat16 from the start: in float32 it would take twice the memory."""
     import transformers
 
-    config = config_of(GPT_OSS_120B, num_hidden_layers=STEP_LAYERS, num_attention_heads=64, num_key_value_heads=8)
+    config = config_of(QWEN3_235B, num_hidden_layers=STEP_LAYERS, **ATTENTION)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            return transformers.GptOssForCausalLM(config).eval().requires_grad_(False)
+            return transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(default)
 
@@ -171,7 +177,7 @@ def _measure_step(budget_s: float) -> dict[str, Any]:
         torch.cuda.empty_cache()
     integration.register()
     times = interleave({name: host_sampler(step, 2, drain=True) for name, step in steps.items()}, budget_s)
-    step = {"model": f"{GPT_OSS_120B.name}, {STEP_LAYERS} layers", "tokens": STEP_TOKENS, "mode": STEP}
+    step = {"model": f"{QWEN3_235B.name}, {STEP_LAYERS} layers", "tokens": STEP_TOKENS, "mode": STEP}
     return {**step, "times": {name: dataclasses.asdict(time) for name, time in times.items()}}
 
 
@@ -187,6 +193,9 @@ def run_transformers(options: Options) -> list[dict[str, Any]]:
             if options.case in (None, model.name):
                 records += _measure_block(model, tokens, options.budget_s / (len(cases) + 1))
                 torch.cuda.empty_cache()
-        if options.case in (None, GPT_OSS_120B.name):
-            records.append(_measure_step(options.budget_s / (len(cases) + 1)))
+        if options.case in (None, QWEN3_235B.name):
+            try:
+                records.append(_measure_step(options.budget_s / (len(cases) + 1)))
+            except RuntimeError as error:  # a version whose cache cannot be captured must not cost the blocks
+                warnings.warn(f"the decoding step is left out: {error}", stacklevel=2)
     return records

@@ -9,8 +9,6 @@ sharded or not, are those of Megatron's own SequentialMLP, in both directions. I
 
 from __future__ import annotations
 
-import importlib.metadata
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +28,7 @@ from torch import Tensor
 
 from ..nn import GroupedMLP
 from .gates import Form, activation_of, gate_of
+from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("0.16",)
 """Minor versions that this was tested with."""
@@ -165,10 +164,7 @@ class GlulamMLP(MegatronModule):
 
 
 def _check(config: Any) -> None:
-    version = importlib.metadata.version("megatron-core")
-    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
-        known = ", ".join(KNOWN_VERSIONS)
-        warnings.warn(f"megatron-core {version} was not tested with Glulam; {known} was", RuntimeWarning, stacklevel=3)
+    warn_if_untested("megatron-core", KNOWN_VERSIONS)
     for name, value in UNSUPPORTED.items():
         if getattr(config, name, value) != value:
             raise NotImplementedError(f"glulam: {name} is {getattr(config, name)!r}; leave it out, Glulam has none")

@@ -11,9 +11,7 @@ weights become buffers in its format when they are first used.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import warnings
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +28,7 @@ from ..recipes import BF16, Recipe
 from .experts import NAME as NAME
 from .experts import keep, quantised, weight_names
 from .gates import Form, activation_of, gate_of
+from .versions import warn_if_untested
 
 KNOWN_VERSIONS = ("5.17", "5.23")
 """Minor versions that this was tested with."""
@@ -79,13 +78,10 @@ def register(recipe: str | Recipe = "bf16") -> None:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
         raise ImportError(f"glulam.integrations.transformers needs transformers 5: {error}") from error
-    version = importlib.metadata.version("transformers")
-    if ".".join(version.split(".")[:2]) not in KNOWN_VERSIONS:
-        known = ", ".join(KNOWN_VERSIONS)
-        warnings.warn(f"transformers {version} was not tested with Glulam; {known} were", RuntimeWarning, stacklevel=2)
-    ExpertsInterface.register(NAME, experts_forward)
     from . import mxfp4_checkpoints
 
+    warn_if_untested("transformers", KNOWN_VERSIONS)
+    ExpertsInterface.register(NAME, experts_forward)
     mxfp4_checkpoints.use(as_shipped=found.has_4_bits)
     _recipe = found
 

@@ -22,6 +22,7 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem, changed, dtype_name
 from ..errors import GradientNotSupported
+from ..mxfp4 import MXFP4Tensor
 from ..mxfp4.words import elements_of
 from ..mxfp8.mlp_reference import Values
 from ..mxfp8.prepared import FOUR_BITS, PREPARED, Prepared, is_prepared
@@ -48,6 +49,8 @@ class Mxfp4MmCall(Call):
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
+        if self.w.dtype not in MXFP4Tensor.data_dtypes:
+            raise TypeError(f"{self.op}: w's data is {self.w.dtype}; give that of an MXFP4Tensor")
         like_data = self.x.new_empty(0, dtype=self.w.dtype)
         experts, n, numbers = check_experts(self.op, "w", self.w, like_data, "E N K/2")
         k = numbers * elements_of(self.w.dtype)

@@ -1,0 +1,14 @@
+"""Versions of other packages that an integration was tested with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+
+
+def warn_if_untested(package: str, known: tuple[str, ...]) -> None:
+    """One line where the installed version is none of these minor versions. The package is installed."""
+    version = importlib.metadata.version(package)
+    if ".".join(version.split(".")[:2]) not in known:
+        tested = f"{', '.join(known)} {'were' if len(known) > 1 else 'was'}"
+        warnings.warn(f"{package} {version} was not tested with Glulam; {tested}", RuntimeWarning, stacklevel=3)
