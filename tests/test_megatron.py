@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -168,11 +169,17 @@ def shards(entry: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("form", ["gpt-oss", "srelu"])
 def test_sharded_state_dicts_are_those_of_sequential_experts(form: str, packed: bool, singleton: bool) -> None:
-    """So that either loads the other's checkpoints: keys, places of shards among all, replicas and data."""
+    """So that either loads the other's checkpoints: keys, places of shards among all, replicas, data. As of the second
+    of two ranks that share the experts.
+    """
+    both = pair(form, packed)
+    for experts in both:
+        experts.ep_group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
     theirs, ours = (
         {name: list(shards(entry)) for name, entry in experts.sharded_state_dict("mlp.experts.", (), metadata).items()}
-        for experts, metadata in zip(pair(form, packed), [{"singleton_local_shards": singleton}] * 2, strict=True)
+        for experts, metadata in zip(both, [{"singleton_local_shards": singleton}] * 2, strict=True)
     )
+    assert singleton or all(shard.global_offset[0] >= EXPERTS for found in ours.values() for shard in found)
     theirs = {name: found for name, found in theirs.items() if found}  # without what linear layers have beside tensors
     assert ours.keys() == theirs.keys() and len(ours) == EXPERTS * (4 if form == "gpt-oss" else 2)
     fields = "key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"
