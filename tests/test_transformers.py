@@ -293,6 +293,14 @@ def test_a_checkpoint_of_gpt_oss_is_dequantised_where_that_is_asked_for(gpt_oss_
             assert torch.equal(model.eval()(tokens()).logits, twin(tokens()).logits)
 
 
+def test_a_quantizer_of_someone_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = importlib.import_module("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING
+    other = object()
+    monkeypatch.setitem(mapping, "mxfp4", other)
+    integration.register()
+    assert mapping["mxfp4"] is other
+
+
 @pytest.mark.usefixtures("recipe_after")
 def test_quantised_experts_neither_train_nor_are_traced_first() -> None:
     torch.compiler.reset()

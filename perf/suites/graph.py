@@ -18,7 +18,7 @@ from ..contestants import Library, check, libraries
 from ..options import Options
 from ..problem import Buffers, make_problem, offsets
 from ..routing import ROUTINGS, group_sizes, skew
-from ..timing import host_sampler, interleave
+from ..timing import Summary, host_sampler, interleave
 
 LAYERS = 32
 COMPETING = ("glulam", "torch")
@@ -75,8 +75,10 @@ def _samplers(library: Library, sets: list[Buffers]) -> dict[str, Callable[[], f
     }
 
 
-def _per_layer(summary: dict[str, Any]) -> dict[str, Any]:
-    return {key: value / LAYERS if key.endswith("_us") else value for key, value in summary.items()}
+def of_each(summary: Summary, count: int) -> dict[str, Any]:
+    """The times of one of `count` calls that were timed together."""
+    found = dataclasses.asdict(summary)
+    return {key: value / count if key.endswith("_us") else value for key, value in found.items()}
 
 
 def _measure(case: Case, contestants: list[Library], budget_s: float) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def _measure(case: Case, contestants: list[Library], budget_s: float) -> dict[st
         "skew": dataclasses.asdict(skew(problem.sizes)),
         "layers": LAYERS,
         "replays_equal_to_eager": replays,
-        "times": {name: _per_layer(dataclasses.asdict(summary)) for name, summary in times.items()},
+        "times": {name: of_each(summary, LAYERS) for name, summary in times.items()},
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..options import Options
 from ..timing import Sampler, host_sampler, interleave
-from .graph import capture
+from .graph import capture, of_each
 
 OURS, BUILT_IN = "glulam", ("eager", "grouped_mm", "batched_mm")
 TOKENS = (1, 16, 256, 8192)
@@ -115,23 +115,17 @@ def _measure_block(model: Model, tokens: int, budget_s: float) -> list[dict[str,
     config = config_of(model)
     block = new_block(model, config)
     names = [OURS, *(name for name in BUILT_IN if name != "batched_mm" or tokens <= MOST_BATCHED)]
-    xs = [torch.randn(1, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(INPUTS)]
-    xs = xs if tokens == 1 else xs[:2]
+    count = INPUTS if tokens == 1 else 2
+    xs = [torch.randn(1, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     errors = errors_of(model, block, config, names, xs[0])
     samplers: dict[str, dict[str, Sampler]] = {"eager": {}, "graph": {}}
     for mode, name, sampler in _samplers(block, config, names, xs):
         samplers[mode][name] = sampler
     records = []
     for mode, of_mode in samplers.items():
-        times = {name: _each(summary, len(xs)) for name, summary in interleave(of_mode, budget_s / 2).items()}
+        times = {name: of_each(summary, len(xs)) for name, summary in interleave(of_mode, budget_s / 2).items()}
         records.append({"model": model.name, "tokens": tokens, "mode": mode, "errors": errors, "times": times})
     return records
-
-
-def _each(summary: Any, count: int) -> dict[str, Any]:
-    """Of one of `count` calls."""
-    found = dataclasses.asdict(summary)
-    return {key: value / count if key.endswith("_us") else value for key, value in found.items()}
 
 
 def _new_model() -> Any:

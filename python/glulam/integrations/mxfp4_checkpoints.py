@@ -30,7 +30,10 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 def use(as_shipped: bool) -> None:
     """Let transformers load such checkpoints with the quantizer here, or with its own."""
-    AUTO_QUANTIZER_MAPPING[METHOD] = _quantizer if as_shipped else Mxfp4HfQuantizer
+    if as_shipped:
+        AUTO_QUANTIZER_MAPPING[METHOD] = _quantizer
+    elif AUTO_QUANTIZER_MAPPING[METHOD] is _quantizer:  # another's stays
+        AUTO_QUANTIZER_MAPPING[METHOD] = Mxfp4HfQuantizer
 
 
 def _quantizer(config: Any, **options: Any) -> HfQuantizer:

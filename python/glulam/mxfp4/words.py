@@ -2,8 +2,8 @@
 
 A block of 32 elements is four words. Word j has, of every eight elements of the block, those at 2j and 2j + 1, which
 are one byte of a checkpoint and a register of two bfloat16 numbers in a kernel: bits 15 and 8 to 6 of such a number are
-its element's sign and three other bits, the even element's number in the lower half. So PLACES masks a register. A
-word's bits are ordered so that these are its four pairs, each masked (shifts fill with zeros):
+its element's sign and three other bits, the even element's number in the lower half. A word's bits are ordered so that
+its four pairs are these, with all other bits of a register masked away (shifts fill with zeros):
 
     pair 0   word                        pair 2   (word >> 4) ^ (word rotated left by 10)
     pair 1   word << 4                   pair 3   (word >> 4) ^ (word << 6)
