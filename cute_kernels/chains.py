@@ -36,8 +36,14 @@ class Of:
     dim: int = 0
 
 
-Source = str | int | Of
-"""Of a stage's argument: a chain's argument by name, a constant, or something of a tensor."""
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """How many kernels of the same call come before: a step that is left out is none."""
+
+
+Source = str | int | Of | Position
+"""Of a stage's argument: a chain's argument by name, a constant, something of a tensor, or what every stage's
+`position` is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +83,10 @@ class Chain:
 
 def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
     """`same`: arguments that stage and chain call the same."""
-    taken = {**{name: name for name in same.split()}, **sources}
-    stage_signature(stage).pack(**taken)
+    signature = stage_signature(stage)
+    position = {"position": Position()} if "position" in signature.names else {}
+    taken = {**{name: name for name in same.split()}, **sources, **position}
+    signature.pack(**taken)
     return Step(stage, tuple(taken.items()), when)
 
 
@@ -102,11 +110,11 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
     return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if formats.x.scale else {})}
 
 
-def _combined(spec: Spec, rows: str, out: str, position: int, residual: Source = 0) -> Step:
+def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
     """out[token] = residual[token] + the sum of its rows, where out is given."""
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),
-        residual=residual, width=Of(rows, "size", 1), out=out, position=position, stream=Of(rows, "stream"),
+        residual=residual, width=Of(rows, "size", 1), out=out, stream=Of(rows, "stream"),
     )  # fmt: skip
 
 
@@ -138,13 +146,13 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
         _step(
             fc1, f"{_GROUPS} kind glu_layout {_PARAMS} scale{optional}", x=x, w="w1", act=mid, bias="b1",
             bias_table="b1_table",
-            **_scales(fc1.operands, x, "w1"), **own, position=len(first),
+            **_scales(fc1.operands, x, "w1"), **own,
         ),
         _step(
             fc2, f"{_GROUPS} scale y", x=mid, w="w2", bias="b2", bias_table="b2_table",
-            **_scales(fc2.operands, mid, "w2"), position=len(first) + 1,
+            **_scales(fc2.operands, mid, "w2"),
         ),
-        _combined(spec, "y", "out", len(first) + 2, "residual"),
+        _combined(spec, "y", "out", "residual"),
     )  # fmt: skip
 
 
@@ -159,7 +167,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     steps.append(
         _step(
             DgluSpec(**fields), f"{_GROUPS} {_PARAMS} rows preact dpreact act scale partials", x=dy, w="w2",
-            **_scales(spec.operands, dy, "w2"), position=len(steps),
+            **_scales(spec.operands, dy, "w2"),
         )
     )  # fmt: skip
     dx: dict[str, Any] = {}
@@ -168,11 +176,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
         if in_mxfp8:
             steps.append(_quantized(spec.dtype, spec.arch, "dpreact", dpreact, f"{dpreact}_scale"))
         dgrad = GroupedMmSpec(spec.dtype, not in_mxfp8, spec.dgrad, spec.arch, spec.operands)
-        steps.append(
-            _step(
-                dgrad, _GROUPS, x=dpreact, w="w1", y="dx", **_scales(spec.operands, dpreact, "w1"), position=len(steps)
-            )
-        )
+        steps.append(_step(dgrad, _GROUPS, x=dpreact, w="w1", y="dx", **_scales(spec.operands, dpreact, "w1")))
         dx = {"dx": Of("dx", "address"), "dx_columns": Of("dx", "size", 1), "dx_pitch": Of("dx", "stride", 0)}
     steps.append(
         _step(
@@ -181,7 +185,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
         )
     )  # fmt: skip
     if spec.dgrad:
-        steps.append(_combined(spec, "dx", "dx_tokens", len(steps)))
+        steps.append(_combined(spec, "dx", "dx_tokens"))
     return tuple(steps)
 
 
@@ -204,7 +208,11 @@ def _pre(spec: MhcSpec) -> tuple[Step, ...]:
 
 
 def _routing(spec: LayerSpec) -> tuple[Step, ...]:
-    """ids, weights and rows: of one chunk in one launch, else the chunks' counts come first."""
+    """[Logits of x,] ids, weights and rows: of one chunk in one launch, else the chunks' counts come first."""
+    if spec.kernel == "router":
+        names = "x weight weight_bias logits forms weight_form bias_form tokens width experts stream"
+        logits = _step(LayerSpec("logits", spec.dtype, arch=spec.arch), names)
+        return logits, *_routing(LayerSpec("route", experts=spec.experts, arch=spec.arch))
     place = dataclasses.replace(spec, kernel="place")
     same, rows = (
         "ids num_tokens workspace tokens experts k chunk stream",
@@ -212,11 +220,13 @@ def _routing(spec: LayerSpec) -> tuple[Step, ...]:
     )
     if spec.kernel == "sort":
         count = dataclasses.replace(spec, kernel="count")
-        return _step(count, f"{same} wide first", when="workspace"), _step(place, f"{same} {rows} wide first")
+        return _step(count, f"{same} wide first", when="workspace"), _step(
+            place, f"{same} {rows} wide weight_form first"
+        )
     chosen = "logits bias forms score normalize num_groups top_groups scale"
     return (
         _step(dataclasses.replace(spec, kernel="choose"), f"{same} {rows} {chosen}"),
-        _step(place, f"{same} {rows}", wide=0, first=0, when="workspace"),
+        _step(place, f"{same} {rows}", wide=0, weight_form=0, first=0, when="workspace"),
     )
 
 
@@ -228,7 +238,7 @@ def _steps(spec: Spec) -> tuple[Step, ...]:
         return _dglu(spec)
     if isinstance(spec, MhcSpec) and spec.kernel == "pre":
         return _pre(spec)
-    if isinstance(spec, LayerSpec) and spec.kernel in ("route", "sort"):
+    if isinstance(spec, LayerSpec) and spec.kernel in ("route", "router", "sort"):
         return _routing(spec)
     return ()
 

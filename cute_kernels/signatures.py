@@ -285,18 +285,21 @@ _ROWS_OF = "offs token_of_row row_of weight_of_row"
 LAYER: dict[str, Signature] = {
     "choose": _numbers(
         f"logits bias num_tokens ids weights {_ROWS_OF} workspace",
-        "forms tokens experts k score normalize num_groups top_groups chunk",
+        "forms tokens experts k score normalize num_groups top_groups chunk position",
         "scale",
     ),
+    "logits": _numbers("x weight weight_bias logits", "forms weight_form bias_form tokens width experts"),
     "count": _numbers("ids num_tokens workspace", "wide first tokens experts k chunk"),
-    "place": _numbers(f"ids weights num_tokens {_ROWS_OF} workspace", "wide first tokens experts k chunk"),
+    "place": _numbers(f"ids weights num_tokens {_ROWS_OF} workspace", "wide weight_form first tokens experts k chunk"),
     "route_backward": _numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
     "permute": _numbers("x row_of out", "tokens k width"),
     "combine": _numbers("y row_of residual out", "tokens k width position", optional=True),
     "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k"),
 }
-"""What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`); `wide`: whether ids have 64
-bits; `chunk`: tokens of a CTA; `workspace`: int32 [chunks, experts], 0 where there is one chunk."""
+"""What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`), as `weight_form` and
+`bias_form` are those of a router's parameters, or of choices' weights; `wide`: whether ids have 64 bits; `chunk`:
+tokens of a CTA; `workspace`: int32 [chunks, experts], 0 where there is one chunk; `position`: how many kernels of the
+same call come before."""
 
 _STAGES: dict[type, Callable[[Any], Signature]] = {
     GroupedMmSpec: _mm,

@@ -426,19 +426,20 @@ class MhcSpec:
         return f"mhc_{self.kernel}{dtype}_n{self.n}_{self.arch}"
 
 
-ROUTING = ("choose", "count", "place", "route", "sort")
-"""From logits, or from chosen ids, to rows of experts; the last two are chains."""
+ROUTING = ("choose", "count", "place", "route", "sort", "router")
+"""From logits, from chosen ids or, last, from tokens to rows of experts; the last three are chains."""
 ROUTING_EXPERTS = (128, 256, 1024)
 """Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
 warp."""
 ROW_KERNELS = ("permute", "combine")
-LAYER_KERNELS = (*ROUTING, *ROW_KERNELS, "route_backward", "row_weights_backward")
+LAYER_KERNELS = (*ROUTING, "logits", *ROW_KERNELS, "route_backward", "row_weights_backward")
+_OF_TOKENS = (*ROW_KERNELS, "logits", "router")
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """A kernel around a layer's experts. `dtype`: of rows, where it moves some; `experts`: most of them, where it
-    routes. Other kernels have neither: "float32" and 0.
+    """A kernel around a layer's experts. `dtype`: of tokens or rows, where it reads some; `experts`: most of them,
+    where it routes. Other kernels have neither: "float32" and 0.
     """
 
     op: ClassVar[str] = "layer"
@@ -449,13 +450,13 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         require("kernel", self.kernel, LAYER_KERNELS)
-        require("dtype", self.dtype, STREAM_DTYPES if self.kernel in ROW_KERNELS else ("float32",))
+        require("dtype", self.dtype, STREAM_DTYPES if self.kernel in _OF_TOKENS else ("float32",))
         require("experts", self.experts, ROUTING_EXPERTS if self.kernel in ROUTING else (0,))
         require("arch", self.arch, ARCHS)
 
     @property
     def name(self) -> str:
-        dtype = f"_{STREAM_DTYPES[self.dtype]}" if self.kernel in ROW_KERNELS else ""
+        dtype = f"_{STREAM_DTYPES[self.dtype]}" if self.kernel in _OF_TOKENS else ""
         experts = f"_e{self.experts}" if self.experts else ""
         return f"layer_{self.kernel}{dtype}{experts}_{self.arch}"
 

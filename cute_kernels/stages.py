@@ -33,6 +33,7 @@ _MODULES: dict[type, str] = {
 """Of kernels that know no architecture's facts, as those of `mhc` and `layer` do."""
 _HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}
 _LAYER = {
+    "logits": "logits",
     "choose": "route",
     "count": "route",
     "place": "route",

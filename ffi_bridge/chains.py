@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cute_kernels.chains import Chain, Of, Source, Step, chain_of, signature_of
+from cute_kernels.chains import Chain, Of, Position, Source, Step, chain_of, signature_of
 from cute_kernels.signatures import FLOAT32, Argument
 from cute_kernels.specs import Spec
 
@@ -32,7 +32,7 @@ _RUN = r"""
 #define EXPORT __attribute__((visibility("default")))
 
 typedef int (*Stage)(void*, const TVMFFIAny*, int32_t, TVMFFIAny*);
-enum { ARGUMENT, INTEGER, FLOAT, ADDRESS, SIZE, STRIDE, STREAM };
+enum { ARGUMENT, INTEGER, FLOAT, ADDRESS, SIZE, STRIDE, STREAM, POSITION };
 /* index: of the chain's argument. value: a constant, or a dimension. */
 typedef struct { uint8_t kind; uint8_t index; int32_t value; } Source;
 /* when: the argument that must not be 0; -1: none. */
@@ -59,7 +59,9 @@ static int64_t stride_of(const DLTensor* tensor, int32_t dim) {
   return stride;
 }
 
-static int take(const Chain* chain, const TVMFFIAny* arguments, const Source* source, TVMFFIAny* value) {
+/* position: how many steps were taken before. */
+static int take(const Chain* chain, const TVMFFIAny* arguments, int64_t position, const Source* source,
+                TVMFFIAny* value) {
   if (source->kind == ARGUMENT) {
     *value = arguments[source->index];
     return 0;
@@ -71,8 +73,8 @@ static int take(const Chain* chain, const TVMFFIAny* arguments, const Source* so
     return 0;
   }
   value->type_index = kTVMFFIInt;
-  if (source->kind == INTEGER) {
-    value->v_int64 = source->value;
+  if (source->kind == INTEGER || source->kind == POSITION) {
+    value->v_int64 = source->kind == INTEGER ? source->value : position;
     return 0;
   }
   const DLTensor* tensor = tensor_in(&arguments[source->index]);
@@ -89,13 +91,15 @@ static int take(const Chain* chain, const TVMFFIAny* arguments, const Source* so
 
 static int run(const Chain* chain, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {
   if (count != chain->num_arguments) return refuse(chain, "other number of arguments than", chain->num_arguments);
+  int64_t position = 0;
   for (int32_t i = 0; i < chain->count; i++) {
     const Step* step = &chain->steps[i];
     if (step->when >= 0 && arguments[step->when].v_int64 == 0) continue;
     TVMFFIAny values[MOST];
     for (int32_t j = 0; j < step->count; j++)
-      if (take(chain, arguments, &step->sources[j], &values[j]) != 0) return -1;
+      if (take(chain, arguments, position, &step->sources[j], &values[j]) != 0) return -1;
     if (step->stage(NULL, values, step->count, result) != 0) return -1;
+    position++;
   }
   return 0;
 }
@@ -110,6 +114,8 @@ def symbol(name: str) -> str:
 def _source(names: Sequence[str], argument: Argument, source: Source) -> str:
     if isinstance(source, str):
         return f"{{ARGUMENT, {names.index(source)}, 0}}"
+    if isinstance(source, Position):
+        return "{POSITION, 0, 0}"
     if isinstance(source, Of):
         return f"{{{source.what.upper()}, {names.index(source.tensor)}, {source.dim}}}"
     return f"{{{'FLOAT' if argument.kind == FLOAT32 else 'INTEGER'}, 0, {source}}}"

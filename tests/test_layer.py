@@ -18,8 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import glulam
+from cute_kernels.specs import LayerSpec
 from glulam import Routing
 from glulam.host.plans import forget_plans
+from glulam.layer.routing import route_few
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from glulam.recipes import BF16 as IN_16_BITS
@@ -151,6 +153,71 @@ class TestRoute:
         assert not fake_gpu.launches
 
 
+def a_router(tokens: int, experts: int, width: int, of_x: torch.dtype, of_weight: torch.dtype) -> list[Tensor]:
+    """x, weight and its bias, of which logits spread."""
+    generator = torch.Generator().manual_seed(7)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator) for shape in ((tokens, width), (experts, width), (experts,))
+    )
+    return [x.to(of_x), (weight * 2 * width**-0.5).to(of_weight), bias.to(of_weight)]
+
+
+class TestRouteFew:
+    """Logits and routing in one call: those of `route`, of the logits that a linear layer makes."""
+
+    @pytest.mark.parametrize("of_logits", [torch.float32, BF16])
+    @pytest.mark.parametrize("of_weight", [torch.float32, BF16])
+    @pytest.mark.parametrize("rule", RULES)
+    def test_against_route(self, rule: str, of_weight: torch.dtype, of_logits: torch.dtype, anywhere: Any) -> None:
+        if of_weight is torch.float32 and of_logits is BF16:
+            pytest.skip("a weight is not rounded unasked")
+        options, limit = options_of(rule, 64), torch.tensor([4], dtype=torch.int32)
+        x, weight, bias = a_router(5, 64, 72, BF16, of_weight)
+        for one in (bias, None):
+            made = route_few(x, weight, one, options["k"], of_logits, num_tokens=limit, **dicts(options))
+            exact = x.double() @ weight.double().mT + (0 if one is None else one.double())
+            error = float((made.logits.double() - exact).abs().max())
+            assert made.logits.dtype is of_logits and error < (1e-5 if of_logits is torch.float32 else 2e-2)
+            wanted = routed(made.logits, options, num_tokens=limit)
+            for name in ("ids", "weights", "offs", "row_of"):
+                assert getattr(made, name).equal(getattr(wanted, name)), name
+            check_rows(made, wanted.ids, made.weights, 64)
+            assert (made.num_experts, made.score) == (64, options.get("score", "softmax")) and exact.abs().max() > 1
+
+    def test_a_module_routes_so_where_no_gradient_is_recorded(self, fake_gpu: FakeGpu) -> None:
+        layer = glulam.nn.MoE(64, 32, 16, top_k=2, dtype=BF16, router_bias=True, router_dtype=torch.float32)
+        for tokens in (1, 16, 17):
+            x = torch.randn(tokens, 64, dtype=BF16)
+            wanted, by_gemm = layer(x), layer.routing
+            with torch.no_grad():
+                fake_gpu.specs.clear()
+                got = layer(x)
+            first = fake_gpu.specs[0]
+            assert isinstance(first, LayerSpec) and first.kernel == ("router" if tokens <= 16 else "route")
+            assert got.equal(wanted.detach()) and layer.routing.ids.equal(by_gemm.ids)
+            assert not layer.routing.weights.requires_grad and by_gemm.weights.requires_grad
+            torch.testing.assert_close(layer.routing.logits, by_gemm.logits.detach())
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"x": torch.zeros(4, 60, dtype=BF16)}, ValueError, "x has H = 60; it must be a positive multiple of 8"),
+            ({"weight": torch.zeros(8, 64)}, TypeError, "weight is torch.float32"),
+            ({"weight": torch.zeros(8, 72, dtype=BF16)}, ValueError, r"weight has shape \[8, 72\]"),
+            ({"weight_bias": torch.zeros(7, dtype=BF16)}, ValueError, r"weight_bias has shape \[7\]"),
+            ({"bias": torch.zeros(8, dtype=BF16)}, TypeError, "bias is torch.bfloat16"),
+            ({"k": 9}, ValueError, "k is 9; it must be 1 to 8"),
+            ({"x": torch.zeros(4, 64, dtype=BF16).requires_grad_()}, RuntimeError, "gradient"),
+        ],
+    )
+    def test_bad_input(self, change: dict[str, Any], error: type[Exception], message: str, fake_gpu: FakeGpu) -> None:
+        x, weight = torch.zeros(4, 64, dtype=BF16), torch.zeros(8, 64, dtype=BF16)
+        given = {"x": x, "weight": weight, "weight_bias": None, "k": 2, "dtype": BF16, **change}
+        with pytest.raises(error, match=f"route.*{message}"):
+            route_few(**given)
+        assert not fake_gpu.launches
+
+
 def _differentiable(logits: Tensor, options: dict[str, Any]) -> list[Tensor]:
     """Each token's weights by plain formulas, of the experts that loops choose."""
     ids, _ = oracle.route(logits.detach(), **options)
@@ -179,10 +246,12 @@ class TestFromTopk:
     @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (7, 8), (300, 8), (41, 32)])
     @pytest.mark.parametrize("first", [0, 6])
     def test_rows(self, tokens: int, k: int, dtype: torch.dtype, first: int, anywhere: Any) -> None:
-        ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k)
-        made = Routing.from_topk(ids, weights, 10, first)
-        assert made.ids is ids and made.weights is weights and (made.num_experts, made.first) == (10, first)
-        check_rows(made, ids - first, weights, 10)
+        for of_weights in (torch.float32, BF16, torch.float16):
+            ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k).to(of_weights)
+            made = Routing.from_topk(ids, weights, 10, first)
+            assert made.ids is ids and made.weights is weights and (made.num_experts, made.first) == (10, first)
+            assert made.weight_of_row.dtype is torch.float32
+            check_rows(made, ids - first, weights.float(), 10)
 
     @pytest.mark.parametrize("expert", [-1, 0, 9])
     def test_all_to_one_or_none(self, expert: int, anywhere: Any) -> None:

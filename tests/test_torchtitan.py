@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("torchtitan")
 integration = importlib.import_module("glulam.integrations.torchtitan")
@@ -110,3 +115,32 @@ def test_experts_of_other_kinds_are_left_alone() -> None:
     config.routed_experts.inner_experts = Others.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS)
     apply_overrides(OverrideConfig(imports=["glulam.integrations.torchtitan.grouped_experts"]), config)
     assert type(config.routed_experts.inner_experts) is Others.Config
+
+
+@pytest.fixture
+def group() -> Iterator[DeviceMesh]:
+    """Of one rank, this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_parameters_may_be_sharded(group: DeviceMesh) -> None:
+    """By FSDP2, which frees what it has gathered after forward, and gathers it again where backward begins."""
+    alone, ours = layers()[1], layers()[1]
+    experts = ours.routed_experts.inner_experts
+    for module in (experts, ours):
+        fully_shard(module, mesh=group, reshard_after_forward=True)
+    sgds = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (ours, alone)]
+    for step in range(2):
+        x = torch.randn(2, 23, DIM, generator=torch.Generator().manual_seed(step))
+        y, wanted = ours(x), alone(x)
+        assert isinstance(experts.w1_EFD, DTensor) and torch.equal(y, wanted)
+        y.sin().sum().backward()
+        wanted.sin().sum().backward()
+        for name, parameter in ours.named_parameters():
+            grad = alone.get_parameter(name).grad
+            assert torch.equal(parameter.grad.full_tensor(), grad) and grad.any(), name
+        for sgd in sgds:
+            sgd.step()
+            sgd.zero_grad()

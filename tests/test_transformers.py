@@ -180,6 +180,22 @@ def test_every_form_of_experts(name: str) -> None:
         close(got, wanted)
 
 
+def test_what_is_done_to_rows_by_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As versions after 5.23 have it: most modules get a method that does nothing."""
+    experts, given = experts_of("MuseSparkExperts"), routed()
+    wanted = run(experts, "eager", given)
+    experts.has_post_expert_norm = False
+    plain = run_once(experts, "glulam", given)
+    integration._plans.clear()
+    monkeypatch.setattr(type(experts), "_apply_post_expert", lambda self, rows: rows, raising=False)
+    assert torch.equal(run_once(experts, "glulam", given), plain)
+    integration._plans.clear()
+    monkeypatch.setattr(type(experts), "_apply_post_expert", lambda self, rows: self.post_expert_norm(rows))
+    for got, one in zip(run(experts, "glulam", given), wanted, strict=True):
+        close(got, one)
+    assert not torch.allclose(plain, wanted[0], rtol=0.1)
+
+
 def test_choices_of_other_ranks_have_no_part() -> None:
     given = routed()
     given["top_k_index"][::2, 1] = EXPERTS
@@ -299,6 +315,26 @@ def test_a_quantizer_of_someone_else_stays(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(mapping, "mxfp4", other)
     integration.register()
     assert mapping["mxfp4"] is other
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_weight_only", "mxfp4_weight_only"])
+def test_layers_may_lie_elsewhere(recipe: str, tmp_path: Path) -> None:
+    """By a device_map with a layer on disk: its weights are there while its forward runs, or once quantised."""
+    model = model_of("GptOss", intermediate_size=HIDDEN).eval()
+    model.save_pretrained(tmp_path / "saved")
+    integration.register(recipe=recipe)
+    parts = "model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"
+    on_disk = {**dict.fromkeys(parts, "cpu"), "model.layers.1": "disk"}
+    places: list[dict[str, Any]] = [{}, {"device_map": on_disk, "offload_folder": tmp_path / "offloaded"}]
+    logits = []
+    for more in places:
+        loaded = type(model).from_pretrained(tmp_path / "saved", experts_implementation="glulam", **more).eval()
+        with torch.no_grad():
+            logits += [loaded(tokens()).logits, loaded(tokens()).logits]
+    assert loaded.model.layers[1].self_attn.q_proj.weight.is_meta
+    assert all(torch.equal(one, logits[0]) for one in logits[1:])
+    assert logits[0].abs().max() > 0.1
 
 
 @pytest.mark.usefixtures("recipe_after")

@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.vectors import load_params
 from ..device.warps import WARP, inclusive_scan, lanes_before, lanes_like
 
 THREADS = 1024
@@ -64,10 +65,11 @@ def token_limit(address: Int64, tokens: Int32) -> Int32:
 
 class Results(NamedTuple):
     """Addresses: offs [E], token_of_row [T], row_of [N, k] (int32), weight_of_row [T] (float32), as of a Routing;
-    `weights`: float32 [N, k], which rows take theirs from.
+    `weights`: [N, k], which rows take theirs from, of the dtype `weight_form` (`specs.PARAM_FORMS`).
     """
 
     weights: Int64
+    weight_form: Int32
     offs: Int64
     token_of_row: Int64
     row_of: Int64
@@ -187,4 +189,5 @@ class Placer(Invariant):
                 vector_at(Int32, results.row_of)[index] = row
             if expert >= 0:
                 vector_at(Int32, results.token_of_row)[row] = index // self.choices.k
-                vector_at(Float32, results.weight_of_row)[row] = vector_at(Float32, results.weights)[index]
+                weight = load_params(results.weights, results.weight_form, Int64(index), 1)[0]
+                vector_at(Float32, results.weight_of_row)[row] = weight

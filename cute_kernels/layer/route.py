@@ -1,6 +1,7 @@
 """From logits, or from ids that another router chose, to the rows of experts.
 
     choose   logits -> ids, weights; of a single chunk also the rows, else the chunk's counts
+             (of few tokens with its logits, by the kernel of logits.py in front of it)
     count    ids -> a chunk's counts
     place    ids, counts -> rows
 
@@ -20,7 +21,7 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.warps import WARP
-from ..specs import LayerSpec
+from ..specs import PARAM_FORMS, LayerSpec
 from ..tracing import Traced, traced
 from .choice import Chooser, Logits, Rule
 from .placing import THREADS, WARPS, Choices, Placer, Results, token_limit
@@ -58,13 +59,13 @@ class Choose(_Chunks):
         self, logits: Int64, bias: Int64, num_tokens: Int64, ids: Int64, weights: Int64, offs: Int64,
         token_of_row: Int64, row_of: Int64, weight_of_row: Int64, workspace: Int64, forms: Int32, tokens: Int32,
         experts: Int32, k: Int32, score: Int32, normalize: Int32, num_groups: Int32, top_groups: Int32, chunk: Int32,
-        scale: Float32, stream: cuda.CUstream,
+        position: Int32, scale: Float32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
             rule = Rule(k, score, normalize, num_groups, top_groups, scale)
-            results = Results(weights, offs, token_of_row, row_of, weight_of_row)
+            results = Results(weights, Int32(PARAM_FORMS["float32"]), offs, token_of_row, row_of, weight_of_row)
             arguments = (Logits(logits, forms, experts, bias), rule, num_tokens, ids, results, workspace)
-            self._launch(arguments, tokens, chunk, stream, Int32(0))
+            self._launch(arguments, tokens, chunk, stream, Int32(position > 0))
 
     @cute.kernel
     def kernel(
@@ -72,6 +73,7 @@ class Choose(_Chunks):
         tokens: Int32, chunk: Int32,
     ):  # fmt: skip
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
         limit = token_limit(num_tokens, tokens)
         chooser = Chooser(logits, rule, self.capacity)
@@ -119,12 +121,12 @@ class Place(_Chunks):
     @cute.jit
     def __call__(
         self, ids: Int64, weights: Int64, num_tokens: Int64, offs: Int64, token_of_row: Int64, row_of: Int64,
-        weight_of_row: Int64, workspace: Int64, wide: Int32, first: Int32, tokens: Int32, experts: Int32, k: Int32,
-        chunk: Int32, stream: cuda.CUstream,
+        weight_of_row: Int64, workspace: Int64, wide: Int32, weight_form: Int32, first: Int32, tokens: Int32,
+        experts: Int32, k: Int32, chunk: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
             choices = Choices(ids, wide, first, experts, k, Int32(0))
-            results = Results(weights, offs, token_of_row, row_of, weight_of_row)
+            results = Results(weights, weight_form, offs, token_of_row, row_of, weight_of_row)
             follows = Int32(workspace != 0)
             self._launch((choices, num_tokens, results, workspace), tokens, chunk, stream, follows)
 

@@ -107,6 +107,7 @@ class Permute(_Rows):
 
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
+        cute.arch.griddepcontrol_launch_dependents()
         token, column = self._place()
         if column < vectors:
             value = floats(load_vector(self.dtype, x, token * vectors + column))

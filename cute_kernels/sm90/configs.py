@@ -233,5 +233,6 @@ def layer_specs() -> list[Spec]:
     specs: list[Spec] = [
         LayerSpec(kernel, experts=most) for kernel, most in product(("route", "sort"), ROUTING_EXPERTS)
     ]
+    specs += [LayerSpec("router", dtype, most) for dtype, most in product(DTYPES, ROUTING_EXPERTS)]
     specs += [LayerSpec(kernel, dtype) for kernel, dtype in product(ROW_KERNELS, STREAM_DTYPES)]
     return [*specs, LayerSpec("route_backward"), LayerSpec("row_weights_backward")]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import routes as oracle
-from support.criterion import same_bits
+from support.criterion import assert_close, same_bits
 from support.routes import RULES, check_rows, options_of, some_logits
 from torch import Tensor
 
@@ -16,6 +16,7 @@ import glulam
 from glulam import Routing
 from glulam.host.plans import forget_plans
 from glulam.layer import reference
+from glulam.layer.routing import route_few
 from glulam.layer.rows import permute_tokens
 from glulam.recipes import RECIPES
 
@@ -35,6 +36,45 @@ def tensors(made: Routing) -> list[Tensor]:
     end = int(made.offs[-1])
     rows = [made.token_of_row[:end], made.weight_of_row[:end]]
     return [made.offs, made.row_of, made.ids, made.weights, *rows]
+
+
+class TestRouteFew:
+    """Logits and routing in one call: tokens that fill no CTA and several, widths that no CTA divides."""
+
+    @pytest.mark.parametrize("of_logits", [F32, BF16, torch.float16])
+    @pytest.mark.parametrize("shape", [(1, 128, 2880), (3, 60, 64), (5, 32, 8), (16, 256, 7168), (7, 1000, 1504)])
+    def test_against_route(self, shape: tuple[int, int, int], of_logits: torch.dtype) -> None:
+        tokens, experts, width = shape
+        for of_x in (BF16, torch.float16) if of_logits is F32 else (of_logits,):
+            for of_weight in dict.fromkeys((of_x, of_logits)):
+                x = torch.randn(tokens, width, device="cuda") * torch.logspace(-1, 1, tokens, device="cuda")[:, None]
+                weight = torch.randn(experts, width, device="cuda") * width**-0.5
+                bias = torch.randn(experts, device="cuda").to(of_weight)
+                x, weight = x.to(of_x), weight.to(of_weight)
+                made = route_few(x, weight, bias, min(experts, 4), of_logits)
+                exact = x.to(F64) @ weight.to(F64).mT + bias.to(F64)
+                by_torch = torch.nn.functional.linear(x.to(of_logits), weight.to(of_logits), bias.to(of_logits))
+                assert made.logits.dtype is of_logits
+                assert_close(made.logits, exact, by_torch, tokens)
+                wanted = glulam.route(made.logits, min(experts, 4))
+                again = route_few(x, weight, bias, min(experts, 4), of_logits)
+                for other in (wanted, again):
+                    assert all(map(same_bits, tensors(made), tensors(other)))
+
+    def test_a_graph_follows_its_input(self) -> None:
+        """The first call of all is captured; replays see other tokens, another number of them and other weights."""
+        x, weight = torch.randn(9, 256, device="cuda").to(BF16), torch.randn(32, 256, device="cuda").to(BF16)
+        limit = torch.tensor([9], dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = route_few(x, weight, None, 4, F32, num_tokens=limit)
+        for count in (9, 4):
+            for tensor in (x, weight):
+                tensor.copy_(torch.randn_like(tensor))
+            limit.fill_(count)
+            graph.replay()
+            again = route_few(x, weight, None, 4, F32, num_tokens=limit)
+            assert all(map(same_bits, tensors(made), tensors(again))) and int(made.offs[-1]) == 4 * count
 
 
 class TestRoute:
@@ -131,9 +171,11 @@ class TestFromTopk:
     @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (64, 8), (3000, 8), (641, 32)])
     @pytest.mark.parametrize(("first", "experts"), [(0, 100), (60, 240), (2, 1024)])
     def test_rows(self, tokens: int, k: int, dtype: torch.dtype, first: int, experts: int) -> None:
-        ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k)
-        made = Routing.from_topk(ids.cuda(), weights.cuda(), experts, first)
-        check_rows(made, ids - first, weights, experts)
+        for of_weights in (F32, BF16, torch.float16):
+            ids, weights = some_ids(tokens, k, dtype), torch.rand(tokens, k).to(of_weights)
+            made = Routing.from_topk(ids.cuda(), weights.cuda(), experts, first)
+            assert made.weight_of_row.dtype is F32
+            check_rows(made, ids - first, weights.float(), experts)
 
     @pytest.mark.parametrize("expert", [-1, 0, 9])
     def test_all_to_one_or_none(self, expert: int) -> None:

@@ -139,9 +139,9 @@ def exported(spec: Spec, check_only: bool = False) -> Callable[..., None]:
     def run(*values: Any) -> None:
         named = bound(signature, values)
         _check_sums(named)
-        for step in chain.steps if chain else ():
-            if not step.when or named[step.when]:
-                exported(step.stage, check_only)(*signature_of(step.stage).pack(**taken(step, named)))
+        steps = [step for step in (chain.steps if chain else ()) if not step.when or named[step.when]]
+        for position, step in enumerate(steps):
+            exported(step.stage, check_only)(*signature_of(step.stage).pack(**taken(step, named, position)))
 
     return run if chain else stage
 

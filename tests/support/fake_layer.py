@@ -69,6 +69,15 @@ def _choose(spec: LayerSpec, at: Any) -> None:
         _leave_rows(at, rows)
 
 
+def _logits(spec: LayerSpec, at: Any) -> None:
+    assert at.width % 8 == 0
+    x = _tensor(at.x, at.tokens, at.width, dtype=getattr(torch, spec.dtype)).float()
+    weight = _tensor(at.weight, at.experts, at.width, dtype=dtype_in(at.weight_form, 0)).float()
+    bias = optional(at.weight_bias, at.experts, dtype=dtype_in(at.bias_form, 0))
+    made = x @ weight.mT + (0 if bias is None else bias.float())
+    _tensor(at.logits, at.tokens, at.experts, dtype=dtype_in(at.forms, 0)).copy_(made)
+
+
 def _count(spec: LayerSpec, at: Any) -> None:
     assert at.experts <= spec.experts
     counts = _counts(_ids(at), at)
@@ -83,7 +92,7 @@ def _place(spec: LayerSpec, at: Any) -> None:
         assert _tensor(at.workspace, *counts.shape).equal(counts)
     else:
         assert at.chunk >= at.tokens
-    weights = _tensor(at.weights, at.tokens, at.k, dtype=F32)
+    weights = _tensor(at.weights, at.tokens, at.k, dtype=dtype_in(at.weight_form, 0))
     _leave_rows(at, reference.sort(ids, weights, None, at.experts, 0))
 
 
@@ -118,6 +127,7 @@ def _combine(spec: LayerSpec, at: Any) -> None:
 
 
 KERNELS: dict[str, Callable[[LayerSpec, Any], None]] = {
+    "logits": _logits,
     "choose": _choose,
     "count": _count,
     "place": _place,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_kernels.chains import Of, Step
+from cute_kernels.chains import Of, Position, Step
 
 
-def taken(step: Step, named: dict[str, Any]) -> dict[str, Any]:
-    """A step's arguments by name, from those of the chain."""
+def taken(step: Step, named: dict[str, Any], position: int) -> dict[str, Any]:
+    """A step's arguments by name, from those of the chain. `position`: how many were taken before."""
 
     def value(source: Any) -> Any:
         if isinstance(source, Of):
@@ -16,6 +16,8 @@ def taken(step: Step, named: dict[str, Any]) -> dict[str, Any]:
             if source.what == "stream":
                 return 0  # the only one of a CPU
             return tensor.data_ptr() if source.what == "address" else getattr(tensor, source.what)(source.dim)
+        if isinstance(source, Position):
+            return position
         return named[source] if isinstance(source, str) else source
 
     return {name: value(source) for name, source in step.sources}

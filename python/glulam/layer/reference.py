@@ -46,6 +46,17 @@ def route(
     return ids, weights, *sort(ids, weights, None, logits.shape[1], 0)
 
 
+def router(
+    x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
+    score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Logits, and what `route` makes of them."""
+    made = wide(x) @ wide(weight).to(wide(x).dtype).mT
+    made = made if weight_bias is None else made + wide(weight_bias)
+    logits = made if in_float32 else made.to(x.dtype)
+    return logits, *route(logits, bias, num_tokens, k, score, normalize, num_groups, top_groups, scale)
+
+
 def _weights(values: Tensor, ids: Tensor, score: str, normalize: bool) -> Tensor:
     if score == "sigmoid":
         weights = values.sigmoid().gather(-1, ids)
@@ -93,7 +104,7 @@ def sort(ids: Tensor, weights: Tensor, num_tokens: Tensor | None, experts: int, 
     row_of = torch.empty_like(order, dtype=torch.int32)
     row_of[order] = torch.arange(order.numel(), dtype=torch.int32, device=ids.device).masked_fill(~is_row, -1)
     token_of_row = (order // ids.shape[1]).masked_fill(~is_row, 0).int()
-    weight_of_row = weights.reshape(-1)[order].masked_fill(~is_row, 0)
+    weight_of_row = wide(weights).reshape(-1)[order].masked_fill(~is_row, 0)
     return offs, token_of_row, row_of.view(ids.shape), weight_of_row
 
 

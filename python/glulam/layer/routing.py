@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from cute_kernels.specs import ROUTING_EXPERTS, LayerSpec, Spec
+from cute_kernels.specs import PARAM_FORMS, ROUTING_EXPERTS, LayerSpec, Spec
 
-from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
-from ..calls.checks import check_tensor, mismatch, runs_kernels, shape_text
+from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, check_vectors, forms
+from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor, mismatch, runs_kernels, shape_text
 from ..calls.front import operator
-from ..choose.problem import Problem
+from ..choose.problem import Problem, dtype_name
 from . import reference
 
 MAX_ROWS = 2**31 - 1
@@ -28,6 +28,11 @@ MOST_SORTED, MOST_CHOOSING = 2048, 64
 it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
 """
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_ROUTED = 16
+"""Tokens whose logits `route_few` makes. On an H200 one token of gpt-oss-120b (128 experts, H 2880, float32 logits of
+16-bit parameters) takes 5.6 us, by torch's GEMM and `route` 13.8, and 16 take 7.0 and 20.3; of DeepSeek-V3 (256, H
+7168, 16 bits) one takes 9.1 and 11.3, 16 take 12.2 and 12.7, and 24 would take 16.3 and 13.7.
+"""
 
 
 @dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
@@ -43,7 +48,7 @@ class Routing:
         row_of: int32 [N, K], the row of each choice; -1 without one.
         weight_of_row: float32 [T], the weight of each row; differentiable as `weights` is.
         ids: [N, K], the experts chosen, int32, or what `from_topk` was given.
-        weights: float32 [N, K]; differentiable.
+        weights: float32 [N, K], or what `from_topk` was given; differentiable.
         logits, score: what `route` was given, for losses; None of a routing `from_topk`.
     """
 
@@ -70,15 +75,13 @@ class Routing:
         Args:
             ids: int32 or int64 [N, K], contiguous, K at most 32. Ids outside `first` .. `first` + `num_experts` - 1
                 (other ranks' experts, -1) have no row, and their weights' gradients are 0.
-            weights: [N, K], float32 (float64 on the CPU) or 16-bit, which is widened.
+            weights: [N, K], float32 (float64 on the CPU) or 16-bit, which rows take widened.
             num_experts: experts here, at most 1024; `first`: the id of the first of them.
 
         Raises:
             ValueError, TypeError: an argument that does not fit; nothing was launched.
             UnsupportedDevice, BundleError (RuntimeErrors): no kernel for this GPU, or no usable bundle.
         """
-        if isinstance(weights, Tensor) and weights.dtype in (torch.bfloat16, torch.float16):
-            weights = weights.float()
         offs, token_of_row, row_of, weight_of_row = sort_choices(ids, weights, None, num_experts, first)
         return cls(offs, token_of_row, row_of, weight_of_row, ids, weights, num_experts, first)
 
@@ -114,6 +117,45 @@ def route(
     )
     experts = logits.shape[1]
     return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, experts, logits=logits, score=score)
+
+
+def routes_few(x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`."""
+    return (
+        0 < len(x) <= MOST_ROUTED
+        and runs_kernels(x)
+        and x.dtype in KERNEL_DTYPES
+        and dtype in (x.dtype, torch.float32)
+        and weight.dtype in (x.dtype, dtype)
+        and weight.is_contiguous()
+        and not (torch.is_grad_enabled() and any_requires_grad(x, weight, weight_bias))
+    )
+
+
+def route_few(
+    x: Tensor, weight: Tensor, weight_bias: Tensor | None, k: int, dtype: torch.dtype, *, score: str = "softmax",
+    bias: Tensor | None = None, num_groups: int = 1, top_groups: int = 1, normalize: bool = True, scale: float = 1.0,
+    num_tokens: Tensor | None = None,
+) -> Routing:  # fmt: skip
+    """`route` of few tokens' logits x weight^T + weight_bias, summed in float32 and rounded to `dtype`, in one call.
+    No gradient is recorded.
+
+    Args:
+        x: 16-bit [N, H]. weight: [E, H], in x's dtype, or float32 where logits are. weight_bias: [E].
+        dtype: of logits, x's or float32.
+        k, score, bias, num_groups, top_groups, normalize, scale, num_tokens: as of `route`.
+
+    Returns:
+        Routing, and its logits.
+
+    Raises:
+        As `route`.
+    """
+    logits, ids, weights, offs, token_of_row, row_of, weight_of_row = router_tokens(
+        x, weight, weight_bias, bias, num_tokens, k, score, normalize, num_groups, top_groups, scale,
+        dtype is torch.float32,
+    )  # fmt: skip
+    return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, len(weight), logits=logits, score=score)
 
 
 def _capacity(experts: int) -> int:
@@ -185,56 +227,70 @@ class _Choosing(LayerCall):
     op = "route"
     leads = "logits"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Tokens and experts."""
+        tokens, experts = self.logits.shape
+        return tokens, experts
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.logits.dtype
+        return dtype
+
     def constants(self, problem: Problem) -> dict[str, Any]:
         is_normalized = self.normalize or self.score == "topk_softmax"
         rule = {"score": int(self.score == "sigmoid"), "normalize": int(is_normalized)}
-        sizes = {"forms": forms(self.logits), "experts": self.logits.shape[1]}
+        sizes = {"forms": PARAM_FORMS[dtype_name(self.logits_dtype)], "experts": self.sizes[1]}
         return {**super().constants(problem), **sizes, **rule}
 
 
 class RouteCall(_Choosing):
     kernel = "route"
-    returns = ("ids", "weights", "offs", "token_of_row", "row_of", "weight_of_row")
+    returns: ClassVar[tuple[str, ...]] = ("ids", "weights", "offs", "token_of_row", "row_of", "weight_of_row")
     shared = frozenset(("bias", "num_tokens"))
     unaligned = frozenset(("logits", "bias", "num_tokens"))
     differentiable = True
     saves = ("logits", "ids", "row_of")
     integers = ("ids", "offs", "token_of_row", "row_of")
-    on_cpu = staticmethod(reference.route)
+    on_cpu: ClassVar[Callable[..., Any]] = staticmethod(reference.route)
 
     def check_inputs(self) -> None:
-        logits = self.logits
-        tokens, experts = check_matrix(self.op, "logits", logits, "N, E")
-        check_dtype(self.op, "logits", logits)
+        check_matrix(self.op, "logits", self.logits, "N, E")
+        check_dtype(self.op, "logits", self.logits)
+        self._check_choice()
+
+    def _check_choice(self) -> None:
+        tokens, experts = self.sizes
         options = self.score, self.normalize, self.num_groups, self.top_groups, self.scale
         check_rule(self.op, experts, self.k, *options)
         if tokens * self.k > MAX_ROWS:
             raise ValueError(
                 f"{self.op}: {tokens} tokens of {self.k} experts are more than {MAX_ROWS} rows; split the batch"
             )
-        of_bias = (torch.float32,) if runs_kernels(logits) else (torch.float32, logits.dtype)
-        self._check_vector("bias", (experts,), of_bias, "logits has E experts")
+        of_bias = (torch.float32,) if runs_kernels(self.lead) else (torch.float32, self.logits_dtype)
+        self._check_vector("bias", (experts,), of_bias, "there are E experts")
         self._check_vector("num_tokens", (1,), (torch.int32,), "it is one number")
 
     def _check_vector(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], why: str) -> None:
         value, what = getattr(self, name), f"a tensor {shape_text(shape)}"
         if value is not None:
-            check_tensor(self.op, name, value, what, self.logits, dtypes=dtypes, shape=shape, why=why)
+            check_tensor(self.op, name, value, what, self.lead, dtypes=dtypes, shape=shape, why=why)
 
     def likes(self) -> Sequence[Like | None]:
-        (tokens, experts), k = self.logits.shape, self.k
-        ints, floats = torch.int32, torch.promote_types(self.logits.dtype, torch.float32)
+        (tokens, experts), k = self.sizes, self.k
+        ints, floats = torch.int32, torch.promote_types(self.logits_dtype, torch.float32)
         of_rows = ((tokens * k,), ints), ((tokens, k), ints), ((tokens * k,), floats)
         return [((tokens, k), ints), ((tokens, k), floats), ((experts,), ints), *of_rows]
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
-        tokens, experts = self.logits.shape
+        tokens, experts = self.sizes
         is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
         chunk, counts = _chunks(is_one, tokens, experts, sm_count)
         return {"chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, experts=_capacity(self.logits.shape[1]), arch=arch)
+        return LayerSpec(self.kernel, experts=_capacity(self.sizes[1]), arch=arch)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
@@ -242,6 +298,47 @@ class RouteCall(_Choosing):
         _, score, normalize, _, _, scale = options
         d_weights = _of_weights(gradients[1], gradients[5], row_of)
         return () if d_weights is None else (route_backward(d_weights, logits, ids, score, normalize, scale),)
+
+
+class RouterCall(RouteCall):
+    """The same of tokens and a router's parameters: logits are one of its results."""
+
+    kernel, leads = "router", "x"
+    returns: ClassVar[tuple[str, ...]] = ("logits", *RouteCall.returns)
+    shared = frozenset(("weight", "weight_bias", "bias", "num_tokens"))
+    unaligned = frozenset(("weight_bias", "bias", "num_tokens"))
+    differentiable = False
+    on_cpu: ClassVar[Callable[..., Any]] = staticmethod(reference.router)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return len(self.x), len(self.weight)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        of_x: torch.dtype = self.x.dtype
+        return torch.promote_types(of_x, torch.float32) if self.in_float32 else of_x
+
+    def check_inputs(self) -> None:
+        _, width = check_matrix(self.op, "x", self.x, "N, H")
+        check_dtype(self.op, "x", self.x)
+        check_vectors(self.op, "x", "H", self.x)
+        dtypes = (self.x.dtype, self.logits_dtype)
+        experts, columns = check_matrix(self.op, "weight", self.weight, "E, H", self.x, dtypes)
+        if columns != width:
+            mismatch(self.op, "weight", self.weight.shape, (experts, width), "x has H columns")
+        self._check_vector("weight_bias", (experts,), (*LOGITS_DTYPES, self.logits_dtype), "weight has E rows")
+        self._check_choice()
+
+    def likes(self) -> Sequence[Like | None]:
+        return [(self.sizes, self.logits_dtype), *super().likes()]
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        codes = {"weight_form": forms(self.weight), "bias_form": forms(self.weight_bias), "width": self.x.shape[1]}
+        return {**super().constants(problem), **codes}
+
+    def spec(self, arch: str) -> Spec:
+        return LayerSpec(self.kernel, dtype_name(self.x.dtype), _capacity(self.sizes[1]), arch)
 
 
 class RouteBackwardCall(_Choosing):
@@ -270,7 +367,7 @@ class SortCall(LayerCall):
         ids, weights = self.ids, self.id_weights
         shape = check_matrix(self.op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
         _number(self.op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
-        valid = (torch.float32,) if runs_kernels(ids) else (torch.float32, torch.float64)
+        valid = LOGITS_DTYPES if runs_kernels(ids) else (*LOGITS_DTYPES, torch.float64)
         if check_matrix(self.op, "weights", weights, "N, K", ids, valid) != shape:
             mismatch(self.op, "weights", weights.shape, shape, "each id has a weight")
         _number(self.op, "num_experts", self.num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
@@ -280,13 +377,14 @@ class SortCall(LayerCall):
 
     def likes(self) -> Sequence[Like | None]:
         ids, ints, rows = self.ids, torch.int32, (self.ids.numel(),)
-        return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, self.id_weights.dtype)]
+        floats = torch.promote_types(self.id_weights.dtype, torch.float32)
+        return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, floats)]
 
     def numbers(self, sm_count: int) -> dict[str, Any]:
         (tokens, k), experts = self.ids.shape, self.num_experts
         chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, sm_count)
-        is_wide = int(self.ids.dtype == torch.int64)
-        return {"wide": is_wide, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
+        of_ids = {"wide": int(self.ids.dtype == torch.int64), "weight_form": forms(self.id_weights)}
+        return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, experts=_capacity(self.num_experts), arch=arch)
@@ -316,6 +414,14 @@ def route_tokens(
     num_groups: int, top_groups: int, scale: float,
 ) -> Any:  # fmt: skip
     """What `RouteCall` returns, of the arguments of `route`."""
+
+
+@operator(RouterCall)
+def router_tokens(
+    x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
+    score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
+) -> Any:  # fmt: skip
+    """What `RouterCall` returns, of the arguments of `route_few`; `in_float32`: logits are, else x's dtype."""
 
 
 @operator(RouteBackwardCall)

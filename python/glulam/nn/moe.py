@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..calls.checks import runs_kernels, shape_text
 from ..layer import Routing, moe, route
 from ..layer.moe import moe_call
-from ..layer.routing import LOGITS_DTYPES, check_rule
+from ..layer.routing import LOGITS_DTYPES, check_rule, route_few, routes_few
 from . import dialects
 from .mlp import GroupedMLP
 from .options import check_options, check_placement, shown_options
@@ -135,9 +135,12 @@ class MoE(Converts):
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
-        logits = _linear(tokens, self.router, self.router_dtype or tokens.dtype)
+        dtype, weight, weight_bias = self.router_dtype or tokens.dtype, self.router.weight, self.router.bias
         bias = None if self.choice_bias is None else self.choice_bias.float()
-        return route(logits, self.top_k, bias=bias, num_tokens=num_tokens, **self.rule)
+        options = {"bias": bias, "num_tokens": num_tokens, **self.rule}
+        if routes_few(tokens, weight, weight_bias, dtype):
+            return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
+        return route(_linear(tokens, self.router, dtype), self.top_k, **options)
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
