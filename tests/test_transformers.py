@@ -329,7 +329,8 @@ def test_layers_may_lie_elsewhere(recipe: str, tmp_path: Path) -> None:
     places: list[dict[str, Any]] = [{}, {"device_map": on_disk, "offload_folder": tmp_path / "offloaded"}]
     logits = []
     for more in places:
-        loaded = type(model).from_pretrained(tmp_path / "saved", experts_implementation="glulam", **more).eval()
+        options = {"experts_implementation": "glulam", "dtype": torch.bfloat16, **more}
+        loaded = type(model).from_pretrained(tmp_path / "saved", **options).eval()
         with torch.no_grad():
             logits += [loaded(tokens()).logits, loaded(tokens()).logits]
     assert loaded.model.layers[1].self_attn.q_proj.weight.is_meta

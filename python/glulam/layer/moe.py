@@ -34,7 +34,7 @@ def moe(
     x: Tensor, routing: Routing, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None, activation: str = "swiglu",
     glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0,
     recipe: str | Recipe = "bf16", recompute: bool = False, transpose_w: bool = False, residual: Tensor | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, parallel: Any = None,
 ) -> Tensor:  # fmt: skip
     """out[n] = residual[n] + sum over a token's choices of weight * MLP of the chosen expert (x[n]). Differentiable.
 
@@ -50,7 +50,9 @@ def moe(
         w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w: as of
             `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
-        out: the result's buffer, contiguous; only where no gradient is recorded.
+        out: the result's buffer, contiguous; only where no gradient is recorded, and no `parallel` is given.
+        parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
+            its group call this, each with its own tokens.
 
     Returns:
         [N, H'], H' the number of w2's rows, in x's dtype.
@@ -59,6 +61,16 @@ def moe(
         As `grouped_mlp`, `permute` and `combine`.
     """
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
+    if parallel is not None:
+        if out is not None:
+            raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
+        x_here, here, handle = parallel.dispatch(x, routing.ids, routing.weights)
+        sums = moe(
+            x_here, here, w1, w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
+            offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
+        )  # fmt: skip
+        collected: Tensor = parallel.collect(sums, handle, residual)
+        return collected
     if recipe in (BF16.name, BF16):
         return layer(
             x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..calls.checks import runs_kernels, shape_text
+from ..distributed import ExpertParallel
 from ..layer import Routing, moe, route
 from ..layer.moe import moe_call
 from ..layer.routing import LOGITS_DTYPES, check_rule, route_few, routes_few
@@ -37,6 +38,7 @@ class MoE(Converts):
         router_dtype: of the router's parameters and logits, `dtype` by default.
         shared_intermediate_size: width of an expert that every token goes to; None: there is none.
         shared_gate: whether that one's output is multiplied by sigmoid(x g) (Qwen2-MoE).
+        parallel: a `glulam.distributed.ExpertParallel` of as many experts: the module has those of its rank.
         device, dtype: of the parameters.
         experts: bias, activation, glu_layout, limit, alpha, offset, packed, recompute, delay_wgrad and recipe of all
             experts, the shared one included, as of `GroupedMLP`.
@@ -71,12 +73,16 @@ class MoE(Converts):
         router_dtype: torch.dtype | None = None,
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
+        parallel: ExpertParallel | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         **experts: Any,
     ) -> None:
         super().__init__()
         check_options(MoE, locals())
+        if parallel is not None:
+            _check_parallel(parallel, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size)
+        self.parallel = parallel
         check_rule(NAME, num_experts, top_k, score, normalize, num_groups, top_groups, scale, name_of_k="top_k")
         if shared_gate and shared_intermediate_size is None:
             raise ValueError(
@@ -94,9 +100,10 @@ class MoE(Converts):
             raise TypeError(f"{NAME}: router_dtype is {router_dtype}; it must be {', '.join(map(str, valid))}, or None")
         self.router_dtype = router_dtype
         self.router = nn.Linear(hidden_size, num_experts, router_bias, device=device, dtype=router_dtype or dtype)
+        num_local = num_experts if parallel is None else parallel.num_local
         made = [
             GroupedMLP(count, hidden_size, width, out_features=hidden_size, **experts, **where)
-            for count, width in ((num_experts, intermediate_size), (1, shared_intermediate_size))
+            for count, width in ((num_local, intermediate_size), (1, shared_intermediate_size))
             if width is not None
         ]
         self.experts, self.shared = made[0], made[1] if len(made) > 1 else None
@@ -128,10 +135,19 @@ class MoE(Converts):
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
-        experts = self.experts
-        given = {"x": tokens, "routing": routing, "residual": self._shared(tokens), **experts.arguments()}
-        y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
+        if self.parallel is None:
+            y = self._experts(tokens, routing, self._shared(tokens))
+        else:
+            here, routing_here, handle = self.parallel.dispatch(tokens, routing.ids, routing.weights)
+            y = self.parallel.collect(self._experts(here, routing_here, None), handle, self._shared(tokens))
         return y.view(x.shape)
+
+    def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+        """Of tokens [N, H], the sums over this module's experts, + residual."""
+        experts = self.experts
+        given = {"x": tokens, "routing": routing, "residual": residual, **experts.arguments()}
+        y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
+        return y
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
@@ -203,6 +219,14 @@ class MoE(Converts):
             MoE, hidden_size=self.hidden_size, num_experts=self.num_experts, top_k=self.top_k, **self.rule,
             choice_bias=self.choice_bias is not None, router_dtype=self.router_dtype,
         )  # fmt: skip
+
+
+def _check_parallel(parallel: Any, **sizes: int) -> None:
+    if not isinstance(parallel, ExpertParallel):
+        raise TypeError(f"{NAME}: parallel is a {type(parallel).__name__}; give a glulam.distributed.ExpertParallel")
+    for name, size in sizes.items():
+        if getattr(parallel, name) != size:
+            raise ValueError(f"{NAME}: {name} is {size}, and that of parallel {getattr(parallel, name)}")
 
 
 def _linear(x: Tensor, linear: nn.Linear, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,32 @@
+"""Functions that run in several processes, which are the ranks of a gloo group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def _rank(rank: int, world: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    try:
+        function(*arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function of a module in `world` new processes; raises what the first of them raises. They are forks of one
+    process that has imported what takes longest, and has no threads.
+    """
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "glulam", "numpy"])
+    with tempfile.TemporaryDirectory() as folder:
+        given = world, str(Path(folder) / "store"), function, arguments
+        torch.multiprocessing.start_processes(_rank, given, nprocs=world, start_method="forkserver")

@@ -1,0 +1,185 @@
+"""Experts across the ranks of a gloo group against the same layer in one process, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.criterion import same_bits
+from support.ranks import run_ranks
+from torch import Tensor
+
+import glulam
+from glulam import Routing
+from glulam.distributed import ExpertParallel, PeerError, expert_parameters, gather_state_dict, shard_state_dict
+from glulam.distributed.owners import Owners
+from glulam.nn import MoE
+
+F64 = torch.float64
+HIDDEN, INTER, EXPERTS, TOP_K, MOST = 16, 12, 10, 3, 9
+
+
+def some(*shape: int, seed: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def choices(rank: int, tokens: int, kind: str) -> Tensor:
+    """ids [tokens, K] of a rank's tokens."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    ids = torch.stack(
+        [torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(tokens)] or [torch.empty(0, 3)]
+    )
+    ids = ids.long()[:tokens].view(tokens, TOP_K)
+    if kind == "one":
+        ids[:] = torch.tensor([EXPERTS - 1, EXPERTS - 2, -1])
+    if kind == "none":
+        ids[:] = torch.tensor([-1, EXPERTS, 2**40])
+    if kind == "some" and tokens:
+        ids[::2, 1] = -1
+    return ids
+
+
+def weights_of() -> tuple[Tensor, Tensor]:
+    """Of all experts, which differ in scale."""
+    scale = torch.logspace(-0.5, 0.5, EXPERTS, dtype=F64)[:, None, None]
+    return some(EXPERTS, 2 * INTER, HIDDEN, seed=1) * scale, some(EXPERTS, HIDDEN, INTER, seed=2) * scale
+
+
+def inputs(rank: int, tokens: int, kind: str) -> list[Tensor]:
+    """x, ids, weights of choices, residual."""
+    weights = some(tokens, TOP_K, seed=30 + rank).abs() + 0.1
+    return [
+        some(tokens, HIDDEN, seed=10 + rank),
+        choices(rank, tokens, kind),
+        weights,
+        some(tokens, HIDDEN, seed=20 + rank),
+    ]
+
+
+def layer_results(given: list[Tensor], w1: Tensor, w2: Tensor, mix: Tensor, parallel: Any = None) -> list[Tensor]:
+    """The result, and gradients of x, the choices' weights, the residual and experts' weights."""
+    x, ids, weights, residual = given
+    leaves = [t.clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
+    routing = Routing.from_topk(ids, leaves[1], EXPERTS)
+    y = glulam.moe(leaves[0], routing, leaves[3], leaves[4], residual=leaves[2], parallel=parallel)
+    (y * mix).sum().backward()
+    return [y.detach(), *(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves)]
+
+
+COUNTS = ([5, 0, 7, 3], [0, 0, 0, 0], [1, 9, 9, 0], [0, 4, 0, 0])
+
+
+def against_one_process() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    own = slice(ep.first, ep.first + ep.num_local)
+    w1, w2 = weights_of()
+    for kind in ("all", "some", "one", "none"):
+        for counts in COUNTS:
+            each = [inputs(r, counts[r], kind) for r in range(world)]
+            mixes = [some(counts[r], HIDDEN, seed=40 + r) for r in range(world)]
+            whole = layer_results([torch.cat(parts) for parts in zip(*each, strict=True)], w1, w2, torch.cat(mixes))
+            begin = sum(counts[:rank])
+            mine = slice(begin, begin + counts[rank])
+            wanted = [*(part[mine] for part in whole[:4]), *(part[own] for part in whole[4:])]
+            got = layer_results(each[rank], w1[own], w2[own], mixes[rank], ep)
+            for one, exact in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, exact, rtol=1e-10, atol=1e-10)
+            if sum(counts) and kind == "all":
+                assert whole[0].abs().max() > 1 and whole[5].abs().max() > 0.1
+            again = layer_results(each[rank], w1[own], w2[own], mixes[rank], ep)
+            assert all(map(same_bits, got, again))
+
+
+def what_goes_where() -> None:
+    """A token goes once to a rank, rows lie by rank and number, and the two ends are each other's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=torch.float32, transport="all_to_all")
+    tokens = [inputs(r, 5 + r, "some") for r in range(world)]
+    x, ids, weights, residual = (t.float() if t.is_floating_point() else t for t in tokens[rank])
+    x_here, here, handle = ep.dispatch(x, ids, weights)
+    theirs = [
+        (t[0][n].float(), t[1][n], t[2][n].float())
+        for t in tokens
+        for n in range(len(t[0]))
+        if any(ep.first <= e < ep.first + ep.num_local for e in t[1][n].tolist())
+    ]
+    assert torch.equal(x_here, torch.stack([t[0] for t in theirs])) and here.num_experts == ep.num_local
+    assert torch.equal(here.weights, torch.stack([t[2] for t in theirs]))
+    assert torch.equal(here.ids.long(), torch.stack([t[1] for t in theirs]))
+    y_here = glulam.permute(x_here, here) * here.weight_of_row[:, None]
+    y = ep.combine(y_here, handle, residual)
+    chosen = (weights * (ids >= 0)).sum(1, keepdim=True)
+    torch.testing.assert_close(y, x * chosen + residual)
+
+
+def bad_input_ends_everywhere() -> None:
+    rank = dist.get_rank()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    tokens = MOST + 1 if rank == 1 else 4
+    x, ids, weights, _ = inputs(rank, tokens, "all")
+    error, text = (
+        (ValueError, f"x has {tokens} tokens, and max_tokens is {MOST}") if rank == 1 else (PeerError, "rank 1")
+    )
+    with pytest.raises(error, match=text):
+        ep.dispatch(x, ids, weights)
+    x, ids, weights, _ = inputs(rank, 4, "all")
+    assert ep.dispatch(x, ids, weights)[0].shape[1] == HIDDEN, "the next call goes on"
+
+
+def modules() -> None:
+    """nn.MoE, with state dicts of whole models, packed or not, and its gradients."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    options: dict[str, Any] = {"dtype": F64, "shared_intermediate_size": 8, "bias": True, "router_bias": True}
+    torch.manual_seed(0)
+    whole = MoE(HIDDEN, INTER, EXPERTS, TOP_K, **options)
+    xs = [some(6, HIDDEN, seed=50 + r) for r in range(world)]
+    wanted = whole(torch.cat(xs))
+    wanted.sin().sum().backward()
+    for packed in (True, False):
+        module = MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=ep, packed=packed, **options)
+        assert module.experts.fc1.num_experts == ep.num_local
+        module.load_state_dict(shard_state_dict(whole.state_dict(), ep))
+        y = module(xs[rank])
+        torch.testing.assert_close(y, wanted[6 * rank : 6 * rank + 6], rtol=1e-10, atol=1e-10)
+        y.sin().sum().backward()
+        gathered = gather_state_dict(module.state_dict(), ep)
+        other = MoE(HIDDEN, INTER, EXPERTS, TOP_K, **options)
+        other.load_state_dict(gathered)
+        assert all(torch.equal(value, whole.state_dict()[key]) for key, value in other.state_dict().items())
+        own = expert_parameters(torch.nn.Sequential(module))
+        assert own.keys() == {f"0.experts.{name}" for name, _ in module.experts.named_parameters()}
+        grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+        for name in sorted(grads.keys() - expert_parameters(module).keys()):
+            dist.all_reduce(grads[name])
+        found = glulam.nn.convert_state_dict(gather_state_dict(grads, ep), whole)
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def everything() -> None:
+    against_one_process()
+    what_goes_where()
+    bad_input_ends_everywhere()
+    modules()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks(world: int) -> None:
+    """All of the above in the same processes, since importing torch takes them longest."""
+    run_ranks(world, everything)
+
+
+@pytest.mark.parametrize(("experts", "world"), [(10, 4), (7, 7), (256, 8), (9, 2), (5, 1)])
+def test_every_expert_has_one_owner(experts: int, world: int) -> None:
+    owners = Owners(experts, world)
+    ids = torch.arange(-2, experts + 3)
+    wanted = [
+        next((r for r in range(world) if owners.first(r) <= e < owners.first(r + 1)), world) for e in ids.tolist()
+    ]
+    assert owners.ranks_of(ids).tolist() == wanted and sum(map(owners.count, range(world))) == experts
+    to = owners.destinations(torch.tensor([[0, 0], [experts - 1, -1], [-1, experts]]))
+    assert to[0].tolist() == [0] + [-1] * (world - 1) and to[1, -1] == world - 1 and to[2].tolist() == [-1] * world
