@@ -11,11 +11,14 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import glulam
+from glulam import Routing
+from glulam.distributed import ExpertParallel
 from glulam.nn import GroupedMLP, MoE
 
 BYTES = 256
@@ -42,6 +45,16 @@ def glulam_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
     weights = {f"experts.{name}": weight.to(x.dtype) for name, weight in layer.experts.named_parameters()}
     y = functional_call(layer, weights, x)
     return y, glulam.load_balancing_loss(layer.routing)  # type: ignore[arg-type]
+
+
+def parallel_layer(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of experts across ranks. The mean over ranks of the auxiliary loss is that of all their tokens."""
+    y, _ = glulam_layer(layer, x)
+    routing = cast(Routing, layer.routing)
+    shares = routing.counts.float()
+    dist.all_reduce(shares, group=cast(ExpertParallel, layer.parallel).group)
+    probabilities = cast(Tensor, routing.logits).softmax(dim=-1).mean(dim=0)
+    return y, layer.num_experts * (shares / shares.sum() * probabilities).sum()
 
 
 def torch_layer(layer: MoE, x: Tensor, scaled: str = "activation") -> tuple[Tensor, Tensor]:
@@ -107,14 +120,21 @@ class Attention(nn.Module):
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out.to(x.dtype))
 
 
-def mixture(size: Size, recipe: str, dtype: torch.dtype) -> MoE:
-    """Made for the dtype that it computes in, with parameters in float32."""
-    layer = MoE(
-        size.width, size.intermediate, size.experts, size.top_k, router_dtype=torch.float32, recipe=recipe, dtype=dtype
-    )  # fmt: skip
+def mixture(size: Size, recipe: str, dtype: torch.dtype, parallel: ExpertParallel | None = None) -> MoE:
+    """Made for the dtype that it computes in, with parameters in float32. Experts are the same, however many ranks
+    there are.
+    """
+    with torch.random.fork_rng():  # whose own weights are as many random numbers as it has experts
+        layer = MoE(
+            size.width, size.intermediate, size.experts, size.top_k, router_dtype=torch.float32, recipe=recipe,
+            parallel=parallel, dtype=dtype,
+        )  # fmt: skip
     layer.router.weight = matrix(size.experts, size.width)
-    layer.experts.fc1.weight = matrix(size.experts, 2 * size.intermediate, size.width)
-    layer.experts.fc2.weight = matrix(size.experts, size.width, size.intermediate, gain=(2 * size.layers) ** -0.5)
+    fc1 = matrix(size.experts, 2 * size.intermediate, size.width)
+    fc2 = matrix(size.experts, size.width, size.intermediate, gain=(2 * size.layers) ** -0.5)
+    own = slice(None) if parallel is None else slice(parallel.first, parallel.first + parallel.num_local)
+    for linear, weight in ((layer.experts.fc1, fc1), (layer.experts.fc2, fc2)):
+        linear.weight = nn.Parameter(weight.detach()[own].clone())
     return layer
 
 
@@ -125,14 +145,18 @@ class LanguageModel(nn.Module):
         layer: computes the mixtures of experts.
         dtype: of activations and of the weights in a product; parameters are float32.
         recipe: of the experts; it is Glulam's layer that heeds it.
+        parallel: whose experts are where; None: all of them here.
     """
 
-    def __init__(self, size: Size, layer: Layer, dtype: torch.dtype, recipe: str = "bf16") -> None:
+    def __init__(
+        self, size: Size, layer: Layer, dtype: torch.dtype, recipe: str = "bf16",
+        parallel: ExpertParallel | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.layer, self.dtype = layer, dtype
         self.bytes, self.positions = embedding(BYTES, size.width), embedding(size.context, size.width)
         self.attention = nn.ModuleList(Attention(size) for _ in range(size.layers))
-        self.mixture = nn.ModuleList(mixture(size, recipe, dtype) for _ in range(size.layers))
+        self.mixture = nn.ModuleList(mixture(size, recipe, dtype, parallel) for _ in range(size.layers))
         self.head = matrix(BYTES, size.width)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

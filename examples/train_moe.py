@@ -8,6 +8,10 @@ part without any fault. How far, the three runs of torch say; Glulam's must lie 
 
 `--recipe mxfp8` also trains with the experts' data path in MXFP8, whose curve lies apart by its own, larger rounding:
 what is judged there is the loss of held-out text.
+
+    torchrun --nproc-per-node 4 examples/train_moe.py --expert-parallel 4
+
+also trains with the experts spread over 4 ranks, each of which has a quarter of every batch; the curve is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -33,13 +38,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
 
 import glulam
-from examples import training_curves
-from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, torch_layer
+from examples import expert_parallel, training_curves
+from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, parallel_layer, torch_layer
 from examples.stdlib_text import Text, read_text
 from glulam.demo import choose_device, few_threads
 from perf.stamp import make_stamp
 
 BALANCE_WEIGHT = 0.01
+MOST_NORM = 1.0  # of a step's gradients
 HELD_OUT_BATCHES = 8
 EAGER_STEPS = 3  # before a capture: what is made at a first call is then there
 REPORT_EVERY = 5  # steps; the host reads the loss so often, and waits for the GPU only then
@@ -67,12 +73,15 @@ SETUPS = {
 
 
 class Run(NamedTuple):
-    """How a mixture of experts is computed, whether a step is captured in a CUDA graph, and by which recipe."""
+    """How a mixture of experts is computed, whether a step is captured in a CUDA graph, by which recipe, and whether by
+    all ranks together.
+    """
 
     name: str
     layer: Layer
     graph: bool = False
     recipe: str = "bf16"
+    parallel: bool = False
 
 
 TORCH = (
@@ -82,6 +91,7 @@ TORCH = (
 )
 GLULAM = Run("glulam", glulam_layer)
 GRAPH = Run("glulam, one CUDA graph", glulam_layer, graph=True)
+PARALLEL = Run("glulam, experts across ranks", parallel_layer, parallel=True)
 TRAINED = tuple(name for name, recipe in glulam.recipes.RECIPES.items() if recipe.trains and name != "bf16")
 
 
@@ -104,8 +114,9 @@ class Trainer:
 
     def __init__(self, run: Run, setup: Setup, seed: int, device: str) -> None:
         torch.manual_seed(seed)
+        self.parallel = expert_parallel.spread(setup.size, setup.batch, setup.dtype) if run.parallel else None
         with torch.device(device):
-            self.model = LanguageModel(setup.size, run.layer, setup.dtype, run.recipe)
+            self.model = LanguageModel(setup.size, run.layer, setup.dtype, run.recipe, self.parallel)
             self.tokens = torch.zeros(setup.batch, setup.size.context + 1, dtype=torch.int64)
             self.loss, self.rate = torch.zeros(()), torch.zeros(())
         self.positions = torch.arange(setup.size.context + 1, device=device)
@@ -119,9 +130,15 @@ class Trainer:
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss, balance = self.model(self.tokens)
+        parallel = self.parallel
+        tokens = self.tokens if parallel is None else expert_parallel.part_of(self.tokens, parallel)
+        loss, balance = self.model(tokens)
         (loss + BALANCE_WEIGHT * balance).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if parallel is None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MOST_NORM)
+        else:
+            expert_parallel.finish_gradients(self.model, parallel, MOST_NORM)
+            loss = expert_parallel.mean(loss.detach(), parallel)
         self.optimizer.step()
         self.loss.copy_(loss.detach())
 
@@ -195,13 +212,16 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     graph: Annotated[bool, typer.Option("--graph", help="Also train with each step in one CUDA graph.")] = False,
     recipe: Annotated[str | None, typer.Option(help=f"Also train by this recipe: {', '.join(TRAINED)}.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--expert-parallel", min=1, help="Also train with experts across torchrun's ranks.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Result file; default: in build/.")] = None,
     commit: Annotated[str | None, typer.Option(help="To stamp, where there is no git checkout.")] = None,
 ) -> None:
     """Train a small MoE language model with torch and with Glulam, and lay the learning curves over each other."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH)
+        console = Console(highlight=False, width=PIPE_WIDTH, quiet=console.quiet)
     try:
         if device not in (None, *SETUPS):
             raise RuntimeError(f"--device {device}: give one of {', '.join(SETUPS)}")
@@ -213,14 +233,18 @@ def main(
         if chosen == "cuda":
             glulam.preload()  # what a GPU or a bundle lacks shows now, not after three runs
         console.print(f"device  {chosen} ({reason})" + (": a shrunk model, in float32" if chosen == "cpu" else ""))
-        stamp = make_stamp(
-            command_line(steps=steps, device=device, seed=seed, graph=graph, recipe=recipe), commit, chosen
-        )
+        if ranks:
+            expert_parallel.join(ranks, chosen)
+        options = {"steps": steps, "device": device, "seed": seed, "graph": graph, "recipe": recipe}
+        stamp = make_stamp(command_line(**options, **{"expert-parallel": ranks}), commit, chosen)
         setup = dataclasses.replace(SETUPS[chosen], steps=steps or SETUPS[chosen].steps)
         ours = [GLULAM, *([GRAPH] if graph else [])]
         ours += [by_recipe(run, recipe) for run in ours] if recipe else []
+        runs = [*TORCH, *ours] if expert_parallel.is_first() else []
         with few_threads(chosen):
-            records = train_all(setup, [*TORCH, *ours], seed, chosen, console)
+            records = train_all(setup, [*runs, *([PARALLEL] if ranks else [])], seed, chosen, console)
+        if not expert_parallel.is_first():
+            return
         result = training_curves.make_result(stamp, records, peers=len(TORCH))
         training_curves.save(result, out or Path("build", training_curves.file_name(result)), console)
         within = training_curves.show(result, console)

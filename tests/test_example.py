@@ -11,10 +11,11 @@ import pytest
 import torch
 import typer
 from rich.console import Console
+from support.ranks import run_ranks
 from typer.testing import CliRunner
 
 import glulam
-from examples import moe_model, stdlib_text, train_moe, training_curves
+from examples import expert_parallel, moe_model, stdlib_text, train_moe, training_curves
 from examples.moe_model import Size
 from perf import results
 
@@ -177,6 +178,18 @@ def test_it_runs_and_learns_and_the_curves_lie_over_each_other(tmp_path):
     assert out.with_suffix(".svg").read_text().count("<path") > 10
 
 
+def spread_over_ranks():
+    parallel, *alone, _ = train(train_moe.PARALLEL, *([train_moe.GLULAM] if expert_parallel.is_first() else []))
+    assert parallel["loss"][-1] < 4
+    for run in alone:
+        assert max(abs(a - b) for a, b in zip(parallel["loss"], run["loss"], strict=True)) < 1e-4
+        assert abs(parallel["held_out"] - run["held_out"]) < 1e-4
+
+
+def test_experts_across_ranks_learn_the_same():
+    run_ranks(2, spread_over_ranks)
+
+
 def wrong_layer(layer, x):
     y, balance = moe_model.glulam_layer(layer, x)
     return y * 1.1, balance
@@ -194,6 +207,7 @@ def test_a_wrong_gradient_or_result_is_found(tmp_path, monkeypatch):
         (["--device", "cuda"], "torch finds no GPU"),
         (["--device", "tpu"], "--device tpu: give one of cuda, cpu"),
         (["--recipe", "mxfp8_exact"], "--recipe mxfp8_exact: give one of mxfp8"),
+        (["--device", "cpu", "--expert-parallel", "2"], "torchrun started no ranks; run `torchrun --nproc-per-node 2 "),
         (["--device", "cpu", "--graph"], "--graph: the device is a CPU (as asked for)"),
     ],
 )

@@ -1,0 +1,69 @@
+"""What a training step does besides where experts are spread over the ranks of torch.distributed.
+
+Every rank has a part of each batch, its own experts and all other parameters. A loss is the mean over all ranks' parts:
+experts get the gradients of all tokens that came to them, all other parameters those of the rank's own, which are
+added up here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.moe_model import LanguageModel, Size
+from glulam.distributed import ExpertParallel, expert_parameters
+
+
+def join(ranks: int, device: str) -> None:
+    """Become one of the ranks that torchrun started. Raises RuntimeError where it did not, or started others."""
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if started != ranks:
+        raise RuntimeError(
+            f"--expert-parallel {ranks}: torchrun started {started or 'no'} ranks; run "
+            f"`torchrun --nproc-per-node {ranks} examples/train_moe.py --expert-parallel {ranks}`"
+        )
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def is_first() -> bool:
+    """Whether this process trains what needs no others, and shows results."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def spread(size: Size, batch: int, dtype: torch.dtype) -> ExpertParallel:
+    """The experts of all layers of a model."""
+    return ExpertParallel(None, size.experts, size.top_k, size.width, batch * size.context, dtype=dtype)
+
+
+def part_of(tokens: Tensor, parallel: ExpertParallel) -> Tensor:
+    """A rank's sequences of a batch, which the number of ranks divides."""
+    return tokens.chunk(parallel.world)[parallel.rank]
+
+
+def mean(value: Tensor, parallel: ExpertParallel) -> Tensor:
+    """Over ranks, in place."""
+    dist.all_reduce(value, group=parallel.group)
+    return value.div_(parallel.world)
+
+
+@torch.no_grad()
+def finish_gradients(model: LanguageModel, parallel: ExpertParallel, most: float) -> None:
+    """Means over ranks, cut to norm `most` as `torch.nn.utils.clip_grad_norm_` would those of the whole model."""
+    own = expert_parameters(model)
+    squares = torch.zeros(2, device=model.head.device)  # of experts, of which each rank has others; of all else
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        if name in own:
+            parameter.grad.div_(parallel.world)
+        else:
+            mean(parameter.grad, parallel)
+        squares[int(name not in own)] += parameter.grad.square().sum()
+    dist.all_reduce(squares[:1], group=parallel.group)
+    scale = (most / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        parameter.grad.mul_(scale)  # type: ignore[union-attr]
