@@ -160,7 +160,33 @@ def modules() -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
+def bad_options() -> None:
+    """Each is told before anything is sent."""
+    options: dict[str, Any] = {"dtype": F64, "transport": "auto"}
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "max_tokens": MOST}
+    for change, error, text in (
+        ({"num_experts": 1, "top_k": 1}, ValueError, "ranks for 1 experts"),
+        ({"top_k": 33, "num_experts": 64}, ValueError, "top_k is 33"),
+        ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
+        ({"hidden_size": 2.0}, TypeError, "hidden_size is 2.0"),
+        ({"transport": "smoke"}, ValueError, "transport='smoke'; choose 'auto' or 'all_to_all'"),
+        ({"dtype": torch.int32}, TypeError, "dtype is torch.int32"),
+    ):
+        with pytest.raises(error, match=text):
+            ExpertParallel(None, **{**sizes, **options, **change})
+    ep = ExpertParallel(None, **sizes, **options)
+    with pytest.raises(ValueError, match="top_k is 2, and that of parallel 3"):
+        MoE(HIDDEN, INTER, EXPERTS, 2, parallel=ep)
+    with pytest.raises(TypeError, match="parallel is a int"):
+        MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=2)
+    x, ids, weights, _ = inputs(0, 4, "all")
+    w1, w2 = weights_of()
+    with pytest.raises(ValueError, match="routing is to 9 experts from 1 on; with parallel give one to all 10"):
+        glulam.moe(x, Routing.from_topk(ids, weights, 9, first=1), w1, w2, parallel=ep)
+
+
 def everything() -> None:
+    bad_options()
     against_one_process()
     what_goes_where()
     bad_input_ends_everywhere()

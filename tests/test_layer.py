@@ -21,7 +21,7 @@ import glulam
 from cute_kernels.specs import LayerSpec
 from glulam import Routing
 from glulam.host.plans import forget_plans
-from glulam.layer.routing import route_few
+from glulam.layer.few_tokens import route_few
 from glulam.ops.grouped_mlp import GroupedMlpCall
 from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from glulam.recipes import BF16 as IN_16_BITS
@@ -197,6 +197,18 @@ class TestRouteFew:
             assert got.equal(wanted.detach()) and layer.routing.ids.equal(by_gemm.ids)
             assert not layer.routing.weights.requires_grad and by_gemm.weights.requires_grad
             torch.testing.assert_close(layer.routing.logits, by_gemm.logits.detach())
+
+    def test_one_graph(self) -> None:
+        torch.compiler.reset()
+        x, weight, bias = a_router(5, 64, 72, BF16, BF16)
+
+        def routes(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+            made = route_few(x, weight, bias, 4, torch.float32, num_tokens=torch.tensor([4], dtype=torch.int32))
+            return made.logits, made.ids, made.weights, made.offs, made.row_of
+
+        compiled = torch.compile(routes, fullgraph=True, backend="aot_eager")
+        for given in ((x, bias), (x, None), (x[:1], bias)):
+            assert all(map(torch.equal, compiled(*given), routes(*given)))
 
     @pytest.mark.parametrize(
         ("change", "error", "message"),

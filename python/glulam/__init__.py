@@ -1,5 +1,6 @@
 """Fused grouped GEMMs for mixture-of-experts layers: precompiled kernels, one call a layer, safe under CUDA graphs."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ffi_bridge import __version__
@@ -24,6 +25,7 @@ from .ops.grouped_mm import grouped_mm
 from .ops.grouped_wgrad import grouped_wgrad
 
 if TYPE_CHECKING:
+    from . import distributed as distributed
     from .tuner import TuneReport as TuneReport
     from .tuner import tune as tune
 
@@ -42,6 +44,7 @@ __all__ = [
     "__version__",
     "combine",
     "compile",
+    "distributed",
     "explain",
     "grouped_bias_grad",
     "grouped_dglu",
@@ -66,7 +69,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The tuner, imported where it is used: serving needs nothing of it."""
+    """What is imported where it is used: serving from one process needs neither the tuner nor what ranks exchange."""
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
     if name in ("TuneReport", "tune"):
         from . import tuner
 

@@ -16,7 +16,7 @@ import glulam
 from glulam import Routing
 from glulam.host.plans import forget_plans
 from glulam.layer import reference
-from glulam.layer.routing import route_few
+from glulam.layer.few_tokens import route_few
 from glulam.layer.rows import permute_tokens
 from glulam.recipes import RECIPES
 

@@ -98,6 +98,26 @@ def test_a_graph_follows_its_input(name: str) -> None:
             assert out[:count].abs().amax(1).min() > 0
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_few_tokens_without_gradients(name: str, tokens: int) -> None:
+    """Whose logits are made with their choice: near float64, in one graph of torch.compile and in a CUDA graph."""
+    module, x = loaded(name), batch(tokens)
+    with torch.no_grad():
+        y = module(x)
+        with torch.enable_grad():
+            exact, same = (by_torch(name, x, module, torch.zeros_like(x), kind)[0] for kind in (F64, BF16))
+        assert_close(y, exact, same, tokens)
+        torch.compiler.reset()
+        assert same_bits(torch.compile(module, backend="aot_eager", fullgraph=True)(x), y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = module(x)
+        x.copy_(batch(tokens, seed=8))
+        graph.replay()
+        assert same_bits(out, module(x)) and not same_bits(out, y)
+
+
 @pytest.mark.parametrize("main_grads", [False, True])
 def test_delayed_weight_gradients(main_grads: bool) -> None:
     plain, delayed = loaded("qwen2"), loaded("qwen2", delay_wgrad=True)

@@ -50,7 +50,7 @@ def moe(
         w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w: as of
             `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
-        out: the result's buffer, contiguous; only where no gradient is recorded, and no `parallel` is given.
+        out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
         parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
             its group call this, each with its own tokens.
 
@@ -64,6 +64,11 @@ def moe(
     if parallel is not None:
         if out is not None:
             raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
+        if (routing.first, routing.num_experts) != (0, parallel.num_experts):
+            raise ValueError(
+                f"{MoeCall.op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel "
+                f"give one to all {parallel.num_experts}"
+            )
         x_here, here, handle = parallel.dispatch(x, routing.ids, routing.weights)
         sums = moe(
             x_here, here, w1, w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cute_kernels.specs import PARAM_FORMS, ROUTING_EXPERTS, LayerSpec, Spec
 
-from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, check_vectors, forms
-from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor, mismatch, runs_kernels, shape_text
+from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
+from ..calls.checks import check_tensor, mismatch, runs_kernels, shape_text
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
 from . import reference
@@ -28,11 +28,6 @@ MOST_SORTED, MOST_CHOOSING = 2048, 64
 it would employ. Of 128 experts 8, on an H200: 64 tokens 8.8 us in one launch, 128 tokens 15.0 in one and 9.7 in two.
 """
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_ROUTED = 16
-"""Tokens whose logits `route_few` makes. On an H200 one token of gpt-oss-120b (128 experts, H 2880, float32 logits of
-16-bit parameters) takes 5.6 us, by torch's GEMM and `route` 13.8, and 16 take 7.0 and 20.3; of DeepSeek-V3 (256, H
-7168, 16 bits) one takes 9.1 and 11.3, 16 take 12.2 and 12.7, and 24 would take 16.3 and 13.7.
-"""
 
 
 @dataclasses.dataclass(eq=False)  # frozen, it would take 3 us to make
@@ -119,46 +114,8 @@ def route(
     return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, experts, logits=logits, score=score)
 
 
-def routes_few(x: Tensor, weight: Tensor, weight_bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether `route_few` serves tokens x [N, H] and a router's parameters, with logits in `dtype`."""
-    return (
-        0 < len(x) <= MOST_ROUTED
-        and runs_kernels(x)
-        and x.dtype in KERNEL_DTYPES
-        and dtype in (x.dtype, torch.float32)
-        and weight.dtype in (x.dtype, dtype)
-        and weight.is_contiguous()
-        and not (torch.is_grad_enabled() and any_requires_grad(x, weight, weight_bias))
-    )
-
-
-def route_few(
-    x: Tensor, weight: Tensor, weight_bias: Tensor | None, k: int, dtype: torch.dtype, *, score: str = "softmax",
-    bias: Tensor | None = None, num_groups: int = 1, top_groups: int = 1, normalize: bool = True, scale: float = 1.0,
-    num_tokens: Tensor | None = None,
-) -> Routing:  # fmt: skip
-    """`route` of few tokens' logits x weight^T + weight_bias, summed in float32 and rounded to `dtype`, in one call.
-    No gradient is recorded.
-
-    Args:
-        x: 16-bit [N, H]. weight: [E, H], in x's dtype, or float32 where logits are. weight_bias: [E].
-        dtype: of logits, x's or float32.
-        k, score, bias, num_groups, top_groups, normalize, scale, num_tokens: as of `route`.
-
-    Returns:
-        Routing, and its logits.
-
-    Raises:
-        As `route`.
-    """
-    logits, ids, weights, offs, token_of_row, row_of, weight_of_row = router_tokens(
-        x, weight, weight_bias, bias, num_tokens, k, score, normalize, num_groups, top_groups, scale,
-        dtype is torch.float32,
-    )  # fmt: skip
-    return Routing(offs, token_of_row, row_of, weight_of_row, ids, weights, len(weight), logits=logits, score=score)
-
-
-def _capacity(experts: int) -> int:
+def capacity_of(experts: int) -> int:
+    """The most experts of the kernel that serves so many."""
     return next(most for most in ROUTING_EXPERTS if experts <= most)
 
 
@@ -290,7 +247,7 @@ class RouteCall(_Choosing):
         return {"chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, experts=_capacity(self.sizes[1]), arch=arch)
+        return LayerSpec(self.kernel, experts=capacity_of(self.sizes[1]), arch=arch)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
@@ -298,47 +255,6 @@ class RouteCall(_Choosing):
         _, score, normalize, _, _, scale = options
         d_weights = _of_weights(gradients[1], gradients[5], row_of)
         return () if d_weights is None else (route_backward(d_weights, logits, ids, score, normalize, scale),)
-
-
-class RouterCall(RouteCall):
-    """The same of tokens and a router's parameters: logits are one of its results."""
-
-    kernel, leads = "router", "x"
-    returns: ClassVar[tuple[str, ...]] = ("logits", *RouteCall.returns)
-    shared = frozenset(("weight", "weight_bias", "bias", "num_tokens"))
-    unaligned = frozenset(("weight_bias", "bias", "num_tokens"))
-    differentiable = False
-    on_cpu: ClassVar[Callable[..., Any]] = staticmethod(reference.router)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return len(self.x), len(self.weight)
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        of_x: torch.dtype = self.x.dtype
-        return torch.promote_types(of_x, torch.float32) if self.in_float32 else of_x
-
-    def check_inputs(self) -> None:
-        _, width = check_matrix(self.op, "x", self.x, "N, H")
-        check_dtype(self.op, "x", self.x)
-        check_vectors(self.op, "x", "H", self.x)
-        dtypes = (self.x.dtype, self.logits_dtype)
-        experts, columns = check_matrix(self.op, "weight", self.weight, "E, H", self.x, dtypes)
-        if columns != width:
-            mismatch(self.op, "weight", self.weight.shape, (experts, width), "x has H columns")
-        self._check_vector("weight_bias", (experts,), (*LOGITS_DTYPES, self.logits_dtype), "weight has E rows")
-        self._check_choice()
-
-    def likes(self) -> Sequence[Like | None]:
-        return [(self.sizes, self.logits_dtype), *super().likes()]
-
-    def constants(self, problem: Problem) -> dict[str, Any]:
-        codes = {"weight_form": forms(self.weight), "bias_form": forms(self.weight_bias), "width": self.x.shape[1]}
-        return {**super().constants(problem), **codes}
-
-    def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, dtype_name(self.x.dtype), _capacity(self.sizes[1]), arch)
 
 
 class RouteBackwardCall(_Choosing):
@@ -387,7 +303,7 @@ class SortCall(LayerCall):
         return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
-        return LayerSpec(self.kernel, experts=_capacity(self.num_experts), arch=arch)
+        return LayerSpec(self.kernel, experts=capacity_of(self.num_experts), arch=arch)
 
     @staticmethod
     def backward(saved: Any, options: Any, needed: Any, *gradients: Any) -> Gradients:
@@ -414,14 +330,6 @@ def route_tokens(
     num_groups: int, top_groups: int, scale: float,
 ) -> Any:  # fmt: skip
     """What `RouteCall` returns, of the arguments of `route`."""
-
-
-@operator(RouterCall)
-def router_tokens(
-    x: Tensor, weight: Tensor, weight_bias: Tensor | None, bias: Tensor | None, num_tokens: Tensor | None, k: int,
-    score: str, normalize: bool, num_groups: int, top_groups: int, scale: float, in_float32: bool,
-) -> Any:  # fmt: skip
-    """What `RouterCall` returns, of the arguments of `route_few`; `in_float32`: logits are, else x's dtype."""
 
 
 @operator(RouteBackwardCall)

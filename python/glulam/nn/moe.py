@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..calls.checks import runs_kernels, shape_text
-from ..distributed import ExpertParallel
 from ..layer import Routing, moe, route
+from ..layer.few_tokens import route_few, routes_few
 from ..layer.moe import moe_call
-from ..layer.routing import LOGITS_DTYPES, check_rule, route_few, routes_few
+from ..layer.routing import LOGITS_DTYPES, check_rule
 from . import dialects
 from .mlp import GroupedMLP
 from .options import check_options, check_placement, shown_options
 from .state import Converts, Move
 from .weight_gradients import run
+
+if TYPE_CHECKING:
+    from ..distributed import ExpertParallel
 
 NAME = "MoE"
 
@@ -222,6 +225,8 @@ class MoE(Converts):
 
 
 def _check_parallel(parallel: Any, **sizes: int) -> None:
+    from ..distributed import ExpertParallel  # which one process alone has no use for
+
     if not isinstance(parallel, ExpertParallel):
         raise TypeError(f"{NAME}: parallel is a {type(parallel).__name__}; give a glulam.distributed.ExpertParallel")
     for name, size in sizes.items():
