@@ -58,8 +58,12 @@ class Exchange:
         return out
 
     def _swap(self, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
-        _all_to_all(self.group, out, rows.contiguous(), num_out, num_in)
-        return out
+        """gloo's by way of the host, since it moves no memory of GPUs."""
+        by_host = out.is_cuda and dist.get_backend(self.group) == "gloo"
+        received = torch.empty(out.shape, dtype=out.dtype) if by_host else out
+        sent = rows.cpu() if by_host else rows
+        dist.all_to_all_single(received, sent.contiguous(), num_out, num_in, group=self.group)
+        return out.copy_(received) if by_host else out
 
     def sums(self, rows: Tensor, residual: Tensor | None = None) -> Tensor:
         """Of own tokens, of what all ranks send back for them, [N, H]."""
@@ -69,23 +73,11 @@ class Exchange:
         return made
 
 
-def _all_to_all(
-    group: Any, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None
-) -> None:  # fmt: skip
-    """`rows` to all ranks, and theirs into `out`; gloo's by way of the host, since it moves no memory of GPUs."""
-    if dist.get_backend(group) == "gloo" and out.is_cuda:
-        received = torch.empty(out.shape, dtype=out.dtype)
-        dist.all_to_all_single(received, rows.cpu(), num_out, num_in, group=group)
-        out.copy_(received)
-    else:
-        dist.all_to_all_single(out, rows, num_out, num_in, group=group)
-
-
-def exchange_counts(group: Any, counts: list[int], device: torch.device) -> list[int]:
+def exchange_counts(group: Any, counts: list[int]) -> list[int]:
     """How many rows each rank will send, given how many are for each."""
-    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    mine = torch.tensor(counts, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     theirs = torch.empty_like(mine)
-    _all_to_all(group, theirs, mine)
+    dist.all_to_all_single(theirs, mine, group=group)
     received: list[int] = theirs.tolist()
     return received
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -61,15 +62,15 @@ class ExpertParallel:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(f"{NAME}: this process is not in the group; give one that it is in")
-        limits = {
-            "num_experts": (num_experts, MAX_EXPERTS), "top_k": (top_k, min(MAX_K, num_experts)),
-            "hidden_size": (hidden_size, None), "max_tokens": (max_tokens, None),
-        }  # fmt: skip
-        for name, (value, most) in limits.items():
+        sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "max_tokens": max_tokens}
+        for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{NAME}: {name} is {value!r}; give an integer")
-            if value < 1 or (most is not None and value > most):
-                raise ValueError(f"{NAME}: {name} is {value}; it must be 1 to {most or 'any number'}")
+            most = {"num_experts": MAX_EXPERTS, "top_k": min(MAX_K, num_experts)}.get(name, math.inf)
+            if not 1 <= value <= most:
+                raise ValueError(
+                    f"{NAME}: {name} is {value}; it must be 1 {'or more' if most == math.inf else f'to {most}'}"
+                )
         if self.world > min(num_experts, MAX_RANKS):
             raise ValueError(
                 f"{NAME}: {self.world} ranks for {num_experts} experts; there may be at most {MAX_RANKS}, and one for "
@@ -103,13 +104,12 @@ class ExpertParallel:
         try:
             self._check(x, ids, weights)
         except (ValueError, TypeError):
-            device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-            exchange_counts(self.group, [REFUSED] * self.world, device)
+            exchange_counts(self.group, [REFUSED] * self.world)
             raise
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.world)
         num_sent = sent.counts.tolist()
-        num_received = exchange_counts(self.group, num_sent, x.device)
+        num_received = exchange_counts(self.group, num_sent)
         if REFUSED in num_received:
             raise PeerError(
                 f"dispatch: the tokens of rank {num_received.index(REFUSED)} were refused, as its own error says"
