@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -183,6 +184,23 @@ def bad_options() -> None:
     w1, w2 = weights_of()
     with pytest.raises(ValueError, match="routing is to 9 experts from 1 on; with parallel give one to all 10"):
         glulam.moe(x, Routing.from_topk(ids, weights, 9, first=1), w1, w2, parallel=ep)
+
+
+def a_rank_that_ends() -> None:
+    """The others are told which call it was missing from."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    x, ids, weights, _ = inputs(dist.get_rank(), 5, "all")
+    x_here, here, handle = ep.dispatch(x, ids, weights)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(PeerError, match="^combine: a rank has ended, or did not come"):
+        for _ in range(50):  # the others may not see it at once
+            ep.combine(glulam.permute(x_here, here), handle)
+
+
+def test_a_rank_ends() -> None:
+    run_ranks(2, a_rank_that_ends)
 
 
 def everything() -> None:
