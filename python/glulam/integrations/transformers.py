@@ -42,14 +42,14 @@ class Plan(NamedTuple):
     """What is the same at every call of an experts module, in constants that torch.compile knows.
 
     in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
-    has_post: whether something is done to experts' rows before they are weighed.
+    post: the name of what is done to experts' rows before they are weighed, "" where nothing.
     """
 
     in_16_bits: bool
     weights: tuple[str, str]
     biases: tuple[tuple[str, str], ...]
     num_experts: int
-    has_post: bool
+    post: str
     options: tuple[tuple[str, Any], ...]
 
 
@@ -116,8 +116,8 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         given[operand] = getattr(experts, name)
     routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts)
     x = hidden_states.to(experts.down_proj.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
-    if plan.has_post:
-        rows = _post_of(experts)(grouped_mlp(permute(x, routing), offs=routing.offs, **given))
+    if plan.post:
+        rows = getattr(experts, plan.post)(grouped_mlp(permute(x, routing), offs=routing.offs, **given))
         rows = rows * routing.weight_of_row[:, None].to(rows.dtype)
         return combine(rows, routing).to(hidden_states.dtype)
     return moe(x, routing, **given).to(hidden_states.dtype)
@@ -163,24 +163,23 @@ def plan_of(experts: Any) -> Plan:
         }  # fmt: skip
         biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
         given = biases if experts.has_bias else ()
-        has_post = _post_of(experts) is not None
-        plan = Plan(recipe is BF16, weights, given, len(experts.down_proj), has_post, tuple(options.items()))
+        plan = Plan(recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()))
         _plans[experts] = plan
     return plan
 
 
-def _post_of(experts: Any) -> Any:
-    """What a module does to experts' rows before they are weighed, None where nothing: versions to 5.23 flag a norm;
-    later ones give every module a method, which mostly returns what it gets.
+def _post_of(experts: Any) -> str:
+    """The name of what a module does to experts' rows before they are weighed, "" where nothing: versions to 5.23 flag
+    a norm; later ones give every module a method, which mostly returns what it gets.
     """
     if getattr(experts, "has_post_expert_norm", False):
-        return experts.post_expert_norm
-    post = getattr(experts, "_apply_post_expert", None)
-    if post is not None:
-        row = experts.down_proj.new_zeros(1, experts.down_proj.shape[-1 if experts.is_transposed else 1])
-        with torch.no_grad():
-            post = None if post(row) is row else post
-    return post
+        return "post_expert_norm"
+    name = "_apply_post_expert"
+    if not hasattr(experts, name):
+        return ""
+    row = experts.down_proj.new_zeros(1, experts.down_proj.shape[-1 if experts.is_transposed else 1])
+    with torch.no_grad():
+        return "" if getattr(experts, name)(row) is row else name
 
 
 def _form_of(experts: Any) -> Form:
