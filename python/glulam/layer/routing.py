@@ -70,7 +70,7 @@ class Routing:
         Args:
             ids: int32 or int64 [N, K], contiguous, K at most 32. Ids outside `first` .. `first` + `num_experts` - 1
                 (other ranks' experts, -1) have no row, and their weights' gradients are 0.
-            weights: [N, K], float32 (float64 on the CPU) or 16-bit, which rows take widened.
+            weights: [N, K], float32 (float64 on the CPU), or of 16 bits, of which rows get a copy in float32.
             num_experts: experts here, at most 1024; `first`: the id of the first of them.
 
         Raises:
