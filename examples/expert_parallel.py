@@ -8,10 +8,12 @@ added up here.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.moe_model import LanguageModel, Size
 from glulam.distributed import ExpertParallel, expert_parameters
@@ -53,17 +55,27 @@ def mean(value: Tensor, parallel: ExpertParallel) -> Tensor:
 
 @torch.no_grad()
 def finish_gradients(model: LanguageModel, parallel: ExpertParallel, most: float) -> None:
-    """Means over ranks, cut to norm `most` as `torch.nn.utils.clip_grad_norm_` would those of the whole model."""
-    own = expert_parameters(model)
-    squares = torch.zeros(2, device=model.head.device)  # of experts, of which each rank has others; of all else
+    """Means over ranks, cut to norm `most`."""
+    names = expert_parameters(model)
+    own, shared = [], []
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        if name in own:
+        if name in names:
             parameter.grad.div_(parallel.world)
+            own.append(parameter)
         else:
             mean(parameter.grad, parallel)
-        squares[int(name not in own)] += parameter.grad.square().sum()
-    dist.all_reduce(squares[:1], group=parallel.group)
-    scale = (most / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        parameter.grad.mul_(scale)  # type: ignore[union-attr]
+            shared.append(parameter)
+    cut_to_norm(own, shared, most, parallel.group)
+
+
+def cut_to_norm(own: Sequence[Tensor], shared: Sequence[Tensor], most: float, group: dist.ProcessGroup | None) -> None:
+    """Cut gradients as `torch.nn.utils.clip_grad_norm_` would those of the whole model.
+
+    Args:
+        own: experts' parameters, of which each rank has others. shared: all other parameters.
+    """
+    of_own, of_shared = (get_total_norm([p.grad for p in part if p.grad is not None]) for part in (own, shared))
+    squares = of_own.square()
+    dist.all_reduce(squares, group=group)
+    clip_grads_with_norm_([*own, *shared], most, (squares + of_shared.square()).sqrt())
