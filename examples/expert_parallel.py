@@ -12,20 +12,22 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from examples.moe_model import LanguageModel, Size
+from examples.moe_model import Size
 from glulam.distributed import ExpertParallel, expert_parameters
 
 
-def join(ranks: int, device: str) -> None:
-    """Become one of the ranks that torchrun started. Raises RuntimeError where it did not, or started others."""
+def join(ranks: int, device: str, command: str) -> None:
+    """Become one of the ranks that torchrun started. Raises RuntimeError where it did not, or started others; `command`
+    is what it is to start.
+    """
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started != ranks:
         raise RuntimeError(
             f"--expert-parallel {ranks}: torchrun started {started or 'no'} ranks; run "
-            f"`torchrun --nproc-per-node {ranks} examples/train_moe.py --expert-parallel {ranks}`"
+            f"`torchrun --nproc-per-node {ranks} {command}`"
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -54,7 +56,7 @@ def mean(value: Tensor, parallel: ExpertParallel) -> Tensor:
 
 
 @torch.no_grad()
-def finish_gradients(model: LanguageModel, parallel: ExpertParallel, most: float) -> None:
+def finish_gradients(model: nn.Module, parallel: ExpertParallel, most: float) -> None:
     """Means over ranks, cut to norm `most`."""
     names = expert_parameters(model)
     own, shared = [], []

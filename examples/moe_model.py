@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from glulam.nn import GroupedMLP, MoE
 
 BYTES = 256
 
-Layer = Callable[[MoE, Tensor], tuple[Tensor, Tensor]]
-"""(a layer's parameters, tokens [N,H]) -> [N,H], and the auxiliary loss: 1 where experts get equal shares."""
+Layer = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+"""(a mixture, tokens [N,H]) -> [N,H], and the auxiliary loss: 1 where experts get equal shares."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,10 @@ class Attention(nn.Module):
 def mixture(size: Size, recipe: str, dtype: torch.dtype, parallel: ExpertParallel | None = None) -> MoE:
     """Made for the dtype that it computes in, with parameters in float32. Experts are the same, however many ranks
     there are.
+
+    Args:
+        recipe: of the experts; it is Glulam's layer that heeds it.
+        parallel: whose experts are where; None: all of them here.
     """
     with torch.random.fork_rng():  # whose own weights are as many random numbers as it has experts
         layer = MoE(
@@ -144,19 +148,15 @@ class LanguageModel(nn.Module):
     Args:
         layer: computes the mixtures of experts.
         dtype: of activations and of the weights in a product; parameters are float32.
-        recipe: of the experts; it is Glulam's layer that heeds it.
-        parallel: whose experts are where; None: all of them here.
+        make: a layer's mixture, as `mixture` makes it.
     """
 
-    def __init__(
-        self, size: Size, layer: Layer, dtype: torch.dtype, recipe: str = "bf16",
-        parallel: ExpertParallel | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, size: Size, layer: Layer, dtype: torch.dtype, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layer, self.dtype = layer, dtype
         self.bytes, self.positions = embedding(BYTES, size.width), embedding(size.context, size.width)
         self.attention = nn.ModuleList(Attention(size) for _ in range(size.layers))
-        self.mixture = nn.ModuleList(mixture(size, recipe, dtype, parallel) for _ in range(size.layers))
+        self.mixture = nn.ModuleList(make() for _ in range(size.layers))
         self.head = matrix(BYTES, size.width)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,7 @@ class LanguageModel(nn.Module):
         balances = []
         for attention, mixture in zip(self.attention, self.mixture, strict=True):
             x = x + attention(normalised(x))
-            y, balance = self.layer(cast(MoE, mixture), normalised(x).flatten(0, 1))
+            y, balance = self.layer(mixture, normalised(x).flatten(0, 1))
             x = x + y.view_as(x)
             balances.append(balance)
         logits = F.linear(normalised(x), self.head.to(x.dtype)).float()

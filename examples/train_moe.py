@@ -25,7 +25,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -33,15 +33,16 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, only its own folder is on the path
 
 import glulam
 from examples import expert_parallel, training_curves
-from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, parallel_layer, torch_layer
+from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, mixture, parallel_layer, torch_layer
 from examples.stdlib_text import Text, read_text
 from glulam.demo import choose_device, few_threads
+from glulam.distributed import ExpertParallel
 from perf.stamp import make_stamp
 
 BALANCE_WEIGHT = 0.01
@@ -110,18 +111,21 @@ def learning_rate(setup: Setup, step: int) -> float:
 
 
 class Trainer:
-    """A model, its optimizer, and what a step reads and writes, all fixed in memory: a graph can hold the step."""
+    """A model, an optimizer of `parameters`, and what a step reads and writes, all fixed in memory: a graph can hold
+    the step. parallel: whose experts are where; None: all of them here.
+    """
 
-    def __init__(self, run: Run, setup: Setup, seed: int, device: str) -> None:
-        torch.manual_seed(seed)
-        self.parallel = expert_parallel.spread(setup.size, setup.batch, setup.dtype) if run.parallel else None
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[Tensor], setup: Setup, device: str,
+        parallel: ExpertParallel | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.parallel = model, parallel
         with torch.device(device):
-            self.model = LanguageModel(setup.size, run.layer, setup.dtype, run.recipe, self.parallel)
             self.tokens = torch.zeros(setup.batch, setup.size.context + 1, dtype=torch.int64)
             self.loss, self.rate = torch.zeros(()), torch.zeros(())
         self.positions = torch.arange(setup.size.context + 1, device=device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), self.rate, (0.9, 0.95), weight_decay=0.1, fused=True, capturable=device == "cuda"
+            parameters, self.rate, (0.9, 0.95), weight_decay=0.1, fused=True, capturable=device == "cuda"
         )
 
     def load(self, text: Tensor, starts: Tensor) -> None:
@@ -161,10 +165,18 @@ class Trainer:
         return statistics.mean(losses)
 
 
-def train(run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> dict[str, Any]:
+def new_trainer(run: Run, setup: Setup, seed: int, device: str) -> Trainer:
+    torch.manual_seed(seed)
+    parallel = expert_parallel.spread(setup.size, setup.batch, setup.dtype) if run.parallel else None
+    make = functools.partial(mixture, setup.size, run.recipe, setup.dtype, parallel)
+    with torch.device(device):
+        model = LanguageModel(setup.size, run.layer, setup.dtype, make)
+    return Trainer(model, model.parameters(), setup, device, parallel)
+
+
+def train(trainer: Trainer, run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> dict[str, Any]:
     """The record of one run: its loss at each step, the held-out loss at the end, and the median time a step."""
     device = text.train.device.type
-    trainer = Trainer(run, setup, seed, device)
     starts = torch.randint(
         len(text.train) - setup.size.context, (setup.steps, setup.batch), generator=torch.Generator().manual_seed(seed)
     ).to(device)
@@ -191,13 +203,29 @@ def train(run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> 
 def train_all(setup: Setup, runs: list[Run], seed: int, device: str, console: Console) -> list[dict[str, Any]]:
     """The records of the runs, in turn, and one of what they share."""
     text = Text(*(part.to(device) for part in read_text()))
-    name, loss = TextColumn("{task.description:<22}"), TextColumn("loss {task.fields[loss]:.4f}")
     # The default stream cannot be captured.
     stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
-    with Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss, console=console) as bars, stream:
-        records = [train(run, setup, text, seed, bars) for run in runs]
+    with progress_bars(console) as bars, stream:
+        records = [train(new_trainer(run, setup, seed, device), run, setup, text, seed, bars) for run in runs]
+    return [*records, shared_record(setup, seed, text)]
+
+
+def progress_bars(console: Console) -> Progress:
+    name, loss = TextColumn("{task.description:<22}"), TextColumn("loss {task.fields[loss]:.4f}")
+    return Progress(name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss, console=console)
+
+
+def shared_record(setup: Setup, seed: int, text: Text) -> dict[str, Any]:
+    """Of what all runs share."""
     sizes = {"train_bytes": len(text.train), "held_out_bytes": len(text.held_out)}
-    return [*records, {"setup": setup.as_json(), "seed": seed, **sizes}]
+    return {"setup": setup.as_json(), "seed": seed, **sizes}
+
+
+def console_of_rank() -> Console:
+    """The first rank's shows; others' are quiet."""
+    quiet = os.environ.get("RANK", "0") != "0"
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH, quiet=quiet)
 
 
 def command_line(**options: Any) -> str:
@@ -219,9 +247,7 @@ def main(
     commit: Annotated[str | None, typer.Option(help="To stamp, where there is no git checkout.")] = None,
 ) -> None:
     """Train a small MoE language model with torch and with Glulam, and lay the learning curves over each other."""
-    console = Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0")
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PIPE_WIDTH, quiet=console.quiet)
+    console = console_of_rank()
     try:
         if device not in (None, *SETUPS):
             raise RuntimeError(f"--device {device}: give one of {', '.join(SETUPS)}")
@@ -234,7 +260,7 @@ def main(
             glulam.preload()  # what a GPU or a bundle lacks shows now, not after three runs
         console.print(f"device  {chosen} ({reason})" + (": a shrunk model, in float32" if chosen == "cpu" else ""))
         if ranks:
-            expert_parallel.join(ranks, chosen)
+            expert_parallel.join(ranks, chosen, f"examples/train_moe.py --expert-parallel {ranks}")
         options = {"steps": steps, "device": device, "seed": seed, "graph": graph, "recipe": recipe}
         stamp = make_stamp(command_line(**options, **{"expert-parallel": ranks}), commit, chosen)
         setup = dataclasses.replace(SETUPS[chosen], steps=steps or SETUPS[chosen].steps)

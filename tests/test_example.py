@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import sys
@@ -127,7 +128,8 @@ def test_experts_compute_in_16_bits_and_parameters_stay_float32():
 
 def test_no_byte_is_predicted_from_itself_or_from_later_ones():
     torch.manual_seed(0)
-    model = moe_model.LanguageModel(TINY, moe_model.glulam_layer, torch.float32)
+    make = functools.partial(moe_model.mixture, TINY, "bf16", torch.float32)
+    model = moe_model.LanguageModel(TINY, moe_model.glulam_layer, torch.float32, make)
     tokens = torch.randint(256, (1, 9))
     model.bytes.requires_grad_()
     x = tokens.clone()
