@@ -2,7 +2,8 @@
 
     python examples/training_curves.py build/training-curves-h200.json
 
-draws what `train_moe.py` wrote, on any machine with matplotlib, as build/training-curves-h200.svg.
+draws what `train_moe.py` or `train_megatron.py` wrote, on any machine with matplotlib, as
+build/training-curves-h200.svg.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ def within_noise(found: Distance, rounding: Distance) -> bool:
     return all(value <= most for value, most in zip(found, allowed, strict=True))
 
 
-def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int) -> Result:
+def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int, suite: str = SUITE) -> Result:
     """What a result file holds.
 
     Args:
+        suite: one of `tables.TRAINING`.
         records: of runs, and one of what they share. The first `peers` runs differ in their rounding alone; the others
             are judged by them, but for those with a "recipe", of which the held-out loss is judged. Each but the first
             gets its difference and distance from the first.
@@ -86,11 +88,11 @@ def make_result(stamp: dict[str, Any], records: list[dict[str, Any]], peers: int
     verdict = {"noise": rounding._asdict(), "within_noise": within, "window": WINDOW}
     if costs := [run["held_out"] - runs[0]["held_out"] for run in runs if "recipe" in run]:
         verdict["recipes_cost"] = sorted(costs)[-1] if sum(costs) == sum(costs) else math.nan
-    return results.make_result(SUITE, stamp, {}, [*runs, {**shared, **verdict}])
+    return results.make_result(suite, stamp, {}, [*runs, {**shared, **verdict}])
 
 
 def file_name(result: Result) -> str:
-    return results.default_path(SUITE, result["stamp"]["gpu"]).name
+    return results.default_path(result["suite"], result["stamp"]["gpu"]).name
 
 
 def show(result: Result, console: Console) -> bool:
@@ -101,7 +103,7 @@ def show(result: Result, console: Console) -> bool:
     shared = result["records"][-1]
     mean, largest = shared["noise"].values()
     mark = _mark(shared["within_noise"])
-    console.print(f"curves  {mark}: torch's own runs, which round differently, are {mean:.2g} apart on average and")
+    console.print(f"curves  {mark}: the peer's own runs, which round differently, are {mean:.2g} apart on average and")
     console.print(f"        {largest:.2g} at most; the rule is {NOISE_ALLOWED:g} times that, or {SMALLEST_NOISE:g}")
     if (cost := shared.get("recipes_cost")) is None:
         return bool(shared["within_noise"])
@@ -127,8 +129,8 @@ def save(result: Result, path: Path, console: Console) -> None:
 
 def runs_of(result: Result) -> list[dict[str, Any]]:
     """The records of runs, the reference first. Raises ValueError where the result is of another suite."""
-    if result["suite"] != SUITE:
-        raise ValueError(f"a result of the suite {result['suite']!r} has no curves; train_moe.py writes {SUITE!r}")
+    if result["suite"] not in tables.TRAINING:
+        raise ValueError(f"the suite {result['suite']!r} has no curves; these have: {', '.join(tables.TRAINING)}")
     return [record for record in result["records"] if "loss" in record]
 
 
@@ -141,7 +143,7 @@ def plot(result: Result, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = SUITE  # the same file from the same numbers
+    matplotlib.rcParams["svg.hashsalt"] = result["suite"]  # the same file from the same numbers
     from matplotlib import pyplot
 
     runs = runs_of(result)

@@ -18,7 +18,7 @@ from .plots import (
     write_plots,
 )
 from .results import RESULTS, Result, default_path, gpu_slug, read_all
-from .tables import tables_of
+from .tables import TRAINING, tables_of
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 CURVES: dict[str, Callable[..., object]] = {"skew": draw_skew, "rows": draw_rows, "layer": draw_layer}
@@ -29,7 +29,8 @@ Written by `python -m perf report` from the JSON files beside it; do not edit. M
 distance between the 10th and the 90th percentile. In brackets: the peer's time over ours, above 1 we are faster.
 A rate is in brackets a share of the machine's limit that binds first: cuBLAS 8192^3 or a device copy, same run.
 Contestants take turns within one run. Random data, BF16, SwiGLU, no bias; a row scale in the backward only.
-`training-curves` is one training run after another, of `examples/train_moe.py` on real text.
+`training-curves` is one training run after another, of `examples/train_moe.py` on real text, and `megatron-*` of
+`examples/train_megatron.py`.
 """
 
 
@@ -79,7 +80,7 @@ def _section(result: Result, plots: Collection[str]) -> str:
 
 def _pictures(result: Result) -> list[str]:
     """Of a training run the plot, which lies beside the result file."""
-    if result["suite"] != "training-curves":
+    if result["suite"] not in TRAINING:
         return []
     name = default_path(result["suite"], result["stamp"]["gpu"]).with_suffix(".svg").name
     return [f"![Loss by step, all runs over each other, and their differences]({name})"]

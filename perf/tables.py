@@ -43,6 +43,8 @@ KERNEL_TITLES = {
 }
 TITLES = {**OP_TITLES, "layer": LAYER_TITLE, **KERNEL_TITLES}
 MEMORY_TITLE = "Memory of forward and backward, GB"
+TRAINING = ("training-curves", "megatron-allgather", "megatron-alltoall")
+"""Suites of training runs, by `examples/train_moe.py` and `examples/train_megatron.py`."""
 
 
 def _op_row(record: dict[str, Any], peers: list[str], limits: dict[str, float]) -> tuple[str, ...]:
@@ -199,10 +201,11 @@ def curves_tables(result: Result) -> list[Table]:
     """One row a training run; distances are those of its smoothed loss from the first run's."""
     *runs, shared = result["records"]
     size, setup = shared["setup"]["size"], shared["setup"]
+    ranks = f" on {shared['ranks']} GPUs" if "ranks" in shared else ""
     title = (
         f"A byte-level MoE language model in training, {setup['steps']} steps of {setup['batch']} x {size['context']} "
         f"bytes in {setup['dtype']} (L {size['layers']}, H {size['width']}, I {size['intermediate']}, "
-        f"E {size['experts']}, K {size['top_k']}); losses in nats a byte, means over {shared['window']} steps"
+        f"E {size['experts']}, K {size['top_k']}){ranks}; losses in nats a byte, means over {shared['window']} steps"
     )
     header = ("run", "loss at the end", "held-out loss", "ms a step", "mean distance", "largest distance")
     return [Table(title, header, [_curve_row(record) for record in runs])]
@@ -282,7 +285,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "train": train_tables,
     "host": host_tables,
     "graph": graph_tables,
-    "training-curves": curves_tables,
+    **dict.fromkeys(TRAINING, curves_tables),
     "quantize": quantize_tables,
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -586,15 +587,12 @@ def train_result():
     return results.make_result("train", STAMP, LIMITS, [layer, *host])
 
 
-CURVES = "training-curves"  # of examples/train_moe.py, which no suite measures
-
-
-def curves_result():
+def curves_result(suite="training-curves"):
     size = {"layers": 8, "width": 512, "heads": 8, "experts": 16, "top_k": 2, "intermediate": 768, "context": 512}
     setup = {"size": size, "batch": 64, "steps": 2, "learning_rate": 1e-3, "dtype": "bfloat16"}
     run = {"run": "torch", "loss": [3.0, 2.0], "loss_at_end": 2.0, "held_out": 2.125, "step_ms": 25.0}
     other = {**run, "run": "glulam", "step_ms": 20.0, "distance": {"mean": 0.0012, "largest": 0.025}}
-    return results.make_result(CURVES, STAMP, {}, [run, other, {"setup": setup, "window": 20}])
+    return results.make_result(suite, STAMP, {}, [run, other, {"setup": setup, "window": 20}])
 
 
 TUNING = {"quack tuned": {"dw1": {"config": "c", "timed": 40, "left_out": 4, "seconds": 2.5}}}
@@ -723,7 +721,7 @@ ALL_RESULTS = {
     "host": host_result,
     "graph": graph_result,
     "train": train_result,
-    CURVES: curves_result,
+    **{suite: functools.partial(curves_result, suite) for suite in tables.TRAINING},
     "power": power_result,
     "quantize": quantize_result,
     "fp8": fp8_result,
@@ -736,7 +734,8 @@ ALL_RESULTS = {
 
 
 def test_every_suite_has_tables_and_a_command():
-    assert set(ALL_RESULTS) == {*SUITES, CURVES} == set(tables.TABLES) == {*cli.SUITE_NAMES, CURVES}
+    everything = set(ALL_RESULTS)
+    assert everything == {*SUITES, *tables.TRAINING} == set(tables.TABLES) == {*cli.SUITE_NAMES, *tables.TRAINING}
 
 
 def test_power_is_shown_with_the_share_of_peak_at_its_clock():
@@ -1002,7 +1001,8 @@ def test_report_needs_its_marks(page):
 
 def test_both_pages_hold_what_the_result_files_say():
     """Every number in them is one of perf/results/*.json: they are as `python -m perf report` writes them."""
-    kept, drawn = results.read_all(), {path.stem for path in results.RESULTS.glob("*.svg")} - {f"{CURVES}-h200"}
+    kept, plots = results.read_all(), [path.stem for path in results.RESULTS.glob("*.svg")]
+    drawn = {stem for stem in plots if not stem.startswith(tables.TRAINING)}
     page = report.README.read_text()
     assert report.fill(page, report.summary(kept, drawn)) == page
     assert report.results_page(kept, drawn) == (results.RESULTS / "README.md").read_text()
