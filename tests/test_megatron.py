@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,19 +19,16 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
-from megatron.core.transformer.mlp import MLPSubmodules  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
-from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from support.megatron import on_the_cpu  # noqa: E402
+
+from examples.train_megatron import SEQUENTIAL  # noqa: E402
 
 HIDDEN, INTER, EXPERTS, TOP_K = 32, 48, 6, 2
 SIZES = (5, 0, 17, 1, 0, 9)
-SEQUENTIAL = ModuleSpec(
-    module=SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-)
 FORMS: dict[str, dict[str, Any]] = {
     "swiglu": {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False},
     "reglu, bias": {"activation_func": F.relu, "gated_linear_unit": True, "add_bias_linear": True},
@@ -57,13 +52,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Megatron asks of CUDA and of TransformerEngine, answered by the CPU."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    stream = MagicMock()
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    on_the_cpu(monkeypatch)
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
 
