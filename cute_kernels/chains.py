@@ -213,21 +213,14 @@ def _routing(spec: LayerSpec) -> tuple[Step, ...]:
         names = "x weight weight_bias logits forms weight_form bias_form tokens width experts stream"
         logits = _step(LayerSpec("logits", spec.dtype, arch=spec.arch), names)
         return logits, *_routing(LayerSpec("route", experts=spec.experts, arch=spec.arch))
-    place = dataclasses.replace(spec, kernel="place")
-    same, rows = (
-        "ids num_tokens workspace tokens experts k chunk stream",
-        "weights offs token_of_row row_of weight_of_row",
-    )
+    stage = {kernel: dataclasses.replace(spec, kernel=kernel) for kernel in ("count", "choose", "place")}
+    same = "ids num_tokens workspace tokens experts k chunk stream"
+    rows = f"{same} weights offs token_of_row row_of weight_of_row"
     if spec.kernel == "sort":
-        count = dataclasses.replace(spec, kernel="count")
-        return _step(count, f"{same} wide first", when="workspace"), _step(
-            place, f"{same} {rows} wide weight_form first"
-        )
-    chosen = "logits bias forms score normalize num_groups top_groups scale"
-    return (
-        _step(dataclasses.replace(spec, kernel="choose"), f"{same} {rows} {chosen}"),
-        _step(place, f"{same} {rows}", wide=0, weight_form=0, first=0, when="workspace"),
-    )
+        count = _step(stage["count"], f"{same} wide first", when="workspace")
+        return count, _step(stage["place"], f"{rows} wide weight_form first")
+    choose = _step(stage["choose"], f"{rows} logits bias forms score normalize num_groups top_groups scale")
+    return choose, _step(stage["place"], rows, wide=0, weight_form=0, first=0, when="workspace")
 
 
 def _steps(spec: Spec) -> tuple[Step, ...]:

@@ -282,6 +282,7 @@ MHC: dict[str, Signature] = {
 addresses that a kernel lists in front of them."""
 
 _ROWS_OF = "offs token_of_row row_of weight_of_row"
+_BACK = "sum_rows weight_places handle regions state"
 LAYER: dict[str, Signature] = {
     "choose": _numbers(
         f"logits bias num_tokens ids weights {_ROWS_OF} workspace",
@@ -290,11 +291,15 @@ LAYER: dict[str, Signature] = {
     ),
     "logits": _numbers("x weight weight_bias logits", "forms weight_form bias_form tokens width experts"),
     "count": _numbers("ids num_tokens workspace", "wide first tokens experts k chunk"),
-    "place": _numbers(f"ids weights num_tokens {_ROWS_OF} workspace", "wide weight_form first tokens experts k chunk"),
+    "place": _numbers(
+        f"ids weights num_tokens {_ROWS_OF} workspace", "wide weight_form first tokens experts k chunk position"
+    ),
     "route_backward": _numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
     "permute": _numbers("x row_of out", "tokens k width"),
     "combine": _numbers("y row_of residual out", "tokens k width position", optional=True),
     "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k"),
+    "send_tokens": _numbers(f"x ids weights {_BACK}", "tokens k width experts most rank world refused num_sms"),
+    "send_sums": _numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms"),
 }
 """What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`), as `weight_form` and
 `bias_form` are those of a router's parameters, or of choices' weights; `wide`: whether ids have 64 bits; `chunk`:

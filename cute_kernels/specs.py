@@ -432,8 +432,10 @@ ROUTING_EXPERTS = (128, 256, 1024)
 """Most experts of a routing kernel: a warp has a token's logits in registers, and a CTA a count for each expert and
 warp."""
 ROW_KERNELS = ("permute", "combine")
-LAYER_KERNELS = (*ROUTING, "logits", *ROW_KERNELS, "route_backward", "row_weights_backward")
-_OF_TOKENS = (*ROW_KERNELS, "logits", "router")
+RANK_KERNELS = ("send_tokens", "send_sums")
+"""To other ranks of the host and back; the first moves bytes of any dtype."""
+LAYER_KERNELS = (*ROUTING, "logits", *ROW_KERNELS, *RANK_KERNELS, "route_backward", "row_weights_backward")
+_OF_TOKENS = (*ROW_KERNELS, "logits", "router", *RANK_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,17 +30,19 @@ _MODULES: dict[type, str] = {
     FoldMxfp8Spec: "quantize.fold_mxfp8",
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
 }
-"""Of kernels that know no architecture's facts, as those of `mhc` and `layer` do."""
+"""Of kernels that know no architecture's facts, as those of `mhc`, `layer` and `ranks` do."""
 _HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}
 _LAYER = {
-    "logits": "logits",
-    "choose": "route",
-    "count": "route",
-    "place": "route",
-    "route_backward": "route_backward",
-    "permute": "rows",
-    "combine": "rows",
-    "row_weights_backward": "rows",
+    "logits": "layer.logits",
+    "choose": "layer.route",
+    "count": "layer.route",
+    "place": "layer.route",
+    "route_backward": "layer.route_backward",
+    "permute": "layer.rows",
+    "combine": "layer.rows",
+    "row_weights_backward": "layer.rows",
+    "send_tokens": "ranks.send",
+    "send_sums": "ranks.send",
 }
 _GEMMS: dict[type, str] = {GroupedMmSpec: "mm", GroupedGluSpec: "glu", DgluSpec: "dglu", GroupedWgradSpec: "wgrad"}
 
@@ -49,7 +51,7 @@ def _module(spec: Spec) -> str:
     if isinstance(spec, MhcSpec):
         return f"mhc.{_HYPER_CONNECTIONS.get(spec.kernel) or spec.kernel.removesuffix('_backward')}"
     if isinstance(spec, LayerSpec) and spec.kernel in _LAYER:
-        return f"layer.{_LAYER[spec.kernel]}"
+        return _LAYER[spec.kernel]
     if type(spec) in _GEMMS:
         formats = OPERANDS[operands_of(spec)]
         mainloop = "_decoded" if formats.decodes else "_mxfp8" if formats.has_scaled_rows else ""

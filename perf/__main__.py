@@ -35,6 +35,7 @@ SUITE_HELP = {
     "fp8": "the MLP in MXFP8, by every recipe",
     "mhc": "the hyper-connections' operators",
     "transformers": "a block of transformers, and a decoding step, by each implementation of experts",
+    "distributed": "experts across the GPUs of this host: both ends, and layers by either transport",
     "host": "host time of a call",
     "graph": "CUDA graphs",
 }

@@ -22,6 +22,7 @@ from .cells import (
     summary_of,
     work,
 )
+from .distributed_tables import distributed_tables
 from .fp8_tables import fp8_parts
 from .layer_tables import layer_tables
 from .mhc_tables import mhc_tables
@@ -290,6 +291,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
     "transformers": transformers_tables,
+    "distributed": distributed_tables,
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],
     "layer": layer_tables,
     "compare": compare_tables,

@@ -170,7 +170,7 @@ def bad_options() -> None:
         ({"top_k": 33, "num_experts": 64}, ValueError, "top_k is 33"),
         ({"max_tokens": 0}, ValueError, "max_tokens is 0"),
         ({"hidden_size": 2.0}, TypeError, "hidden_size is 2.0"),
-        ({"transport": "smoke"}, ValueError, "transport='smoke'; choose 'auto' or 'all_to_all'"),
+        ({"transport": "smoke"}, ValueError, "transport='smoke'; choose 'auto' or 'symmetric' or 'all_to_all'"),
         ({"dtype": torch.int32}, TypeError, "dtype is torch.int32"),
     ):
         with pytest.raises(error, match=text):

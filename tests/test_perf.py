@@ -553,6 +553,27 @@ def transformers_result():
     return results.make_result("transformers", STAMP, LIMITS, [block, step])
 
 
+def distributed_result():
+    times = {"dispatch": 20.0, "combine": 25.0, "both": 60.0}
+    ends = {
+        "kind": "ends", "layer": "small", "tokens": 64, "bytes": 3.6e6, "put_gbps": 360.0, "world": 2,
+        "times": {"symmetric": {**times, "graph": 30.0}, "all_to_all": {**times, "both": 240.0}},
+    }  # fmt: skip
+    layer = {
+        "kind": "layer", "layer": "small", "tokens": 64, "mode": "forward", "world": 2,
+        "times": {"symmetric": 100.0, "all_to_all": 250.0, "experts alone": 80.0},
+    }  # fmt: skip
+    graph = {**layer, "mode": "forward, graph", "times": {"symmetric": 50.0, "experts alone": 40.0}}
+    return results.make_result("distributed", STAMP, LIMITS, [ends, layer, graph])
+
+
+def test_experts_across_gpus_are_shown_beside_links_and_the_other_transport():
+    ends, layers, _ = tables.tables_of(distributed_result())
+    assert ends.rows == [("small, 64", "10.0", "20.0 (0.50)", "25.0 (0.40)", "60.0", "30.0", "240.0")]
+    assert layers.rows[0] == ("small, 64, forward", "100.0", "250.0", "2.50", "20.0", "1.60")
+    assert layers.rows[1] == ("small, 64, forward, graph", "50.0", "-", "-", "10.0", "1.60")
+
+
 def test_blocks_of_transformers_are_shown_beside_its_own():
     block, step, _ = tables.tables_of(transformers_result())
     assert block.rows[0][:3] == ("Qwen3-30B-A3B", "1", "graph") and block.rows[0][4:] == (
@@ -727,6 +748,7 @@ ALL_RESULTS = {
     "fp8": fp8_result,
     "mhc": mhc_result,
     "transformers": transformers_result,
+    "distributed": distributed_result,
     "layer": lambda: layer_results.result(STAMP, LIMITS),
     "compare": compare_result,
     "tiles": tiles_result,

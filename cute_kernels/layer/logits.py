@@ -1,9 +1,9 @@
 """A router's logits of few tokens, x W^T + b, a CTA for each expert and four tokens.
 
-A matrix product of one token is as long as its slowest load: 128 experts of 2880 columns are 0.7 MB, 0.2 us of an
-H200's memory. So all of an expert's row is under way at once, in as many CTAs as there are experts, and the choice
-behind it in the same call starts early. cuBLAS takes two kernels for the same, and a float32 router of 16-bit tokens
-one or two more that widen them.
+Of one token the time is that of one load after another, not of bytes: 128 experts of 2880 columns are 0.7 MB, 0.2 us
+of an H200's memory. So all of an expert's row is under way at once, in as many CTAs as there are experts, and the
+choice behind it in the same call starts early. cuBLAS takes two kernels for the same, and a float32 router of 16-bit
+tokens one or two more that widen them.
 
 Products of 16-bit numbers are exact in float32, as are the widened ones; sums are float32, in an order that the width
 alone sets. Only the result is rounded, to the dtype of logits.

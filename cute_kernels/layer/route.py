@@ -36,7 +36,7 @@ class _Chunks(Invariant):
 
     kernel: Any
 
-    def _launch(self, arguments: tuple, tokens: Int32, chunk: Int32, stream: cuda.CUstream, follows: Int32) -> None:
+    def _launch(self, arguments: tuple, tokens: Int32, chunk: Int32, stream: cuda.CUstream, position: Int32) -> None:
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*arguments, tokens, chunk).launch(
             grid=(cute.ceil_div(tokens, chunk), 1, 1),
@@ -44,7 +44,7 @@ class _Chunks(Invariant):
             smem=Placer.num_bytes(self.capacity),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=follows,
+            use_pdl=Int32(position > 0),
         )
 
     def _placer(self, choices: Choices, tokens: Int32, chunk: Int32) -> Placer:
@@ -65,7 +65,7 @@ class Choose(_Chunks):
             rule = Rule(k, score, normalize, num_groups, top_groups, scale)
             results = Results(weights, Int32(PARAM_FORMS["float32"]), offs, token_of_row, row_of, weight_of_row)
             arguments = (Logits(logits, forms, experts, bias), rule, num_tokens, ids, results, workspace)
-            self._launch(arguments, tokens, chunk, stream, Int32(position > 0))
+            self._launch(arguments, tokens, chunk, stream, position)
 
     @cute.kernel
     def kernel(
@@ -122,13 +122,12 @@ class Place(_Chunks):
     def __call__(
         self, ids: Int64, weights: Int64, num_tokens: Int64, offs: Int64, token_of_row: Int64, row_of: Int64,
         weight_of_row: Int64, workspace: Int64, wide: Int32, weight_form: Int32, first: Int32, tokens: Int32,
-        experts: Int32, k: Int32, chunk: Int32, stream: cuda.CUstream,
+        experts: Int32, k: Int32, chunk: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
             choices = Choices(ids, wide, first, experts, k, Int32(0))
             results = Results(weights, weight_form, offs, token_of_row, row_of, weight_of_row)
-            follows = Int32(workspace != 0)
-            self._launch((choices, num_tokens, results, workspace), tokens, chunk, stream, follows)
+            self._launch((choices, num_tokens, results, workspace), tokens, chunk, stream, position)
 
     @cute.kernel
     def kernel(

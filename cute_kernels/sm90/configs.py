@@ -16,6 +16,7 @@ from ..specs import (
     MHC_KERNELS,
     QUANTIZE_AXES,
     QUANTIZED_DTYPES,
+    RANK_KERNELS,
     ROUTING_EXPERTS,
     ROW_KERNELS,
     STREAM_COUNTS,
@@ -234,5 +235,5 @@ def layer_specs() -> list[Spec]:
         LayerSpec(kernel, experts=most) for kernel, most in product(("route", "sort"), ROUTING_EXPERTS)
     ]
     specs += [LayerSpec("router", dtype, most) for dtype, most in product(DTYPES, ROUTING_EXPERTS)]
-    specs += [LayerSpec(kernel, dtype) for kernel, dtype in product(ROW_KERNELS, STREAM_DTYPES)]
+    specs += [LayerSpec(kernel, dtype) for kernel, dtype in product((*ROW_KERNELS, *RANK_KERNELS), STREAM_DTYPES)]
     return [*specs, LayerSpec("route_backward"), LayerSpec("row_weights_backward")]

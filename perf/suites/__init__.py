@@ -8,6 +8,7 @@ from typing import Any
 from ..options import Options
 from .backward import run_backward
 from .compare import run_compare
+from .distributed import run_distributed
 from .forward import run_decode, run_forward, run_rows, run_skew
 from .fp8 import run_fp8
 from .graph import run_graph
@@ -35,6 +36,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "fp8": run_fp8,
     "mhc": run_mhc,
     "transformers": run_transformers,
+    "distributed": run_distributed,
     "compare": run_compare,
     "tiles": run_tiles,
 }

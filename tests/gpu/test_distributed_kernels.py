@@ -1,8 +1,9 @@
-"""Experts across ranks that share a GPU, by gloo, and of one rank by NCCL, against the same layer in one process."""
+"""Experts across ranks that share a GPU, by gloo, or have one each, by either transport, against one process."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import glulam
-from glulam.distributed import ExpertParallel
+from glulam.distributed import ExpertParallel, PeerError
 
 pytestmark = pytest.mark.gpu
 
@@ -38,10 +39,9 @@ def layer_results(
     return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
 
 
-def against_one_process() -> None:
-    torch.cuda.set_device(0)
+def against_one_process(transport: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16)
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
     own = slice(ep.first, ep.first + ep.num_local)
     weights = (
         some(EXPERTS, 2 * INTER, HIDDEN, seed=1) * HIDDEN**-0.5,
@@ -66,14 +66,68 @@ def against_one_process() -> None:
                 assert_close(got_part, wanted, same, rows=1)
 
 
+@torch.no_grad()
+def random_steps(steps: int) -> None:
+    """Other tokens and numbers of them at every step; what was received is overwritten as soon as it may be."""
+    rank = dist.get_rank()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport="symmetric")
+    ep._way.poison = True
+    host = torch.Generator().manual_seed(rank)
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    for _ in range(steps):
+        count = int(torch.randint(MOST + 1, (1,), generator=host)) * int(torch.rand(1, generator=host) < 0.9)
+        x = torch.randn(count, HIDDEN, device="cuda").to(BF16)
+        ids = torch.rand(count, EXPERTS, device="cuda").argsort(1)[:, :TOP_K].int()
+        weights = torch.rand(count, TOP_K, device="cuda") + 0.1
+        if torch.rand(1, generator=host) < 0.1:
+            torch.cuda._sleep(int(torch.randint(500_000, (1,), generator=host)))
+        x_here, here, handle = ep.dispatch(x, ids, weights)
+        y = ep.combine((glulam.permute(x_here, here) * here.weight_of_row[:, None]).to(BF16), handle)
+        exact = (weights.double()[..., None] * x[:, None].double()).sum(1)
+        wrong += (~((y.double() - exact).abs() <= 0.03 * exact.abs() + 1e-3)).sum()
+    torch.cuda.synchronize()
+    ep.check()
+    assert not wrong.item()
+
+
+def a_rank_ends() -> None:
+    """The others hear of it in time, whichever of its calls it does not make, and get no result."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport="symmetric")
+    ep.timeout = 1.0
+    x, ids = some(40, HIDDEN, seed=rank).cuda(), torch.arange(40 * TOP_K, device="cuda").view(40, TOP_K).int() % EXPERTS
+    x_here, _, handle = ep.dispatch(x, ids, torch.ones(ids.shape, device="cuda"))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == world - 1:
+        os._exit(0)  # without a word, between its calls
+    time.sleep(1)
+    y = ep.collect(x_here, handle)
+    torch.cuda.synchronize()
+    assert torch.isnan(y).all()
+    with pytest.raises(PeerError, match=f"combine, operation .*: rank {world - 1} did not come within 1 s"):
+        ep.check()
+    os._exit(0)  # NCCL would wait for the one that ended
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_of_gloo(world: int) -> None:
-    run_ranks(world, against_one_process)
+    run_ranks(world, against_one_process, "all_to_all")
 
 
-def test_one_rank_of_nccl(tmp_path: Path) -> None:
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        against_one_process()
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize("transport", ["symmetric", "all_to_all"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_of_nccl(world: int, transport: str) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"there are not {world} GPUs")
+    run_ranks(world, against_one_process, transport, backend="nccl")
+
+
+def test_random_steps() -> None:
+    run_ranks(max(torch.cuda.device_count(), 1), random_steps, 500, backend="nccl")
+
+
+def test_a_rank_that_ends() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are not 2 GPUs")
+    run_ranks(2, a_rank_ends, backend="nccl")

@@ -1,4 +1,4 @@
-"""Functions that run in several processes, which are the ranks of a gloo group."""
+"""Functions that run in several processes, which are the ranks of a group."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 
-def _rank(rank: int, world: int, store: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, backend: str, store: str, function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    device = None if backend == "gloo" else torch.device("cuda", rank)
+    if device:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, device_id=device)
     try:
         function(*arguments)
     finally:
         dist.destroy_process_group()
 
 
-def run_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None:
+def run_ranks(world: int, function: Callable[..., None], *arguments: Any, backend: str = "gloo") -> None:
     """Call a function of a module in `world` new processes; raises what the first of them raises. They are forks of one
-    process that has imported what takes longest, and has no threads.
+    process that has imported what takes longest, and has no threads. With NCCL each has a GPU.
     """
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "glulam", "numpy"])
     with tempfile.TemporaryDirectory() as folder:
-        given = world, str(Path(folder) / "store"), function, arguments
+        given = world, backend, str(Path(folder) / "store"), function, arguments
         torch.multiprocessing.start_processes(_rank, given, nprocs=world, start_method="forkserver")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls.checks import check_tensor, shape_text
-from ..layer.routing import MAX_EXPERTS, MAX_K, Routing
-from ..layer.rows import combine
-from .exchange import REFUSED, Collect, Dispatch, Exchange, PeerError, exchange_counts
+from ..calls.addressed import WIDTH_MULTIPLE
+from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor, shape_text
+from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
+from ..layer.rows import check_rows_of, combine
+from .all_to_all import AllToAll
+from .exchange import Collect, Dispatch, Handle, PeerError
+from .neighbours import agree
 from .owners import Owners
+from .symmetric import MAX_TOKENS, Symmetric
+from .window import Sizes, shared_window
 
 __all__ = ["ExpertParallel", "PeerError"]
 NAME = "ExpertParallel"
-TRANSPORTS = ("auto", "all_to_all")
+TRANSPORTS = ("auto", "symmetric", "all_to_all")
 MAX_RANKS = MAX_K
 """A token's rows from other ranks are added as those of its choices are."""
 
@@ -41,14 +46,17 @@ class ExpertParallel:
         num_experts, top_k, hidden_size: E, at most 1024 and at least the number of ranks; K; H.
         max_tokens: the most tokens of a rank in one call.
         dtype: of tokens.
-        transport: "all_to_all", torch.distributed's, which any back end has: the host waits for the numbers of rows
-            once a dispatch, so that no CUDA graph can hold it. "auto": the best that there is.
+        transport: "symmetric", by stores to the memory of the other GPUs of the host: no host synchronisation, and CUDA
+            graphs hold it. What it received lies in buffers that the next dispatch overwrites, of world x max_tokens
+            rows twice; with gradients it is copied. "all_to_all", torch.distributed's, which any back end has: the
+            host waits for the numbers of rows once a dispatch, so that no CUDA graph can hold it. "auto": symmetric
+            where all ranks have GPUs of one host that reach each other, else all_to_all.
 
     Attributes:
-        rank, world; first, num_local: the first expert here, and how many there are.
+        rank, world; first, num_local: the first expert here, and how many there are. transport: the one chosen.
 
     Raises:
-        ValueError, TypeError: options that cannot work.
+        ValueError, TypeError: options that cannot work, or are not all ranks'.
         RuntimeError: torch.distributed was not initialised.
     """
 
@@ -81,11 +89,59 @@ class ExpertParallel:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"{NAME}: dtype is {dtype!r}; give that of tokens, as torch.bfloat16")
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
-        self.max_tokens, self.dtype, self.transport = max_tokens, dtype, "all_to_all"
+        self.max_tokens, self.dtype = max_tokens, dtype
         self.owners = Owners(num_experts, self.world)
         self.first, self.num_local = self.owners.first(self.rank), self.owners.count(self.rank)
+        window = Sizes(self.world, max_tokens, top_k, hidden_size, dtype)
+        self.transport = agree(self.group, transport, (num_experts, *window), self._unfit(window))
+        self._way: AllToAll | Symmetric = AllToAll(self.group, self.owners)
+        if self.transport == Symmetric.name:
+            device = torch.device("cuda", torch.cuda.current_device())
+            shared = shared_window(self.group, self.rank, window, device)
+            self._way = Symmetric(*shared, self.rank, num_experts, window)
+            self._warm_up(device)
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Routing, Exchange]:
+    @staticmethod
+    def _unfit(window: Sizes) -> str:
+        """Why these sizes do not fit the kernels; empty where they do."""
+        if window.dtype not in KERNEL_DTYPES:
+            return f"dtype is {window.dtype}; kernels take {', '.join(map(str, KERNEL_DTYPES))}"
+        if window.hidden_size % WIDTH_MULTIPLE:
+            return f"hidden_size is {window.hidden_size}; kernels take multiples of {WIDTH_MULTIPLE}"
+        if window.max_tokens > MAX_TOKENS or window.rows * window.top_k > MAX_ROWS:
+            return f"max_tokens is {window.max_tokens}; {window.world} ranks may have {MAX_ROWS // window.top_k} in all"
+        return ""
+
+    @torch.no_grad()
+    def _warm_up(self, device: torch.device) -> None:
+        """Load all kernels, so that no rank waits for another one's first call."""
+        x = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=device)
+        ids = torch.full((1, self.top_k), -1, dtype=torch.int32, device=device)
+        for _ in range(2):
+            x_here, _, handle = self.dispatch(x, ids, torch.zeros(ids.shape, device=device))
+            self.collect(x_here, handle)
+            torch.cuda.synchronize(device)
+            dist.barrier(self.group)
+        self.check()
+
+    def check(self) -> None:
+        """Raise the PeerError of what went wrong in earlier calls or replays of CUDA graphs. It does not wait for the
+        device, so synchronise first where the last of them counts.
+        """
+        self._way.check()
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a rank waits for others, 600 unless set; None: torch.distributed's, which all_to_all has."""
+        return self._way.timeout if isinstance(self._way, Symmetric) else None
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        if not isinstance(self._way, Symmetric):
+            raise ValueError(f"{NAME}: the time-out of all_to_all is torch.distributed's; give it to the group")
+        self._way.timeout = seconds
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Routing, Handle]:
         """Send tokens to the ranks of the experts that they chose. Differentiable in x and weights.
 
         Args:
@@ -93,32 +149,29 @@ class ExpertParallel:
                 part. weights: [N, K], floating point.
 
         Returns:
-            x_here: [R, H], the tokens that have an expert here, by rank and then by number.
+            x_here: [R, H], the tokens that have an expert here, by rank and then by number. symmetric: of all ranks
+                world x max_tokens, with gaps that routing_here does not read; without gradients overwritten by the next
+                dispatch.
             routing_here: a Routing of these tokens to own experts.
             handle: for `combine`.
 
         Raises:
             ValueError, TypeError: an argument that does not fit; other ranks get a PeerError.
-            PeerError: another rank's arguments did not fit.
+            PeerError: another rank's arguments did not fit, or it did not come; symmetric: in a call before.
         """
         try:
             self._check(x, ids, weights)
         except (ValueError, TypeError):
-            exchange_counts(self.group, [REFUSED] * self.world)
+            self._way.refuse()
             raise
-        to = self.owners.destinations(ids)
-        sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.world)
-        num_sent = sent.counts.tolist()
-        num_received = exchange_counts(self.group, num_sent)
-        if REFUSED in num_received:
-            raise PeerError(
-                f"dispatch: the tokens of rank {num_received.index(REFUSED)} were refused, as its own error says"
-            )
-        exchange = Exchange(self.group, sent, num_sent, num_received)
-        ours = ids.where((ids >= 0) & (ids < self.num_experts), -1).int()
+        ours = ids.contiguous()
+        if ours.dtype is not torch.int32:
+            ours = ours.where((ours >= 0) & (ours < self.num_experts), -1).int()
+        exchange = self._way.begin(ours)
         x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
         here = Routing.from_topk(ids_here, weights_here, self.num_local, self.first)
-        return x_here, here, dataclasses.replace(exchange, here=here)
+        exchange.row_of = here.row_of
+        return x_here, here, Handle(exchange, here)
 
     def _check(self, x: Any, ids: Any, weights: Any) -> None:
         op = "dispatch"
@@ -133,7 +186,7 @@ class ExpertParallel:
         check_tensor(op, "ids", ids, "a tensor [N, K]", x, dtypes=integers, shape=shape, why=why)
         check_tensor(op, "weights", weights, "a tensor [N, K]", x, shape=shape, why=why)
 
-    def combine(self, y_here: Tensor, handle: Exchange, residual: Tensor | None = None) -> Tensor:
+    def combine(self, y_here: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
         """Sums of experts' rows, on the ranks that their tokens came from. Differentiable.
 
         Args:
@@ -146,13 +199,28 @@ class ExpertParallel:
         Raises:
             ValueError, TypeError: as of `glulam.combine`.
         """
-        assert handle.here is not None
-        return self.collect(combine(y_here, handle.here), handle, residual)
+        if torch.is_grad_enabled() and any_requires_grad(y_here, residual):
+            return self.collect(combine(y_here, handle.here), handle, residual)
+        check_rows_of(y_here, handle.here)
+        return handle.exchange.back_rows(y_here, handle.here, residual)
 
-    def collect(self, sums: Tensor, handle: Exchange, residual: Tensor | None = None) -> Tensor:
+    def collect(self, sums: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
         """The same of sums over own experts [R, H], as `glulam.moe` of x_here and routing_here makes them."""
-        out: Tensor = Collect.apply(sums, residual, handle)  # type: ignore[no-untyped-call]
+        out: Tensor = Collect.apply(sums, residual, handle.exchange)  # type: ignore[no-untyped-call]
         return out
+
+    def layer(
+        self, op: str, experts: Callable[[Tensor, Routing], Tensor], x: Tensor, routing: Routing,
+        residual: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens to `experts`, which makes sums of x_here and routing_here, and these back to the tokens."""
+        if (routing.first, routing.num_experts) != (0, self.num_experts):
+            raise ValueError(
+                f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
+                f"all {self.num_experts}"
+            )
+        x_here, here, handle = self.dispatch(x, routing.ids, routing.weights)
+        return self.collect(experts(x_here, here), handle, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Itself: a group has no copy."""

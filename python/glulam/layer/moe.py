@@ -64,18 +64,12 @@ def moe(
     if parallel is not None:
         if out is not None:
             raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
-        if (routing.first, routing.num_experts) != (0, parallel.num_experts):
-            raise ValueError(
-                f"{MoeCall.op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel "
-                f"give one to all {parallel.num_experts}"
-            )
-        x_here, here, handle = parallel.dispatch(x, routing.ids, routing.weights)
-        sums = moe(
-            x_here, here, w1, w2, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-            offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w,
-        )  # fmt: skip
-        collected: Tensor = parallel.collect(sums, handle, residual)
-        return collected
+        options: dict[str, Any] = {
+            "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha,
+            "offset": offset, "recipe": recipe, "recompute": recompute, "transpose_w": transpose_w,
+        }  # fmt: skip
+        made: Tensor = parallel.layer(MoeCall.op, lambda x, here: moe(x, here, w1, w2, **options), x, routing, residual)
+        return made
     if recipe in (BF16.name, BF16):
         return layer(
             x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,

@@ -61,17 +61,18 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
     try:
         y = y.view(*row_of.shape, y.shape[1])
     except Exception:
-        _check_rows_of(y, row_of)
+        check_rows_of(y, routing)
         raise
     sums: Tensor = combine_rows(y, row_of, residual, out=out)
     return sums
 
 
-def _check_rows_of(y: Any, row_of: Tensor) -> None:
+def check_rows_of(y: Any, routing: Routing) -> None:
     """Raises ValueError or TypeError where y is not [T, H] of the routing's rows."""
     _, columns = check_matrix("combine", "y", y, "T, H")
-    why = f"{len(row_of)} tokens chose {row_of.shape[1]} experts each"
-    check_tensor("combine", "y", y, "a tensor [T, H]", shape=(row_of.numel(), columns), why=why)
+    tokens, k = routing.row_of.shape
+    why = f"{tokens} tokens chose {k} experts each"
+    check_tensor("combine", "y", y, "a tensor [T, H]", shape=(tokens * k, columns), why=why)
 
 
 def row_indices(op: str, x: Tensor | MXFP8Tensor, routing: Any) -> Tensor:

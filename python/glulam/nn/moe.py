@@ -138,14 +138,14 @@ class MoE(Converts):
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
+        residual = self._shared(tokens)
         if self.parallel is None:
-            y = self._experts(tokens, routing, self._shared(tokens))
+            y = self._experts(tokens, routing, residual)
         else:
-            here, routing_here, handle = self.parallel.dispatch(tokens, routing.ids, routing.weights)
-            y = self.parallel.collect(self._experts(here, routing_here, None), handle, self._shared(tokens))
+            y = self.parallel.layer(NAME, self._experts, tokens, routing, residual)
         return y.view(x.shape)
 
-    def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None) -> Tensor:
+    def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         """Of tokens [N, H], the sums over this module's experts, + residual."""
         experts = self.experts
         given = {"x": tokens, "routing": routing, "residual": residual, **experts.arguments()}

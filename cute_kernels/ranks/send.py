@@ -1,0 +1,368 @@
+"""Rows to other ranks and back, over NVLink: stores to their memory, then a word that says so.
+
+    send_tokens   token n to row n of this rank's part of the `rows` of every rank that has an expert of it, and all
+                  choices and their weights to all; then it waits for the tokens of all ranks
+    send_sums     of every token n that came, the sum over its rows here to row n of this rank's part of the `sums` of
+                  the token's rank; then it waits for all sums
+
+A token's place is its own number, so that nobody counts before the first store, and rows lie in the same order in every
+run. A warp has 2 KB of a row: it loads them once and stores them to one rank after the other, beginning with the next,
+so that no two ranks begin with the same. Bytes over the link are the bound: 349 GB/s of an H100's stores.
+
+The last CTA, by ticket, writes the words and waits. Others end: a spinning grid would hold SMs that a kernel of another
+stream may need, on which a peer may depend.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.vectors import VECTOR_BYTES, elements, load_vector, run_at, store_vector
+from ..device.warps import WARP
+from ..specs import LayerSpec
+from ..tracing import DTYPES, Traced, traced
+from ..windows import COUNT_MASK, LAST, STATUS_SHIFT, WORDS
+from .words import Link, Operation, first_of
+
+THREADS = 256
+WARPS = THREADS // WARP
+UNROLL = 4  # vectors of a row under way a thread
+ROWS = 2  # under way a warp, of those that are added
+CTAS_OF_SM = 2  # half of an SM's threads and registers: where a CTA waits, kernels of other streams still find room
+
+
+class Sizes(NamedTuple):
+    """k choices a token, vectors of 16 bytes a row, at most `most` tokens a rank."""
+
+    k: Int32
+    vectors: Int32
+    most: Int32
+
+
+class Part(NamedTuple):
+    """Some of a row: vectors from `first` on, WARP apart."""
+
+    first: Int32
+    vectors: Int32
+
+    def vector(self, place: int) -> Int32:
+        return self.first + place * WARP
+
+
+def _parts(vectors: Int32) -> Int32:
+    return cute.ceil_div(vectors, UNROLL * WARP)
+
+
+def _part(number: Int32, vectors: Int32) -> Part:
+    return Part(number * (UNROLL * WARP) + cute.arch.lane_idx(), vectors)
+
+
+def _raw(address: Int64, vector: Int64) -> cute.Tensor:
+    """16 bytes in memory, whatever they are."""
+    return run_at(Int32, address, vector * 4, 4)
+
+
+@cute.jit
+def _load(address: Int64, part: Part) -> cute.Tensor:
+    """A part of the row at an address."""
+    raw = cute.make_rmem_tensor((4, UNROLL), Int32)
+    for i in cutlass.range_constexpr(UNROLL):
+        if part.vector(i) < part.vectors:
+            raw[None, i].store(_raw(address, Int64(part.vector(i))).load())
+    return raw
+
+
+@cute.jit
+def _store(address: Int64, part: Part, raw: cute.Tensor):
+    for i in cutlass.range_constexpr(UNROLL):
+        if part.vector(i) < part.vectors:
+            _raw(address, Int64(part.vector(i))).store(raw[None, i].load())
+
+
+class _Send(Invariant):
+    """A warp for each part of each row, of as many CTAs as run at once. Without tokens, too, a rank takes part."""
+
+    def __init__(self, spec: LayerSpec):
+        self.name = spec.name
+        self.dtype = DTYPES[spec.dtype]
+
+    kernel: Any
+
+    def _launch(self, arguments: tuple, rows: Int32, vectors: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
+        wanted = cute.ceil_div(rows * _parts(vectors), WARPS)
+        grid = cutlass.max(Int32(1), cutlass.min(wanted, num_sms * CTAS_OF_SM))
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(*arguments).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)
+
+    @staticmethod
+    def _warps() -> tuple[Int32, Int32]:
+        """This warp's number, and how many there are."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        return block * WARPS + cute.arch.make_warp_uniform(thread // WARP), blocks * WARPS
+
+
+class Table(NamedTuple):
+    """The choices of N tokens: ids int32 and weights float32 [N, k]. Without weights it has been sent before.
+
+    Written with it, and read when gradients go the same way: `sum_rows`, int32 [N, world], the row of `sums` that each
+    rank fills for a token, or -1; `weight_places`, int32 [N, k], where among `weight_gradients` that of a choice is, or
+    -1.
+    """
+
+    ids: Int64
+    weights: Int64
+    sum_rows: Int64
+    weight_places: Int64
+    experts: Int32
+    tokens: Int32
+
+
+class SendTokens(_Send):
+    @cute.jit
+    def __call__(
+        self, x: Int64, ids: Int64, weights: Int64, sum_rows: Int64, weight_places: Int64, handle: Int64,
+        regions: Int64, state: Int64, tokens: Int32, k: Int32, width: Int32, experts: Int32, most: Int32, rank: Int32,
+        world: Int32, refused: Int32, num_sms: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if world > 0:
+            table = Table(ids, weights, sum_rows, weight_places, experts, tokens)
+            sizes = Sizes(k, width // elements(self.dtype), most)
+            arguments = (x, table, sizes, Link(regions, state, rank, world), handle, refused)
+            self._launch(arguments, tokens, sizes.vectors, num_sms, stream)
+
+    @cute.kernel
+    def kernel(self, x: Int64, table: Table, sizes: Sizes, link: Link, handle: Int64, refused: Int32):
+        cute.arch.griddepcontrol_wait()
+        operation = Operation(link, "dispatch")
+        if not operation.has_failed():
+            operation.begin()
+        if not operation.has_failed():
+            if (table.weights != 0) | (table.tokens == 0):
+                self._send_table(operation, table, sizes)
+            self._send_rows(operation, x, table, sizes)
+        cute.arch.sync_threads()
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < WARP:
+            if operation.is_last():
+                if not operation.has_failed():
+                    content = Int64(refused << STATUS_SHIFT | table.tokens)
+                    operation.publish(WORDS.index("tokens"), content)
+                    word = operation.wait(WORDS.index("tokens"))
+                    operation.refuse(word)
+                    self._keep(operation, word, handle)
+                operation.end(Int64(LAST.index("dispatch")), operation.epoch)
+
+    @cute.jit
+    def _keep(self, operation: Operation, word: Int64, handle: Int64):
+        """This operation's number, and how many tokens came from each rank."""
+        kept = vector_at(Int64, handle)
+        if handle != 0:
+            if operation.lane == 0:
+                kept[0] = operation.epoch
+            if operation.lane < operation.link.world:
+                kept[1 + operation.lane] = word & COUNT_MASK
+
+    @cute.jit
+    def _send_table(self, operation: Operation, table: Table, sizes: Sizes):
+        """All choices to all ranks, -1 behind the last token: so a receiver needs no number of tokens to sort them."""
+        warp, warps = self._warps()
+        link = operation.link
+        first, step = warp * WARP + operation.lane, warps * WARP
+        for index in cutlass.range(first, sizes.most * sizes.k, step, unroll=1):
+            expert, weight = Int32(-1), Float32(0.0)
+            is_choice = index < table.tokens * sizes.k
+            if is_choice:
+                expert = vector_at(Int32, table.ids)[index]
+                weight = vector_at(Float32, table.weights)[index]
+            place = Int64(link.rank) * sizes.most * sizes.k + index
+            for hop in cutlass.range(link.world, unroll=1):
+                peer = (link.rank + 1 + hop) % link.world
+                vector_at(Int32, operation.region("ids", peer))[place] = expert
+                if is_choice:
+                    vector_at(Float32, operation.region("weights", peer))[place] = weight
+
+    @cute.jit
+    def _send_rows(self, operation: Operation, x: Int64, table: Table, sizes: Sizes):
+        warp, warps = self._warps()
+        link = operation.link
+        parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
+        for item in cutlass.range(warp, table.tokens * parts, warps, unroll=1):
+            token, number = item // parts, item % parts
+            part = _part(number, sizes.vectors)
+            raw = _load(x + token * pitch, part)
+            ranks = self._destinations(link, token, table, sizes, number == 0)
+            row = Int64(link.rank) * sizes.most + token
+            for hop in cutlass.range(link.world, unroll=1):
+                peer = (link.rank + 1 + hop) % link.world
+                if (ranks >> peer) & 1 != 0:
+                    _store(operation.region("rows", peer) + row * pitch, part, raw)
+
+    @cute.jit
+    def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
+        """The ranks that have an expert of a token, a bit each. Lanes have its choices, then ranks."""
+        lane = cute.arch.lane_idx()
+        ranks = Int32(0)
+        if table.weights != 0:
+            owner = Int32(-1)
+            if lane < sizes.k:
+                expert = vector_at(Int32, table.ids)[token * sizes.k + lane]
+                if (expert >= 0) & (expert < table.experts):
+                    owner = ((expert + 1) * link.world - 1) // table.experts
+            bit = select(owner >= 0, Int32(1) << cutlass.max(owner, Int32(0)), Int32(0))
+            ranks = Int32(cute.arch.warp_redux_sync(bit, "or"))
+            if is_first:
+                if lane < sizes.k:
+                    place = (owner * sizes.most + token) * sizes.k + lane
+                    vector_at(Int32, table.weight_places)[token * sizes.k + lane] = select(owner >= 0, place, Int32(-1))
+                if lane < link.world:
+                    is_there = (ranks >> lane) & 1 != 0
+                    row = select(is_there, lane * sizes.most + token, Int32(-1))
+                    vector_at(Int32, table.sum_rows)[token * link.world + lane] = row
+        else:
+            row = Int32(-1)
+            if lane < link.world:
+                row = vector_at(Int32, table.sum_rows)[token * link.world + lane]
+            ranks = Int32(cute.arch.vote_ballot_sync(row >= 0))
+        return ranks
+
+
+class Rows(NamedTuple):
+    """Rows y of the tokens that came: `row_of`, int32 [world, most, k], which are a token's, or -1; `is_summed`: y has
+    their sum, in the token's own place. d_weights: float32 [world, most, k], or 0. Addresses.
+    """
+
+    y: Int64
+    row_of: Int64
+    d_weights: Int64
+    is_summed: Int32
+
+
+class Back(NamedTuple):
+    """Where the sums of a rank's own N tokens are, as `Table` says; after a failure that is NaN."""
+
+    sum_rows: Int64
+    weight_places: Int64
+    tokens: Int32
+
+
+class SendSums(_Send):
+    @cute.jit
+    def __call__(
+        self, y: Int64, row_of: Int64, d_weights: Int64, sum_rows: Int64, weight_places: Int64, handle: Int64,
+        regions: Int64, state: Int64, tokens: Int32, k: Int32, width: Int32, most: Int32, is_summed: Int32,
+        rank: Int32, world: Int32, num_sms: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if world > 0:
+            sizes = Sizes(k, width // elements(self.dtype), most)
+            rows, back = Rows(y, row_of, d_weights, is_summed), Back(sum_rows, weight_places, tokens)
+            arguments = (rows, back, sizes, Link(regions, state, rank, world), handle)
+            self._launch(arguments, most * world, sizes.vectors, num_sms, stream)
+
+    @cute.kernel
+    def kernel(self, rows: Rows, back: Back, sizes: Sizes, link: Link, handle: Int64):
+        cute.arch.griddepcontrol_wait()
+        operation = Operation(link, "combine")
+        if not operation.has_failed():
+            operation.begin()
+        if not operation.has_failed():
+            self._send_rows(operation, rows, sizes, handle)
+        cute.arch.sync_threads()
+        thread, _, _ = cute.arch.thread_idx()
+        if thread < WARP:
+            if operation.is_last():
+                if not operation.has_failed():
+                    operation.publish(WORDS.index("sums"), Int64(0))
+                    operation.wait(WORDS.index("sums"))
+                if operation.has_failed():
+                    self._invalidate(back, sizes, link)
+                latest = operation.state("latest")
+                is_latest = vector_at(Int64, handle)[0] == latest
+                combine, older = LAST.index("combine"), LAST.index("combine of an older dispatch")
+                operation.end(select(is_latest, Int64(combine), Int64(older)), latest)
+
+    @cute.jit
+    def _invalidate(self, back: Back, sizes: Sizes, link: Link):
+        """What adds up sums reads NaN."""
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range(lane, back.tokens * link.world, WARP, unroll=1):
+            vector_at(Int32, back.sum_rows)[i] = link.world * sizes.most
+        for i in cutlass.range(lane, back.tokens * sizes.k, WARP, unroll=1):
+            vector_at(Int32, back.weight_places)[i] = link.world * sizes.most * sizes.k
+
+    @cute.jit
+    def _send_rows(self, operation: Operation, rows: Rows, sizes: Sizes, handle: Int64):
+        """Rank by rank within a token's number, so that no link waits for another."""
+        warp, warps = self._warps()
+        link = operation.link
+        parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
+        counts = vector_at(Int64, handle)
+        most = Int32(0)
+        for peer in cutlass.range(link.world, unroll=1):
+            most = cutlass.max(most, Int32(counts[1 + peer]))
+        for item in cutlass.range(warp, most * link.world * parts, warps, unroll=1):
+            place, number = item // parts, item % parts
+            token, hop = place // link.world, place % link.world
+            peer = (link.rank + 1 + hop) % link.world
+            if token < Int32(counts[1 + peer]):
+                came = Int64(peer) * sizes.most + token
+                found = Int32(-1)
+                if operation.lane < sizes.k:
+                    found = vector_at(Int32, rows.row_of)[came * sizes.k + operation.lane]
+                choices = Int32(cute.arch.vote_ballot_sync(found >= 0))
+                if choices != 0:
+                    row = Int64(link.rank) * sizes.most + token
+                    target = operation.region("sums", peer) + row * pitch
+                    part = _part(number, sizes.vectors)
+                    if rows.is_summed != 0:
+                        _store(target, part, _load(rows.y + came * pitch, part))
+                    else:
+                        self._send_sum(target, part, rows.y, found, choices)
+                    if (rows.d_weights != 0) & (number == 0) & (operation.lane < sizes.k):
+                        gradient = vector_at(Float32, rows.d_weights)[came * sizes.k + operation.lane]
+                        there = vector_at(Float32, operation.region("weight_gradients", peer))
+                        there[row * sizes.k + operation.lane] = gradient
+
+    @cute.jit
+    def _send_sum(self, target: Int64, part: Part, y: Int64, found: Int32, choices: Int32):
+        """Of a token's rows, which lanes have found, in float32, in the order of its choices; rounded once."""
+        count = elements(self.dtype)
+        sums = cute.make_rmem_tensor((count, UNROLL), Float32)
+        sums.fill(0.0)
+        left = choices
+        while left != 0:
+            # All loads are under way before the first sum.
+            raw = cute.make_rmem_tensor((count, UNROLL, ROWS), self.dtype)
+            raw.fill(0.0)
+            rows = cute.make_rmem_tensor(ROWS, Int32)
+            for j in cutlass.range_constexpr(ROWS):
+                row = cute.arch.shuffle_sync(found, first_of(left) % WARP)
+                rows[j] = select(left != 0, row, Int32(-1))
+                left = left & (left - 1)
+            for j in cutlass.range_constexpr(ROWS):
+                for i in cutlass.range_constexpr(UNROLL):
+                    if (rows[j] >= 0) & (part.vector(i) < part.vectors):
+                        at = Int64(rows[j]) * part.vectors + part.vector(i)
+                        raw[None, i, j].store(load_vector(self.dtype, y, at).load())
+            for j in cutlass.range_constexpr(ROWS):
+                if rows[j] >= 0:
+                    sums.store(sums.load() + raw[None, None, j].load().to(Float32))
+        for i in cutlass.range_constexpr(UNROLL):
+            if part.vector(i) < part.vectors:
+                store_vector(self.dtype, target, Int64(part.vector(i)), sums[None, i])
+
+
+KERNELS = {"send_tokens": SendTokens, "send_sums": SendSums}
+
+
+def trace(spec: LayerSpec) -> Traced:
+    return traced(spec, KERNELS[spec.kernel](spec))

@@ -1,0 +1,225 @@
+"""Words between ranks: who has sent, who waits for whom, and who gave up.
+
+An operation writes one word to every rank, its own included, after all it stores, and ends when the words of all ranks
+are here. The words of a rank are its own memory; each has one writer, so that nothing is added or locked.
+
+    tokens, sums, enter   written by `publish`, a release after the fence that orders the stores of all CTAs; read by
+                          `wait`, an acquire
+    abort                 written by `fail` to all ranks but the one that is missing; a rank that waits looks for it
+
+A rank that is missing because it waits for another one began to wait earlier: its abort word, which names that other
+one, comes before this rank's own time is up.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..device.warps import WARP
+from ..windows import (
+    EPOCH_SHIFT,
+    LAST,
+    PHASE_SHIFT,
+    PHASES,
+    REASON_SHIFT,
+    REASONS,
+    REGIONS,
+    STATE,
+    STATUS_SHIFT,
+    SUSPECT_MASK,
+    WORD_BYTES,
+    WORDS,
+)
+
+SPIN_NS, SLEEP_NS = 20_000, 200  # looking without rest takes none of the GPU's memory bandwidth for long
+LAUNCH_TICKETS = 1 << 20  # a launch adds so much in all, whatever its grid: nothing is ever put back
+ENTER = WORDS.index("enter")
+LATE, ELSEWHERE, REFUSED = (REASONS.index(reason) for reason in ("late", "elsewhere", "refused"))
+
+
+class Link(NamedTuple):
+    """Addresses: `regions`, int64 [REGIONS, world], where each region of each rank's window begins; `state`, int64
+    [STATE], of this rank alone.
+    """
+
+    regions: Int64
+    state: Int64
+    rank: Int32
+    world: Int32
+
+
+def word_at(address: Int64) -> cute.Pointer:
+    return vector_at(Int64, address).iterator
+
+
+def load_word(word: cute.Pointer) -> Int64:
+    """What others of the system have written, and all that they wrote before."""
+    return Int64(cute.arch.load(word, Int64, sem="acquire", scope="sys"))
+
+
+def first_of(lanes: Int32) -> Int32:
+    """The lowest lane of some."""
+    return Int32(cute.arch.popc((lanes & -lanes) - 1))
+
+
+class Operation(Invariant):
+    """One operation of this rank, the `phase` of PHASES, seen by one CTA of its kernel."""
+
+    def __init__(self, link: Link, phase: str):
+        self.link = link
+        self.phase = PHASES.index(phase)
+        self.word = WORDS.index({"dispatch": "tokens", "combine": "sums"}[phase])
+        self.epoch = self.state("epoch") + 1
+        last = self.state("last")
+        if phase == "dispatch":
+            self.has_credit = (last == LAST.index("nothing")) | (last == LAST.index("combine"))
+        else:
+            self.has_credit = last == LAST.index("dispatch")
+        self.lane = cute.arch.lane_idx()
+        self.peer = cutlass.min(self.lane, link.world - 1)
+
+    def state(self, name: str) -> Int64:
+        return vector_at(Int64, self.link.state)[STATE.index(name)]
+
+    def _state_at(self, name: str) -> cute.Pointer:
+        return word_at(self.link.state + 8 * STATE.index(name))
+
+    def region(self, name: str, rank: Int32) -> Int64:
+        return vector_at(Int64, self.link.regions)[REGIONS.index(name) * self.link.world + rank]
+
+    def _word(self, rank: Int32, kind: int, writer: Int32) -> cute.Pointer:
+        place = Int64(kind) * self.link.world + writer
+        return word_at(self.region("words", rank) + place * WORD_BYTES)
+
+    def has_failed(self) -> Boolean:
+        """Whether this operation or one before it has: from then on nothing is sent."""
+        return cute.arch.load(self._state_at("error"), Int64, sem="acquire", scope="gpu") != 0
+
+    @cute.jit
+    def begin(self):
+        """Called by a whole CTA before it stores to a peer: where dispatches and combines do not alternate, no word
+        tells that all ranks have read what was sent before, and so each tells it.
+        """
+        if not self.has_credit:
+            thread, _, _ = cute.arch.thread_idx()
+            if thread < WARP:
+                # Every CTA writes the same, so that none waits for another.
+                self.publish(ENTER, Int64(0))
+                self.wait(ENTER)
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def is_last(self) -> Boolean:
+        """Of a warp whose CTA has stored all: whether all other CTAs have, too."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        ticket = Int32(0)
+        if self.lane == 0:
+            cute.arch.fence_acq_rel_sys()
+            mine = select(block == 0, Int64(LAUNCH_TICKETS + 1) - blocks, Int64(1))
+            before = cute.arch.atomic_add(self._state_at("tickets"), mine, sem="acq_rel", scope="gpu")
+            ticket = Int32((before + mine) & (LAUNCH_TICKETS - 1))
+        return Boolean(cute.arch.shuffle_sync(ticket, 0) == 0)
+
+    @cute.jit
+    def publish(self, kind: cutlass.Constexpr[int], content: Int64):
+        """To every rank, by one warp."""
+        cute.arch.fence_acq_rel_sys()
+        if self.lane < self.link.world:
+            word = self._word(self.lane, kind, self.link.rank)
+            cute.arch.store(word, self._stamp(kind) | content, sem="release", scope="sys")
+
+    @cute.jit
+    def wait(self, kind: cutlass.Constexpr[int]) -> Int64:
+        """By one warp, for the words of all ranks: that of a lane's rank. Where one does not come, it fails."""
+        mine = self._word(self.link.rank, kind, self.peer)
+        begin = cute.arch.globaltimer()
+        word, error, missing = Int64(0), Int64(0), Int32(-1)
+        while (missing != 0) & (error == 0):
+            word = load_word(mine)
+            missing = Int32(cute.arch.vote_ballot_sync(self._ahead(kind, word) < 0))
+            if missing != 0:
+                waited = cute.arch.globaltimer() - begin
+                error = self._told()
+                elsewhere = self._elsewhere(kind)
+                if (error == 0) & (elsewhere != 0):
+                    error = self._error(first_of(elsewhere), ELSEWHERE)
+                if (error == 0) & (waited > self.state("timeout")):
+                    error = self._error(first_of(missing), LATE)
+                if waited > SPIN_NS:
+                    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(SLEEP_NS)])
+        later = Int32(cute.arch.vote_ballot_sync(self._ahead(kind, word) > 0))
+        if (error == 0) & (later != 0):
+            error = self._error(first_of(later), ELSEWHERE)
+        if error != 0:
+            self.fail(error)
+        return word
+
+    def _stamp(self, kind: int) -> Int64:
+        """This operation in a word. `enter` has all 64 bits of its number, since those words may be of any age."""
+        return self.epoch if kind == ENTER else self.epoch << EPOCH_SHIFT
+
+    def _ahead(self, kind: int, word: Int64) -> Int64:
+        """By how much a word is; what is no number of an operation does not count."""
+        number = word if kind == ENTER else word >> EPOCH_SHIFT << EPOCH_SHIFT
+        return number - self._stamp(kind)
+
+    @cute.jit
+    def _elsewhere(self, kind: cutlass.Constexpr[int]) -> Int32:
+        """Ranks that make another operation of this one's number, a bit each."""
+        other, rank = 1 - self.word, self.link.rank
+        is_elsewhere = self._ahead(other, load_word(self._word(rank, other, self.peer))) == 0
+        if const_expr(kind != ENTER):
+            enters = self._ahead(ENTER, load_word(self._word(rank, ENTER, self.peer))) == 0
+            is_elsewhere = is_elsewhere | (enters & self.has_credit)
+        return Int32(cute.arch.vote_ballot_sync(is_elsewhere))
+
+    @cute.jit
+    def _told(self) -> Int64:
+        """What the first rank that gave up says; 0: none did."""
+        abort = WORDS.index("abort")
+        told = load_word(self._word(self.link.rank, abort, self.peer))
+        telling = Int32(cute.arch.vote_ballot_sync(told != 0))
+        if telling != 0:
+            told = load_word(self._word(self.link.rank, abort, first_of(telling)))
+        return told
+
+    def _error(self, suspect: Int32, reason: int) -> Int64:
+        what = reason << REASON_SHIFT | self.phase << PHASE_SHIFT
+        return (self.epoch << EPOCH_SHIFT) | what | Int64(suspect)
+
+    @cute.jit
+    def refuse(self, word: Int64):
+        """Fail where a rank's word has a status."""
+        refused = Int32(cute.arch.vote_ballot_sync((word >> STATUS_SHIFT & 0xF) != 0))
+        if refused != 0:
+            self.fail(self._error(first_of(refused), REFUSED))
+
+    @cute.jit
+    def fail(self, error: Int64):
+        """By one warp: the first error stays, for the host, for later kernels and for the other ranks."""
+        first = Int64(0)
+        if self.lane == 0:
+            first = cute.arch.atomic_cas(self._state_at("error"), cmp=Int64(0), val=error, sem="acq_rel", scope="gpu")
+            if first == 0:
+                cute.arch.store(word_at(self.state("mirror")), error, sem="release", scope="sys")
+        suspect = Int32(error & SUSPECT_MASK)
+        if (self.lane < self.link.world) & (self.lane != suspect):
+            word = self._word(self.lane, WORDS.index("abort"), self.link.rank)
+            cute.arch.store(word, error, sem="release", scope="sys")
+
+    @cute.jit
+    def end(self, last: Int64, latest: Int64):
+        """By one warp, at the end: epochs go on after a failure, too."""
+        if self.lane == 0:
+            state = vector_at(Int64, self.link.state)
+            state[STATE.index("last")] = last
+            state[STATE.index("latest")] = latest
+            state[STATE.index("epoch")] = self.epoch

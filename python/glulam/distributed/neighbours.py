@@ -1,0 +1,70 @@
+"""What the ranks of a group agree on before the first call: sizes, and how rows travel."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def _host() -> str:
+    """This machine, since it was started."""
+    return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+
+
+def _gpu() -> str:
+    """The current GPU of this process, by a name that is its own; empty where there is none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
+    """What keeps ranks at these hosts and GPUs from each other's memory; empty where nothing does."""
+    gpus = [gpu for _, gpu in places]
+    if "nccl" not in dist.get_backend(group):
+        return f"the group's back end is {dist.get_backend(group)}; it must be nccl"
+    if not all(gpus) or len(set(gpus)) < len(gpus):
+        return "each rank needs a GPU of its own, which torch.cuda.set_device chooses"
+    if len({host for host, _ in places}) > 1:
+        return "the ranks are on several hosts"
+    mine, count = torch.cuda.current_device(), torch.cuda.device_count()
+    seen = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(count)}
+    for rank, gpu in enumerate(gpus):
+        if seen.get(gpu, mine) != mine and not torch.cuda.can_device_access_peer(mine, seen[gpu]):
+            return f"the GPU of rank {rank} is out of reach of cuda:{mine}"
+    return ""
+
+
+def agree(group: Any, transport: str, sizes: tuple[Any, ...], unfit: str) -> str:
+    """The transport of all ranks: the one asked for, or the best. Every rank calls it.
+
+    Args:
+        sizes: that must be every rank's. unfit: why they do not fit the symmetric transport; empty where they do.
+
+    Raises:
+        ValueError: a rank has other sizes, or asks for another transport, or "symmetric" cannot work; on every rank.
+    """
+    world = dist.get_world_size(group)
+    everyone: list[Any] = [None] * world
+    mine = (transport, *map(str, sizes))
+    dist.all_gather_object(everyone, (mine, (_host(), _gpu())), group=group)
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != everyone[0][0]:
+            raise ValueError(
+                f"ExpertParallel: rank {rank} gives {', '.join(theirs)}, and rank 0 {', '.join(everyone[0][0])}; all "
+                "ranks must give the same"
+            )
+    if transport == "all_to_all":
+        return transport
+    verdicts: list[Any] = [None] * world
+    dist.all_gather_object(verdicts, unfit or _why_not(group, [place for _, place in everyone]), group=group)
+    why = next((verdict for verdict in verdicts if verdict), "")
+    if why and transport == "symmetric":
+        raise ValueError(f'ExpertParallel: transport="symmetric" cannot work: {why}; choose "all_to_all" or "auto"')
+    return "all_to_all" if why else "symmetric"

@@ -1,0 +1,211 @@
+"""Transport by stores to the memory of other GPUs of the host: kernels send rows, and words that say so (docs/
+distributed.md). The host waits for nothing, and CUDA graphs hold it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.chains import signature_of
+from cute_kernels.specs import LayerSpec
+from cute_kernels.windows import MAX_TOKENS, STATE, failure
+
+from ..choose import kernels
+from ..choose.problem import dtype_name
+from ..host import device as gpus
+from ..layer.routing import Routing
+from .exchange import Exchange, PeerError
+from .window import Sizes, Window
+
+__all__ = ["MAX_TOKENS", "Symmetric"]
+TIMEOUT = 600.0
+
+
+class _Kernels:
+    """Of one GPU and dtype, by name."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.index = gpus.cuda_index("ExpertParallel", device)
+        gpu = gpus.gpu(self.index)
+        self.num_sms = gpu.sm_count
+        specs = [LayerSpec(name, dtype_name(dtype), arch=gpu.arch) for name in ("send_tokens", "send_sums", "combine")]
+        specs.append(LayerSpec("row_weights_backward", arch=gpu.arch))
+        self._found = {spec.kernel: (kernels.find(spec).function, signature_of(spec).pack) for spec in specs}
+
+    def launch(self, name: str, **values: Any) -> None:
+        function, pack = self._found[name]
+        function(*pack(**values, stream=gpus.raw_stream(self.index)))
+
+
+class Symmetric:
+    """A rank among ranks that reach each other's windows.
+
+    All ranks make the same calls in the same order; dispatches and combines that alternate need no more words than
+    their own. Calls follow each other also where the stream is another one than before, outside of captures.
+    """
+
+    name = "symmetric"
+    poison = False
+    """For tests: what was received is overwritten where no rank may need it any more."""
+
+    def __init__(self, window: Window, held: Any, rank: int, num_experts: int, sizes: Sizes) -> None:
+        self.window, self._held, self.sizes = window, held, sizes
+        device = window.rows.device
+        self.kernels = _Kernels(device, sizes.dtype)
+        self._mirror = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._error = ctypes.c_int64.from_address(self._mirror.data_ptr())
+        self._state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
+        self._state[STATE.index("mirror")] = self._mirror.data_ptr()
+        self.timeout = TIMEOUT
+        self._stream: Any = None
+        self.common = {
+            "k": sizes.top_k, "width": sizes.hidden_size, "most": sizes.max_tokens, "rank": rank,
+            "world": sizes.world, "num_sms": self.kernels.num_sms, "regions": window.addresses.data_ptr(),
+            "state": self._state.data_ptr(),
+        }  # fmt: skip
+        self.num_experts = num_experts
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a rank waits for others; graphs that were captured before take it, too."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = float(seconds)
+        self._state[STATE.index("timeout")] = int(seconds * 1e9)
+
+    def check(self) -> None:
+        """Raise the PeerError of what the device found in calls before this one."""
+        if error := self._error.value:
+            rank, reason, phase, number = failure(error)
+            what = {
+                "late": f"rank {rank} did not come within {self._timeout:g} s",
+                "elsewhere": f"rank {rank} was in another operation; all ranks must make the same calls in one order",
+                "refused": f"the tokens of rank {rank} were refused, as its own error says",
+            }[reason]
+            raise PeerError(f"{phase}, operation {number}: {what}; results since then are NaN, so make a new object")
+
+    def begin(self, ids: Tensor) -> _Slots:
+        """An exchange of the tokens whose choices are ids [N, K]."""
+        self.check()
+        (tokens, k), world = ids.shape, self.sizes.world
+        empty = ids.new_empty
+        handle = empty(1 + world, dtype=torch.int64)
+        return _Slots(self, handle, empty(tokens, world), empty(tokens, k), keeps=torch.is_grad_enabled())
+
+    def refuse(self) -> None:
+        """In place of an exchange: the other ranks learn of it, and the object ends."""
+        if not self._error.value:
+            self.send_tokens(x=0, ids=0, tokens=0, refused=1, weights=0, sum_rows=0, weight_places=0, handle=0)
+
+    def send_tokens(self, **values: Any) -> None:
+        self._follow()
+        if self.poison:
+            self.window.sums[:-1].fill_(math.nan)
+            self.window.weight_gradients[:-1].fill_(math.nan)
+        self.kernels.launch("send_tokens", experts=self.num_experts, **values, **self.common)
+
+    def send_sums(self, **values: Any) -> None:
+        self._follow()
+        if self.poison:
+            self.window.rows.fill_(math.nan)
+            self.window.weights.fill_(math.nan)
+            self.window.ids.fill_(0x7F7F7F7F)
+        self.kernels.launch("send_sums", **values, **self.common)
+
+    def _follow(self) -> None:
+        """An operation comes after the one before it, which may be another stream's."""
+        device = self._state.device
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+
+@dataclasses.dataclass
+class _Slots(Exchange):
+    """A token in the place of its number, on every rank that it goes to.
+
+    Attributes:
+        handle: int64 [1 + W], the operation's number, and tokens of each rank.
+        sum_rows, weight_places: where what comes back lies, as of the kernel.
+        keeps: whether what came must outlive the next dispatch.
+    """
+
+    transport: Symmetric
+    handle: Tensor
+    sum_rows: Tensor
+    weight_places: Tensor
+    keeps: bool
+
+    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the window, which the next dispatch overwrites, unless they are kept."""
+        weights = weights.float().contiguous()
+        self._send(x.contiguous(), ids=ids.data_ptr(), weights=weights.data_ptr())
+        window = self.transport.window
+        came = window.rows, window.weights, window.ids
+        return tuple(one.clone() for one in came) if self.keeps else came  # type: ignore[return-value]
+
+    def forth(self, d_out: Tensor) -> Tensor:
+        """A copy: weight gradients may be computed late."""
+        self._send(d_out.contiguous(), ids=0, weights=0)
+        return self.transport.window.rows.clone()
+
+    def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
+        self._send_back(sums, is_summed=1)
+        return self._add(residual)
+
+    def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
+        """Rows are added on their way."""
+        self._send_back(y, is_summed=0)
+        return self._add(residual)
+
+    def gradients_back(self, d_x: Tensor, d_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        self._send_back(d_x, is_summed=1, d_weights=d_weights)
+        if d_weights is None:
+            return self._add(None), None
+        tokens, k = self.weight_places.shape
+        made = d_weights.new_empty(tokens, k)
+        self.transport.kernels.launch(
+            "row_weights_backward", d_rows=self.transport.window.weight_gradients.data_ptr(),
+            row_of=self.weight_places.data_ptr(), d_weights=made.data_ptr(), tokens=tokens, k=k,
+        )  # fmt: skip
+        return self._add(None), made
+
+    def _send(self, x: Tensor, **table: int) -> None:
+        self.transport.send_tokens(x=x.data_ptr(), tokens=len(x), refused=0, **table, **self._back())
+
+    def _back(self) -> dict[str, int]:
+        """Where what comes back lies, as kernels take it."""
+        tensors = {"sum_rows": self.sum_rows, "weight_places": self.weight_places, "handle": self.handle}
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _send_back(self, y: Tensor, is_summed: int, d_weights: Tensor | None = None) -> None:
+        assert self.row_of is not None
+        self.transport.check()
+        y = y.contiguous()
+        d_weights = None if d_weights is None else d_weights.contiguous()
+        self.transport.send_sums(
+            y=y.data_ptr(), row_of=self.row_of.data_ptr(), d_weights=0 if d_weights is None else d_weights.data_ptr(),
+            tokens=len(self.sum_rows), is_summed=is_summed, **self._back(),
+        )  # fmt: skip
+
+    def _add(self, residual: Tensor | None) -> Tensor:
+        """Sums over ranks, in their order."""
+        sums = self.transport.window.sums
+        tokens, world = self.sum_rows.shape
+        residual = None if residual is None else residual.contiguous()
+        out = sums.new_empty(tokens, sums.shape[1])
+        self.transport.kernels.launch(
+            "combine", y=sums.data_ptr(), row_of=self.sum_rows.data_ptr(), out=out.data_ptr(), tokens=tokens,
+            residual=0 if residual is None else residual.data_ptr(), k=world, width=sums.shape[1],
+        )  # fmt: skip
+        return out

@@ -1,0 +1,97 @@
+"""Windows: memory of a rank that all ranks of the host reach."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cute_kernels.windows import REGIONS, WORD_BYTES, WORDS
+
+ALIGNMENT = 256
+
+
+class Sizes(NamedTuple):
+    """What a window's layout follows from: W ranks of at most L tokens, K choices each, H columns of a dtype."""
+
+    world: int
+    max_tokens: int
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.world * self.max_tokens
+
+    def regions(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of each region of `windows.REGIONS`."""
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "rows": (self.dtype, (self.rows, self.hidden_size)),
+            "ids": (torch.int32, (self.rows, self.top_k)),
+            "weights": (torch.float32, (self.rows, self.top_k)),
+            "sums": (self.dtype, (self.rows + 1, self.hidden_size)),
+            "weight_gradients": (torch.float32, (self.rows * self.top_k + 1,)),
+            "words": (torch.int64, (len(WORDS), self.world, WORD_BYTES // 8)),
+        }
+        return {name: shapes[name] for name in REGIONS}
+
+    def offsets(self) -> dict[str, int]:
+        """Where each region begins, in bytes; under "" where the last ends."""
+        found, end = {}, 0
+        for name, (dtype, shape) in self.regions().items():
+            found[name] = end
+            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return {**found, "": end}
+
+
+class Window:
+    """A rank's own window.
+
+    Args:
+        buffer: uint8, of `sizes.offsets()[""]` bytes. bases: the address of each rank's, own included.
+
+    Attributes:
+        rows, ids, weights, sums, weight_gradients, words: views of the regions. addresses: int64 [REGIONS, W].
+    """
+
+    def __init__(self, buffer: Tensor, bases: list[int], sizes: Sizes) -> None:
+        offsets = sizes.offsets()
+        for name, (dtype, shape) in sizes.regions().items():
+            size = math.prod(shape) * dtype.itemsize
+            setattr(self, name, buffer[offsets[name] : offsets[name] + size].view(dtype).view(shape))
+        self.addresses = torch.tensor(
+            [[base + offsets[name] for base in bases] for name in REGIONS], dtype=torch.int64, device=buffer.device
+        )
+        self.words.zero_()
+        self.ids.fill_(-1)
+        self.sums[-1:].fill_(math.nan)
+        self.weight_gradients[-1:].fill_(math.nan)
+
+    rows: Tensor
+    ids: Tensor
+    weights: Tensor
+    sums: Tensor
+    weight_gradients: Tensor
+    words: Tensor
+
+
+def shared_window(group: Any, rank: int, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
+    """A window that all ranks of a group reach, and what keeps it so. Every rank calls it."""
+    size = sizes.offsets()[""]
+    if sizes.world == 1:
+        buffer, held = torch.empty(size, dtype=torch.uint8, device=device), None
+        bases = [buffer.data_ptr()]
+    else:
+        import torch.distributed._symmetric_memory as symmetric
+
+        buffer = symmetric.empty(size, dtype=torch.uint8, device=device)
+        held = symmetric.rendezvous(buffer, group)
+        bases = list(held.buffer_ptrs)
+    window = Window(buffer, bases, sizes)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # no word comes before all are zero
+    return window, (buffer, held)

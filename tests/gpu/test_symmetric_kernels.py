@@ -1,0 +1,288 @@
+"""The symmetric transport: several ranks on one GPU, each with a window and a stream, against the same layer alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.criterion import assert_close, same_bits
+from support.virtual_ranks import VirtualRank, each, virtual_ranks
+from torch import Tensor
+
+import glulam
+from cute_kernels.windows import STATE, WORDS
+from glulam import Routing
+from glulam.distributed import PeerError
+from glulam.distributed.window import Sizes
+
+pytestmark = pytest.mark.gpu
+
+BF16, F64 = torch.bfloat16, torch.float64
+HIDDEN, INTER, EXPERTS, TOP_K, MOST = 128, 96, 10, 3, 70
+COUNTS = ([70, 41, 3, 70], [0, 70, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def all_kernels() -> None:
+    """Loading one waits for a kernel that waits."""
+    glulam.preload()
+
+
+def some(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def choices(tokens: int, seed: int, kind: str = "all") -> Tensor:
+    """ids [tokens, K], each token's different."""
+    ids = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :TOP_K].int()
+    if kind == "one":
+        ids[:] = torch.tensor([EXPERTS - 1, -1, EXPERTS + 7])
+    if kind == "none":
+        ids[:] = torch.tensor([-1, EXPERTS, 2**31 - 1])
+    if kind == "some":
+        ids[::2, 1] = -1
+    return ids
+
+
+def weights_of() -> list[Tensor]:
+    scale = torch.logspace(-0.5, 0.5, EXPERTS)[:, None, None]
+    w1 = some(EXPERTS, 2 * INTER, HIDDEN, seed=1).float() * HIDDEN**-0.5 * scale
+    w2 = some(EXPERTS, HIDDEN, INTER, seed=2).float() * INTER**-0.5 * scale
+    return [w1.to(BF16), w2.to(BF16)]
+
+
+def inputs(tokens: int, rank: int, kind: str, seed: int = 0) -> list[Tensor]:
+    """x, ids, weights of choices, residual, and what results are weighed with. Tokens differ in scale."""
+    scale = torch.logspace(-1, 1, max(tokens, 1))[:tokens, None]
+    x = (some(tokens, HIDDEN, seed=seed + 10 + rank).float() * scale).to(BF16)
+    weights = some(tokens, TOP_K, seed=seed + 20 + rank, dtype=torch.float32).abs() + 0.1
+    residual, mix = some(tokens, HIDDEN, seed=seed + 30 + rank), some(tokens, HIDDEN, seed=seed + 40 + rank)
+    return [x, choices(tokens, seed + 50 + rank, kind), weights, residual, mix]
+
+
+@torch.enable_grad()
+def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> list[Tensor]:
+    """The result, and gradients of x, the choices' weights, the residual and experts' weights."""
+    x, ids, weights, residual, mix = given
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
+    routing = Routing.from_topk(ids, leaves[1], EXPERTS)
+    y = glulam.moe(leaves[0], routing, leaves[3], leaves[4], residual=leaves[2], parallel=parallel)
+    y.backward(mix)
+    return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+
+
+def ranks_of(world: int, **options: Any) -> list[VirtualRank]:
+    return virtual_ranks(EXPERTS, Sizes(world, MOST, TOP_K, HIDDEN, BF16), **options)
+
+
+def layers(ranks: list[VirtualRank], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> list[list[Tensor]]:
+    return each(ranks, lambda ep: layer(tokens[ep.rank], w1[ep.own], w2[ep.own], ep))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """On the CPU; numbers that are not integers in float64."""
+    return tensor.to("cpu", F64 if tensor.is_floating_point() else None)
+
+
+def assert_like_one(made: list[list[Tensor]], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> None:
+    """Of all ranks together, the layer of all tokens and experts."""
+    whole = [torch.cat(parts) for parts in zip(*tokens, strict=True)]
+    exact = layer([wide(t) for t in whole], wide(w1), wide(w2))
+    alone = layer(whole, w1, w2)
+    for one, wanted, same in zip(map(torch.cat, zip(*made, strict=True)), exact, alone, strict=True):
+        assert not torch.isnan(one).any()
+        if wanted.any():
+            got = one.cpu().reshape(1, -1)
+            assert_close(got, wanted.reshape(1, -1), same.cpu().reshape(1, -1), rows=1)
+        else:
+            assert not one.any()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_layer(world: int) -> None:
+    w1, w2 = (w.cuda() for w in weights_of())
+    ranks = ranks_of(world)
+    for kind in ("all", "some", "one", "none"):
+        for counts in COUNTS:
+            tokens = [[t.cuda() for t in inputs(counts[rank], rank, kind)] for rank in range(world)]
+            made = layers(ranks, tokens, w1, w2)
+            again = layers(ranks, tokens, w1, w2)
+            assert all(same_bits(a, b) for a, b in zip(sum(made, []), sum(again, []), strict=True))
+            if sum(counts[:world]):
+                assert_like_one(made, tokens, w1, w2)
+    for ep in ranks:
+        ep.check()
+
+
+def test_without_gradients_the_bits_are_those_with() -> None:
+    w1, w2 = (w.cuda() for w in weights_of())
+    ranks = ranks_of(3)
+    tokens = [[t.cuda() for t in inputs(count, rank, "all")] for rank, count in enumerate((70, 0, 33))]
+    trained = layers(ranks, tokens, w1, w2)
+
+    @torch.no_grad()
+    def forward(ep: VirtualRank) -> Tensor:
+        x, ids, weights, residual, _ = tokens[ep.rank]
+        routing = Routing.from_topk(ids, weights, EXPERTS)
+        return glulam.moe(x, routing, w1[ep.own], w2[ep.own], residual=residual, parallel=ep)
+
+    for y, (wanted, *_) in zip(each(ranks, forward), trained, strict=True):
+        assert same_bits(y, wanted)
+
+
+def test_graphs_replay_other_routings_and_counts() -> None:
+    w1, w2 = (w.cuda() for w in weights_of())
+    ranks = ranks_of(2)
+    held = [[t.cuda() for t in inputs(MOST, rank, "none")] for rank in range(2)]
+    graphs, results = [], []
+
+    @torch.no_grad()
+    def forward(ep: VirtualRank) -> Tensor:
+        x, ids, weights, residual, _ = held[ep.rank]
+        routing = Routing.from_topk(ids, weights, EXPERTS)
+        return glulam.moe(x, routing, w1[ep.own], w2[ep.own], residual=residual, parallel=ep)
+
+    each(ranks, forward)
+    for ep in ranks:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=ep.stream):
+            results.append(forward(ep))
+        graphs.append(graph)
+    for step, kind in enumerate(("all", "some", "one", "none", "all")):
+        for rank in range(2):
+            for place, new in zip(held[rank], inputs(MOST, rank, kind, seed=100 * step), strict=True):
+                place.copy_(new)
+            held[rank][1][MOST - 7 * step - rank :] = -1
+        torch.cuda.synchronize()
+        each(ranks, lambda ep: graphs[ep.rank].replay())
+        replayed = [result.clone() for result in results]
+        for y, eager in zip(replayed, each(ranks, forward), strict=True):
+            assert same_bits(y, eager) and not torch.isnan(y).any()
+
+
+def test_dispatches_that_no_combine_follows() -> None:
+    """Two dispatches, then their combines in either order: here ranks wait for each other once more."""
+    ranks = ranks_of(2)
+    tokens = [[[t.cuda() for t in inputs(40 + rank, rank, "all", seed)] for rank in range(2)] for seed in (0, 500)]
+
+    @torch.no_grad()
+    def twice(ep: VirtualRank, order: tuple[int, ...]) -> list[Tensor]:
+        begun = []
+        for given in tokens:
+            x, ids, weights, _, _ = given[ep.rank]
+            x_here, here, handle = ep.dispatch(x, ids, weights)
+            begun.append((glulam.permute(x_here, here) * here.weight_of_row[:, None].to(BF16), handle))
+        return [ep.combine(*begun[place]) for place in order]
+
+    each(ranks_of(1), partial(twice, order=(0, 1)))  # loads torch's kernels, too
+    for order in ((0, 1), (1, 0), (0, 0), (1, 1)):
+        for ep, made in zip(ranks, each(ranks, partial(twice, order=order)), strict=True):
+            for place, y in zip(order, made, strict=True):
+                x, ids, weights, _, _ = tokens[place][ep.rank]
+                wanted = (weights.to(BF16)[..., None] * x[:, None]).float().sum(1)
+                torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_numbers_of_operations_wrap() -> None:
+    w1, w2 = (w.cuda() for w in weights_of())
+    ranks = ranks_of(2)
+    tokens = [[t.cuda() for t in inputs(30, rank, "all")] for rank in range(2)]
+    wanted = layers(ranks, tokens, w1, w2)
+    for ep in ranks:
+        epoch = 2**40 - 3
+        ep._way._state[STATE.index("epoch")] = epoch
+        ep._way.window.words[: WORDS.index("enter")] = epoch - 2**40 << 24
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for made, before in zip(layers(ranks, tokens, w1, w2), wanted, strict=True):
+            assert all(map(same_bits, made, before))
+
+
+@pytest.mark.parametrize("missing_in", ["dispatch", "combine"])
+def test_a_rank_that_does_not_come(missing_in: str) -> None:
+    w1, w2 = (w.cuda() for w in weights_of())
+    ranks = ranks_of(3, timeout=0.3)
+    tokens = [[t.cuda() for t in inputs(30, rank, "all")] for rank in range(3)]
+    layers(ranks, tokens, w1, w2)
+
+    @torch.no_grad()
+    def forward(ep: VirtualRank) -> Tensor | None:
+        x, ids, weights, residual, _ = tokens[ep.rank]
+        if ep.rank == 1 and missing_in == "dispatch":
+            return None
+        x_here, here, handle = ep.dispatch(x, ids, weights)
+        if ep.rank == 1:
+            return None
+        return ep.collect(x_here, handle, residual)
+
+    made = each(ranks, forward)
+    for ep in (ranks[0], ranks[2]):
+        assert torch.isnan(made[ep.rank]).all(), "never a result that is not whole"
+        with pytest.raises(PeerError, match=f"{missing_in}, operation .*rank 1 did not come within 0.3 s"):
+            ep.check()
+        with pytest.raises(PeerError, match="rank 1"):
+            layer(tokens[ep.rank], w1[ep.own], w2[ep.own], ep)
+
+
+def test_a_rank_in_another_operation() -> None:
+    ranks = ranks_of(2, timeout=0.3)
+    tokens = [[t.cuda() for t in inputs(30, rank, "all")] for rank in range(2)]
+
+    @torch.no_grad()
+    def forward(ep: VirtualRank) -> None:
+        x, ids, weights, _, _ = tokens[ep.rank]
+        _, _, handle = ep.dispatch(x, ids, weights)
+        if ep.rank == 0:
+            ep.dispatch(x, ids, weights)
+        else:
+            ep.collect(ep._way.window.rows, handle)
+
+    each(ranks, forward)
+    for ep in ranks:
+        with pytest.raises(PeerError, match="did not come|in another operation"):
+            ep.check()
+
+
+def test_a_rank_that_is_refused() -> None:
+    ranks = ranks_of(2, timeout=0.3)
+    x, ids, weights, _, _ = (t.cuda() for t in inputs(MOST, 0, "all"))
+
+    @torch.no_grad()
+    def forward(ep: VirtualRank) -> None:
+        if ep.rank == 1:
+            with pytest.raises(ValueError, match=f"max_tokens is {MOST}"):
+                ep.dispatch(torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights]))
+        else:
+            ep.dispatch(x, ids, weights)
+
+    each(ranks, forward)
+    for ep in ranks:
+        with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
+            ep.dispatch(x, ids, weights)
+
+
+def test_many_steps_with_ranks_that_sleep() -> None:
+    """Rows, sums and words of one step are never another's, whoever is late."""
+    ranks = ranks_of(4)
+    generator = torch.Generator().manual_seed(7)
+    held = [[t.cuda() for t in inputs(MOST, rank, "all")] for rank in range(4)]
+    wrong = torch.zeros(4, device="cuda")
+
+    @torch.no_grad()
+    def step(ep: VirtualRank) -> None:
+        x, _, weights, _, _ = held[ep.rank]
+        count = int(torch.randint(MOST + 1, (1,), generator=generator))
+        ids = torch.rand(count, EXPERTS, device="cuda").argsort(1)[:, :TOP_K].int()
+        x = torch.randn(count, HIDDEN, device="cuda").to(BF16)
+        if torch.rand(1, generator=generator) < 0.5:
+            torch.cuda._sleep(int(torch.randint(200_000, (1,), generator=generator)))
+        x_here, here, handle = ep.dispatch(x, ids, weights[:count])
+        y = ep.combine((glulam.permute(x_here, here) * here.weight_of_row[:, None]).to(BF16), handle)
+        total = (weights[:count].to(F64)[..., None] * x[:, None].to(F64)).sum(1)
+        wrong[ep.rank] += ((y.to(F64) - total).abs() > 0.05 * total.abs() + 0.05).sum() + torch.isnan(y).sum()
+
+    for members in (ranks_of(1), *[ranks] * 50):  # one rank first, which loads torch's kernels
+        each(members, step)
+    assert not wrong.any()

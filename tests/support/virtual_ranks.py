@@ -1,0 +1,61 @@
+"""Several ranks of the symmetric transport in one process, on one GPU: a window and a stream each. A rank that waits
+takes one CTA, so that all go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from glulam.distributed import ExpertParallel
+from glulam.distributed.owners import Owners
+from glulam.distributed.symmetric import Symmetric
+from glulam.distributed.window import Sizes, Window
+
+
+class VirtualRank(ExpertParallel):
+    """An ExpertParallel without a group. `stream`: what it does is in order there."""
+
+    def __init__(self, way: Symmetric, rank: int, num_experts: int) -> None:
+        sizes = way.sizes
+        self._way, self.rank, self.world, self.transport = way, rank, sizes.world, way.name
+        self.num_experts, self.top_k, self.hidden_size = num_experts, sizes.top_k, sizes.hidden_size
+        self.max_tokens, self.dtype = sizes.max_tokens, sizes.dtype
+        self.owners = Owners(num_experts, sizes.world)
+        self.first, self.num_local = self.owners.first(rank), self.owners.count(rank)
+        self.own = slice(self.first, self.first + self.num_local)
+        self.stream: Any = torch.cuda.Stream()
+
+
+def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0) -> list[VirtualRank]:
+    size = sizes.offsets()[""]
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(sizes.world)]
+    bases = [buffer.data_ptr() for buffer in buffers]
+    ranks = []
+    for rank, buffer in enumerate(buffers):
+        way = Symmetric(Window(buffer, bases, sizes), buffer, rank, num_experts, sizes)
+        way.timeout, way.poison = timeout, True
+        ranks.append(VirtualRank(way, rank, num_experts))
+    torch.cuda.synchronize()
+    return ranks
+
+
+def each(ranks: list[VirtualRank], function: Callable[[VirtualRank], Any]) -> list[Any]:
+    """What a function of every rank makes on its stream; all are launched before the host waits for one."""
+    made = []
+    for rank in ranks:
+        with torch.cuda.stream(rank.stream):
+            made.append(function(rank))
+    torch.cuda.synchronize()
+    return made
+
+
+@contextmanager
+def asleep(rank: VirtualRank, cycles: int) -> Iterator[None]:
+    """What follows on a rank's stream comes late."""
+    with torch.cuda.stream(rank.stream):
+        torch.cuda._sleep(cycles)
+        yield
