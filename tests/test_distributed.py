@@ -186,6 +186,23 @@ def bad_options() -> None:
         glulam.moe(x, Routing.from_topk(ids, weights, 9, first=1), w1, w2, parallel=ep)
 
 
+def ranks_that_disagree() -> None:
+    """All ranks are told the same, and none waits for another."""
+    sizes: dict[str, Any] = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": 16, "dtype": torch.bfloat16}
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(ValueError, match=f"rank {dist.get_world_size() - 1} gives .*, and rank 0 .*; all ranks must"):
+        ExpertParallel(None, **sizes, max_tokens=MOST + last)
+    with pytest.raises(ValueError, match='"symmetric" cannot work: the group\'s back end is gloo'):
+        ExpertParallel(None, **sizes, max_tokens=MOST, transport="symmetric")
+    with pytest.raises(ValueError, match='"symmetric" cannot work: dtype is torch.float64'):
+        ExpertParallel(None, **{**sizes, "dtype": F64}, max_tokens=MOST, transport="symmetric")
+    ep = ExpertParallel(None, **sizes, max_tokens=MOST)
+    assert ep.transport == "all_to_all" and ep.timeout is None
+    with pytest.raises(ValueError, match="time-out of all_to_all is torch.distributed's"):
+        ep.timeout = 1.0
+    ep.check()
+
+
 def a_rank_that_ends() -> None:
     """The others are told which call it was missing from."""
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
@@ -205,6 +222,7 @@ def test_a_rank_ends() -> None:
 
 def everything() -> None:
     bad_options()
+    ranks_that_disagree()
     against_one_process()
     what_goes_where()
     bad_input_ends_everywhere()
