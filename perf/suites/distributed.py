@@ -1,12 +1,13 @@
 """Experts across the GPUs of one host, a process each: both ends alone, and whole layers.
 
 Every contestant is timed by all ranks at once, in turns, and a time is the slowest rank's median. Links are measured in
-the same run: an elementwise kernel that stores to the next rank's memory. "experts alone" is a rank's own layer, of as
-many tokens as choose among its own experts: what one GPU would do with its share of the experts.
+the same run: an elementwise kernel that stores to the next rank's memory. "experts alone" is the layer of one GPU with a
+rank's experts and as many tokens, which choose among these experts alone.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,10 +25,10 @@ from glulam.layer.routing import Routing
 
 from ..distributed_tables import ALONE, OURS, THEIRS
 from ..options import Options
-from ..timing import percentile
 
 BF16 = torch.bfloat16
 SAMPLES, WARM_UP = 12, 3
+REPEATS, IN_GRAPH = 4, 8  # calls of a sample, and of a graph
 PUT_BYTES = 2**28
 DECODE, PREFILL = 64, 4096
 
@@ -46,10 +47,6 @@ QWEN3 = Layer("Qwen3-30B-A3B", 128, 8, 2048, 768)
 DEEPSEEK = Layer("DeepSeek-V3", 256, 8, 7168, 2048)
 LAYERS = (QWEN3, DEEPSEEK)
 Calls = dict[str, Callable[[], object]]
-
-
-def _median(values: list[float]) -> float:
-    return percentile(sorted(values), 0.5)
 
 
 def _slowest(value: float) -> float:
@@ -76,16 +73,16 @@ def timed(calls: Calls, repeats: int) -> dict[str, float]:
             torch.cuda.synchronize()
             if number >= 0:
                 samples[name].append((time.perf_counter_ns() - start) / (1e3 * repeats))
-    return {name: _slowest(_median(found)) for name, found in samples.items()}
+    return {name: _slowest(statistics.median(found)) for name, found in samples.items()}
 
 
-def in_graph(call: Callable[[], object], repeats: int) -> Callable[[], object]:
-    """Several calls in one graph."""
+def in_graph(call: Callable[[], object]) -> Callable[[], object]:
+    """IN_GRAPH calls in one graph."""
     call()
     _together()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
+        for _ in range(IN_GRAPH):
             call()
     _together()
     return graph.replay
@@ -158,10 +155,10 @@ def _ends(layer: Layer, tokens: int, eps: dict[str, ExpertParallel], rate: float
             at[2].record()
             marks.append(at)
 
-        whole = timed({"both": both}, 4)["both"]
-        last = marks[-4 * SAMPLES :]
+        whole = timed({"both": both}, REPEATS)["both"]
+        last = marks[-REPEATS * SAMPLES :]
         parts = {
-            part: _slowest(_median([at[place].elapsed_time(at[place + 1]) * 1e3 for at in last]))
+            part: _slowest(statistics.median([at[place].elapsed_time(at[place + 1]) * 1e3 for at in last]))
             for place, part in enumerate(("dispatch", "combine"))
         }
         times[name] = {**parts, "both": whole}
@@ -171,11 +168,11 @@ def _ends(layer: Layer, tokens: int, eps: dict[str, ExpertParallel], rate: float
             ep.combine(y_here, handle)
 
         if name == OURS:
-            times[name]["graph"] = timed({"graph": in_graph(step, 8)}, 1)["graph"] / 8
+            times[name]["graph"] = timed({"graph": in_graph(step)}, 1)["graph"] / IN_GRAPH
     return {"kind": "ends", "layer": layer.name, "tokens": tokens, "bytes": bytes_out, "put_gbps": rate, "times": times}
 
 
-def _layer_calls(layer: Layer, data: Data, ep: ExpertParallel | None) -> tuple[Calls, Callable[[], object]]:
+def _layer_calls(layer: Layer, data: Data, ep: ExpertParallel | None) -> Calls:
     """Forward, and forward with backward, of a rank's tokens."""
     leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
 
@@ -189,7 +186,7 @@ def _layer_calls(layer: Layer, data: Data, ep: ExpertParallel | None) -> tuple[C
             y = glulam.moe(leaves[0], data.routing, leaves[1], leaves[2], parallel=ep)
             y.backward(data.x)
 
-    return {"forward": forward, "forward + backward": train}, forward
+    return {"forward": forward, "forward + backward": train}
 
 
 def _layers(layer: Layer, tokens: int, eps: dict[str, ExpertParallel]) -> list[dict[str, Any]]:
@@ -198,18 +195,18 @@ def _layers(layer: Layer, tokens: int, eps: dict[str, ExpertParallel]) -> list[d
     alone = data_of(layer, tokens, ours.num_local, ours.num_local)._replace(w1=data.w1, w2=data.w2)
     modes: dict[str, Calls] = {}
     for name, (of, ep) in {OURS: (data, ours), THEIRS: (data, eps[THEIRS]), ALONE: (alone, None)}.items():
-        calls, forward = _layer_calls(layer, of, ep)
+        calls = _layer_calls(layer, of, ep)
         if tokens <= DECODE:
-            calls = {"forward": forward}
+            calls = {"forward": calls["forward"]}
             if name != THEIRS:
-                calls["forward, graph"] = in_graph(forward, 8)
+                calls["forward, graph"] = in_graph(calls["forward"])
         for mode, call in calls.items():
             modes.setdefault(mode, {})[name] = call
     made = []
     for mode, of_mode in modes.items():
         of_graph = mode.endswith("graph")
-        found = timed(of_mode, 1 if of_graph else 4)
-        times = {name: value / (8 if of_graph else 1) for name, value in found.items()}
+        found = timed(of_mode, 1 if of_graph else REPEATS)
+        times = {name: value / (IN_GRAPH if of_graph else 1) for name, value in found.items()}
         made.append({"kind": "layer", "layer": layer.name, "tokens": tokens, "mode": mode, "times": times})
     return made
 

@@ -4,8 +4,7 @@ takes one CTA, so that all go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,11 +50,3 @@ def each(ranks: list[VirtualRank], function: Callable[[VirtualRank], Any]) -> li
             made.append(function(rank))
     torch.cuda.synchronize()
     return made
-
-
-@contextmanager
-def asleep(rank: VirtualRank, cycles: int) -> Iterator[None]:
-    """What follows on a rank's stream comes late."""
-    with torch.cuda.stream(rank.stream):
-        torch.cuda._sleep(cycles)
-        yield

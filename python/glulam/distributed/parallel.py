@@ -97,7 +97,7 @@ class ExpertParallel:
         self._way: AllToAll | Symmetric = AllToAll(self.group, self.owners)
         if self.transport == Symmetric.name:
             device = torch.device("cuda", torch.cuda.current_device())
-            shared = shared_window(self.group, self.rank, window, device)
+            shared = shared_window(self.group, window, device)
             self._way = Symmetric(*shared, self.rank, num_experts, window)
             self._warm_up(device)
 

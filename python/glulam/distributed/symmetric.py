@@ -46,8 +46,8 @@ class _Kernels:
 class Symmetric:
     """A rank among ranks that reach each other's windows.
 
-    All ranks make the same calls in the same order; dispatches and combines that alternate need no more words than
-    their own. Calls follow each other also where the stream is another one than before, outside of captures.
+    All ranks make the same calls in the same order. A call on another stream than the one before it waits for that
+    stream; where a graph is captured, the order is the caller's business.
     """
 
     name = "symmetric"

@@ -79,7 +79,7 @@ class Window:
     words: Tensor
 
 
-def shared_window(group: Any, rank: int, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
+def shared_window(group: Any, sizes: Sizes, device: torch.device) -> tuple[Window, Any]:
     """A window that all ranks of a group reach, and what keeps it so. Every rank calls it."""
     size = sizes.offsets()[""]
     if sizes.world == 1:
