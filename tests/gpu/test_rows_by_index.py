@@ -195,10 +195,11 @@ class TestMxfp8Kernels:
         at = Scattered(c.x, c.rows)
         kernel = kernels.find(spec)
         data, scale = prepared
+        offs = c.offs  # made anew each time, and its memory is another tensor's once nobody holds it
         results = []
         for x, rows in ((at.x.contiguous(), at.indices.data_ptr()), (at.copy, 0)):
             y = torch.full((len(c.x), data.shape[1]), torch.nan, dtype=BF16, device="cuda")
-            addresses = {"w_scale": scale.data_ptr(), "groups": c.offs.data_ptr()}
+            addresses = {"w_scale": scale.data_ptr(), "groups": offs.data_ptr()}
             if spec.operands == "mxfp8":
                 x8 = glulam.quantize_mxfp8(x, block="1x128")
                 x, addresses["x_scale"] = x8.data, x8.scale.data_ptr()
