@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-run
 TESTABLE := $(VENV)/.installed-test
 LINTABLE := $(VENV)/.installed-lint
+TRANSFORMERS := $(VENV)/transformers
 PROFILE ?= bf16
 # What is compiled already is kept, and a bundle that has these functions stays as it is.
 BUILD = $(BIN)/glulam build --keep $(if $(JOBS),--jobs $(JOBS))
@@ -27,7 +28,7 @@ train: build
 	$(BIN)/python examples/train_moe.py $(ARGS)
 
 # One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
-test: $(TESTABLE)
+test: $(TESTABLE) $(TRANSFORMERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 $(ARGS)
 
 # The whole table: every kernel compiles, none spills or waits, and once more the same bytes.
@@ -70,3 +71,9 @@ $(VENV)/.installed-%: requirements/%.txt $(INSTALLED)
 	@echo "Installing what make $* needs besides"
 	$(INSTALL) --requirement $<
 	touch $@
+
+# transformers' own tests are in its source distribution alone. Where that cannot be had, they are skipped.
+$(TRANSFORMERS): requirements/test.txt $(TESTABLE)
+	rm -rf $@ && mkdir $@
+	-$(BIN)/python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest $@ $$(grep ^transformers $<) \
+	  && tar -xzf $@/*.tar.gz -C $@ --strip-components 1 && rm $@/*.tar.gz

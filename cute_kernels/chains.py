@@ -178,6 +178,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
         dgrad = GroupedMmSpec(spec.dtype, not in_mxfp8, spec.dgrad, spec.arch, spec.operands)
         steps.append(_step(dgrad, _GROUPS, x=dpreact, w="w1", y="dx", **_scales(spec.operands, dpreact, "w1")))
         dx = {"dx": Of("dx", "address"), "dx_columns": Of("dx", "size", 1), "dx_pitch": Of("dx", "stride", 0)}
+        dx["dx_tokens"] = "dx_tokens"
     steps.append(
         _step(
             TailSpec(spec.dtype, spec.arch), "act groups group_form num_groups num_sms d_scale partials", **dx,

@@ -202,11 +202,13 @@ def _dglu(spec: DgluSpec) -> Signature:
 
 
 def _tail(spec: TailSpec) -> Signature:
-    """dx: the address of 16-bit rows `dx_pitch` elements apart, to be zeroed behind the last group; 0: none.
+    """dx: the address of 16-bit rows `dx_pitch` elements apart, to be zeroed behind the last group; 0: none. None are
+    zeroed where there are `dx_tokens`, sums of the rows of groups, which are all that is read of dx.
 
     `partials`: float32 [ceil(I / part_columns), T], whose sums d_scale, float32 [T], takes; 0: none. act is not read.
     """
-    matrix = (*_each(ADDRESS, "dx", True), *_each(INT32, "dx_columns", True), *_each(INT64, "dx_pitch", True))
+    rows = _each(ADDRESS, "dx dx_tokens", True)
+    matrix = (*rows, *_each(INT32, "dx_columns", True), *_each(INT64, "dx_pitch", True))
     sums = (*_each(ADDRESS, "d_scale partials", optional=True), *_each(INT32, "part_columns"))
     return Signature((_tensor("act", "T I", spec.dtype), *matrix, *sums, *GROUPS, *_each(INT32, "num_sms")))
 
@@ -304,7 +306,10 @@ LAYER: dict[str, Signature] = {
 """What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`), as `weight_form` and
 `bias_form` are those of a router's parameters, or of choices' weights; `wide`: whether ids have 64 bits; `chunk`:
 tokens of a CTA; `workspace`: int32 [chunks, experts], 0 where there is one chunk; `position`: how many kernels of the
-same call come before."""
+same call come before. Of send_tokens and send_sums: `most`: tokens of a rank; `regions`, `state`: as of `windows`;
+`handle`: int64 [1 + world], the dispatch's number and how many tokens came from each rank; `sum_rows`, `weight_places`:
+tables of the way back (`ranks.send.Table`); `refused`: a status for all ranks; `is_summed`: y has a token's sum in its
+own place."""
 
 _STAGES: dict[type, Callable[[Any], Signature]] = {
     GroupedMmSpec: _mm,

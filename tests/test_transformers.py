@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.transformers_models import EXPERTS, HIDDEN, INTER, MODELS, TOP_K, class_of, config_of
 from torch import Tensor, nn
 
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
@@ -29,21 +30,7 @@ transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("glulam.integrations.transformers")
 
 CPU = torch.device("cpu")
-HIDDEN, INTER, EXPERTS, TOP_K, TOKENS = 32, 24, 6, 2, 17
-ATTENTION = {
-    "vocab_size": 64, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {"moe_intermediate_size": INTER, "intermediate_size": 48, "num_experts": EXPERTS},
-    "Mixtral": {"intermediate_size": INTER, "num_local_experts": EXPERTS},
-    "GptOss": {"intermediate_size": INTER, "num_local_experts": EXPERTS},
-    "DeepseekV3": {
-        "moe_intermediate_size": INTER, "intermediate_size": 48, "n_routed_experts": EXPERTS, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 2,
-    },
-}  # fmt: skip
+TOKENS = 17
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +43,7 @@ def registered() -> None:
 def model_of(name: str, **sizes: int) -> Any:
     """In float32, eager, with random weights and biases of order 1."""
     torch.manual_seed(0)
-    options = {**ATTENTION, "num_experts_per_tok": TOP_K, **MODELS[name], **sizes}
-    config = getattr(transformers, f"{name}Config")(**options)
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, experts_implementation="eager")
+    model = class_of(name)._from_config(config_of(name, **sizes), experts_implementation="eager")
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
@@ -107,6 +92,20 @@ def test_a_compiled_model_has_no_graph_break() -> None:
     model.set_experts_implementation("glulam")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     close(compiled(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_model_that_was_called_needs_no_call_while_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before torch 2.13, where a call would break the graph."""
+    torch.compiler.reset()
+    model = model_of("GptOss")
+    model.set_experts_implementation("glulam")
+    monkeypatch.setattr(integration, "_traced_plan", torch.compiler.disable(integration._kept_plan))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(tokens())
+    torch.compiler.reset()
+    wanted = model(tokens()).logits
+    close(compiled(tokens()).logits, wanted)
 
 
 def test_it_can_be_asked_for_by_name_and_weights_stay_where_they_are() -> None:
@@ -186,10 +185,10 @@ def test_what_is_done_to_rows_by_a_method(monkeypatch: pytest.MonkeyPatch) -> No
     wanted = run(experts, "eager", given)
     experts.has_post_expert_norm = False
     plain = run_once(experts, "glulam", given)
-    integration._plans.clear()
+    del experts.glulam_plan
     monkeypatch.setattr(type(experts), "_apply_post_expert", lambda self, rows: rows, raising=False)
     assert torch.equal(run_once(experts, "glulam", given), plain)
-    integration._plans.clear()
+    del experts.glulam_plan
     monkeypatch.setattr(type(experts), "_apply_post_expert", lambda self, rows: self.post_expert_norm(rows))
     for got, one in zip(run(experts, "glulam", given), wanted, strict=True):
         close(got, one)

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..schedule.groups import Groups, last_row_end
 from ..specs import TailSpec
 from ..tracing import DTYPES, Traced, traced
@@ -99,14 +100,15 @@ class Finish:
 
     @cute.jit
     def __call__(
-        self, act: cute.Tensor, dx: Int64, dx_columns: Int32, dx_pitch: Int64, d_scale: Int64, partials: Int64,
-        part_columns: Int32, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, num_sms: Int32,
-        stream: cuda.CUstream,
+        self, act: cute.Tensor, dx: Int64, dx_tokens: Int64, dx_columns: Int32, dx_pitch: Int64, d_scale: Int64,
+        partials: Int64, part_columns: Int32, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64,
+        num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if act.shape[0] > 0:
             sums = RowSums(d_scale, partials, cute.ceil_div(act.shape[1], part_columns))
             sizes = Groups(groups, group_form, num_groups, tickets, act.shape[0])
-            self.finish.launch(Rows(dx, dx_columns, dx_pitch), sums, sizes, num_sms, stream)
+            columns = select(dx_tokens == 0, dx_columns, Int32(0))
+            self.finish.launch(Rows(dx, columns, dx_pitch), sums, sizes, num_sms, stream)
 
 
 def trace(spec: TailSpec) -> Traced:

@@ -23,6 +23,7 @@ from ..device.warps import WARP, inclusive_scan, lanes_before, lanes_like
 
 THREADS = 1024
 WARPS = THREADS // WARP
+UNROLL = 8
 
 
 class Choices(NamedTuple):
@@ -77,7 +78,10 @@ class Results(NamedTuple):
 
 
 class Placer(Invariant):
-    """The chunk of choices `begin` .. `end` - 1, of all CTAs' the one numbered `chunk`. `capacity`: most experts."""
+    """The chunk of choices `begin` .. `end` - 1, of all CTAs' the one numbered `chunk`. `capacity`: most experts.
+
+    run: choices of a warp. warps: those that have some; others have no counts.
+    """
 
     def __init__(self, choices: Choices, begin: Int32, end: Int32, capacity: int):
         self.choices = choices
@@ -85,6 +89,8 @@ class Placer(Invariant):
         self.end = end
         thread, _, _ = cute.arch.thread_idx()
         self.thread = thread
+        self.run = cute.ceil_div(end - begin, THREADS) * WARP
+        self.warps = cute.ceil_div(end - begin, cutlass.max(self.run, Int32(1)))
         self.warp = cute.arch.make_warp_uniform(thread // WARP)
         smem = cute.arch.get_dyn_smem(Int32)
         self.counts = cute.make_tensor(smem, cute.make_layout((capacity, WARPS)))
@@ -97,14 +103,13 @@ class Placer(Invariant):
 
     def _run(self) -> tuple[Int32, Int32]:
         """This warp's choices: begin and end."""
-        length = cute.ceil_div(self.end - self.begin, THREADS) * WARP
-        begin = cutlass.min(self.begin + self.warp * length, self.end)
-        return begin, cutlass.min(begin + length, self.end)
+        begin = cutlass.min(self.begin + self.warp * self.run, self.end)
+        return begin, cutlass.min(begin + self.run, self.end)
 
     @cute.jit
     def count(self):
         """Each warp's choices of each expert, in shared memory."""
-        for i in cutlass.range(self.thread, self.capacity * WARPS, THREADS):
+        for i in cutlass.range(self.thread, self.capacity * self.warps, THREADS):
             self.counts[i % self.capacity, i // self.capacity] = Int32(0)
         cute.arch.sync_threads()
         begin, end = self._run()
@@ -120,7 +125,7 @@ class Placer(Invariant):
         """The chunk's choices of each expert, for the kernel that places them."""
         if self.thread < self.choices.experts:
             total = Int32(0)
-            for warp in cutlass.range_constexpr(WARPS):
+            for warp in cutlass.range(self.warps, unroll=UNROLL):
                 total += self.counts[self.thread, warp]
             vector_at(Int32, counts)[chunk * self.choices.experts + self.thread] = total
 
@@ -133,7 +138,7 @@ class Placer(Invariant):
             vector_at(Int32, results.offs)[self.thread] = ends
         if self.thread < self.capacity:
             row = ends - total + before
-            for warp in cutlass.range_constexpr(WARPS):
+            for warp in cutlass.range(self.warps, unroll=UNROLL):
                 mine = self.counts[self.thread, warp]
                 self.counts[self.thread, warp] = row
                 row += mine
@@ -152,7 +157,7 @@ class Placer(Invariant):
                     total += there
                     before += select(other < chunk, there, Int32(0))
         elif self.thread < self.capacity:
-            for warp in cutlass.range_constexpr(WARPS):
+            for warp in cutlass.range(self.warps, unroll=UNROLL):
                 total += self.counts[self.thread, warp]
         return before, total
 
@@ -174,8 +179,10 @@ class Placer(Invariant):
         for base in cutlass.range(begin, end, WARP, unroll=1):
             index = base + lane
             expert = Int32(-1)
+            weight = Float32(0.0)
             if index < end:
                 expert = self.choices.expert(index)
+                weight = load_params(results.weights, results.weight_form, Int64(index), 1)[0]
             alike = lanes_like(expert)
             rank = cute.arch.popc(alike & lanes_before())
             row = Int32(-1)
@@ -189,5 +196,4 @@ class Placer(Invariant):
                 vector_at(Int32, results.row_of)[index] = row
             if expert >= 0:
                 vector_at(Int32, results.token_of_row)[row] = index // self.choices.k
-                weight = load_params(results.weights, results.weight_form, Int64(index), 1)[0]
                 vector_at(Float32, results.weight_of_row)[row] = weight

@@ -253,7 +253,7 @@ def _dglu(spec: DgluSpec, c: Any) -> None:
 def _tail(spec: TailSpec, c: Any) -> None:
     rows, width = c.act.shape
     used = _ends(c.groups, c.group_form, c.num_groups, rows)[-1]
-    if c.dx:
+    if c.dx and not c.dx_tokens:
         for row in range(used, rows):
             memory(c.dx + row * c.dx_pitch * 2, c.dx_columns, dtype=getattr(torch, spec.dtype)).zero_()
     if c.d_scale:

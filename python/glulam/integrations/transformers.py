@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.torch_version import TorchVersion
 
 from .. import recipes
 from ..layer import Routing, combine, moe, permute
@@ -33,13 +33,18 @@ from .versions import warn_if_untested
 KNOWN_VERSIONS = ("5.17", "5.23")
 """Minor versions that this was tested with."""
 
+CALLS_WHILE_TRACING = TorchVersion(torch.__version__) >= "2.13"
+"""Whether torch.compile can call a function of a module while it traces it. Else a module that was never called breaks
+the graph once.
+"""
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
 _recipe: Recipe = BF16
 
 
 class Plan(NamedTuple):
-    """What is the same at every call of an experts module, in constants that torch.compile knows.
+    """What is the same at every call of an experts module, which keeps it as `glulam_plan`, in constants that
+    torch.compile knows.
 
     in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
     post: the name of what is done to experts' rows before they are weighed, "" where nothing.
@@ -51,9 +56,6 @@ class Plan(NamedTuple):
     num_experts: int
     post: str
     options: tuple[tuple[str, Any], ...]
-
-
-_plans: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
@@ -144,28 +146,41 @@ def _quantise(experts: Any, recipe: Recipe) -> None:
             keep(experts, name, made.data, made.scale, recipe)
             after += made.data.nbytes + made.scale.nbytes
             before += weight.nbytes
-    del _plans[experts]
+    del experts.glulam_plan
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
 
 
-@torch.compiler.assume_constant_result
 def plan_of(experts: Any) -> Plan:
     """Found once for each module, since its attributes take the host longer than a launch. Raises as
     `experts_forward`.
     """
-    plan = _plans.get(experts)
+    plan: Plan | None = getattr(experts, "glulam_plan", None)
     if plan is None:
-        form, weights = _form_of(experts), weight_names(experts)
-        recipe = getattr(experts, "glulam_recipe", BF16)
-        options = {
-            "activation": form.activation, "glu_layout": form.glu_layout, **form.params._asdict(),
-            "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
-        }  # fmt: skip
-        biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
-        given = biases if experts.has_bias else ()
-        plan = Plan(recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()))
-        _plans[experts] = plan
+        plan = _traced_plan(experts) if is_dynamo_compiling() else _kept_plan(experts)
     return plan
+
+
+def _new_plan(experts: Any) -> Plan:
+    form, weights = _form_of(experts), weight_names(experts)
+    recipe = getattr(experts, "glulam_recipe", BF16)
+    options = {
+        "activation": form.activation, "glu_layout": form.glu_layout, **form.params._asdict(),
+        "transpose_w": experts.is_transposed and recipe is BF16, "recipe": recipe.name,
+    }  # fmt: skip
+    biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
+    given = biases if experts.has_bias else ()
+    return Plan(recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()))
+
+
+def _kept_plan(experts: Any) -> Plan:
+    plan = experts.glulam_plan = _new_plan(experts)
+    return plan
+
+
+if CALLS_WHILE_TRACING:
+    _traced_plan = torch.compiler.assume_constant_result(_new_plan)
+else:
+    _traced_plan = torch.compiler.disable(_kept_plan, reason="glulam: a module is called once before it is compiled")
 
 
 def _post_of(experts: Any) -> str:
