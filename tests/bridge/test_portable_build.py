@@ -1,0 +1,31 @@
+"""Kernels of cp.async and mma.sync, compiled for every GPU from Ampere on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.portable import ARCHS
+
+TESTS = Path(__file__).parents[1]
+CONSUMER_SMEM = 99 * 1024
+"""Of a CTA, where a GPU has the least: sm_86, sm_89 and sm_120."""
+MOST_SPILLED = {"sm_100": 12}
+"""Bytes, of the linear epilogue, which is one register short there."""
+
+
+@pytest.mark.bundle
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture_has_room(arch: str) -> None:
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), *sys.path])
+    command = [sys.executable, "-m", "support.portable", arch]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+    assert made.returncode == 0, made.stderr
+    kernels = json.loads(made.stdout)
+    assert len(kernels) == 7
+    for name, spilled, smem in kernels:
+        assert spilled <= MOST_SPILLED.get(arch, 0) and smem <= CONSUMER_SMEM, name
