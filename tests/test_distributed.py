@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
+import pickle
 from typing import Any
 
 import pytest
@@ -161,6 +164,19 @@ def modules() -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
+def copies_of_modules() -> None:
+    """They name their ranks and share them, and no file holds them."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    module = MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=ep, dtype=F64)
+    assert f"parallel={ep!r}" in repr(module) and "parallel" not in repr(MoE(HIDDEN, INTER, EXPERTS, TOP_K, dtype=F64))
+    twin = copy.deepcopy(module)
+    assert twin.parallel is ep and twin.router.weight is not module.router.weight
+    for save in (pickle.dumps, copy.copy, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"process group, which no file holds; save the module's state_dict\(\)"):
+            save(module if save is not copy.copy else ep)
+    torch.save(module.state_dict(), io.BytesIO())
+
+
 def bad_options() -> None:
     """Each is told before anything is sent."""
     options: dict[str, Any] = {"dtype": F64, "transport": "auto"}
@@ -227,6 +243,7 @@ def everything() -> None:
     what_goes_where()
     bad_input_ends_everywhere()
     modules()
+    copies_of_modules()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -3,101 +3,40 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from support.criterion import assert_close, same_bits
-from support.virtual_ranks import VirtualRank, each, virtual_ranks
+from support.criterion import same_bits
+from support.rank_layers import (
+    BF16,
+    COUNTS,
+    EXPERTS,
+    F64,
+    HIDDEN,
+    MOST,
+    TOP_K,
+    assert_like_one,
+    forward,
+    inputs,
+    layer,
+    layers,
+    ranks_of,
+    weights_of,
+)
+from support.virtual_ranks import VirtualRank, each
 from torch import Tensor
 
 import glulam
 from cute_kernels.windows import STATE, WORDS
-from glulam import Routing
 from glulam.distributed import PeerError
-from glulam.distributed.window import Sizes
 
 pytestmark = pytest.mark.gpu
-
-BF16, F64 = torch.bfloat16, torch.float64
-HIDDEN, INTER, EXPERTS, TOP_K, MOST = 128, 96, 10, 3, 70
-COUNTS = ([70, 41, 3, 70], [0, 70, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0])
 
 
 @pytest.fixture(autouse=True, scope="module")
 def all_kernels() -> None:
     """Loading one waits for a kernel that waits."""
     glulam.preload()
-
-
-def some(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def choices(tokens: int, seed: int, kind: str = "all") -> Tensor:
-    """ids [tokens, K], each token's different."""
-    ids = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :TOP_K].int()
-    if kind == "one":
-        ids[:] = torch.tensor([EXPERTS - 1, -1, EXPERTS + 7])
-    if kind == "none":
-        ids[:] = torch.tensor([-1, EXPERTS, 2**31 - 1])
-    if kind == "some":
-        ids[::2, 1] = -1
-    return ids
-
-
-def weights_of() -> list[Tensor]:
-    scale = torch.logspace(-0.5, 0.5, EXPERTS)[:, None, None]
-    w1 = some(EXPERTS, 2 * INTER, HIDDEN, seed=1).float() * HIDDEN**-0.5 * scale
-    w2 = some(EXPERTS, HIDDEN, INTER, seed=2).float() * INTER**-0.5 * scale
-    return [w1.to(BF16), w2.to(BF16)]
-
-
-def inputs(tokens: int, rank: int, kind: str, seed: int = 0) -> list[Tensor]:
-    """x, ids, weights of choices, residual, and what results are weighed with. Tokens differ in scale."""
-    scale = torch.logspace(-1, 1, max(tokens, 1))[:tokens, None]
-    x = (some(tokens, HIDDEN, seed=seed + 10 + rank).float() * scale).to(BF16)
-    weights = some(tokens, TOP_K, seed=seed + 20 + rank, dtype=torch.float32).abs() + 0.1
-    residual, mix = some(tokens, HIDDEN, seed=seed + 30 + rank), some(tokens, HIDDEN, seed=seed + 40 + rank)
-    return [x, choices(tokens, seed + 50 + rank, kind), weights, residual, mix]
-
-
-@torch.enable_grad()
-def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> list[Tensor]:
-    """The result, and gradients of x, the choices' weights, the residual and experts' weights."""
-    x, ids, weights, residual, mix = given
-    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
-    routing = Routing.from_topk(ids, leaves[1], EXPERTS)
-    y = glulam.moe(leaves[0], routing, leaves[3], leaves[4], residual=leaves[2], parallel=parallel)
-    y.backward(mix)
-    return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
-
-
-def ranks_of(world: int, **options: Any) -> list[VirtualRank]:
-    return virtual_ranks(EXPERTS, Sizes(world, MOST, TOP_K, HIDDEN, BF16), **options)
-
-
-def layers(ranks: list[VirtualRank], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> list[list[Tensor]]:
-    return each(ranks, lambda ep: layer(tokens[ep.rank], w1[ep.own], w2[ep.own], ep))
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """On the CPU; numbers that are not integers in float64."""
-    return tensor.to("cpu", F64 if tensor.is_floating_point() else None)
-
-
-def assert_like_one(made: list[list[Tensor]], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> None:
-    """Of all ranks together, the layer of all tokens and experts."""
-    whole = [torch.cat(parts) for parts in zip(*tokens, strict=True)]
-    exact = layer([wide(t) for t in whole], wide(w1), wide(w2))
-    alone = layer(whole, w1, w2)
-    for one, wanted, same in zip(map(torch.cat, zip(*made, strict=True)), exact, alone, strict=True):
-        assert not torch.isnan(one).any()
-        if wanted.any():
-            got = one.cpu().reshape(1, -1)
-            assert_close(got, wanted.reshape(1, -1), same.cpu().reshape(1, -1), rows=1)
-        else:
-            assert not one.any()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -121,14 +60,8 @@ def test_without_gradients_the_bits_are_those_with() -> None:
     ranks = ranks_of(3)
     tokens = [[t.cuda() for t in inputs(count, rank, "all")] for rank, count in enumerate((70, 0, 33))]
     trained = layers(ranks, tokens, w1, w2)
-
-    @torch.no_grad()
-    def forward(ep: VirtualRank) -> Tensor:
-        x, ids, weights, residual, _ = tokens[ep.rank]
-        routing = Routing.from_topk(ids, weights, EXPERTS)
-        return glulam.moe(x, routing, w1[ep.own], w2[ep.own], residual=residual, parallel=ep)
-
-    for y, (wanted, *_) in zip(each(ranks, forward), trained, strict=True):
+    made = each(ranks, lambda ep: forward(tokens[ep.rank], w1, w2, ep))
+    for y, (wanted, *_) in zip(made, trained, strict=True):
         assert same_bits(y, wanted)
 
 
@@ -138,17 +71,14 @@ def test_graphs_replay_other_routings_and_counts() -> None:
     held = [[t.cuda() for t in inputs(MOST, rank, "none")] for rank in range(2)]
     graphs, results = [], []
 
-    @torch.no_grad()
-    def forward(ep: VirtualRank) -> Tensor:
-        x, ids, weights, residual, _ = held[ep.rank]
-        routing = Routing.from_topk(ids, weights, EXPERTS)
-        return glulam.moe(x, routing, w1[ep.own], w2[ep.own], residual=residual, parallel=ep)
+    def of(ep: VirtualRank) -> Tensor:
+        return forward(held[ep.rank], w1, w2, ep)
 
-    each(ranks, forward)
+    each(ranks, of)
     for ep in ranks:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=ep.stream):
-            results.append(forward(ep))
+            results.append(of(ep))
         graphs.append(graph)
     for step, kind in enumerate(("all", "some", "one", "none", "all")):
         for rank in range(2):
@@ -158,7 +88,7 @@ def test_graphs_replay_other_routings_and_counts() -> None:
         torch.cuda.synchronize()
         each(ranks, lambda ep: graphs[ep.rank].replay())
         replayed = [result.clone() for result in results]
-        for y, eager in zip(replayed, each(ranks, forward), strict=True):
+        for y, eager in zip(replayed, each(ranks, of), strict=True):
             assert same_bits(y, eager) and not torch.isnan(y).any()
 
 
@@ -208,7 +138,7 @@ def test_a_rank_that_does_not_come(missing_in: str) -> None:
     layers(ranks, tokens, w1, w2)
 
     @torch.no_grad()
-    def forward(ep: VirtualRank) -> Tensor | None:
+    def one_way(ep: VirtualRank) -> Tensor | None:
         x, ids, weights, residual, _ = tokens[ep.rank]
         if ep.rank == 1 and missing_in == "dispatch":
             return None
@@ -217,7 +147,7 @@ def test_a_rank_that_does_not_come(missing_in: str) -> None:
             return None
         return ep.collect(x_here, handle, residual)
 
-    made = each(ranks, forward)
+    made = each(ranks, one_way)
     for ep in (ranks[0], ranks[2]):
         assert torch.isnan(made[ep.rank]).all(), "never a result that is not whole"
         with pytest.raises(PeerError, match=f"{missing_in}, operation .*rank 1 did not come within 0.3 s"):
@@ -231,7 +161,7 @@ def test_a_rank_in_another_operation() -> None:
     tokens = [[t.cuda() for t in inputs(30, rank, "all")] for rank in range(2)]
 
     @torch.no_grad()
-    def forward(ep: VirtualRank) -> None:
+    def part(ep: VirtualRank) -> None:
         x, ids, weights, _, _ = tokens[ep.rank]
         _, _, handle = ep.dispatch(x, ids, weights)
         if ep.rank == 0:
@@ -239,7 +169,7 @@ def test_a_rank_in_another_operation() -> None:
         else:
             ep.collect(ep._way.window.rows, handle)
 
-    each(ranks, forward)
+    each(ranks, part)
     for ep in ranks:
         with pytest.raises(PeerError, match="did not come|in another operation"):
             ep.check()
@@ -250,14 +180,14 @@ def test_a_rank_that_is_refused() -> None:
     x, ids, weights, _, _ = (t.cuda() for t in inputs(MOST, 0, "all"))
 
     @torch.no_grad()
-    def forward(ep: VirtualRank) -> None:
+    def part(ep: VirtualRank) -> None:
         if ep.rank == 1:
             with pytest.raises(ValueError, match=f"max_tokens is {MOST}"):
                 ep.dispatch(torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights]))
         else:
             ep.dispatch(x, ids, weights)
 
-    each(ranks, forward)
+    each(ranks, part)
     for ep in ranks:
         with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
             ep.dispatch(x, ids, weights)

@@ -358,7 +358,9 @@ class FakeGpu:
 def install(patch: pytest.MonkeyPatch) -> FakeGpu:
     """Until `patch` is undone, CPU tensors are on a GPU. Host splits are then indistinguishable from device ones."""
     fake = FakeGpu()
+    of_gpus = device.cuda_index
     patch.setattr(device, "KERNEL_DEVICE", "cpu")
+    patch.setattr(device, "cuda_index", lambda op, where: 0 if where == torch.device("cpu") else of_gpus(op, where))
     patch.setattr(device, "gpu", lambda index: device.Gpu("fake", "sm_90a", SM_COUNT))
     patch.setattr(device, "is_only_one", lambda: True)
     patch.setattr(device, "raw_stream", lambda index: fake.stream)

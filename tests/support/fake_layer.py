@@ -15,6 +15,7 @@ from torch import Tensor
 from cute_kernels.specs import LayerSpec
 from glulam.layer import reference
 
+from . import fake_ranks
 from .memory import dtype_in, memory, optional
 
 F32, I32 = torch.float32, torch.int32
@@ -106,8 +107,14 @@ def _route_backward(spec: LayerSpec, at: Any) -> None:
     _tensor(at.d_logits, at.tokens, at.experts, dtype=dtype).copy_(d_logits)
 
 
+def _rows_read(row_of: Tensor) -> int:
+    """How many there must be; they may be more than choices, as sums of several ranks are."""
+    return max(int(row_of.max()) + 1, 1)
+
+
 def _row_weights_backward(spec: LayerSpec, at: Any) -> None:
-    d_rows, row_of = _tensor(at.d_rows, at.tokens, at.k, dtype=F32), _tensor(at.row_of, at.tokens, at.k)
+    row_of = _tensor(at.row_of, at.tokens, at.k)
+    d_rows = _tensor(at.d_rows, _rows_read(row_of), dtype=F32)
     _tensor(at.d_weights, at.tokens, at.k, dtype=F32).copy_(reference.row_weights_backward(d_rows, row_of)[0])
 
 
@@ -121,7 +128,8 @@ def _permute(spec: LayerSpec, at: Any) -> None:
 
 def _combine(spec: LayerSpec, at: Any) -> None:
     dtype = getattr(torch, spec.dtype)
-    y, row_of = _tensor(at.y, at.tokens, at.k, at.width, dtype=dtype), _tensor(at.row_of, at.tokens, at.k)
+    row_of = _tensor(at.row_of, at.tokens, at.k)
+    y = _tensor(at.y, _rows_read(row_of), at.width, dtype=dtype)
     residual = optional(at.residual, at.tokens, at.width, dtype=dtype)
     _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(reference.combine(y, row_of, residual)[0])
 
@@ -138,7 +146,16 @@ KERNELS: dict[str, Callable[[LayerSpec, Any], None]] = {
 }
 
 
+OF_RANKS: dict[str, Callable[[LayerSpec, Any], None]] = {
+    "send_tokens": fake_ranks.send_tokens,
+    "send_sums": fake_ranks.send_sums,
+}
+"""In these a rank takes part without tokens, too."""
+
+
 def run(spec: LayerSpec, at: Any) -> None:
     """A kernel on its arguments by name."""
-    if at.tokens:
+    if spec.kernel in OF_RANKS:
+        OF_RANKS[spec.kernel](spec, at)
+    elif at.tokens:
         KERNELS[spec.kernel](spec, at)

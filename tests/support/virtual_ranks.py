@@ -1,10 +1,11 @@
 """Several ranks of the symmetric transport in one process, on one GPU: a window and a stream each. A rank that waits
-takes one CTA, so that all go on.
+takes one CTA, so that all go on. On the stand-in of a GPU (`support.fake_gpu`) each has a thread in place of a stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from glulam.distributed.window import Sizes, Window
 
 
 class VirtualRank(ExpertParallel):
-    """An ExpertParallel without a group. `stream`: what it does is in order there."""
+    """An ExpertParallel without a group. `stream`: what it does is in order there; None: on the CPU."""
 
     def __init__(self, way: Symmetric, rank: int, num_experts: int) -> None:
         sizes = way.sizes
@@ -26,24 +27,28 @@ class VirtualRank(ExpertParallel):
         self.owners = Owners(num_experts, sizes.world)
         self.first, self.num_local = self.owners.first(rank), self.owners.count(rank)
         self.own = slice(self.first, self.first + self.num_local)
-        self.stream: Any = torch.cuda.Stream()
+        self.stream: Any = torch.cuda.Stream() if way.window.rows.is_cuda else None
 
 
-def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0) -> list[VirtualRank]:
+def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0, device: str = "cuda") -> list[VirtualRank]:
     size = sizes.offsets()[""]
-    buffers = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(sizes.world)]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(sizes.world)]
     bases = [buffer.data_ptr() for buffer in buffers]
     ranks = []
     for rank, buffer in enumerate(buffers):
         way = Symmetric(Window(buffer, bases, sizes), buffer, rank, num_experts, sizes)
         way.timeout, way.poison = timeout, True
         ranks.append(VirtualRank(way, rank, num_experts))
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     return ranks
 
 
 def each(ranks: list[VirtualRank], function: Callable[[VirtualRank], Any]) -> list[Any]:
     """What a function of every rank makes on its stream; all are launched before the host waits for one."""
+    if ranks[0].stream is None:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return list(threads.map(function, ranks))
     made = []
     for rank in ranks:
         with torch.cuda.stream(rank.stream):

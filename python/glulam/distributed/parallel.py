@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -225,6 +225,9 @@ class ExpertParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Itself: a group has no copy."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{NAME} has a process group, which no file holds; save the module's state_dict() instead")
 
     def __repr__(self) -> str:
         last = self.first + self.num_local - 1

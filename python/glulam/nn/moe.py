@@ -220,7 +220,7 @@ class MoE(Converts):
     def extra_repr(self) -> str:
         return shown_options(
             MoE, hidden_size=self.hidden_size, num_experts=self.num_experts, top_k=self.top_k, **self.rule,
-            choice_bias=self.choice_bias is not None, router_dtype=self.router_dtype,
+            choice_bias=self.choice_bias is not None, router_dtype=self.router_dtype, parallel=self.parallel,
         )  # fmt: skip
 
 

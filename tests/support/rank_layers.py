@@ -1,0 +1,98 @@
+"""A layer on several virtual ranks, and alone: its inputs, results and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import glulam
+from glulam import Routing
+from glulam.distributed.window import Sizes
+
+from .criterion import assert_close
+from .virtual_ranks import VirtualRank, each, virtual_ranks
+
+BF16, F64 = torch.bfloat16, torch.float64
+HIDDEN, INTER, EXPERTS, TOP_K, MOST = 128, 96, 10, 3, 70
+COUNTS = ([70, 41, 3, 70], [0, 70, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0])
+"""Tokens of each rank."""
+
+
+def some(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def choices(tokens: int, seed: int, kind: str = "all") -> Tensor:
+    """ids [tokens, K], each token's different."""
+    ids = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :TOP_K].int()
+    if kind == "one":
+        ids[:] = torch.tensor([EXPERTS - 1, -1, EXPERTS + 7])
+    if kind == "none":
+        ids[:] = torch.tensor([-1, EXPERTS, 2**31 - 1])
+    if kind == "some":
+        ids[::2, 1] = -1
+    return ids
+
+
+def weights_of() -> list[Tensor]:
+    scale = torch.logspace(-0.5, 0.5, EXPERTS)[:, None, None]
+    w1 = some(EXPERTS, 2 * INTER, HIDDEN, seed=1).float() * HIDDEN**-0.5 * scale
+    w2 = some(EXPERTS, HIDDEN, INTER, seed=2).float() * INTER**-0.5 * scale
+    return [w1.to(BF16), w2.to(BF16)]
+
+
+def inputs(tokens: int, rank: int, kind: str, seed: int = 0) -> list[Tensor]:
+    """x, ids, weights of choices, residual, and what results are weighed with. Tokens differ in scale."""
+    scale = torch.logspace(-1, 1, max(tokens, 1))[:tokens, None]
+    x = (some(tokens, HIDDEN, seed=seed + 10 + rank).float() * scale).to(BF16)
+    weights = some(tokens, TOP_K, seed=seed + 20 + rank, dtype=torch.float32).abs() + 0.1
+    residual, mix = some(tokens, HIDDEN, seed=seed + 30 + rank), some(tokens, HIDDEN, seed=seed + 40 + rank)
+    return [x, choices(tokens, seed + 50 + rank, kind), weights, residual, mix]
+
+
+@torch.enable_grad()
+def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> list[Tensor]:
+    """The result, and gradients of x, the choices' weights, the residual and experts' weights."""
+    x, ids, weights, residual, mix = given
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
+    routing = Routing.from_topk(ids, leaves[1], EXPERTS)
+    y = glulam.moe(leaves[0], routing, leaves[3], leaves[4], residual=leaves[2], parallel=parallel)
+    y.backward(mix)
+    return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+
+
+def ranks_of(world: int, **options: Any) -> list[VirtualRank]:
+    return virtual_ranks(EXPERTS, Sizes(world, MOST, TOP_K, HIDDEN, BF16), **options)
+
+
+@torch.no_grad()
+def forward(given: list[Tensor], w1: Tensor, w2: Tensor, ep: Any) -> Tensor:
+    """The result alone, of this rank's experts."""
+    x, ids, weights, residual, _ = given
+    routing = Routing.from_topk(ids, weights, EXPERTS)
+    return glulam.moe(x, routing, w1[ep.own], w2[ep.own], residual=residual, parallel=ep)
+
+
+def layers(ranks: list[VirtualRank], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> list[list[Tensor]]:
+    return each(ranks, lambda ep: layer(tokens[ep.rank], w1[ep.own], w2[ep.own], ep))
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """On the CPU; numbers that are not integers in float64."""
+    return tensor.to("cpu", F64 if tensor.is_floating_point() else None)
+
+
+def assert_like_one(made: list[list[Tensor]], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> None:
+    """Of all ranks together, the layer of all tokens and experts."""
+    whole = [torch.cat(parts) for parts in zip(*tokens, strict=True)]
+    exact = layer([wide(t) for t in whole], wide(w1), wide(w2))
+    alone = layer(whole, w1, w2)
+    for one, wanted, same in zip(map(torch.cat, zip(*made, strict=True)), exact, alone, strict=True):
+        assert not torch.isnan(one).any()
+        if wanted.any():
+            got = one.cpu().reshape(1, -1)
+            assert_close(got, wanted.reshape(1, -1), same.cpu().reshape(1, -1), rows=1)
+        else:
+            assert not one.any()

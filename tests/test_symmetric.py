@@ -1,0 +1,157 @@
+"""The symmetric transport on the CPU: several ranks, a thread each, whose kernels the CPU plays, against one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.criterion import same_bits
+from support.fake_gpu import install
+from support.rank_layers import (
+    BF16,
+    COUNTS,
+    MOST,
+    assert_like_one,
+    forward,
+    inputs,
+    layer,
+    layers,
+    ranks_of,
+    weights_of,
+)
+from support.virtual_ranks import VirtualRank, each
+from torch import Tensor
+
+import glulam
+from cute_kernels.windows import STATE, WORDS
+from glulam.distributed import PeerError
+from glulam.host.plans import forget_plans
+
+
+@pytest.fixture
+def played() -> Iterator[pytest.MonkeyPatch]:
+    """A fake GPU, until it is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        yield patch
+    forget_plans()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["all", "some", "one", "none"])
+def test_the_layer(world: int, kind: str, played: pytest.MonkeyPatch) -> None:
+    """Forward and backward, with ranks that have few tokens or none."""
+    w1, w2 = weights_of()
+    ranks, made = ranks_of(world, device="cpu"), []
+    for counts in COUNTS:
+        tokens = [inputs(counts[rank], rank, kind) for rank in range(world)]
+        results = layers(ranks, tokens, w1, w2)
+        alone = each(ranks, lambda ep, given=tokens: forward(given[ep.rank], w1, w2, ep))
+        assert all(same_bits(y, trained[0]) for y, trained in zip(alone, results, strict=True))
+        made.append((results, tokens))
+    for ep in ranks:
+        ep.check()
+    played.undo()
+    forget_plans()
+    for results, tokens in made:
+        if sum(map(len, (given[0] for given in tokens))):
+            assert_like_one(results, tokens, w1, w2)
+
+
+def test_dispatches_that_no_combine_follows(played: pytest.MonkeyPatch) -> None:
+    ranks = ranks_of(2, device="cpu")
+    tokens = [[inputs(40 + rank, rank, "all", seed) for rank in range(2)] for seed in (0, 500)]
+
+    @torch.no_grad()
+    def twice(ep: VirtualRank, order: tuple[int, ...]) -> list[Tensor]:
+        begun = []
+        for given in tokens:
+            x_here, here, handle = ep.dispatch(*given[ep.rank][:3])
+            begun.append((glulam.permute(x_here, here) * here.weight_of_row[:, None].to(BF16), handle))
+        return [ep.combine(*begun[place]) for place in order]
+
+    for order in ((0, 1), (1, 0), (0, 0), (1, 1)):
+        for ep, made in zip(ranks, each(ranks, lambda ep, order=order: twice(ep, order)), strict=True):
+            for place, y in zip(order, made, strict=True):
+                x, _, weights, *_ = tokens[place][ep.rank]
+                wanted = (weights.to(BF16)[..., None] * x[:, None]).float().sum(1)
+                torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_numbers_of_operations_wrap(played: pytest.MonkeyPatch) -> None:
+    w1, w2 = weights_of()
+    ranks = ranks_of(2, device="cpu")
+    tokens = [inputs(30, rank, "all") for rank in range(2)]
+    wanted = layers(ranks, tokens, w1, w2)
+    for ep in ranks:
+        ep._way._state[STATE.index("epoch")] = 2**40 - 3
+        ep._way.window.words[: WORDS.index("enter")] = -3 << 24
+    for _ in range(2):
+        for made, before in zip(layers(ranks, tokens, w1, w2), wanted, strict=True):
+            assert all(map(same_bits, made, before))
+
+
+@pytest.mark.parametrize("missing_in", ["dispatch", "combine"])
+def test_a_rank_that_does_not_come(missing_in: str, played: pytest.MonkeyPatch) -> None:
+    """It is named, results are NaN, and no later call is made."""
+    w1, w2 = weights_of()
+    ranks = ranks_of(3, timeout=0.3, device="cpu")
+    tokens = [inputs(30, rank, "all") for rank in range(3)]
+
+    @torch.no_grad()
+    def one_way(ep: VirtualRank) -> Tensor | None:
+        if ep.rank == 1 and missing_in == "dispatch":
+            return None
+        x, ids, weights, residual, _ = tokens[ep.rank]
+        x_here, _, handle = ep.dispatch(x, ids, weights)
+        if ep.rank == 1:
+            return None
+        handle.exchange.transport.check = lambda: None  # on a GPU the host is ahead of what the device finds
+        return ep.collect(x_here, handle, residual)
+
+    made = each(ranks, one_way)
+    for ep in (ranks[0], ranks[2]):
+        del ep._way.check
+        assert torch.isnan(made[ep.rank]).all(), "never a result that is not whole"
+        with pytest.raises(PeerError, match=f"{missing_in}, operation .*rank 1 did not come within 0.3 s"):
+            ep.check()
+        with pytest.raises(PeerError, match="rank 1"):
+            layer(tokens[ep.rank], w1[ep.own], w2[ep.own], ep)
+
+
+def test_a_rank_in_another_operation(played: pytest.MonkeyPatch) -> None:
+    ranks = ranks_of(2, timeout=0.3, device="cpu")
+    tokens = [inputs(30, rank, "all") for rank in range(2)]
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        x, ids, weights, *_ = tokens[ep.rank]
+        _, _, handle = ep.dispatch(x, ids, weights)
+        if ep.rank == 0:
+            ep.dispatch(x, ids, weights)
+        else:
+            ep.collect(ep._way.window.rows, handle)
+
+    each(ranks, part)
+    for ep in ranks:
+        with pytest.raises(PeerError, match="did not come|in another operation"):
+            ep.check()
+
+
+def test_a_rank_that_is_refused(played: pytest.MonkeyPatch) -> None:
+    ranks = ranks_of(2, timeout=5, device="cpu")
+    x, ids, weights, *_ = inputs(MOST, 0, "all")
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        if ep.rank == 1:
+            with pytest.raises(ValueError, match=f"max_tokens is {MOST}"):
+                ep.dispatch(torch.cat([x, x]), torch.cat([ids, ids]), torch.cat([weights, weights]))
+        else:
+            ep.dispatch(x, ids, weights)
+
+    each(ranks, part)
+    for ep in ranks:
+        with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
+            ep.dispatch(x, ids, weights)
