@@ -164,6 +164,24 @@ def modules() -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
+def without_gradients() -> None:
+    """Rows that are added on their way give the bits of sums, by any recipe, by the function and the module."""
+    hidden, inter = 32, 64
+    for dtype, recipe in ((F64, "bf16"), (torch.bfloat16, "bf16"), (torch.bfloat16, "mxfp8"),
+                          (torch.bfloat16, "mxfp8_weight_only"), (torch.bfloat16, "mxfp8_exact")):  # fmt: skip
+        ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, MOST, dtype=dtype)
+        torch.manual_seed(0)
+        module = MoE(hidden, inter, EXPERTS, TOP_K, parallel=ep, dtype=dtype, recipe=recipe).requires_grad_(False)
+        x = some(3 + 4 * ep.rank, hidden, seed=50 + ep.rank, dtype=dtype)
+        with torch.no_grad():
+            routing = module.route(x)
+            given = x, routing, *(module.experts.arguments()[name] for name in ("w1", "w2"))
+            rows = [module(x), glulam.moe(*given, residual=x, recipe=recipe, parallel=ep)]
+        with torch.enable_grad():
+            sums = [module(x), glulam.moe(*given, residual=x, recipe=recipe, parallel=ep)]
+        assert all(map(same_bits, rows, sums)) and all(y.abs().max() > 1e-3 for y in rows)
+
+
 def copies_of_modules() -> None:
     """They name their ranks and share them, and no file holds them."""
     ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
@@ -244,6 +262,7 @@ def everything() -> None:
     bad_input_ends_everywhere()
     modules()
     copies_of_modules()
+    without_gradients()
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -210,17 +210,21 @@ class ExpertParallel:
         return out
 
     def layer(
-        self, op: str, experts: Callable[[Tensor, Routing], Tensor], x: Tensor, routing: Routing,
+        self, op: str, experts: Callable[[Tensor, Routing, bool], Tensor], x: Tensor, routing: Routing,
         residual: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Tokens to `experts`, which makes sums of x_here and routing_here, and these back to the tokens."""
+        """Tokens to `experts`, and what it makes of x_here and routing_here back to the tokens: with gradients sums,
+        without rows, which are added on their way.
+        """
         if (routing.first, routing.num_experts) != (0, self.num_experts):
             raise ValueError(
                 f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
                 f"all {self.num_experts}"
             )
         x_here, here, handle = self.dispatch(x, routing.ids, routing.weights)
-        return self.collect(experts(x_here, here), handle, residual)
+        is_summed = torch.is_grad_enabled()
+        made = experts(x_here, here, is_summed)
+        return self.collect(made, handle, residual) if is_summed else self.combine(made, handle, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Itself: a group has no copy."""

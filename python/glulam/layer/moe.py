@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
+from cute_kernels.formats import DECODED
+
 from .. import recipes
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
@@ -17,11 +19,11 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import part_of
-from ..ops.grouped_mlp import GroupedMlpCall
+from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors
 from ..recipes import BF16, Recipe
 from .routing import Routing
-from .rows import combine, combine_rows, permute_tokens, row_indices
+from .rows import combine, combine_rows, permute, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
 """With gradients, GEMMs read a copy of rows up to this size, where I is at least this. By index a GEMM takes 3 to 9 %
@@ -68,7 +70,11 @@ def moe(
             "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha,
             "offset": offset, "recipe": recipe, "recompute": recompute, "transpose_w": transpose_w,
         }  # fmt: skip
-        made: Tensor = parallel.layer(MoeCall.op, lambda x, here: moe(x, here, w1, w2, **options), x, routing, residual)
+
+        def experts(x: Tensor, here: Routing, is_summed: bool) -> Tensor:
+            return (moe if is_summed else rows_of_experts)(x, here, w1, w2, **options)
+
+        made: Tensor = parallel.layer(MoeCall.op, experts, x, routing, residual)
         return made
     if recipe in (BF16.name, BF16):
         return layer(
@@ -88,6 +94,18 @@ def moe(
             return combine(y, routing, residual, out=out)
     given.update(row_of=row_of, residual=residual)
     return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, given)
+
+
+def rows_of_experts(x: Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, **options: Any) -> Tensor:
+    """What moe adds up: rows [T, H'] times their weights, without gradients."""
+    rows: Tensor | None = row_indices(MoeCall.op, x, routing)
+    if recipes.find(MoeCall.op, recipe).operands in DECODED:  # which read no rows by index
+        x, rows = permute(x, routing), None
+    with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
+        made: Tensor = grouped_mlp(
+            x, w1, w2, offs=routing.offs, rows=rows, row_scale=routing.weight_of_row, recipe=recipe, **options
+        )
+    return made
 
 
 def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | Mxfp8MoeCall:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..calls.checks import runs_kernels, shape_text
 from ..layer import Routing, moe, route
 from ..layer.few_tokens import route_few, routes_few
-from ..layer.moe import moe_call
+from ..layer.moe import moe_call, rows_of_experts
 from ..layer.routing import LOGITS_DTYPES, check_rule
 from . import dialects
 from .mlp import GroupedMLP
@@ -142,7 +142,7 @@ class MoE(Converts):
         if self.parallel is None:
             y = self._experts(tokens, routing, residual)
         else:
-            y = self.parallel.layer(NAME, self._experts, tokens, routing, residual)
+            y = self.parallel.layer(NAME, self._of_ranks, tokens, routing, residual)
         return y.view(x.shape)
 
     def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
@@ -151,6 +151,12 @@ class MoE(Converts):
         given = {"x": tokens, "routing": routing, "residual": residual, **experts.arguments()}
         y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
         return y
+
+    def _of_ranks(self, tokens: Tensor, routing: Routing, is_summed: bool) -> Tensor:
+        """The same of tokens of all ranks, or experts' rows."""
+        if is_summed:
+            return self._experts(tokens, routing)
+        return rows_of_experts(tokens, routing, **self.experts.arguments())
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
