@@ -119,8 +119,11 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     routing = Routing.from_topk(top_k_index.contiguous(), top_k_weights.contiguous(), plan.num_experts)
     x = hidden_states.to(experts.down_proj.dtype if plan.in_16_bits else torch.bfloat16).contiguous()
     if plan.post:
-        rows = getattr(experts, plan.post)(grouped_mlp(permute(x, routing), offs=routing.offs, **given))
-        rows = rows * routing.weight_of_row[:, None].to(rows.dtype)
+        rows = grouped_mlp(permute(x, routing), offs=routing.offs, **given)
+        # Rows behind the last group were never written, and a norm's gradient is a sum over all rows.
+        is_tail = torch.arange(len(rows), device=rows.device) >= routing.offs[-1]
+        rows = getattr(experts, plan.post)(rows.masked_fill(is_tail[:, None], 0))
+        rows = rows * routing.weight_of_row.masked_fill(is_tail, 0)[:, None].to(rows.dtype)
         return combine(rows, routing).to(hidden_states.dtype)
     return moe(x, routing, **given).to(hidden_states.dtype)
 
