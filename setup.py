@@ -1,7 +1,7 @@
 """Packages and the bundle in the wheel; everything else is in pyproject.toml.
 
-A wheel contains the compiled kernels, so that its user never compiles. An editable install does not build
-them: `glulam build` does, into the source tree.
+A wheel contains the compiled kernels of the architectures that GLULAM_ARCHS names, sm_90a by default, so that its user
+never compiles. An editable install does not build them: `glulam build` does, into the source tree.
 """
 
 import os
@@ -37,7 +37,7 @@ class BuildWithBundle(build_py):
         from ffi_bridge.progress import shown_past_pip
 
         with shown_past_pip():
-            for arch in profiles.CONFIGS:
+            for arch in os.environ.get("GLULAM_ARCHS", profiles.DEFAULT).split():
                 build.build(profiles.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
 
 

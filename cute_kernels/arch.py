@@ -12,13 +12,23 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
-from .specs import ARCHS, Spec
+from .capabilities import capability as capability
+from .specs import ARCHS, GemmSpec, Spec
 from .tiles import TileConfig
 
-FOLDERS = {arch: arch.rstrip("af").replace("_", "") for arch in ARCHS}
-"""By architecture: sm_90a lies in sm90."""
+FOLDERS = ARCHS
+GPUS = {
+    "sm_90a": "H100, H200",
+    "sm_80": "A100, A30",
+    "sm_86": "A10, A40, RTX 30",
+    "sm_89": "L4, L40S, RTX 40",
+    "sm_90": "H100, H200",
+    "sm_100": "B200, B300",
+    "sm_120": "RTX 50, RTX PRO 6000",
+}
+"""Some that run an architecture's kernels."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,7 @@ class Room(Protocol):
     """The module `policy` of an architecture's folder.
 
     Attributes:
-        CAPABILITY: compute capability of the GPUs that run its kernels.
-        GPUS: examples of them, in words.
+        gemm_policy: how a GEMM goes through its tiles (`gemms.GemmPolicy`).
         MEASURED: a JSON file of times of the shipped tiles (`python -m perf table`), which need not exist.
         tiles: those that ship for a problem.
         rows_decide: whether a problem's number of rows chooses among them.
@@ -83,9 +92,8 @@ class Room(Protocol):
         check: raises SpecError, which names the limit, where a spec's kernels cannot run.
     """
 
-    CAPABILITY: tuple[int, int]
-    GPUS: str
     MEASURED: Path
+    gemm_policy: Callable[[GemmSpec], Any]
     tiles: Callable[[Problem], tuple[TileConfig, ...]]
     rows_decide: Callable[[Problem], bool]
     ruled: Callable[[Problem], TileConfig | None]
@@ -107,6 +115,11 @@ def room(arch: str) -> Room:
 
 
 @functools.cache
-def by_capability() -> dict[tuple[int, int], str]:
-    """The architecture whose kernels run on GPUs of a compute capability."""
-    return {room(arch).CAPABILITY: arch for arch in FOLDERS}
+def serving(device: tuple[int, int]) -> tuple[str, ...]:
+    """The architectures whose kernels run on GPUs of a compute capability, the best first: one with features of this
+    capability alone ("a"), then those of no later minor version, the latest first.
+    """
+    exact = [arch for arch in FOLDERS if arch.endswith("a") and capability(arch) == device]
+    others = [arch for arch in FOLDERS if not arch.endswith("a") and capability(arch)[0] == device[0]]
+    usable = [arch for arch in others if capability(arch) <= device]
+    return *exact, *sorted(usable, key=capability, reverse=True)

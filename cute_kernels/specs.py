@@ -40,16 +40,23 @@ BLOCK_ROWS = 32
 one half before as many of the other."""
 SWIZZLED = 64
 """16-bit columns of transposed weights that one load brings: its box is a swizzle atom of 128 bytes wide."""
-ARCHS = ("sm_90a",)
+ARCHS = {"sm_90a": "sm90"} | dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"), "portable")
+"""What kernels are compiled for, and the folder whose `policy` says of them what is built and chosen."""
 
 
 def _check_operands(operands: str, tile: TileConfig) -> None:
     require("operands", operands, OPERANDS)
     formats = OPERANDS[operands]
-    depth = TILE_K[max(formats.w.bits, 8)]  # of narrower elements a row of shared memory is half as long
+    # Of narrower elements a row of shared memory is half as long.
+    depth = TILE_K[16 if tile.by_warps else max(formats.w.bits, 8)]
     if tile.k != depth:
         raise SpecError(f"tile k={tile.k} does not fit operands={operands!r}; choose k={depth}")
-    if tile.swapped != formats.decodes:
+    if tile.by_warps and formats.has_scaled_rows:
+        raise SpecError(
+            f"operands={operands!r} needs an FP8 MMA, which Hopper's kernels alone have; choose 16 bits, or weights "
+            "alone in MXFP8 or MXFP4"
+        )
+    if tile.swapped != formats.decodes and not tile.by_warps:
         needs = "schedule='swapped'" if formats.decodes else "another schedule"
         raise SpecError(f"schedule={tile.schedule!r} does not fit operands={operands!r}; choose {needs}")
     if formats.has_scaled_rows and tile.takes_turns:
@@ -57,7 +64,7 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
             f"schedule={tile.schedule!r} does not fit operands={operands!r}: a promotion hides behind the MMAs of "
             "another warpgroup of the tile; choose schedule='cooperative'"
         )
-    if formats.w.scale:  # promotion and decoding compute, too
+    if formats.w.scale and not tile.by_warps:  # promotion and decoding compute, too
         check_accumulators(tile, tile.max_accumulators)
 
 

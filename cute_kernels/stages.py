@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .arch import FOLDERS
+from .arch import FOLDERS, room
 from .chains import stages_of
 from .formats import OPERANDS
-from .sm90 import gemm_policy as sm90
 from .specs import (
     DgluSpec,
     FoldMxfp8Spec,
@@ -23,7 +22,6 @@ from .specs import (
 )
 from .tiles import SpecError
 
-_POLICIES = {"sm_90a": sm90.gemm_policy}
 _MODULES: dict[type, str] = {
     TailSpec: "layer.finish_backward",
     QuantizeMxfp8Spec: "quantize.quantize_mxfp8",
@@ -72,4 +70,4 @@ def tracer_of(spec: Spec) -> str:
 def draws_tickets(spec: Spec) -> bool:
     """Whether clusters of any of a spec's kernels draw tickets for their tiles, and so need a counter."""
     gemms = (stage for stage in stages_of(spec) if isinstance(stage, GemmSpec))
-    return any(_POLICIES[stage.arch](stage).tickets for stage in gemms)
+    return any(room(stage.arch).gemm_policy(stage).tickets for stage in gemms)

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-SCHEDULES = {"cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1"}
+SCHEDULES = {
+    "cooperative": "coop", "pingpong": "pp", "swapped": "swap", "swapped_single": "swap1", "warps": "warps",
+}  # fmt: skip
 # Float32 accumulators a thread can hold beside an epilogue, and in turns, where a forward's takes them chunk by chunk.
 MAX_ACCUMULATORS, MAX_TURN_ACCUMULATORS = 128, 192
 PINGPONG_WARPGROUPS = 2
@@ -16,9 +18,13 @@ TILE_N = (64, 128, 192, 256)
 SWAPPED_TILE_M = (16, 32, 64, 128, 256)
 SWAPPED_TILE_N = (128, 256)
 SWAPPED_SLABS = {"swapped": 2, "swapped_single": 1}
+# Of warps that share a tile: one slab of 64 rows, of which the first 16 are some, or two.
+WARPS_TILE_M, WARPS_TILE_N = (16, 128), (128,)
 # One 128-byte row of an operand's shared memory, by the width of an element.
 TILE_K = {16: 64, 8: 128}
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
+TILES = dict.fromkeys(SWAPPED_SLABS, (SWAPPED_TILE_M, SWAPPED_TILE_N)) | {"warps": (WARPS_TILE_M, WARPS_TILE_N)}
+"""Rows and weight rows of a tile, by schedules that have their own; these have no clusters."""
 
 
 class SpecError(ValueError):
@@ -40,6 +46,8 @@ class TileConfig:
     cooperative: MMA warpgroups share a tile, a slab each. pingpong: two warpgroups have a tile each and take turns, so
     that the epilogue of one hides behind the MMAs of the other. swapped: weights are the rows of the MMA and rows of x
     its columns, y^T = w x^T; MMA warpgroups share a tile, 128 of its n weight rows each. swapped_single: 64 each.
+    warps: four warps share a tile, without TMA or wgmma, 16 rows of each slab to a warp; of a tile of 16 rows each
+    multiplies a quarter of the depth.
     adaptive: the two CTAs of a (2, 1) cluster share a weight tile and take neighbouring row tiles; where a group has an
     odd row tile, they share that and take neighbouring weight tiles, so that neither is idle.
     """
@@ -54,10 +62,12 @@ class TileConfig:
 
     def __post_init__(self) -> None:
         require("schedule", self.schedule, SCHEDULES)
-        require("tile m", self.m, SWAPPED_TILE_M if self.swapped else TILE_M)
-        require("tile n", self.n, SWAPPED_TILE_N if self.swapped else TILE_N)
+        heights, widths = TILES.get(self.schedule, (TILE_M, TILE_N))
+        require("tile m", self.m, heights)
+        require("tile n", self.n, widths)
         require("tile k", self.k, TILE_K.values())
-        require("cluster (m, n)", (self.cluster_m, self.cluster_n), CLUSTERS[:1] if self.swapped else CLUSTERS)
+        clusters = CLUSTERS[:1] if self.schedule in TILES else CLUSTERS
+        require("cluster (m, n)", (self.cluster_m, self.cluster_n), clusters)
         if self.adaptive and (self.cluster_m, self.cluster_n) != (2, 1):
             raise SpecError(f"an adaptive cluster is one of (2, 1), not ({self.cluster_m}, {self.cluster_n})")
         check_accumulators(self, MAX_TURN_ACCUMULATORS if self.takes_turns else self.max_accumulators)
@@ -65,6 +75,10 @@ class TileConfig:
     @property
     def takes_turns(self) -> bool:
         return self.schedule == "pingpong"
+
+    @property
+    def by_warps(self) -> bool:
+        return self.schedule == "warps"
 
     @property
     def swapped(self) -> bool:
@@ -85,7 +99,7 @@ class TileConfig:
         """MMA warpgroups that share a tile."""
         if self.swapped:
             return self.n // (SWAPPED_SLABS[self.schedule] * 64)
-        return 1 if self.takes_turns else self.m // 64
+        return 1 if self.takes_turns or self.by_warps else self.m // 64
 
     @property
     def warpgroups(self) -> int:
@@ -100,7 +114,7 @@ class TileConfig:
     @property
     def slabs(self) -> int:
         """Slabs of 64 rows of the MMA that a warpgroup has of its tile."""
-        return self.mma_rows // 64 // self.warpgroups_per_tile
+        return math.ceil(self.mma_rows / 64) // self.warpgroups_per_tile
 
     @property
     def accumulators(self) -> int:

@@ -12,6 +12,8 @@ from cute_kernels.specs import Spec
 
 # An architecture is a folder of cute_kernels; its configs say what ships and what may complain.
 CONFIGS = {arch: f"cute_kernels.{folder}.configs" for arch, folder in FOLDERS.items()}
+DEFAULT = "sm_90a"
+"""Whose kernels are built where nobody says otherwise, and there is no GPU."""
 
 Allowed = Mapping[str, tuple[str, ...]]
 
@@ -30,7 +32,7 @@ def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) ->
     configs = importlib.import_module(CONFIGS[arch])
     if profile not in configs.PROFILES:
         raise ValueError(f"profile={profile!r} is none of {arch}; choose one of: {', '.join(configs.PROFILES)}")
-    specs: list[Spec] = configs.shipped_specs(profile)
+    specs: list[Spec] = configs.shipped_specs(arch, profile)
     for pattern in only:
         if not fnmatch.filter([spec.name for spec in specs], pattern):
             raise ValueError(f"only={pattern!r} matches no function of profile {profile!r}; see `glulam info`")

@@ -22,6 +22,18 @@ os.environ["GLULAM_CACHE_DIR"] = _own.name
 os.environ["GLULAM_TUNED"] = ""
 
 
+ARCHS = {"native": "sm_90a", "portable": "sm_90"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "whose kernels serve the GPU: Hopper's own, or those that every GPU from Ampere on has, compiled for Hopper"
+    parser.addoption("--arch", choices=ARCHS, default="native", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["GLULAM_ARCH"] = ARCHS[config.getoption("--arch")]
+
+
 @functools.cache
 def _gpu_arch_served() -> bool:
     import torch

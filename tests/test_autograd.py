@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import glulam
 from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.backward import planned
 from glulam.ops.grouped_mlp import GroupedMlpCall

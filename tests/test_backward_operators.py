@@ -16,7 +16,7 @@ from support.inputs import Case, gradient, make_case, preactivation
 from support.routing import catalogue
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 
 FORMS = activation_forms()

@@ -71,10 +71,10 @@ def test_both_choose_the_same_experts(name):
 def test_the_profile_holds_what_the_demo_calls_and_no_more(fake_gpu: FakeGpu):
     layer, x = made(FULL)
     assert demo.error_of(layer(x), demo.exact_moe(layer, x)).norm < 0.02
-    assert set(fake_gpu.specs) == set(shipped_specs("demo"))
+    assert set(fake_gpu.specs) == set(shipped_specs(profile="demo"))
     hidden, inner, experts, k, tokens = QWEN3_30B_A3B
     shapes = (tokens * k, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner)
-    route, mlp = shipped_specs("demo")[::-1]
+    route, mlp = shipped_specs(profile="demo")[::-1]
     assert glulam.explain("grouped_mlp", *shapes).spec == mlp and route.experts == experts
 
 

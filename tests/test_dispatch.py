@@ -18,7 +18,8 @@ from support.fake_gpu import SM_COUNT, FakeGpu, bound, exported
 import ffi_bridge
 import glulam
 from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, activation_forms, shipped_specs
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import LARGE, SMALL, WGRAD, WGRAD_WIDE, shipped_specs
 from cute_kernels.specs import GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, to_dict
 from cute_kernels.tiles import SpecError, TileConfig
 from ffi_bridge import BundleMissing, jit

@@ -10,7 +10,7 @@ from support.fake_gpu import FakeGpu
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.activations import ActivationParams, activate
 

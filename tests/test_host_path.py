@@ -16,7 +16,8 @@ from support.fake_gpu import FakeGpu
 from support.inputs import Case, make_case, poisoned
 
 import glulam
-from cute_kernels.sm90.configs import LARGE, SMALL, activation_forms
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import LARGE, SMALL
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from glulam.host import experts, plans, tickets
 from glulam.ops.grouped_glu import GroupedGluCall

@@ -12,7 +12,7 @@ import pytest
 import cute_kernels
 import ffi_bridge
 import glulam
-from cute_kernels.arch import FOLDERS, Room, by_capability, room
+from cute_kernels.arch import FOLDERS, GPUS, Room, capability, room, serving
 from ffi_bridge import sources
 from ffi_bridge.profiles import all_stages, shipped_specs
 
@@ -66,7 +66,23 @@ def test_the_front_knows_no_architecture_by_name() -> None:
 def test_every_architecture_answers_for_itself(name: str) -> None:
     answers = room(name)
     assert all(hasattr(answers, each) for each in Room.__annotations__)
-    assert by_capability()[answers.CAPABILITY] == name
+    assert name in serving(capability(name)) and GPUS[name]
+
+
+@pytest.mark.parametrize(
+    ("device", "best"),
+    [
+        ((8, 0), ["sm_80"]),
+        ((8, 6), ["sm_86", "sm_80"]),
+        ((8, 9), ["sm_89", "sm_86", "sm_80"]),
+        ((9, 0), ["sm_90a", "sm_90"]),
+        ((10, 3), ["sm_100"]),
+        ((12, 1), ["sm_120"]),
+        ((7, 5), []),
+    ],
+)
+def test_a_gpu_is_served_by_the_best_architecture(device: tuple[int, int], best: list[str]) -> None:
+    assert list(serving(device)) == best
 
 
 def test_no_kernel_is_made_of_a_policy() -> None:

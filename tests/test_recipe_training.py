@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import glulam
-from cute_kernels.sm90.configs import DGLU8, LARGE8, activation_forms
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import DGLU8, LARGE8
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedMlpSpec
 from glulam.host import device
 from glulam.mxfp8 import prepared as prepared_weights

@@ -15,7 +15,7 @@ from support.inputs import Case, make_case, poisoned
 from support.routing import catalogue
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 
 FORMS = activation_forms()

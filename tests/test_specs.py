@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from cute_kernels.formats import next_operands
+from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import (
     DGLU8,
     LARGE,
@@ -24,7 +25,6 @@ from cute_kernels.sm90.configs import (
     TILES_W8,
     TINY_W8,
     WGRAD,
-    activation_forms,
     glu_form,
     shipped_specs,
 )
@@ -208,7 +208,7 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: TileConfig(cluster_m=2, cluster_n=2), r"cluster \(m, n\)=\(2, 2\)"),
         (lambda: TileConfig(schedule="stream_k"), "schedule='stream_k'.*cooperative"),
         (lambda: GroupedMmSpec(dtype="float32"), "dtype='float32'.*bfloat16, float16"),
-        (lambda: GroupedMmSpec(arch="sm_80"), "arch='sm_80'.*sm_90a"),
+        (lambda: GroupedMmSpec(arch="sm_75"), "arch='sm_75'.*sm_90a"),
         (lambda: GroupedGluSpec(activation="tanh"), "activation='tanh'.*swiglu"),
         (lambda: GroupedGluSpec(glu_layout="rows"), "glu_layout='rows'.*interleaved32"),
         (lambda: GroupedGluSpec(activation="silu", glu_layout="interleaved"), "no gate; leave glu_layout"),
@@ -325,7 +325,7 @@ def test_a_row_of_the_command_line_for_every_shipped_function() -> None:
         (lambda: MhcSpec("project", "bfloat16", 3), "n=3 is not supported; choose one of: 2, 4, 8"),
         (lambda: MhcSpec("mix"), "kernel='mix'"),
         (lambda: MhcSpec("sinkhorn", "bfloat16"), "dtype='bfloat16'.*float32"),
-        (lambda: MhcSpec(arch="sm_80"), "arch='sm_80'"),
+        (lambda: MhcSpec(arch="sm_75"), "arch='sm_75'"),
     ],
 )
 def test_impossible_hyper_connection_specs(build: Callable[[], MhcSpec], message: str) -> None:

@@ -14,7 +14,7 @@ from support.gradients import INPUTS, check_gradients, transposed_back, transpos
 from support.inputs import Case, gradient, make_case, poisoned, preactivation, scattered, transposed
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, GroupedDgluSpec, GroupedMlpSpec
 from glulam.ops.grouped_glu import GroupedGluCall
 

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.target import early, wait_for_earlier
 from ..schedule.groups import Groups, last_row_end
 from ..specs import TailSpec
 from ..tracing import DTYPES, Traced, traced
@@ -53,7 +54,7 @@ class FinishBackward(Invariant):
     def launch(self, matrix: Rows, sums: RowSums, groups: Groups, num_sms: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(matrix, sums, groups).launch(
-            grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(num_sms, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=early(True)
         )
 
     @cute.kernel
@@ -69,7 +70,7 @@ class FinishBackward(Invariant):
             for row in cutlass.range(end + first, groups.rows, step):
                 vector_at(Float32, sums.result)[row] = Float32(0.0)
         # Whoever comes next in the stream may rely on the kernels before this one being done.
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         if sums.result != 0:
             for row in cutlass.range(first, end, step):
                 self._add(sums, row, groups.rows)

@@ -17,6 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.target import let_next_begin
 from ..device.vectors import elements, floats, load_params, load_vector, store_param
 from ..device.warps import WARP
 from ..specs import PARAM_FORMS, LayerSpec
@@ -51,7 +52,7 @@ class Logits(Invariant):
         self, x: Int64, weight: Int64, weight_bias: Int64, logits: Int64, forms: Int32, weight_form: Int32,
         bias_form: Int32, tokens: Int32, width: Int32,
     ):  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_begin()
         thread, _, _ = cute.arch.thread_idx()
         expert, part, _ = cute.arch.block_idx()
         first = part * TOKENS

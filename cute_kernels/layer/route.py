@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.warps import WARP
 from ..specs import PARAM_FORMS, LayerSpec
 from ..tracing import Traced, traced
@@ -44,7 +45,7 @@ class _Chunks(Invariant):
             smem=Placer.num_bytes(self.capacity),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=Int32(position > 0),
+            use_pdl=early(Int32(position > 0)),
         )
 
     def _placer(self, choices: Choices, tokens: Int32, chunk: Int32) -> Placer:
@@ -72,8 +73,8 @@ class Choose(_Chunks):
         self, logits: Logits, rule: Rule, num_tokens: Int64, ids: Int64, results: Results, workspace: Int64,
         tokens: Int32, chunk: Int32,
     ):  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        let_next_begin()
+        wait_for_earlier()
         block, _, _ = cute.arch.block_idx()
         limit = token_limit(num_tokens, tokens)
         chooser = Chooser(logits, rule, self.capacity)
@@ -110,7 +111,7 @@ class Count(_Chunks):
 
     @cute.kernel
     def kernel(self, choices: Choices, num_tokens: Int64, workspace: Int64, tokens: Int32, chunk: Int32):
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_begin()
         block, _, _ = cute.arch.block_idx()
         placer = self._placer(choices._replace(limit=token_limit(num_tokens, tokens)), tokens, chunk)
         placer.count()
@@ -133,7 +134,7 @@ class Place(_Chunks):
     def kernel(
         self, choices: Choices, num_tokens: Int64, results: Results, workspace: Int64, tokens: Int32, chunk: Int32
     ):  # fmt: skip
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         placer = self._placer(choices._replace(limit=token_limit(num_tokens, tokens)), tokens, chunk)

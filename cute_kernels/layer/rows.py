@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.vectors import elements, floats, load_vector, store_vector
 from ..specs import LayerSpec
 from ..tracing import DTYPES, Traced, traced
@@ -48,7 +49,7 @@ class _Rows(Invariant):
             grid=(tokens, cute.ceil_div(vectors, VECTORS), 1),
             block=(VECTORS, 1, 1),
             stream=stream,
-            use_pdl=Int32(position > 0),
+            use_pdl=early(Int32(position > 0)),
         )
 
     @staticmethod
@@ -72,7 +73,7 @@ class Combine(_Rows):
     def kernel(self, y: Int64, row_of: Int64, residual: Int64, out: Int64, k: Int32, vectors: Int32):
         token, column = self._place()
         index = token * vectors + column
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         if column < vectors:
             count = elements(self.dtype)
             sums = cute.make_rmem_tensor(count, Float32)
@@ -107,7 +108,7 @@ class Permute(_Rows):
 
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_begin()
         token, column = self._place()
         if column < vectors:
             value = floats(load_vector(self.dtype, x, token * vectors + column))

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.target import early, wait_for_earlier
 from ..device.vectors import dtype_code, load_params
 from .shapes import GATE_WARPS, outputs
 
@@ -86,7 +87,7 @@ class ProjectFinish(Invariant):
         ctas = cutlass.min(cute.ceil_div(tokens, GATE_WARPS), num_sms * FINISH_CTAS_PER_SM)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(sums, gates, results, tokens, columns).launch(
-            grid=(ctas, 1, 1), block=(GATE_WARPS * LANES, 1, 1), stream=stream, use_pdl=True
+            grid=(ctas, 1, 1), block=(GATE_WARPS * LANES, 1, 1), stream=stream, use_pdl=early(True)
         )
 
     @cute.kernel
@@ -99,7 +100,7 @@ class ProjectFinish(Invariant):
         n, lane = self.n, cute.arch.lane_idx()
         params = lane_params(gates, n)
         first = block * GATE_WARPS + cute.arch.make_warp_uniform(thread // LANES)
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         for token in cutlass.range(first, tokens, grid * GATE_WARPS):
             square = Float32(0.0)
             for first_part in cutlass.range(0, slices, LANES):

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.target import early, let_next_begin, wait_for_earlier
 from .gates import LANES, Gates, LaneParams, lane_params, sigmoid
 from .shapes import GATE_BACKWARD_WARPS, GATE_BATCH, GATE_CTAS_PER_SM, TOKEN_TILE, block_bytes, outputs
 from .split import split
@@ -83,7 +84,7 @@ class GatesBackward(Invariant):
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=self.carveout,
             stream=stream,
-            use_pdl=True,
+            use_pdl=early(True),
         )
 
     @cute.kernel
@@ -94,8 +95,8 @@ class GatesBackward(Invariant):
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         # What the next kernel does before it waits for this one relies on those before this one to have ended.
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        wait_for_earlier()
+        let_next_begin()
         products, pairs, norms, sums = places
         warp = cute.arch.make_warp_uniform(thread // LANES)
         first, step = block * GATE_BACKWARD_WARPS + warp, grid * GATE_BACKWARD_WARPS

@@ -28,6 +28,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.target import early, wait_for_earlier
 from ..device.vectors import F32, dtype_code, floats, load_params, run_at, shared_at, store_params
 from ..device.warp_mma import WarpMma, as_operands
 from ..specs import MhcSpec
@@ -395,7 +396,7 @@ class PartSums(Invariant):
             block=(threads, 1, 1),
             smem=self.gate_sums.smem_bytes,
             stream=stream,
-            use_pdl=True,
+            use_pdl=early(True),
         )
 
     @cute.kernel
@@ -404,7 +405,7 @@ class PartSums(Invariant):
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         first = (block * (self.WARPS * LANES) + thread) * self.RUN
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         if block == blocks - 1:
             self.gate_sums.add(rows)
         elif first < size:

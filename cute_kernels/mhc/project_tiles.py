@@ -27,6 +27,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.target import early, let_next_begin, wait_for_earlier
 from ..device.vectors import floats, load_params, run_at, shared_at
 from ..device.warp_mma import WarpMma, read_matrices
 from .async_copy import AsyncCopy
@@ -124,7 +125,7 @@ class TileGradients(Invariant):
             min_blocks_per_mp=self.ctas_per_sm,
             preferred_smem_carveout=self.carveout,
             stream=stream,
-            use_pdl=True,
+            use_pdl=early(True),
         )
 
     @cute.kernel
@@ -140,7 +141,7 @@ class TileGradients(Invariant):
         warps = self.columns.warps(streams.width)
         if block == blocks - 1:
             if part == 0:
-                cute.arch.griddepcontrol_wait()
+                wait_for_earlier()
                 self.gate_sums.add(rows)
         elif index < warps:
             place = self.columns.place(index, streams.width)
@@ -160,8 +161,8 @@ class TileGradients(Invariant):
                     self._copy_streams(ring + stage * self.stage_words, streams, place, first + stage)
             fixed = self._fixed_operand(weight, weight_code, streams.width * self.n, place)
             # All before this line overlaps the gates' kernel, what follows reads what that has written.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            wait_for_earlier()
+            let_next_begin()
             for stage in cutlass.range_constexpr(self.stages - 1):
                 if first + stage < last:
                     self._copy_products(dp + stage * self.padded_words, products, copiers, first + stage)

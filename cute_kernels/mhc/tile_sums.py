@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..device.invariant import Invariant
+from ..device.target import early, wait_for_earlier
 from ..device.vectors import run_at, store_param
 from .shapes import SPREAD_WARPS, outputs, spread_blocks
 from .warp_columns import VECTOR, WarpColumns
@@ -51,7 +52,10 @@ class TileSums(Invariant):
     def launch(self, partials: Int64, parts: Int32, width: Int32, out: Int64, code: Int32, stream: cuda.CUstream):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(partials, parts, width, out, code).launch(
-            grid=(spread_blocks(self.n, 2, width), self.count, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(spread_blocks(self.n, 2, width), self.count, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=early(True),
         )
 
     @cute.kernel
@@ -60,7 +64,7 @@ class TileSums(Invariant):
         block, index, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = block * SPREAD_WARPS + thread // LANES
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         if warp < self.columns.warps(width):
             total = cute.make_rmem_tensor(FRAGMENT, Float32)
             total.fill(0.0)

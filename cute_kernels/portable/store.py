@@ -6,13 +6,16 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.warps import WARP
 from ..schedule.work import WorkTile
+from ..sm90.budget import SLOT_BYTES
 from ..sm90.epilogue.store import narrowed, smem_layout
-from .mainloop import CHUNK_BYTES, CHUNKS, SLAB, STEP
+from .mainloop import SLAB
+from .operands import CHUNK_BYTES, CHUNKS, STEP, bytes_if, chunk_at, copy_chunk
 
 SLOTS = 2
 
@@ -34,6 +37,10 @@ class RowStore(NamedTuple):
     columns: Int32
     half: Int64
 
+    @property
+    def atom(self) -> None:
+        """No TMA descriptor: a place says it all."""
+
     def tile(
         self, work: WorkTile, row: Int32, col: Int32, half: Int32 | int | None = None, cols: int = 0
     ) -> Place:  # fmt: skip
@@ -52,11 +59,14 @@ def make_store(view: cute.Tensor) -> RowStore:
 
 
 class Slots(Invariant):
-    """Slots of 64 rows of 128 bytes, which a CTA fills and empties in turns: one barrier each."""
+    """`count` slots of 64 rows of 128 bytes, which a CTA fills and empties in turns: one barrier each. `rows`: that are
+    stored of a slot, at most."""
 
-    def __init__(self, smem: cute.Pointer, dtype: type[cutlass.Numeric]):
-        self.dtype = dtype
-        layout = smem_layout(dtype, SLOTS)
+    is_storing_warp = True
+
+    def __init__(self, smem: cute.Pointer, dtype: type[cutlass.Numeric], count: int = SLOTS, rows: int = SLAB):
+        self.dtype, self.rows, self.first = dtype, rows, Int32(smem.toint())
+        layout = smem_layout(dtype, count)
         self.smem = cute.make_tensor(cute.recast_ptr(smem, layout.inner, dtype=dtype), layout.outer)
         self.cols = cute.size(self.smem, mode=[1])
         thread, _, _ = cute.arch.thread_idx()
@@ -68,32 +78,78 @@ class Slots(Invariant):
     def acquire(self) -> None:
         """A slot is free: since it was emptied, the other one was filled."""
 
-    @cute.jit
-    def write(self, values: cute.Tensor, slot: cutlass.Constexpr[int]):
-        """Converted registers, in the order of accumulators."""
+    def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
+        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot."""
         lane = self.thread % WARP
-        for i in cutlass.range_constexpr(cute.size(values) // 2):
-            line = self.smem[self.thread // WARP * 16 + lane // 4 + i % 2 * 8, None, slot]
-            pair = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
-            cute.autovec_copy(pair, cute.local_tile(line, (2,), (i // 2 * 4 + lane % 4,)))
+        line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
+        return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
+
+    def write(self, values: cute.Tensor, slot: Int32 | int) -> None:
+        """Converted registers, in the order of accumulators."""
+        self.fill_piece(values, slot, 0)
 
     @cute.jit
-    def store(self, target: RowStore, place: Place, slot: cutlass.Constexpr[int]):
+    def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: cutlass.Constexpr[int]):
+        """The same of 16 of a slot's columns."""
+        for i in cutlass.range_constexpr(cute.size(values) // 2):
+            two = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
+            cute.autovec_copy(two, self.pair(slot, 4 * piece + i))
+
+    @cute.jit
+    def bring(self, place: Place, slot: cutlass.Constexpr[int]):
+        """Start to copy a place into a slot, zeros where it has none."""
+        line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
+        elements = CHUNK_BYTES * 8 // self.dtype.width
+        for i in cutlass.range_constexpr(SLAB // STEP):
+            row = line + i * STEP
+            is_inside = (row < place.rows) & (chunk * elements < place.columns)
+            at = select(is_inside, place.address + row * place.pitch + chunk * CHUNK_BYTES, place.address)
+            copy_chunk(self.first + slot * SLOT_BYTES + chunk_at(row, chunk), at, bytes_if(is_inside))
+
+    def publish(self) -> None:
+        """A filled slot is everyone's to read."""
+        self.sync()
+
+    def drain(self) -> None:
+        """Slots were read when `start` returned."""
+
+    def store(self, target: RowStore | None, place: Place, slot: Int32 | int, adds: Boolean | bool = False) -> None:
         """Empty a slot that was filled."""
         self.sync()
+        self.start(None, place, slot, adds)
+
+    @cute.jit
+    def start(self, atom: None, place: Place, slot: Int32 | int, adds: Boolean | cutlass.Constexpr[bool] = False):
+        """Write a published slot, or add it to what is there."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
         if chunk * elements < place.columns:
-            for i in cutlass.range(SLAB // STEP, unroll=1):
+            for i in cutlass.range(self.rows // STEP, unroll=1):
                 row = line + i * STEP
                 if row < place.rows:
                     source = cute.local_tile(self.smem[row, None, slot], (elements,), (chunk,))
                     at = place.address + row * place.pitch + chunk * CHUNK_BYTES
                     there = cute.make_ptr(self.dtype, at, cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES)
-                    cute.autovec_copy(source, cute.make_tensor(there, cute.make_layout(elements)))
+                    target = cute.make_tensor(there, cute.make_layout(elements))
+                    if const_expr(isinstance(adds, bool)):
+                        cute.autovec_copy(source, target)
+                    else:
+                        self._add(source, target, adds)
 
     @cute.jit
-    def put(self, values: cute.Tensor, target: RowStore, place: Place, slot: cutlass.Constexpr[int]):
+    def _add(self, source: cute.Tensor, target: cute.Tensor, adds: Boolean):
+        """target = source, plus what target holds if it `adds`."""
+        values = cute.make_rmem_tensor(cute.size(source), self.dtype)
+        cute.autovec_copy(source, values)
+        if adds:
+            held = cute.make_rmem_tensor(cute.size(source), self.dtype)
+            cute.autovec_copy(target, held)
+            values.store((values.load().to(Float32) + held.load().to(Float32)).to(self.dtype))
+        cute.autovec_copy(values, target)
+
+    def put(
+        self, values: cute.Tensor, target: RowStore | None, place: Place, slot: int, adds: Boolean | bool = False
+    ) -> None:  # fmt: skip
         """Convert, stage and store a slot's worth of accumulators."""
         self.write(narrowed(values, self.dtype), slot)
-        self.store(target, place, slot)
+        self.store(target, place, slot, adds)

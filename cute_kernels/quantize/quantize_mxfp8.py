@@ -32,8 +32,10 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.target import let_next_begin
 from ..specs import QuantizeMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
+from .e4m3 import e4m3_values, to_e4m3
 from .scale_stores import BLOCK, BLOCKS, QUARTERS, TILE, WORD_BYTES, ScaleGrid, ScaleStores, Strip
 from .scales import Magnitudes, exponent_of, multiplier_of, power_of_two
 
@@ -159,7 +161,7 @@ class QuantizeMxfp8(Invariant):
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, outputs: Outputs, offs: Int64, num_groups: Int32, layout: ScaleLayout):
-        cute.arch.griddepcontrol_launch_dependents()
+        let_next_begin()
         thread, _, _ = cute.arch.thread_idx()
         tile, _, _ = cute.arch.block_idx()
         tiles_along_k = self._tiles_along_k(x)
@@ -371,8 +373,7 @@ class QuantizeMxfp8(Invariant):
 
     def _store(self, scaled: cute.TensorSSA, address: Int64) -> None:
         """Rounded to nearest even, saturating; what is not a number becomes E4M3's NaN."""
-        result = cute.make_rmem_tensor(self.vector, Float8E4M3FN)
-        result.store(scaled.to(Float8E4M3FN))
+        result = to_e4m3(scaled, self.vector)
         cute.autovec_copy(result, self._vector_at(Float8E4M3FN, address))
 
     @cute.jit
@@ -425,7 +426,7 @@ class RoundMxfp8(QuantizeMxfp8):
             for i in cutlass.range_constexpr(self.rows_per_thread):
                 if origin.row + self.stores.below(i) < reach.stop:
                     scaled = values[None, i].load().to(Float32) * multiplier_of(exponents[i])
-                    rounded = scaled.to(Float8E4M3FN).to(Float32) * power_of_two(exponents[i])
+                    rounded = e4m3_values(scaled, self.vector) * power_of_two(exponents[i])
                     result = cute.make_rmem_tensor(self.vector, self.dtype)
                     result.store(rounded.to(self.dtype))
                     cute.autovec_copy(result, self._vector_at(self.dtype, first + self.stores.below(i) * row_bytes))

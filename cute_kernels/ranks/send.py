@@ -25,6 +25,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.target import wait_for_earlier
 from ..device.vectors import VECTOR_BYTES, elements, load_vector, run_at, store_vector
 from ..device.warps import WARP
 from ..specs import LayerSpec
@@ -142,7 +143,7 @@ class SendTokens(_Send):
 
     @cute.kernel
     def kernel(self, x: Int64, table: Table, sizes: Sizes, link: Link, handle: Int64, refused: Int32):
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         operation = Operation(link, "dispatch")
         if not operation.has_failed():
             operation.begin()
@@ -270,7 +271,7 @@ class SendSums(_Send):
 
     @cute.kernel
     def kernel(self, rows: Rows, back: Back, sizes: Sizes, link: Link, handle: Int64):
-        cute.arch.griddepcontrol_wait()
+        wait_for_earlier()
         operation = Operation(link, "combine")
         if not operation.has_failed():
             operation.begin()

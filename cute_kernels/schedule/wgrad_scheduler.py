@@ -11,18 +11,12 @@ from cutlass import Boolean, Float32, Int32
 from ..device.select import select
 from ..device.warps import warp_sum
 from .light_groups import HEAVY, LIGHT, LightGroupScheduler, new_cursor
+from .tile_scheduler import GroupTileScheduler
 from .work import WorkRing, no_work
 
 
-class WgradTileScheduler(LightGroupScheduler):
-    """Cluster c of C takes heavy tiles c, c + C, ... and light ones C - 1 - c, 2C - 1 - c, ..., each kind in the order
-    of experts: a cluster with one heavy tile less has one light tile more. Both kinds are interleaved such that a
-    cluster's progress through its light tiles (by count) matches its progress through its heavy ones (by rows).
-
-    Light tiles come in pairs, so that heavy ones still go to one pingpong warpgroup and the other in turn: one by one
-    they would leave them all to the same, with no MMAs beside its epilogues (0.88 of the speed on Qwen3-30B, half of
-    whose experts have no rows, instead of 1.04). No tickets: to draw one takes 2 us, as long as a tile of 128 rows.
-    """
+class SameTiles(GroupTileScheduler):
+    """Every group has the same tiles, whatever its rows, which are contracted."""
 
     def _num_m_clusters(self, rows: Int32) -> Int32:
         return self.grid.num_m
@@ -41,6 +35,17 @@ class WgradTileScheduler(LightGroupScheduler):
         if num_n * self.cluster_n > num_m * self.cluster_m:
             n_cluster, m_cluster = self._in_bands(index, num_n, num_m)
         return m_cluster, n_cluster
+
+
+class WgradTileScheduler(SameTiles, LightGroupScheduler):
+    """Cluster c of C takes heavy tiles c, c + C, ... and light ones C - 1 - c, 2C - 1 - c, ..., each kind in the order
+    of experts: a cluster with one heavy tile less has one light tile more. Both kinds are interleaved such that a
+    cluster's progress through its light tiles (by count) matches its progress through its heavy ones (by rows).
+
+    Light tiles come in pairs, so that heavy ones still go to one pingpong warpgroup and the other in turn: one by one
+    they would leave them all to the same, with no MMAs beside its epilogues (0.88 of the speed on Qwen3-30B, half of
+    whose experts have no rows, instead of 1.04). No tickets: to draw one takes 2 us, as long as a tile of 128 rows.
+    """
 
     @cute.jit
     def _count(self) -> tuple[Int32, Int32]:

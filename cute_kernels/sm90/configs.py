@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
-from ..formats import next_operands
+from ..shipped import PROFILES as PROFILES
+from ..shipped import (
+    activation_forms,
+    backward_specs,
+    decoded_specs,
+    demo_specs,
+    folding_specs,
+    forward_specs,
+    glu_forms,
+    layer_specs,
+    mhc_specs,
+    quantizing_specs,
+)
 from ..specs import (
     BLOCK_ROWS,
-    DECODED,
     DTYPES,
-    FOLD_AXES,
     GATED,
     GLU_LAYOUTS,
-    MHC_KERNELS,
-    QUANTIZE_AXES,
-    QUANTIZED_DTYPES,
-    RANK_KERNELS,
-    ROUTING_EXPERTS,
-    ROW_KERNELS,
-    STREAM_COUNTS,
-    STREAM_DTYPES,
-    UNGATED,
     DgluSpec,
-    FoldMxfp8Spec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
-    GroupedWgradSpec,
-    LayerSpec,
-    MhcSpec,
-    QuantizeMxfp4Spec,
-    QuantizeMxfp8Spec,
     Spec,
     is_gated,
 )
@@ -72,11 +66,6 @@ MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
 TINY_W8 = TileConfig(m=16, n=128, k=128, schedule="swapped_single")
 TILES_W8 = (LARGE_W8, MEDIUM_W8, SMALL_W8, TINY_W8)
-
-
-def activation_forms() -> list[tuple[str, str]]:
-    """Every (activation, glu_layout) that there is."""
-    return [*product(GATED, GLU_LAYOUTS), *((a, "concat") for a in UNGATED)]
 
 
 _ALL, _GATED, _EITHER = ("gated", "ungated", "layouts"), ("gated",), ("gated", "ungated")
@@ -128,16 +117,6 @@ def glu_form(
     return kind if kind in merged else activation, layout
 
 
-def glu_forms(
-    operands: str, tile: TileConfig, save_preact: bool = False, transpose_w: bool = False
-) -> list[tuple[str, str]]:
-    """Every form that `glu_form` gives, in a fixed order."""
-    widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
-    asked = product(activation_forms(), widths)
-    forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in asked)
-    return list(dict.fromkeys(forms))
-
-
 _SECOND = {SMALL8: SMALL8_FC2, DGLU8: LARGE8}
 
 
@@ -158,38 +137,18 @@ ALLOWED_DIAGNOSTICS = {spec.name: ("spills",) for spec in _SPILLING}
 """Warps that gather rows leave an MMA warpgroup 208 or 216 registers, up to 7 too few for these epilogues: their values
 wait in memory once a tile, which costs less than could be measured (a backward 0.985 to 1.03 of the speed with 240)."""
 
-PROFILES = ("demo", "bf16", "full")
-"""What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""
 
-
-def shipped_specs(profile: str = "full") -> list[Spec]:
+def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
     """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
     if profile == "demo":
-        fc1 = GroupedGluSpec("bfloat16", *glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", LARGE, False), False, LARGE)
-        return [GroupedMlpSpec(fc1, GroupedMmSpec(tile=LARGE)), LayerSpec("route", experts=ROUTING_EXPERTS[0])]
+        return demo_specs(arch, LARGE, glu_form)
     return [spec for spec in _all_specs() if profile == "full" or spec.dtype != "float16"]
 
 
 def _all_specs() -> list[Spec]:
-    specs: list[Spec] = []
-    for tile, dtype in product(TILES, DTYPES):
-        for transpose_w in (False, True):
-            fc2 = GroupedMmSpec(dtype, transpose_w, tile)
-            specs += [fc2, replace(fc2, in_halves=True)] if transpose_w else [fc2]
-            for save_preact in (False, True):
-                for form in glu_forms("16bit", tile, save_preact, transpose_w):
-                    fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, transpose_w=transpose_w)
-                    specs += [fc1, GroupedMlpSpec(fc1, fc2)]
-    for dtype in DTYPES:
-        specs += [GroupedWgradSpec(dtype, out, tile) for tile, out in product(WGRAD_TILES, (dtype, "float32"))]
-        for activation, layout in activation_forms():
-            specs += [GroupedDgluSpec(dtype, activation, layout, LARGE, dgrad) for dgrad in (None, LARGE)]
-            specs.append(GroupedDgluSpec(dtype, activation, layout, LARGE, transpose_w=True))
-    specs += [QuantizeMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)]
-    specs += [QuantizeMxfp8Spec(dtype, rounded=True) for dtype in ("bfloat16", "float32")]  # which hold their values
-    specs += [FoldMxfp8Spec(dtype, axis) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
-    specs += [QuantizeMxfp4Spec(dtype) for dtype in QUANTIZED_DTYPES]
-    return specs + mxfp8_specs() + decoded_specs() + mhc_specs() + layer_specs()
+    specs = forward_specs(ARCH, TILES, glu_form) + backward_specs(ARCH, LARGE, WGRAD_TILES) + quantizing_specs(ARCH)
+    specs += folding_specs(ARCH)
+    return specs + mxfp8_specs() + decoded_specs(ARCH, TILES_W8, glu_form) + mhc_specs(ARCH) + layer_specs(ARCH)
 
 
 def mxfp8_specs() -> list[Spec]:
@@ -199,41 +158,13 @@ def mxfp8_specs() -> list[Spec]:
     for tile, dtype in product(TILES8, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, second_tile(tile), operands=mxfp8)
         specs.append(fc2)
-        for form in glu_forms(mxfp8, tile):
+        for form in glu_forms(glu_form, mxfp8, tile):
             fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=mxfp8)
             specs += [GroupedMlpSpec(fc1, fc2, quantized) for quantized in (False, True)]
-    for dtype, form in product(DTYPES, glu_forms(mxfp8, LARGE8, save_preact=True)):
+    for dtype, form in product(DTYPES, glu_forms(glu_form, mxfp8, LARGE8, save_preact=True)):
         fc1 = GroupedGluSpec(dtype, *form, True, LARGE8, operands=mxfp8)
         specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(dtype, False, LARGE8, operands=mxfp8)))
     for dtype, (activation, layout) in product(DTYPES, activation_forms()):
         for dgrad in (None, LARGE8):
             specs.append(GroupedDgluSpec(dtype, activation, layout, DGLU8, dgrad, operands=mxfp8))
     return specs
-
-
-def decoded_specs() -> list[Spec]:
-    """Every GEMM of 16-bit rows that decodes its weights. FC2 is the same, whether FC1 rounds what it makes or not."""
-    specs: dict[Spec, None] = {}
-    for tile, operands in product(TILES_W8, DECODED):
-        fc2 = GroupedMmSpec("bfloat16", False, tile, operands=next_operands(operands))
-        specs[fc2] = None
-        for form in glu_forms(operands, tile):
-            fc1 = GroupedGluSpec("bfloat16", *form, False, tile, operands=operands)
-            specs[GroupedMlpSpec(fc1, fc2)] = None
-    return list(specs)
-
-
-def mhc_specs() -> list[Spec]:
-    """Every hyper-connection kernel: for each number of streams and, but for Sinkhorn's, each dtype of theirs."""
-    kernels = product(MHC_KERNELS, STREAM_DTYPES, STREAM_COUNTS)
-    return [MhcSpec(*choice) for choice in kernels if "sinkhorn" not in choice[0] or choice[1] == "float32"]
-
-
-def layer_specs() -> list[Spec]:
-    """Every kernel around a layer's experts."""
-    specs: list[Spec] = [
-        LayerSpec(kernel, experts=most) for kernel, most in product(("route", "sort"), ROUTING_EXPERTS)
-    ]
-    specs += [LayerSpec("router", dtype, most) for dtype, most in product(DTYPES, ROUTING_EXPERTS)]
-    specs += [LayerSpec(kernel, dtype) for kernel, dtype in product((*ROW_KERNELS, *RANK_KERNELS), STREAM_DTYPES)]
-    return [*specs, LayerSpec("route_backward"), LayerSpec("row_weights_backward")]

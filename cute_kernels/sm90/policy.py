@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..arch import Gemm, Problem, Reasons
 from ..formats import DECODED
-from ..tiles import CLUSTERS, SCHEDULES, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
+from ..tiles import CLUSTERS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
 from .budget import check as check
 from .configs import (
@@ -28,9 +28,8 @@ from .configs import (
 from .configs import glu_form as glu_form
 from .configs import second_tile as second_tile
 from .cost import time_us as time_us
+from .gemm_policy import gemm_policy as gemm_policy
 
-CAPABILITY = (9, 0)
-GPUS = "an H100 or H200"
 MEASURED = Path(__file__).with_name("measured.json")
 
 _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
@@ -141,7 +140,8 @@ def even_us(gemm: Gemm, tile: TileConfig) -> float:
 @functools.cache
 def all_tiles(bits: int) -> tuple[TileConfig, ...]:
     tiles = []
-    for m, n, cluster, schedule, adaptive in itertools.product(TILE_M, TILE_N, CLUSTERS, SCHEDULES, (False, True)):
+    schedules = "cooperative", "pingpong"
+    for m, n, cluster, schedule, adaptive in itertools.product(TILE_M, TILE_N, CLUSTERS, schedules, (False, True)):
         try:
             tiles.append(TileConfig(m, n, TILE_K[bits], *cluster, schedule, adaptive))
         except SpecError:

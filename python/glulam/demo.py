@@ -234,7 +234,7 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
             raise RuntimeError("--device cuda: torch finds no GPU; leave the option out to run on the CPU")
         return "cpu", "torch finds no GPU"
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if wanted is None and capability not in devices.ARCHS:
+    if wanted is None and devices.arch_of(capability) is None:
         return "cpu", f"no kernels for {name}, compute capability {capability[0]}.{capability[1]}"
     return "cuda", name
 

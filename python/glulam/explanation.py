@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cute_kernels.specs import Spec
 from ffi_bridge import BundleError
+from ffi_bridge.profiles import DEFAULT
 
 from . import recipes
 from .calls.call import Call
@@ -135,7 +136,7 @@ def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanatio
 def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:
     """A device for shapes, and the GPU that it is: one without a name where none is there, None on the CPU."""
     if device is None and not torch.cuda.is_available():
-        return torch.device(gpus.KERNEL_DEVICE), gpus.Gpu("", next(iter(gpus.ARCHS.values())), 0)
+        return torch.device(gpus.KERNEL_DEVICE), gpus.Gpu("", DEFAULT, 0)
     where = gpus.parsed("explain", "cuda" if device is None else device)
     if where.type != "cuda":
         return where, None

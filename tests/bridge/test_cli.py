@@ -220,8 +220,8 @@ LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("build --arch sm_80", "'--arch': 'sm_80' is not one of sm_90a"),
-        ("info --arch sm_80", "'--arch': 'sm_80' is not one of sm_90a"),
+        ("build --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
+        ("info --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("build --jobs 0", "'--jobs'"),
         ("compile", "give an operator (grouped_mm, grouped_glu, grouped_mlp, grouped_dglu, grouped_wgrad) or --tuned"),
         ("compile grouped_mm --tuned", "one of the two"),
@@ -261,7 +261,7 @@ LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
         ("tune LAYER --activation gelu", "grouped_mm has no option --activation"),
         ("explain LAYER --rows 8 --rows-per-expert 1", "give --rows or --rows-per-expert, not both"),
         ("explain LAYER --rows -8", "'--rows': '-8' is not"),
-        ("explain LAYER --arch sm_100", "'--arch': 'sm_100' is not one of sm_90a"),
+        ("explain LAYER --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("explain grouped_glu --experts 8 --in-features 64 --intermediate 12", "explain: --intermediate is 12"),
         ("tables --merge /nowhere/a.json", "--merge needs --out"),
         ("tables --merge /nowhere/a.json --out /nowhere/b.json", "/nowhere/a.json is no table of tuned kernels"),

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.portable import ARCHS
+
+from cute_kernels.specs import ARCHS
 
 TESTS = Path(__file__).parents[1]
 CONSUMER_SMEM = 99 * 1024
@@ -19,13 +20,13 @@ MOST_SPILLED = {"sm_100": 12}
 
 
 @pytest.mark.bundle
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [arch for arch, folder in ARCHS.items() if folder == "portable"])
 def test_every_architecture_has_room(arch: str) -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), *sys.path])
-    command = [sys.executable, "-m", "support.portable", arch]
+    command = [sys.executable, "-m", "support.compiled", arch]
     made = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     assert made.returncode == 0, made.stderr
     kernels = json.loads(made.stdout)
-    assert len(kernels) == 7
+    assert len(kernels) > 20
     for name, spilled, smem in kernels:
         assert spilled <= MOST_SPILLED.get(arch, 0) and smem <= CONSUMER_SMEM, name

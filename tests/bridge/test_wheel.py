@@ -19,7 +19,12 @@ from terminal import in_terminal
 from toys import HERE, REPOSITORY
 
 SOURCES = ("cute_kernels", "ffi_bridge", "python", "pyproject.toml", "setup.py", "LICENSE")
-TOY_CONFIGS = "\n\ndef shipped_specs(profile='full'):\n    return [GroupedMmSpec(), GroupedWgradSpec()]\n"
+TOY_CONFIGS = """
+
+def shipped_specs(arch, profile='full'):
+    from ..specs import GroupedWgradSpec
+    return [GroupedMmSpec(), GroupedWgradSpec()]
+"""
 TOY_STAGES = "\n\ndef tracer_of(spec):\n    return 'cute_kernels.toys:trace'\n"
 
 

@@ -15,7 +15,7 @@ from support.routing import catalogue, zipf
 from torch.utils.checkpoint import checkpoint
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,8 @@ from support.mxfp8_mlp import values, weight_values
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, activation_forms, glu_form, second_tile
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, glu_form, second_tile
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.activations import ActivationParams, kernel_params

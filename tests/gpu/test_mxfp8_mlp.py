@@ -12,7 +12,7 @@ from support.mxfp8_mlp import RECIPES, check, prepared
 from support.routing import catalogue, ends, one_takes_all
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.mxfp8 import prepared as prepared_weights
 

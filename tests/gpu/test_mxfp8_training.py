@@ -16,7 +16,7 @@ from support.routing import catalogue, ends, zipf
 from torch import Tensor
 
 import glulam
-from cute_kernels.sm90.configs import activation_forms
+from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
 from glulam.host.plans import forget_plans
 from glulam.mxfp8 import prepared as prepared_weights

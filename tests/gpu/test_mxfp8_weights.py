@@ -10,10 +10,12 @@ import pytest
 import torch
 from support import mxfp4, mxfp8, oracle
 from support.launches import groups_of, launch, sm_count
+from support.served import ARCH, DECODING_TILES, glu_form
 from torch import Tensor
 
 from cute_kernels.formats import next_operands
-from cute_kernels.sm90.configs import TILES_W8, TINY_W8, activation_forms, glu_form
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import TINY_W8
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.activations import ActivationParams, kernel_params
@@ -27,7 +29,7 @@ SIZES = [5, 0, 130, 1, 64, 257]
 PARAMS = ActivationParams(7.0, 1.702, 1.0)
 OFFS, SPLITS, SPLITS64 = 0, 1, 2
 
-tiles = pytest.mark.parametrize("tile", TILES_W8, ids=lambda tile: tile.name)
+tiles = pytest.mark.parametrize("tile", DECODING_TILES, ids=lambda tile: tile.name)
 
 
 def values(data: Tensor, scales: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ def run_mm(
 ) -> Tensor:  # fmt: skip
     y = nan_rows(x.shape[0], w.data.shape[1])
     launch(
-        GroupedMmSpec("bfloat16", False, tile, operands=w.operands), x=x, w=w.tensor, y=y,
+        GroupedMmSpec("bfloat16", False, tile, ARCH, w.operands), x=x, w=w.tensor, y=y,
         **groups_of(group_argument(sizes, form), form), w_scale=w.scales, bias=bias, scale=scale,
         num_sms=ctas or sm_count(),
     )  # fmt: skip
@@ -141,10 +143,10 @@ def run_mlp(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """mid and y."""
     mid, y = nan_rows(x.shape[0], w2.k), nan_rows(x.shape[0], w2.data.shape[1])
-    fc2 = GroupedMmSpec("bfloat16", False, tile, operands=next_operands(operands))
+    fc2 = GroupedMmSpec("bfloat16", False, tile, ARCH, next_operands(operands))
     made = glu_form(*form, w2.k, operands, tile, False)
     launch(
-        GroupedMlpSpec(GroupedGluSpec("bfloat16", *made, False, tile, operands=operands), fc2),
+        GroupedMlpSpec(GroupedGluSpec("bfloat16", *made, False, tile, ARCH, operands), fc2),
         x=x, w1=w1.tensor, w2=w2.tensor, mid=mid, y=y, **groups_of(group_argument(sizes, OFFS), OFFS),
         w1_scale=w1.scales, b1=b1, w2_scale=w2.scales, b2=b2, scale=scale, **kernel_params(*form, PARAMS)._asdict(),
     )  # fmt: skip
@@ -298,9 +300,9 @@ def test_nan_of_either_half_reaches_its_output_and_no_other(tile: TileConfig, op
 def test_results_repeat_and_do_not_depend_on_the_tile(kind: type[Weight]) -> None:
     x, w = rows_of_x(SIZES, 736), random_weight(len(SIZES), 1504, 736, kind=kind)
     results: dict[bool, list[Tensor]] = {True: [], False: []}
-    for tile in (*TILES_W8, *TILES_W8):
-        by_words = kind is Weight4 and tile == TINY_W8  # whose MMAs add in another order
-        results[by_words].append(run_mm(tile, x, w, SIZES)[: sum(SIZES)])
+    for tile in (*DECODING_TILES, *DECODING_TILES):
+        in_parts = tile.by_warps and tile.m < BLOCK  # of the depth, as TINY_W8 by words: other orders of sums
+        results[in_parts or (kind is Weight4 and tile == TINY_W8)].append(run_mm(tile, x, w, SIZES)[: sum(SIZES)])
     for first, *others in filter(None, results.values()):
         assert all(torch.equal(first, other) for other in others)
 

@@ -18,7 +18,8 @@ from support.launches import groups_of, launch
 from support.routing import ODD_SIZES, catalogue, spread, zipf
 
 import glulam
-from cute_kernels.sm90.configs import TILES, activation_forms
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import TILES
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.host import tickets

@@ -14,7 +14,8 @@ from support.routing import catalogue, spread, zipf
 
 import glulam
 from cute_kernels.chains import signature_of
-from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2, activation_forms
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.choose import kernels

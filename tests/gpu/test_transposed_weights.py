@@ -29,7 +29,8 @@ from support.launches import groups_of, launch
 from support.routing import ODD_SIZES, catalogue, one_takes_all, spread, zipf
 
 import glulam
-from cute_kernels.sm90.configs import TILES, activation_forms, glu_form
+from cute_kernels.shipped import activation_forms
+from cute_kernels.sm90.configs import TILES, glu_form
 from cute_kernels.specs import GATED, KINDS, LAYOUTS, GroupedGluSpec, GroupedMlpSpec
 from cute_kernels.tiles import TileConfig
 from glulam.host import tickets

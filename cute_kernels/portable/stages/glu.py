@@ -1,31 +1,17 @@
-"""act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
+"""act = grouped_glu(x, w) in 16 bits, with its preactivation or without: launches of sm90's, with this GEMM."""
 
-from typing import Any
-
-from ...sm90.epilogue.activation import ActivationEpilogue
 from ...sm90.stages import glu
-from ...specs import LAYOUT_FORMS, GroupedGluSpec
-from ...tracing import DTYPES, Traced, traced
+from ...specs import GroupedGluSpec
+from ...tracing import Traced, traced
 from ..grouped_gemm import GroupedGemm
 
 
-class _Glu:
-    """What a launch of sm90's needs, with the GEMM of this folder."""
-
-    gemm: Any
-
-    def __init__(self, spec: GroupedGluSpec):
-        dtype = DTYPES[spec.dtype]
-        self.transposed, self.may_part = False, spec.gated and "concat" in LAYOUT_FORMS[spec.glu_layout]
-        self.gemm = GroupedGemm(spec, dtype, ActivationEpilogue(dtype, spec))
+class Glu(glu.Glu):
+    gemm_type = GroupedGemm
 
 
-class Glu(_Glu, glu.Glu):
-    pass
-
-
-class GluPreact(_Glu, glu.GluPreact):
-    pass
+class GluPreact(glu.GluPreact):
+    gemm_type = GroupedGemm
 
 
 def trace(spec: GroupedGluSpec) -> Traced:

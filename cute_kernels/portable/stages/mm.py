@@ -1,21 +1,18 @@
-"""y = grouped_mm(x, w) in 16 bits."""
+"""y = grouped_mm(x, w) in 16 bits: launches of sm90's, with the GEMM of this folder."""
 
-from typing import Any
-
-from ...sm90.epilogue.activation import LinearEpilogue
 from ...sm90.stages import mm
 from ...specs import GroupedMmSpec
-from ...tracing import DTYPES, Traced, traced
+from ...tracing import Traced, traced
 from ..grouped_gemm import GroupedGemm
 
 
 class Mm(mm.Mm):
-    gemm: Any
+    gemm_type = GroupedGemm
 
-    def __init__(self, spec: GroupedMmSpec):
-        dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec, dtype, LinearEpilogue(dtype, spec.tile))
+
+class MmInHalves(mm.MmInHalves):
+    gemm_type = GroupedGemm
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    return traced(spec, Mm(spec))
+    return traced(spec, (MmInHalves if spec.in_halves else Mm)(spec))

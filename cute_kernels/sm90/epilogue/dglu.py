@@ -11,7 +11,7 @@ where K is 2048.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ from ..fragments import TileShare, chunk_of, registers
 from .base import ColumnSmem, Epilogue, OptionalInputs, Prefetched, WarpgroupState
 from .preact import PIECE, PIECE_REGS, PreactLayout, PreactLoads, PreactPair, PreactRing, make_loads
 from .shape import EpilogueShape, SlotShape, Smem
-from .store import COLS, Slots
+from .store import COLS
 
 
 class RowParts(NamedTuple):
@@ -52,9 +52,11 @@ class DgluInputs(NamedTuple):
 
 
 class DgluState(WarpgroupState):
-    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: ColumnSmem, ring: PreactRing):
+    pair_type: Any = PreactPair
+
+    def __init__(self, inputs: DgluInputs, groups: Groups, slots: Any, smem: ColumnSmem, ring: Any):
         super().__init__(inputs, slots, smem)
-        self.preact = PreactPair(ring, slots)
+        self.preact = self.pair_type(ring, slots)
         self.ring = ring
         self.sums = inputs.sums
         self.num_rows = groups.rows
@@ -88,7 +90,7 @@ class DgluEpilogue(Epilogue):
     def make_ring(self, barriers: cute.Pointer, staging: cute.Tensor) -> PreactRing:
         return PreactRing(barriers, staging, self.preact_layout)
 
-    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Slots, smem: Smem, ring: PreactRing) -> DgluState:
+    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Any, smem: Smem, ring: Any) -> DgluState:
         return DgluState(inputs, groups, slots, ColumnSmem(**smem), ring)
 
     def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:

@@ -7,7 +7,7 @@ piece and stores it: neither the preactivations nor the gradients ever fill regi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -122,9 +122,9 @@ class PreactPair(Invariant):
     """One thread's access to pairs, in accumulator order (fragments.py) within a piece of 16 columns."""
 
     def __init__(self, ring: PreactRing, slots: Slots):
-        self.ring = ring
+        self.ring: Any = ring
         self.layout = ring.layout
-        self.slots = slots
+        self.slots: Any = slots
         self.dtype = slots.dtype
         self.tiled_copy = matrix_copy(warp.LdMatrix8x8x16bOp(False, 4), self.dtype, COLS)
         self.source = self.tiled_copy.get_slice(slots.thread).partition_S(slots.smem)
@@ -141,9 +141,12 @@ class PreactPair(Invariant):
         else:
             for part in cutlass.range_constexpr(self.layout.slots):
                 slot, index = self.layout.slot_of(part, piece)
-                source = cute.append_ones(self.source[(None, index), 0, 0, self.ring.slot(number, slot)], 2)
-                cute.copy(self.tiled_copy, source, cute.append_ones(parts[part], 2))
+                self.load_piece(parts[part], self.ring.slot(number, slot), index)
         return parts
+
+    def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
+        source = cute.append_ones(self.source[(None, index), 0, 0, slot], 2)
+        cute.copy(self.tiled_copy, source, cute.append_ones(target, 2))
 
     @cute.jit
     def write(self, number: Int32, piece: cutlass.Constexpr[int], parts: tuple):

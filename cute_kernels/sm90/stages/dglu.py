@@ -3,6 +3,8 @@
 FC2 contracts over I and this over H, so what is transposed there is not here.
 """
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -16,10 +18,13 @@ from ..grouped_gemm import GroupedGemm
 
 
 class Dglu:
+    gemm_type: Any = GroupedGemm
+    epilogue_type: Any = DgluEpilogue
+
     def __init__(self, spec: DgluSpec):
         self.tile = spec.tile
         dtype = DTYPES[spec.dtype]
-        self.gemm = GroupedGemm(spec, dtype, DgluEpilogue(dtype, spec), not spec.transpose_w)
+        self.gemm = self.gemm_type(spec, dtype, self.epilogue_type(dtype, spec), not spec.transpose_w)
 
     @cute.jit
     def __call__(

@@ -1,5 +1,7 @@
 """act = grouped_glu(x, w) in 16 bits, alone or with its preactivation."""
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -15,13 +17,15 @@ from ..grouped_gemm import GroupedGemm
 
 
 class Glu:
+    gemm_type: Any = GroupedGemm
+
     def __init__(self, spec: GroupedGluSpec):
         dtype, self.transposed = DTYPES[spec.dtype], spec.transpose_w
         # Whose halves may be two tensors.
         self.may_part = spec.gated and not spec.transpose_w and "concat" in LAYOUT_FORMS[spec.glu_layout]
         is_natural = spec.transpose_w and spec.glu_layout in NATURAL_EPILOGUES
         epilogue = (NATURAL_EPILOGUES[spec.glu_layout] if is_natural else ActivationEpilogue)(dtype, spec)
-        self.gemm = GroupedGemm(spec, dtype, epilogue, spec.transpose_w)
+        self.gemm = self.gemm_type(spec, dtype, epilogue, spec.transpose_w)
 
     @cute.jit
     def __call__(

@@ -1,5 +1,7 @@
 """act = grouped_glu(x, w) of 16-bit rows and weights in MXFP8; of "mxfp8_exact", act is rounded to MXFP8 values."""
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -15,9 +17,12 @@ from ..swapped_gemm import SwappedGemm
 
 
 class Glu:
+    gemm_type: Any = SwappedGemm
+    epilogue_type: Any = SwappedActivationEpilogue
+
     def __init__(self, spec: GroupedGluSpec):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
-        self.gemm = SwappedGemm(spec, dtype, SwappedActivationEpilogue(dtype, spec), weights)
+        self.gemm = self.gemm_type(spec, dtype, self.epilogue_type(dtype, spec), weights)
 
     @cute.jit
     def __call__(

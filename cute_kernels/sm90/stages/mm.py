@@ -1,5 +1,7 @@
 """y = grouped_mm(x, w) in 16 bits."""
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -13,10 +15,12 @@ from ..grouped_gemm import GroupedGemm
 
 
 class Mm:
+    gemm_type: Any = GroupedGemm
+
     def __init__(self, spec: GroupedMmSpec):
         dtype = DTYPES[spec.dtype]
         epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = GroupedGemm(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
+        self.gemm = self.gemm_type(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
 
     @cute.jit
     def __call__(

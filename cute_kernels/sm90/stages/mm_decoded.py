@@ -1,5 +1,7 @@
 """y = grouped_mm(x, w) of 16-bit rows and weights in MXFP8, decoded on the way: plain scales, [E, N, K / 32]."""
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -14,9 +16,12 @@ from ..swapped_gemm import SwappedGemm
 
 
 class Mm:
+    gemm_type: Any = SwappedGemm
+    epilogue_type: Any = SwappedLinearEpilogue
+
     def __init__(self, spec: GroupedMmSpec):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
-        self.gemm = SwappedGemm(spec, dtype, SwappedLinearEpilogue(dtype, spec.tile), weights)
+        self.gemm = self.gemm_type(spec, dtype, self.epilogue_type(dtype, spec.tile), weights)
 
     @cute.jit
     def __call__(

@@ -1,5 +1,7 @@
 """dw = grouped_wgrad(dy, x)."""
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Int64
@@ -10,8 +12,10 @@ from ..grouped_wgrad import GroupedWgrad
 
 
 class Wgrad:
+    wgrad_type: Any = GroupedWgrad
+
     def __init__(self, spec: GroupedWgradSpec):
-        self.wgrad = GroupedWgrad(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])
+        self.wgrad = self.wgrad_type(spec, DTYPES[spec.dtype], DTYPES[spec.out_dtype])
 
     @cute.jit
     def __call__(

@@ -93,8 +93,11 @@ def family_of(spec: Spec) -> Spec:
         return replace(spec, fc1=family_of(spec.fc1), fc2=family_of(spec.fc2))  # type: ignore[arg-type]
     if not isinstance(spec, (GroupedMmSpec, GroupedGluSpec, GroupedDgluSpec, GroupedWgradSpec)):
         return spec
-    # Depth and schedule are those of the operands.
-    any_tile = TileConfig(k=spec.tile.k, schedule="swapped" if spec.tile.swapped else "cooperative")
+    # Depth and schedule are those of the operands and of the architecture.
+    if spec.tile.by_warps:
+        any_tile = TileConfig(n=128, k=spec.tile.k, schedule=spec.tile.schedule)
+    else:
+        any_tile = TileConfig(k=spec.tile.k, schedule="swapped" if spec.tile.swapped else "cooperative")
     if isinstance(spec, GroupedDgluSpec):
         return replace(spec, tile=any_tile, dgrad=any_tile if spec.dgrad else None)
     return replace(spec, tile=any_tile)

@@ -14,8 +14,17 @@ from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
 from .app import command, count, flag, megabytes, row, show, word
+from .doctor import find_gpu, installed_torch
 
-ARCHS = word("Architecture, repeatable; default: every one.", profiles.CONFIGS)._replace(kind=list[str] | None)
+ARCHS = word("Architecture, repeatable; default: this GPU's, or sm_90a.", profiles.CONFIGS)._replace(
+    kind=list[str] | None
+)
+
+
+def archs_here() -> list[str]:
+    """The best architecture for this machine's GPU; without one that has kernels, Hopper's."""
+    gpu = find_gpu(installed_torch())
+    return [gpu.best if gpu and gpu.best else profiles.DEFAULT]
 
 
 @command(
@@ -31,7 +40,7 @@ def build(
     arch: list[str] | None, profile: str, only: list[str] | None, jobs: int | None, out: Path | None, keep: bool
 ) -> None:
     """Compile the shipped kernels and link them into one library per architecture."""
-    for one in arch or list(profiles.CONFIGS):
+    for one in arch or archs_here():
         root = out or packaged_root()
         specs = profiles.shipped_specs(one, profile, only or ())
         manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
@@ -76,7 +85,8 @@ def _cells(function: Function) -> dict[str, str]:
 )
 def info(arch: list[str] | None, op: str | None, bundle: Path | None) -> None:
     """Show what the bundle contains; nothing of it is loaded."""
-    for one in arch or list(profiles.CONFIGS):
+    there = [one for one in profiles.CONFIGS if (bundle_root(bundle) / one).is_dir()]
+    for one in arch or there or archs_here():
         folder = bundle_root(bundle) / one
         manifest = verify(folder, one)
         functions = manifest.functions.values()

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import typer
 
-from cute_kernels.arch import by_capability
+from cute_kernels.arch import serving
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
 from ..choose import known, records
+from ..host.device import arch_of, supported
 from .app import command, console
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
@@ -40,6 +41,11 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
     arch: str | None
 
+    @property
+    def best(self) -> str | None:
+        """The best architecture for it, whether there is a bundle of it or not."""
+        return next(iter(serving(self.capability)), None)
+
 
 Finding = tuple[str, ...]
 """A Check but for its name."""
@@ -57,7 +63,7 @@ def find_gpu(torch: Any | None) -> Gpu | None:
     if torch is None or not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
-    return Gpu(torch.cuda.get_device_name(), capability, by_capability().get(capability))
+    return Gpu(torch.cuda.get_device_name(), capability, arch_of(capability))
 
 
 def driver_version() -> tuple[int, int] | None:
@@ -87,8 +93,7 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
         return "note", "none that torch can use: tensors on the CPU are served by the CPU reference"
     named = f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.arch is None:
-        served = ", ".join(f"{major}.{minor}" for major, minor in by_capability())
-        return "bad", f"{named}: no kernels for it", f"use a GPU of compute capability {served}"
+        return "bad", f"{named}: no kernels for it", f"use a GPU of compute capability {supported()}"
     return "ok", f"{named}: served by the {gpu.arch} kernels"
 
 
@@ -168,7 +173,7 @@ def examine() -> Iterator[Check]:
     with contextlib.suppress(RuntimeError):  # a driver that torch cannot initialise is found by its own check
         gpu = find_gpu(torch)
     needed = "bad" if gpu else "note"  # of what only a GPU needs
-    archs = [gpu.arch] if gpu and gpu.arch else list(profiles.CONFIGS)
+    archs = [gpu.arch] if gpu and gpu.arch else [profiles.DEFAULT]
     checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
         ("torch", "bad", _check_torch, (torch,)),
         ("GPU", "bad", _check_gpu, (gpu,)),

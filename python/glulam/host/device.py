@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +16,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from cute_kernels.arch import by_capability, room
+from cute_kernels.arch import FOLDERS, GPUS, capability, serving
+from ffi_bridge import loader, manifest
 
 from ..errors import UnsupportedDevice
 
 KERNEL_DEVICE = "cuda"  # tensors of this device type go to the kernels, those on the CPU to the reference
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects certainly are memory that a kernel can read
-ARCHS = by_capability()
+ENV_ARCH = "GLULAM_ARCH"
+"""Names the architecture whose kernels serve every GPU that can run them, instead of the best one."""
+ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
+TESTED = ("sm_90a", "sm_90")
+"""Architectures whose kernels passed all tests on a GPU; those of the others were built and never run."""
 
 
 def _raw_stream(index: int) -> int:
@@ -104,17 +110,43 @@ def gpu(index: int) -> Gpu:
         UnsupportedDevice: no kernel runs on it.
     """
     properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
-    arch = ARCHS.get(capability) if torch.version.cuda else None
+    found = (properties.major, properties.minor)
+    arch = arch_of(found) if torch.version.cuda else None
     if arch is None:
-        supported = ", ".join(
-            f"{major}.{minor} ({name}), as {room(name).GPUS}" for (major, minor), name in ARCHS.items()
-        )
         raise UnsupportedDevice(
-            f"cuda:{index} is a {properties.name} of compute capability {capability[0]}.{capability[1]}; Glulam has "
-            f"kernels for {supported}; move the tensors there, or to the CPU for the reference"
+            f"cuda:{index} is a {properties.name} of compute capability {found[0]}.{found[1]}; Glulam has "
+            f"kernels for {supported()}; move the tensors there, or to the CPU for the reference"
+        )
+    if arch not in TESTED and os.environ.get(ENV_UNVALIDATED) != "1":
+        raise UnsupportedDevice(
+            f"cuda:{index} is a {properties.name}, whose {arch} kernels were built, never run: nobody has seen their "
+            f"results; set {ENV_UNVALIDATED}=1 to run them all the same, and compare with the CPU reference"
         )
     return Gpu(properties.name, arch, properties.multi_processor_count)
+
+
+def supported() -> str:
+    """The architectures, and GPUs of theirs, in words."""
+    return ", ".join(f"{'.'.join(map(str, capability(arch)))} ({arch}), as {GPUS[arch]}" for arch in FOLDERS)
+
+
+def arch_of(device: tuple[int, int]) -> str | None:
+    """The architecture whose kernels serve GPUs of a compute capability: the one that GLULAM_ARCH names, else the best
+    one with a bundle, else the best one; None where there is none.
+
+    Raises:
+        UnsupportedDevice: GLULAM_ARCH names one whose kernels do not run there.
+    """
+    usable = serving(device)
+    if (wanted := os.environ.get(ENV_ARCH)) and usable:
+        if wanted not in usable:
+            raise UnsupportedDevice(
+                f"{ENV_ARCH} is {wanted!r}, whose kernels do not run on a GPU of compute capability {device[0]}."
+                f"{device[1]}; choose one of: {', '.join(usable)}"
+            )
+        return wanted
+    root = loader.bundle_root()
+    return next((arch for arch in usable if (root / arch / manifest.FILE).is_file()), next(iter(usable), None))
 
 
 def parsed(caller: str, device: Any) -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from torch.nn.functional import pad
 
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
+from ffi_bridge import profiles
 
 from ..calls.checks import check_choice, runs_kernels, shape_text
 from ..calls.memory import readable
 from ..choose import kernels
 from ..choose.problem import dtype_name
+from ..errors import UnsupportedDevice
 from ..host import device as gpus
 from ..scaled import BLOCK, E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, SCALE_DTYPE, SOURCE_DTYPES, Scaled, scales_of
 from .layout import AXES, BLOCK_SIZES, DATA_DTYPE
@@ -239,10 +242,20 @@ def _empty(pieces: list[Tensor], axis: str) -> FoldedWeight:
     return FoldedWeight(data, torch.empty(data.shape[:2], dtype=SCALE_DTYPE, device=data.device), axis, None)
 
 
+@functools.cache
+def _ships(spec: FoldMxfp8Spec) -> bool:
+    return profiles.profile_of(spec.arch, spec.name) is not None
+
+
 def _fold_by_kernel(pieces: list[Tensor], out: FoldedWeight) -> None:
     """Bit for bit what `_fold_by_torch` makes of finite weights."""
     index, first = out.data.get_device(), 0
     spec = FoldMxfp8Spec(dtype_name(pieces[0].dtype), out.axis, gpus.gpu(index).arch)
+    if not _ships(spec):
+        raise UnsupportedDevice(
+            f"recipe 'mxfp8' needs an FP8 MMA, which the {spec.arch} kernels that serve cuda:{index} have not; choose "
+            "recipe='mxfp8_weight_only', 'mxfp8_exact' or 'bf16'"
+        )
     fold, pack = kernels.find(spec).function, signature_of(spec).pack
     with contextlib.nullcontext() if gpus.is_only_one() else torch.cuda.device(index):
         for w in readable(pieces):

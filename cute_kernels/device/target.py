@@ -1,0 +1,45 @@
+"""What the GPU that a kernel is compiled for has, of what kernels of any architecture would use."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import cutlass.cute as cute
+
+from ..capabilities import capability
+
+EARLY_LAUNCH = (9, 0)
+
+
+def _target() -> str:
+    """A compile process serves one architecture, which the DSL reads there, too."""
+    return os.environ["CUTE_DSL_ARCH"]
+
+
+def has_early_launch() -> bool:
+    """Programmatic dependent launch."""
+    return capability(_target()) >= EARLY_LAUNCH
+
+
+def has_fp8() -> bool:
+    """Whether FP8 conversions are the hardware's: on Hopper's own kernels alone, so that what all others run is tested
+    on an H100 as well, sm_80 and sm_86 have none."""
+    return _target() == "sm_90a"
+
+
+def early(wanted: Any) -> Any:
+    """A launch's `use_pdl`."""
+    return wanted if has_early_launch() else False
+
+
+def wait_for_earlier() -> None:
+    """Until the kernel before has ended, where this one may begin before."""
+    if has_early_launch():
+        cute.arch.griddepcontrol_wait()
+
+
+def let_next_begin() -> None:
+    """The kernel behind may begin, and waits where it needs this one's results."""
+    if has_early_launch():
+        cute.arch.griddepcontrol_launch_dependents()

@@ -1,0 +1,44 @@
+"""The specs that bundles of all architectures but Hopper's own ship. Plain Python, which imports no compiler."""
+
+from __future__ import annotations
+
+from ..shipped import PROFILES as PROFILES
+from ..shipped import (
+    backward_specs,
+    decoded_specs,
+    demo_specs,
+    forward_specs,
+    layer_specs,
+    mhc_specs,
+    quantizing_specs,
+)
+from ..specs import BLOCK_ROWS, Spec, is_gated
+from ..tiles import TileConfig
+
+LARGE = TileConfig(m=128, n=128, k=64, schedule="warps")
+# Few rows an expert: four warps multiply a quarter of the depth each, and stages are deep.
+SMALL = TileConfig(m=16, n=128, k=64, schedule="warps")
+TILES = (SMALL, LARGE)
+
+
+def glu_form(
+    activation: str, glu_layout: str, width: int, operands: str, tile: TileConfig, save_preact: bool,
+    transpose_w: bool = False,
+) -> tuple[str, str]:  # fmt: skip
+    """What the kernel of an FC1 is compiled for, as `specs.ACTIVATION_FORMS` and `LAYOUT_FORMS` have it: all those with
+    a gate or without one, and all layouts but of transposed weights, each of which is loaded another way.
+    """
+    if not is_gated(activation):
+        return "ungated", "concat"
+    if transpose_w:
+        return "gated", glu_layout
+    return "gated", "strided" if width % BLOCK_ROWS else "blocked"
+
+
+def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
+    """Every spec of a profile, in a fixed order: a build of the same sources is byte-identical."""
+    if profile == "demo":
+        return demo_specs(arch, LARGE, glu_form)
+    specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, LARGE, (LARGE,)) + quantizing_specs(arch)
+    specs += decoded_specs(arch, TILES, glu_form) + mhc_specs(arch) + layer_specs(arch)
+    return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]

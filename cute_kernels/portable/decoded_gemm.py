@@ -1,0 +1,87 @@
+"""The grouped GEMM of 16-bit rows and weights in MXFP8 or MXFP4, decoded on the way."""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..formats import OPERANDS, Format
+from ..quantize.e4m3 import e4m3_value
+from ..quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
+from ..schedule.work import WorkTile
+from ..sm90.epilogue.activation import ActivationEpilogue
+from ..sm90.epilogue.base import Epilogue, Inputs, WarpgroupState
+from ..specs import GemmSpec, GroupedGluSpec
+from .grouped_gemm import GroupedGemm, Operands
+from .mainloop import Mainloop
+from .narrow import Narrow, narrow_sources
+from .operands import Along
+from .sources import row_sources, weight_sources
+
+BLOCK_REGS = 16
+"""A thread's results of 32 columns, of two rows."""
+
+
+class RoundingEpilogue(ActivationEpilogue):
+    """act = activation(acc + bias) * scale[row], where the format says so rounded to MXFP8 values, 32 columns a block:
+    to what quantising and back gives, from float32."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
+        super().__init__(dtype, spec)
+        self.rounds = OPERANDS[spec.operands].act.holds is not None
+
+    @cute.jit
+    def _activated(
+        self, state: WarpgroupState, acc: cute.Tensor, chunk: cutlass.Constexpr[int], cols: cutlass.Constexpr[int],
+        scales: cute.Tensor,
+    ) -> cute.Tensor:  # fmt: skip
+        outputs = ActivationEpilogue._activated(self, state, acc, chunk, cols, scales)
+        if const_expr(self.rounds):
+            for block in cutlass.range_constexpr(cute.size(outputs) // BLOCK_REGS):
+                for row in cutlass.range_constexpr(2):
+                    _round(outputs, block * BLOCK_REGS + 2 * row)
+        return outputs
+
+
+def _round(outputs: cute.Tensor, first: int) -> None:
+    """One row's eight of a thread's results of a block, four lanes' together."""
+    places = [first + 4 * (i // 2) + i % 2 for i in range(BLOCK_REGS // 2)]
+    amax = Int32(0)
+    for place in places:
+        amax = cutlass.max(amax, magnitude_of(outputs[place]))
+    for distance in (1, 2):
+        amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, distance))
+    exponent = exponent_of(amax.bitcast(Float32))
+    for place in places:
+        outputs[place] = e4m3_value(outputs[place] * multiplier_of(exponent)) * power_of_two(exponent)
+
+
+class DecodedGemm(GroupedGemm):
+    """`weights`: their format."""
+
+    def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
+        super().__init__(spec, dtype, epilogue)
+        self.weights = weights
+
+    def make_operands(self) -> tuple[Along, Narrow]:
+        return Along(self.dtype, self.tile.m), Narrow(self.tile.n, self.weights)
+
+    @cute.jit
+    def launch(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
+        inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """As that of sm90's."""
+        GroupedGemm.launch(
+            self, x, w, (y,), groups, Int64(0), Int64(0), inputs, num_sms, position, stream
+        )  # fmt: skip
+
+    @cute.jit
+    def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
+        a = row_sources(operands.rows, work, mainloop.a)
+        weights, part_n = operands.weights, self.tile.n // self.parts
+        lines = weight_sources(weights, work, mainloop.b, part_n, self.layout)
+        b = narrow_sources(
+            lines, weights, operands.w_scale, operands.depth, work, self.parts, part_n, self.layout
+        )  # fmt: skip
+        mainloop.run(acc, a, b, operands.depth)

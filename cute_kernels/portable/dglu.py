@@ -1,0 +1,89 @@
+"""The epilogue of grouped_dglu where no warp can load beside the others: all of a tile's preactivations come into the
+stages' memory once that is free, 8 KB a slot, and their gradients take their place (sm90/epilogue/preact.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..device.invariant import Invariant
+from ..schedule.groups import Groups
+from ..schedule.work import WorkTile
+from ..sm90.epilogue.base import ColumnSmem, Prefetched
+from ..sm90.epilogue.dglu import DgluEpilogue, DgluInputs, DgluState
+from ..sm90.epilogue.preact import PreactLayout, PreactPair
+from ..sm90.epilogue.shape import EpilogueShape, SlotShape, Smem
+from ..sm90.fragments import TileShare
+from .store import RowStore, Slots, make_store
+
+
+class PreactSlots(Invariant):
+    """Slots of a tile's chunks, by their number: one of act, then those of its preactivation."""
+
+    def __init__(self, slots: Slots, layout: PreactLayout):
+        self.slots, self.layout, self.smem = slots, layout, slots.smem
+
+    def act_slot(self, number: Int32) -> Int32:
+        return number * (1 + self.layout.slots)
+
+    def slot(self, number: Int32 | int, slot: int) -> Int32 | int:
+        return number * (1 + self.layout.slots) + 1 + slot
+
+    def load(self, preact: RowStore, work: WorkTile, chunk: int, row: Int32, column: Int32) -> None:
+        """Start to bring a chunk's preactivations."""
+        for slot in range(self.layout.slots):
+            at, half = self.layout.column(column, slot)
+            self.slots.bring(preact.tile(work, row, at, half), self.slot(chunk, slot))
+
+    def wait(self, number: Int32) -> None:
+        """All are there when the first chunk begins."""
+
+    def release(self, number: Int32) -> None:
+        """No chunk of a tile has slots of another."""
+
+
+class Pair(PreactPair):
+    """One thread's access to slots of a chunk, two elements at a time."""
+
+    def __init__(self, ring: PreactSlots, slots: Slots):
+        self.ring, self.layout, self.slots, self.dtype = ring, ring.layout, slots, slots.dtype
+
+    def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
+        for i in range(cute.size(target) // 2):
+            two = cute.make_tensor(target.iterator + 2 * i, cute.make_layout(2))
+            cute.autovec_copy(self.slots.pair(slot, 4 * index + i), two)
+
+
+class State(DgluState):
+    pair_type = Pair
+
+
+class Epilogue(DgluEpilogue):
+    """Stores: dpreact, then act."""
+
+    @property
+    def shape(self) -> EpilogueShape:
+        count = self.chunks_per_share * (1 + self.preact_layout.slots)
+        return EpilogueShape(SlotShape(self.dtype, self.chunks_per_share, count), super().shape.smem)
+
+    def kernel_inputs(self, inputs: DgluInputs) -> DgluInputs:
+        return inputs._replace(preact=make_store(self.preact_layout.view(inputs.preact)))
+
+    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Any, smem: Smem, ring: None) -> State:
+        return State(inputs, groups, slots, ColumnSmem(**smem), PreactSlots(slots, self.preact_layout))
+
+    @cute.jit
+    def finish(
+        self, state: State, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile, share: TileShare
+    ):  # fmt: skip
+        for chunk in cutlass.range_constexpr(self.chunks_per_share):
+            _, row, column = self._chunk_at(work, Int32(0), 0, chunk)
+            state.ring.load(state.inputs.preact, work, chunk, row, column)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        DgluEpilogue.finish(self, state, acc, prefetched, stores, work, share)

@@ -1,0 +1,123 @@
+"""The weight gradient, ragged in the contraction: dw[e] = dy_e^T @ x_e over the rows of group e.
+
+Every element of dw is made by one CTA in one pass, which adds what dw holds where a group accumulates: the result is
+deterministic. An empty group adds nothing, or overwrites with zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint8
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..device.select import select
+from ..memory.weights import UNIT_BYTES, ExpertAddress, expert_offset, weight_view
+from ..schedule.groups import Groups
+from ..schedule.wgrad_scheduler import SameTiles
+from ..schedule.work import TileGrid, WorkTile
+from ..sm90.epilogue.shape import EpilogueShape, SlotShape
+from ..sm90.fragments import TileShare, chunk_of
+from ..specs import GroupedWgradSpec
+from .mainloop import SLAB, Mainloop
+from .operands import Across
+from .persistent import TileKernel, TileWalk
+from .sources import Rows, column_sources, rows_of
+from .store import SLOTS, Place, Slots
+
+
+class WgradWalk(SameTiles, TileWalk):
+    """Every group has the same tiles, empty ones too."""
+
+
+class WgradInputs(NamedTuple):
+    """Where dw's experts lie, of `rows` rows of `columns`, and which groups add: all (`accumulate` != 0) or those with
+    mask[e] (bool, 0: absent)."""
+
+    base: Int64
+    address: ExpertAddress
+    rows: Int32
+    columns: Int32
+    mask: Int64
+    accumulate: Int32
+
+
+class WgradState(Invariant):
+    def __init__(self, inputs: WgradInputs, slots: Slots):
+        self.inputs, self.slots = inputs, slots
+
+
+class WgradEpilogue(Invariant):
+    """Store accumulators as dw's type, overwriting or adding."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], tile):
+        self.dtype, self.tile = dtype, tile
+        self.shape = EpilogueShape(SlotShape(dtype, 0, SLOTS))
+
+    def make_state(self, inputs: WgradInputs, groups: Groups, slots: Slots, smem: dict, ring: None) -> WgradState:
+        return WgradState(inputs, slots)
+
+    @cute.jit
+    def begin(self, state: WgradState, work: WorkTile, share: TileShare) -> Boolean:
+        """Whether this tile adds to what dw holds."""
+        adds = state.inputs.accumulate != 0
+        if state.inputs.mask != 0:
+            adds = vector_at(Uint8, state.inputs.mask)[work.expert] != 0
+        return adds
+
+    @cute.jit
+    def finish(
+        self, state: WgradState, acc: cute.Tensor, adds: Boolean, stores: tuple, work: WorkTile, share: TileShare
+    ):  # fmt: skip
+        inputs, cols = state.inputs, state.slots.cols
+        base = inputs.base + expert_offset(inputs.address, work.expert) * UNIT_BYTES
+        pitch = Int64(inputs.columns) * (self.dtype.width // 8)
+        across = self.tile.n // cols
+        for chunk in cutlass.range_constexpr(self.tile.slabs * across):
+            row = work.m_tile * self.tile.m + chunk // across * SLAB
+            column = work.n_tile * self.tile.n + chunk % across * cols
+            address = base + row * pitch + column * (self.dtype.width // 8)
+            place = Place(address, pitch, inputs.rows - row, inputs.columns - column)
+            state.slots.put(chunk_of(acc, chunk, cols), None, place, chunk % SLOTS, adds)
+
+
+class Operands(NamedTuple):
+    dy: Rows
+    x: Rows
+
+
+class GroupedWgrad(TileKernel):
+    """Kernel of dy [T,N] and x [T,K], 16-bit, into dw of `out_dtype`."""
+
+    walk = WgradWalk
+
+    def __init__(self, spec: GroupedWgradSpec, dtype: type[cutlass.Numeric], out_dtype: type[cutlass.Numeric]):
+        super().__init__(spec.name, dtype, spec.tile, WgradEpilogue(out_dtype, spec.tile))
+
+    def make_operands(self) -> tuple[Across, Across]:
+        return Across(self.dtype, self.tile.m), Across(self.dtype, self.tile.n)
+
+    @cute.jit
+    def launch(
+        self, dy: cute.Tensor, x: cute.Tensor, dw: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
+        rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """As that of sm90's."""
+        view, address = weight_view(dw, dw_table, 1, "concat", False)
+        num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
+        n, k = Int32(dy.shape[1]), Int32(x.shape[1])
+        inputs = WgradInputs(view.iterator.toint(), address, n, k, mask, accumulate)
+        grid = TileGrid(cute.ceil_div(n, self.tile.m), cute.ceil_div(k, self.tile.n))
+        operands = Operands(rows_of(dy, rows[0]), rows_of(x, rows[1]))
+        self.start(operands, (), inputs, Groups(*groups, num_rows), grid, num_sms, stream)
+
+    @cute.jit
+    def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
+        a = column_sources(operands.dy, work, mainloop.a, work.m_tile)
+        b = column_sources(operands.x, work, mainloop.b, work.n_tile)
+        mainloop.run(acc, a, b, work.group_end - work.row)

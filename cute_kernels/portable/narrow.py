@@ -1,0 +1,149 @@
+"""Weights in MXFP8 or MXFP4, which become pairs of bfloat16 numbers on their way from shared memory to mma.sync.
+
+A stage has a chunk's bytes as they lie in memory, and for each weight row and block of 32 what its elements are
+multiplied by, 2^(e - 127) in both halves of a word. That is fetched a stage ahead: a thread asks for the scale bytes of
+its row, and writes them when it asks for the next.
+
+A lane wants of a column the elements 16 s + 8 h + 2 t + (0, 1) of a block, s and h = 0, 1 and t = lane % 4. Of E4M3
+these are two bytes; of E2M1 word t of the block has them all (`python/glulam/mxfp4/words.py`), in an order that is
+another one in every second two blocks: there the rows of x are read so.
+
+E4M3 is decoded in integer arithmetic, which every GPU from Ampere on has: moved to where bfloat16 has exponent and
+significand a number is 2^-120 times itself, also where it is a subnormal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, Int64, Uint8, Uint16
+
+from ..device.gmem import vector_at
+from ..device.select import select
+from ..formats import E2M1, SCALE_BLOCK, Format
+from ..memory.weights import row_of
+from ..schedule.work import WorkTile
+from ..sm90.mainloop.decode import EXPONENT_ONE, HALF_OF_LEAST_NORMAL, LANES_OF_16
+from ..sm90.mainloop.decoders import DECODERS, EXPONENT_BIAS, E2m1Decoder
+from .mainloop import DEPTH, THREADS
+from .operands import Along, Lines
+from .sources import Weights
+
+BLOCKS = DEPTH // SCALE_BLOCK
+NAN = 0x7FC0 * LANES_OF_16
+# What makes numbers of elements that were moved to bfloat16's places: 2^120 of E4M3, 2^126 of E2M1.
+E4M3_SHIFT, E2M1_SHIFT = (EXPONENT_BIAS + 120) * EXPONENT_ONE, (EXPONENT_BIAS + 126) * EXPONENT_ONE
+FIRST_OF_PAIR, SIGNS, MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
+
+
+def product(pair: Int32, multiplier: Int32) -> Int32:
+    """Of two bfloat16 numbers each, by adding -0: sm_80 has no multiplication alone."""
+    ptx = """{
+        .reg .b32 factor, zero;
+        mov.b32 factor, {$r1};
+        mov.b32 zero, 0x80008000;
+        fma.rn.bf16x2 {$w0}, {$r0}, factor, zero;
+        }"""
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
+
+
+def e4m3_pair(two: Int32) -> Int32:
+    """Two bytes as bfloat16 numbers, 2^-120 times what they are. 0x7F, NaN, becomes one."""
+    bytes_apart = Int32(cute.arch.prmt(two, Int32(0), Int32(FIRST_OF_PAIR)))
+    magnitudes = bytes_apart & MAGNITUDES
+    is_nan = (magnitudes + LANES_OF_16) & SIGNS
+    return (magnitudes << 4) | (bytes_apart & SIGNS) << 8 | is_nan * 0xFF
+
+
+class NarrowLines(NamedTuple):
+    """Where a thread's weight rows begin, and the scale bytes of the row whose they are to fetch, one a block."""
+
+    parts: tuple[Int64, ...]
+    distances: cute.Tensor
+    scales: Int64
+    blocks: Int32
+
+
+class Narrow(Along):
+    """`lines` weight rows of a format, a thread's own scales those of row number thread."""
+
+    def __init__(self, lines: int, weights: Format):
+        super().__init__(BFloat16, lines, weights.bits)
+        assert lines == THREADS
+        self.is_e2m1, self.first_bad = weights.element == E2M1, DECODERS[weights.element].first_bad
+        self.line_area = self.stage_bytes
+        self.stage_bytes += BLOCKS * lines * 4
+        self.pending = cute.make_rmem_tensor(BLOCKS, Int32)
+        self.pending.fill(0)
+
+    def _multipliers(self, stage: Int32) -> cute.Tensor:
+        """Of a stage, (row, block)."""
+        at = self.smem + stage * self.stage_bytes + self.line_area
+        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=4)
+        return cute.make_tensor(pointer, cute.make_layout((self.lines, BLOCKS)))
+
+    @cute.jit
+    def advance(self, sources: NarrowLines, stage: Int32, tile: Int32, before: Int32):
+        """Write the multipliers of the k-tile before, whose stage is `before`, and ask for those of this one."""
+        thread, _, _ = cute.arch.thread_idx()
+        held = self._multipliers(before)
+        for block in cutlass.range_constexpr(BLOCKS):
+            byte = self.pending[block]
+            power = cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
+            held[thread, block] = select(byte >= self.first_bad, Int32(NAN), power)
+        for block in cutlass.range_constexpr(BLOCKS):
+            number = tile * BLOCKS + block
+            if number < sources.blocks:
+                self.pending[block] = Int32(vector_at(Uint8, sources.scales)[number]) & 0xFF
+
+    def k_of(self, tile: Int32, k: Int32 | int) -> Int32 | int:
+        return k ^ tile % 2 if self.is_e2m1 else k
+
+    def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
+        """16 columns and 16 of the depth, its halves first."""
+        multipliers, words = self._multipliers(stage), []
+        first = self.smem + stage * self.stage_bytes
+        block = k // 2
+        for half in range(2):
+            column = self.lane // 4 + pair * 16 + half * 8
+            multiplier = multipliers[column, block]
+            two = self._two_words(first, column, k)
+            words += [product(product(word, Int32(self._shift)), multiplier) for word in two]
+        return words
+
+    @property
+    def _shift(self) -> int:
+        return E2M1_SHIFT if self.is_e2m1 else E4M3_SHIFT
+
+    def _two_words(self, first: Int32, column: Int32, k: Int32 | int) -> list[Int32]:
+        """The lane's four elements of a column, moved to bfloat16's places."""
+        quad = self.lane % 4
+        if not self.is_e2m1:
+            at = first + self.at(column, Int32(k)) + quad * 2
+            return [e4m3_pair(self._load(Uint16, at + 8 * half)) for half in range(2)]
+        word = self._load(Int32, first + self.at(column, Int32(k // 2)) + quad * 4)
+        spread = E2m1Decoder().spread
+        pairs = [spread(word, pair) for pair in range(4)]
+        if isinstance(k, int):
+            return pairs[k % 2 * 2 : k % 2 * 2 + 2]
+        return [select(k % 2 == 0, pairs[half], pairs[2 + half]) for half in range(2)]
+
+    def _load(self, dtype: Any, at: Int32) -> Int32:
+        pointer = cute.make_ptr(dtype, at, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
+        return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0]) & (0xFFFF if dtype is Uint16 else -1)
+
+
+@cute.jit
+def narrow_sources(
+    lines: Lines, weights: Weights, w_scale: Int64, depth: Int32, work: WorkTile, parts: cutlass.Constexpr[int],
+    part_n: cutlass.Constexpr[int], layout: cutlass.Constexpr[str],
+) -> NarrowLines:  # fmt: skip
+    """Of a thread's copies and scales [E, rows, depth / 32]; behind an expert's last row those of that one."""
+    thread, _, _ = cute.arch.thread_idx()
+    column = cutlass.min(work.n_tile * part_n + thread % part_n, weights.count - 1)
+    row = row_of(layout, weights.gate, column, thread // part_n, weights.count)
+    blocks = depth // SCALE_BLOCK
+    scales = w_scale + (Int64(work.expert) * (parts * weights.count) + row) * blocks
+    return NarrowLines(lines.parts, lines.distances, scales, blocks)

@@ -1,0 +1,113 @@
+"""A persistent grid of CTAs whose warps all do the same: each walks the groups for itself, copies and multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint8
+
+from ..device.invariant import Invariant
+from ..device.warps import last_lane
+from ..schedule.groups import Groups
+from ..schedule.tile_scheduler import GroupTileScheduler
+from ..schedule.work import TileGrid, WorkTile
+from ..sm90.fragments import TileShare
+from ..tiles import TileConfig
+from .mainloop import CTAS_PER_SM, SMEM_BYTES, THREADS, Mainloop
+from .operands import CHUNK_BYTES
+from .store import Slots
+
+
+class TileWalk(GroupTileScheduler):
+    """Every warp walks the groups for itself: no warp has time to spare."""
+
+    def _tile_at(self, index: Int32, begin: Int32, end: Int32, rank: Int32) -> tuple[Int32, ...]:
+        m_tile, n_tile = self._cluster_tile_at(index, end - begin)
+        return self._first_row(begin, m_tile), end, m_tile, n_tile, Int32(0)
+
+
+def rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // CHUNK_BYTES) * CHUNK_BYTES
+
+
+class TileKernel(Invariant):
+    """A CTA takes tiles in turns with the others, each from its first copy to its last store.
+
+    who           waits for                                  then
+    all warps     own copies of a stage, barrier (CTA)       copy the next stage, multiply this one
+    all warps     barrier (CTA), at a tile's end             epilogue in the stages' memory, a barrier a slot
+    all warps     barrier (CTA), at the epilogue's end       next tile
+    """
+
+    walk: Any = TileWalk
+
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue: Any):
+        self.name, self.dtype, self.tile, self.epilogue = name, dtype, tile, epilogue
+
+    def make_operands(self) -> tuple[Any, Any]:
+        """A and B in shared memory."""
+        raise NotImplementedError
+
+    def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Any, work: WorkTile) -> None:
+        """Run the mainloop over a tile's contraction."""
+        raise NotImplementedError
+
+    @cute.jit
+    def start(
+        self, operands: Any, stores: Any, inputs: Any, groups: Groups, grid: TileGrid, num_sms: Int32,
+        stream: Any,
+    ):  # fmt: skip
+        small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(operands, stores, inputs, groups, grid).launch(
+            grid=(num_sms * CTAS_PER_SM, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=SMEM_BYTES + small,
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=100,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Any, stores: Any, inputs: Any, groups: Groups, grid: TileGrid):
+        smem = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        first = smem.toint()
+        mainloop = Mainloop(self.dtype, self.tile, *self.make_operands(), first)
+        own, at = {}, SMEM_BYTES
+        for field in self.epilogue.shape.smem:
+            pointer = cute.make_ptr(field.dtype, first + at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+            own[field.name] = cute.make_tensor(pointer, cute.make_layout(field.shape))
+            at += rounded_up(field.num_bytes)
+        slots: Any = Slots(smem, self.epilogue.dtype, self.epilogue.shape.slots.count, min(self.tile.m, 64))
+        state = self.epilogue.make_state(inputs, groups, slots, own, None)
+        acc = cute.make_rmem_tensor(self.tile.accumulators, Float32)
+        walk = self.walk(self.tile, groups, grid)
+        tile, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        tiles_before = Int32(0)
+        window = walk._load_window(Int32(0), Int32(0), tiles_before)
+        window_end = last_lane(window.tiles_end)
+        more = Boolean(True)
+        while more:
+            while (tile >= window_end) & (window.base + 32 < groups.count):
+                tiles_before = window_end
+                window = walk._load_window(window.base + 32, last_lane(window.end), tiles_before)
+                window_end = last_lane(window.tiles_end)
+            more = tile < window_end
+            if more:
+                work = walk._tile_in_window(window, tile, tiles_before)
+                self._make(mainloop, state, acc, work, operands, stores)
+            tile += blocks
+
+    @cute.jit
+    def _make(self, mainloop: Mainloop, state, acc: cute.Tensor, work: WorkTile, operands: Any, stores: Any):
+        """One tile."""
+        share = TileShare(Int32(0), Int32(0))
+        acc.fill(0.0)
+        prefetched = self.epilogue.begin(state, work, share)
+        self.multiply(mainloop, acc, operands, work)
+        mainloop.add_up(acc)
+        self.epilogue.finish(state, acc, prefetched, stores, work, share)
+        cute.arch.sync_threads()

@@ -1,0 +1,132 @@
+"""Specs that bundles of several architectures ship, in a fixed order. Plain Python: this imports no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+
+from .formats import DECODED, next_operands
+from .specs import (
+    BLOCK_ROWS,
+    DTYPES,
+    FOLD_AXES,
+    GATED,
+    GLU_LAYOUTS,
+    MHC_KERNELS,
+    QUANTIZE_AXES,
+    QUANTIZED_DTYPES,
+    RANK_KERNELS,
+    ROUTING_EXPERTS,
+    ROW_KERNELS,
+    STREAM_COUNTS,
+    STREAM_DTYPES,
+    UNGATED,
+    FoldMxfp8Spec,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    LayerSpec,
+    MhcSpec,
+    QuantizeMxfp4Spec,
+    QuantizeMxfp8Spec,
+    Spec,
+)
+from .tiles import TileConfig
+
+PROFILES = ("demo", "bf16", "full")
+"""What a bundle may hold, the smallest first: what the demo calls, all but float16, everything."""
+
+
+def activation_forms() -> list[tuple[str, str]]:
+    """Every (activation, glu_layout) that there is."""
+    return [*product(GATED, GLU_LAYOUTS), *((a, "concat") for a in UNGATED)]
+
+
+def glu_forms(
+    glu_form: Callable[..., tuple[str, str]], operands: str, tile: TileConfig, save_preact: bool = False,
+    transpose_w: bool = False,
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Every form that a room's `glu_form` gives."""
+    widths = (BLOCK_ROWS, BLOCK_ROWS + 1) if operands == "16bit" else (BLOCK_ROWS,)
+    asked = product(activation_forms(), widths)
+    forms = (glu_form(*form, width, operands, tile, save_preact, transpose_w) for form, width in asked)
+    return list(dict.fromkeys(forms))
+
+
+def demo_specs(arch: str, tile: TileConfig, glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
+    form = glu_form("swiglu", "concat", BLOCK_ROWS, "16bit", tile, False)
+    fc1, fc2 = GroupedGluSpec("bfloat16", *form, False, tile, arch), GroupedMmSpec(tile=tile, arch=arch)
+    return [GroupedMlpSpec(fc1, fc2), LayerSpec("route", experts=ROUTING_EXPERTS[0], arch=arch)]
+
+
+def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
+    """Of 16 bits: every forward, with and without a preactivation, of weights as they are and transposed."""
+    specs: list[Spec] = []
+    for tile, dtype, transpose_w in product(tiles, DTYPES, (False, True)):
+        fc2 = GroupedMmSpec(dtype, transpose_w, tile, arch)
+        specs += [fc2, replace(fc2, in_halves=True)] if transpose_w else [fc2]
+        for save_preact in (False, True):
+            for form in glu_forms(glu_form, "16bit", tile, save_preact, transpose_w):
+                fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, arch, transpose_w=transpose_w)
+                specs += [fc1, GroupedMlpSpec(fc1, fc2)]
+    return specs
+
+
+def backward_specs(arch: str, tile: TileConfig, wgrad_tiles: Sequence[TileConfig]) -> list[Spec]:
+    """Of 16 bits: every weight gradient, and every data path on `tile`."""
+    specs: list[Spec] = []
+    for dtype in DTYPES:
+        outs = product(wgrad_tiles, (dtype, "float32"))
+        specs += [GroupedWgradSpec(dtype, out, each, arch) for each, out in outs]
+        for activation, layout in activation_forms():
+            forms = GroupedDgluSpec(dtype, activation, layout, tile, arch=arch)
+            specs += [forms, replace(forms, dgrad=tile), replace(forms, transpose_w=True)]
+    return specs
+
+
+def decoded_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[..., tuple[str, str]]) -> list[Spec]:
+    """Every GEMM of 16-bit rows that decodes its weights. FC2 is the same, whether FC1 rounds what it makes or not."""
+    specs: dict[Spec, None] = {}
+    for tile, operands in product(tiles, DECODED):
+        fc2 = GroupedMmSpec("bfloat16", False, tile, arch, next_operands(operands))
+        specs[fc2] = None
+        for form in glu_forms(glu_form, operands, tile):
+            fc1 = GroupedGluSpec("bfloat16", *form, False, tile, arch, operands)
+            specs[GroupedMlpSpec(fc1, fc2)] = None
+    return list(specs)
+
+
+def quantizing_specs(arch: str) -> list[Spec]:
+    """Every quantiser, of MXFP8 and of MXFP4."""
+    specs: list[Spec] = [
+        QuantizeMxfp8Spec(dtype, axis, arch) for dtype, axis in product(QUANTIZED_DTYPES, QUANTIZE_AXES)
+    ]
+    specs += [
+        QuantizeMxfp8Spec(dtype, arch=arch, rounded=True) for dtype in ("bfloat16", "float32")
+    ]  # hold their values
+    return specs + [QuantizeMxfp4Spec(dtype, arch) for dtype in QUANTIZED_DTYPES]
+
+
+def folding_specs(arch: str) -> list[Spec]:
+    """Every fold: for FP8 MMAs alone."""
+    return [FoldMxfp8Spec(dtype, axis, arch) for dtype, axis in product(QUANTIZED_DTYPES, FOLD_AXES)]
+
+
+def mhc_specs(arch: str) -> list[Spec]:
+    """Every hyper-connection kernel: for each number of streams and, but for Sinkhorn's, each dtype of theirs."""
+    kernels = product(MHC_KERNELS, STREAM_DTYPES, STREAM_COUNTS)
+    return [MhcSpec(*choice, arch) for choice in kernels if "sinkhorn" not in choice[0] or choice[1] == "float32"]
+
+
+def layer_specs(arch: str) -> list[Spec]:
+    """Every kernel around a layer's experts."""
+    specs: list[Spec] = [
+        LayerSpec(kernel, experts=most, arch=arch) for kernel, most in product(("route", "sort"), ROUTING_EXPERTS)
+    ]
+    specs += [LayerSpec("router", dtype, most, arch) for dtype, most in product(DTYPES, ROUTING_EXPERTS)]
+    rows = product((*ROW_KERNELS, *RANK_KERNELS), STREAM_DTYPES)
+    specs += [LayerSpec(kernel, dtype, arch=arch) for kernel, dtype in rows]
+    return [*specs, LayerSpec("route_backward", arch=arch), LayerSpec("row_weights_backward", arch=arch)]
