@@ -9,7 +9,7 @@ import cutlass.cute as cute
 
 from ..capabilities import capability
 
-EARLY_LAUNCH = (9, 0)
+HOPPER = (9, 0)
 
 
 def _target() -> str:
@@ -19,7 +19,12 @@ def _target() -> str:
 
 def has_early_launch() -> bool:
     """Programmatic dependent launch."""
-    return capability(_target()) >= EARLY_LAUNCH
+    return capability(_target()) >= HOPPER
+
+
+def has_packed_integers() -> bool:
+    """Minimum and maximum of two 16-bit integers in a word."""
+    return capability(_target()) >= HOPPER
 
 
 def has_fp8() -> bool:

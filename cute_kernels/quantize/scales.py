@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..device.select import select
+from ..device.target import has_packed_integers
 
 E8M0_INF, E8M0_NAN = 0xFE, 0xFF
 F32_MIN_NORMAL, F32_INF, F32_NAN, F32_MANTISSA = 0x00800000, 0x7F800000, 0x7FC00000, 0x007FFFFF
@@ -43,6 +44,13 @@ def multiplier_of(exponent: Int32) -> Float32:
     return select(exponent == E8M0_NAN, Int32(F32_NAN), bits).bitcast(Float32)
 
 
+def pairs(dtype: type[cutlass.Numeric]) -> str:
+    """The type in which two 16-bit magnitudes compare: `max.u16x2` came with sm_90, that of floats with sm_80."""
+    if has_packed_integers():
+        return "u16x2"
+    return "NaN.bf16x2" if dtype is cutlass.BFloat16 else "NaN.f16x2"
+
+
 class Magnitudes:
     """|x| as unsigned integers, two in a word where x is 16-bit: their order is that of the numbers, and NaN is above
     Inf, so that a NaN reaches the scale."""
@@ -56,7 +64,7 @@ class Magnitudes:
         return word & Int32(self.mask)
 
     def max(self, a: Int32, b: Int32) -> Int32:
-        kind = "u16x2" if self.packed else "u32"
+        kind = pairs(self.dtype) if self.packed else "u32"
         ptx = f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};"
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[a, b]))
 
