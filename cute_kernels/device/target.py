@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from ..capabilities import capability
+from ..capabilities import capability, most_smem
 
 HOPPER = (9, 0)
 
@@ -31,6 +31,11 @@ def has_fp8() -> bool:
     """Whether FP8 conversions are the hardware's: on Hopper's own kernels alone, so that what all others run is tested
     on an H100 as well, sm_80 and sm_86 have none."""
     return _target() == "sm_90a"
+
+
+def smem_of_cta() -> int:
+    """Bytes at most."""
+    return most_smem(_target())
 
 
 def early(wanted: Any) -> Any:

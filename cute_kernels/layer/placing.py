@@ -18,11 +18,13 @@ from cutlass import Float32, Int32, Int64
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..device.target import smem_of_cta
 from ..device.vectors import load_params
 from ..device.warps import WARP, inclusive_scan, lanes_before, lanes_like
 
 THREADS = 1024
 WARPS = THREADS // WARP
+TOTALS_BYTES = WARPS * 4
 UNROLL = 8
 
 
@@ -77,10 +79,15 @@ class Results(NamedTuple):
     weight_of_row: Int64
 
 
+def counters_of(capacity: int) -> int:
+    """Warps of a CTA whose counts of each of `capacity` experts fit its shared memory."""
+    return min(WARPS, (smem_of_cta() - TOTALS_BYTES) // (capacity * 4))
+
+
 class Placer(Invariant):
     """The chunk of choices `begin` .. `end` - 1, of all CTAs' the one numbered `chunk`. `capacity`: most experts.
 
-    run: choices of a warp. warps: those that have some; others have no counts.
+    run: choices of a warp. warps: those that have some, of `counters_of` at most; others have no counts.
     """
 
     def __init__(self, choices: Choices, begin: Int32, end: Int32, capacity: int):
@@ -89,17 +96,18 @@ class Placer(Invariant):
         self.end = end
         thread, _, _ = cute.arch.thread_idx()
         self.thread = thread
-        self.run = cute.ceil_div(end - begin, THREADS) * WARP
+        counters = counters_of(capacity)
+        self.run = cute.ceil_div(end - begin, counters * WARP) * WARP
         self.warps = cute.ceil_div(end - begin, cutlass.max(self.run, Int32(1)))
         self.warp = cute.arch.make_warp_uniform(thread // WARP)
         smem = cute.arch.get_dyn_smem(Int32)
-        self.counts = cute.make_tensor(smem, cute.make_layout((capacity, WARPS)))
-        self.totals = cute.make_tensor(smem + capacity * WARPS, cute.make_layout(WARPS))
+        self.counts = cute.make_tensor(smem, cute.make_layout((capacity, counters)))
+        self.totals = cute.make_tensor(smem + capacity * counters, cute.make_layout(WARPS))
         self.capacity = capacity
 
     @staticmethod
     def num_bytes(capacity: int) -> int:
-        return (capacity + 1) * WARPS * 4
+        return capacity * counters_of(capacity) * 4 + TOTALS_BYTES
 
     def _run(self) -> tuple[Int32, Int32]:
         """This warp's choices: begin and end."""

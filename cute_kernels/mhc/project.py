@@ -27,27 +27,18 @@ from .gates import Gates, ProjectFinish
 from .project_exact import ExactProducts
 from .project_exact import Problem as ExactProblem
 from .shapes import (
-    PROJECT_BYTES,
-    PROJECT_WARPS,
     ROW_PADDING,
-    STAGE_BYTES,
-    STEP_BYTES,
     TOKEN_TILE,
     outputs,
+    project_cta,
     ring_stages,
     slice_capacity,
 )
 
 LANES = 32
-THREADS = PROJECT_WARPS * LANES
-# An operand: four lanes share a row of a token tile, and each lane has two rows. A step is so many vectors of each.
+# An operand: four lanes share a row of a token tile, and each lane has two rows.
 LANES_PER_ROW = 4
-READS = STEP_BYTES // (LANES_PER_ROW * VECTOR_BYTES)
 WORDS = VECTOR_BYTES // 4
-# A copy: lanes side by side on a row, as many as its bytes of a step need.
-COPY_LANES = STEP_BYTES // VECTOR_BYTES
-COPY_ROWS = LANES // COPY_LANES
-STEP_WORDS, STAGE_WORDS = STEP_BYTES // 4, STAGE_BYTES // 4
 # Vectors of the weight that a thread reads at a time.
 FILL_READS = 8
 
@@ -90,16 +81,25 @@ class Project(Invariant):
     `workspace`: see `shapes.project_workspace`.
     """
 
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+    def __init__(self, spec: MhcSpec):
+        name, dtype, n = spec.name, DTYPES[spec.dtype], spec.n
+        cta = project_cta(spec.arch)
         self.name = name
         self.dtype = dtype
         self.n = n
         self.outputs = outputs(n)
-        capacity = slice_capacity(n, dtype.width // 8) * dtype.width // 8
+        self.smem_bytes, self.warps, self.threads = cta.smem, cta.warps, cta.warps * LANES
+        # A step is so many vectors of each of a lane's two rows. A copy: lanes side by side on a row, as many as its
+        # bytes of a step need.
+        self.reads = cta.step_bytes // (LANES_PER_ROW * VECTOR_BYTES)
+        self.copy_lanes = cta.step_bytes // VECTOR_BYTES
+        self.copy_rows = LANES // self.copy_lanes
+        self.step_words, self.stage_words = cta.step_bytes // 4, cta.stage_bytes // 4
+        capacity = slice_capacity(cta, n, dtype.width // 8) * dtype.width // 8
         self.stages = ring_stages(n)
         self.row_words = (capacity + ROW_PADDING) // 4
-        self.ring_words = PROJECT_WARPS * self.stages * STAGE_WORDS
-        self.exact = ExactProducts(f"{name}_exact", dtype, n)
+        self.ring_words = self.warps * self.stages * self.stage_words
+        self.exact = ExactProducts(f"{name}_exact", dtype, n, cta)
         self.finish = ProjectFinish(f"{name}_finish", n)
 
     @cute.jit
@@ -120,8 +120,8 @@ class Project(Invariant):
                 self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
                 self.kernel(problem, weight, code).launch(
                     grid=(slices, groups, 1),
-                    block=(THREADS, 1, 1),
-                    smem=PROJECT_BYTES,
+                    block=(self.threads, 1, 1),
+                    smem=self.smem_bytes,
                     min_blocks_per_mp=1,
                     stream=stream,
                 )
@@ -136,10 +136,10 @@ class Project(Invariant):
         warp = cute.arch.make_warp_uniform(thread // LANES)
         tiles = cute.ceil_div(problem.tokens, TOKEN_TILE)
         ring = cute.arch.get_dyn_smem(Int32, alignment=128)
-        mine, weights = ring + warp * (self.stages * STAGE_WORDS), ring + self.ring_words
+        mine, weights = ring + warp * (self.stages * self.stage_words), ring + self.ring_words
         if group < tiles:
             # Neighbouring tiles go to neighbouring CTAs: they are in flight at once, wherever T ends.
-            first, stride = Place(group + warp * problem.groups, Int32(0)), problem.groups * PROJECT_WARPS
+            first, stride = Place(group + warp * problem.groups, Int32(0)), problem.groups * self.warps
             count = (tiles - first.tile + stride - 1) // stride
             path = self._path(problem, stride, count)
             ahead = self._start(mine, problem, path, first)
@@ -152,7 +152,7 @@ class Project(Invariant):
         part, _, _ = cute.arch.block_idx()
         columns = cutlass.min(problem.slice_columns, problem.columns - part * problem.slice_columns)
         vectors = columns // elements(self.dtype)
-        steps = cute.ceil_div(vectors, COPY_LANES)
+        steps = cute.ceil_div(vectors, self.copy_lanes)
         return Path(vectors, steps, stride, tiles * steps)
 
     @cute.jit
@@ -160,7 +160,7 @@ class Project(Invariant):
         """This CTA's slice of the weight in the streams' dtype; zeros behind the last column."""
         thread, _, _ = cute.arch.thread_idx()
         part, _, _ = cute.arch.block_idx()
-        count, threads = elements(self.dtype), THREADS
+        count, threads = elements(self.dtype), self.threads
         per_row = problem.slice_columns // count
         total = self.outputs * per_row
         for first in cutlass.range(thread, total, threads * FILL_READS):
@@ -188,7 +188,7 @@ class Project(Invariant):
         """Fill all stages but one, while the weight is read. Returns what comes next."""
         ahead = first
         for stage in cutlass.range_constexpr(self.stages - 1):
-            ahead = self._advance(ring + stage * STAGE_WORDS, problem, path, ahead, stage < path.total)
+            ahead = self._advance(ring + stage * self.stage_words, problem, path, ahead, stage < path.total)
         return ahead
 
     @cute.jit
@@ -218,8 +218,8 @@ class Project(Invariant):
             if stage == 0:
                 free = Int32(self.stages - 1)
             is_any = done + (self.stages - 1) < path.total
-            ahead = self._advance(ring + free * STAGE_WORDS, problem, path, ahead, is_any)
-            self._multiply(ring + stage * STAGE_WORDS, weights, place.step, path.vectors, products, squares)
+            ahead = self._advance(ring + free * self.stage_words, problem, path, ahead, is_any)
+            self._multiply(ring + stage * self.stage_words, weights, place.step, path.vectors, products, squares)
             if place.step == path.steps - 1:
                 self._leave(problem, place.tile, products, squares)
                 products.fill(0.0)
@@ -245,14 +245,14 @@ class Project(Invariant):
         vectors each) fall on all banks.
         """
         part, _, _ = cute.arch.block_idx()
-        row, vector = cute.arch.lane_idx() // COPY_LANES, cute.arch.lane_idx() % COPY_LANES
-        target = stage + (row * STEP_WORDS + _exchanged(row, vector) * WORDS)
-        source = cutlass.min(place.step * COPY_LANES + vector, vectors - 1) * elements(self.dtype)
-        for i in cutlass.range_constexpr(TOKEN_TILE // COPY_ROWS):
-            token = cutlass.min(place.tile * TOKEN_TILE + row + i * COPY_ROWS, problem.tokens - 1)
+        row, vector = cute.arch.lane_idx() // self.copy_lanes, cute.arch.lane_idx() % self.copy_lanes
+        target = stage + (row * self.step_words + _exchanged(row, vector) * WORDS)
+        source = cutlass.min(place.step * self.copy_lanes + vector, vectors - 1) * elements(self.dtype)
+        for i in cutlass.range_constexpr(TOKEN_TILE // self.copy_rows):
+            token = cutlass.min(place.tile * TOKEN_TILE + row + i * self.copy_rows, problem.tokens - 1)
             at = Int64(token) * problem.columns + (part * problem.slice_columns + source)
             words = run_at(Int32, problem.x + at * (self.dtype.width // 8), Int64(0), WORDS)
-            copy.start(words, target + i * (COPY_ROWS * STEP_WORDS))
+            copy.start(words, target + i * (self.copy_rows * self.step_words))
 
     @cute.jit
     def _multiply(
@@ -262,13 +262,13 @@ class Project(Invariant):
         """Add a step's products and squares. What stood in for vectors past the last meets zeros of the weight."""
         lane = cute.arch.lane_idx()
         mma = WarpMma(self.dtype)
-        for i in cutlass.range_constexpr(READS):
+        for i in cutlass.range_constexpr(self.reads):
             vector = i * LANES_PER_ROW + lane % LANES_PER_ROW
-            is_inside = step * COPY_LANES + vector < vectors
+            is_inside = step * self.copy_lanes + vector < vectors
             rows = []
             for half in cutlass.range_constexpr(2):
                 row = lane // LANES_PER_ROW + 8 * half
-                at = stage + (row * STEP_WORDS + _exchanged(row, vector) * WORDS)
+                at = stage + (row * self.step_words + _exchanged(row, vector) * WORDS)
                 raw = cute.make_rmem_tensor(WORDS, Int32)
                 raw.store(shared_at(Int32, at, WORDS).load())
                 rows.append(as_operands(raw, self.dtype))
@@ -280,7 +280,7 @@ class Project(Invariant):
                     squares[half] += total
             for chunk in cutlass.range_constexpr(self.outputs // 8):
                 column = cute.make_rmem_tensor(WORDS, Int32)
-                at_weight = chunk * 8 + lane // LANES_PER_ROW, step * COPY_LANES + vector
+                at_weight = chunk * 8 + lane // LANES_PER_ROW, step * self.copy_lanes + vector
                 column.store(self._weight_words(weights, *at_weight).load())
                 sums = cute.make_tensor(products.iterator + 4 * chunk, cute.make_layout(4))
                 for s in cutlass.range_constexpr(WORDS // 2):
@@ -311,4 +311,4 @@ def _exchanged(row: Int32, vector: Int32) -> Int32:
 
 
 def trace(spec: MhcSpec) -> Traced:
-    return traced(spec, Project(spec.name, DTYPES[spec.dtype], spec.n))
+    return traced(spec, Project(spec))

@@ -23,19 +23,12 @@ from ..device.invariant import Invariant
 from ..device.vectors import VECTOR_BYTES, elements, run_at, shared_at
 from ..device.warp_mma import WarpMma, as_operands
 from .async_copy import AsyncCopy
-from .shapes import PROJECT_WARPS, STEP_BYTES, TOKEN_TILE, UNIT_TOKENS, exact_ring, outputs
+from .shapes import TOKEN_TILE, UNIT_TOKENS, ProjectCta, exact_ring, outputs
 from .split import rest_scale, split
 
 LANES = 32
-THREADS = PROJECT_WARPS * LANES
 LANES_PER_ROW = 4  # of an operand
 WORDS = VECTOR_BYTES // 4
-STEP_WORDS = STEP_BYTES // 4
-STEP_VECTORS = STEP_BYTES // VECTOR_BYTES
-READS = STEP_VECTORS // LANES_PER_ROW
-COPY_ROWS = LANES // STEP_VECTORS
-COPIES = UNIT_TOKENS // COPY_ROWS  # of a lane, for a unit
-UNIT_WORDS = UNIT_TOKENS * STEP_WORDS
 UNIT_TILES = UNIT_TOKENS // TOKEN_TILE
 
 
@@ -65,22 +58,28 @@ class Slice(NamedTuple):
 class ExactProducts(Invariant):
     """Kernel that leaves the products and squares of each slice."""
 
-    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int):
+    def __init__(self, name: str, dtype: type[cutlass.Numeric], n: int, cta: ProjectCta):
         self.name = name
         self.dtype = dtype
         self.outputs = outputs(n)
+        self.warps, self.threads = cta.warps, cta.warps * LANES
+        self.step_words, self.step_vectors = cta.step_bytes // 4, cta.step_bytes // VECTOR_BYTES
+        self.reads = self.step_vectors // LANES_PER_ROW
+        self.copy_rows = LANES // self.step_vectors
+        self.copies = UNIT_TOKENS // self.copy_rows  # of a lane, for a unit
+        self.unit_words = UNIT_TOKENS * self.step_words
         self.units, self.stages = exact_ring(n)
-        self.tokens = PROJECT_WARPS * UNIT_TOKENS * self.units
-        self.ring_words = PROJECT_WARPS * self.stages * UNIT_WORDS
-        self.slot_words = 2 * self.outputs * STEP_WORDS
+        self.tokens = self.warps * UNIT_TOKENS * self.units
+        self.ring_words = self.warps * self.stages * self.unit_words
+        self.slot_words = 2 * self.outputs * self.step_words
         # Of a lane's 16 copies, those in a row: all take 10 % longer (of 4 streams 510 us, not 465), 4 take 1 %.
         # 8 streams' registers are spilled unless it is all, with an address made anew for each.
-        self.copies_at_once, self.keeps_offsets = (8, True) if n < 8 else (COPIES, False)
+        self.copies_at_once, self.keeps_offsets = (8, True) if n < 8 else (self.copies, False)
         # Reads of a lane whose products the tensor cores add: one takes 3 % longer. Two of 8 streams do not fit
         # registers; of float32 streams the tensor cores would cut off too much.
         self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1
         # Vectors of a step of the weight for each thread.
-        self.rounds = -(-self.outputs * STEP_VECTORS // THREADS)
+        self.rounds = -(-self.outputs * self.step_vectors // self.threads)
 
     @cute.jit
     def launch(self, problem: Problem, slices: Int32, groups: Int32, stream: cuda.CUstream):
@@ -88,7 +87,7 @@ class ExactProducts(Invariant):
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(problem).launch(
             grid=(slices, groups, 1),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             smem=(self.ring_words + 2 * self.slot_words) * 4,
             min_blocks_per_mp=1,
             stream=stream,
@@ -100,12 +99,14 @@ class ExactProducts(Invariant):
         index, group, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // LANES)
         smem = cute.arch.get_dyn_smem(Int32, alignment=128)
-        ring, slots = smem + warp * (self.stages * UNIT_WORDS), smem + self.ring_words
+        ring, slots = smem + warp * (self.stages * self.unit_words), smem + self.ring_words
         first = index * problem.slice_columns
         vectors = cutlass.min(problem.slice_columns, problem.columns - first) // elements(self.dtype)
-        mine = Slice(first, vectors, cute.ceil_div(vectors, STEP_VECTORS), group * self.tokens + warp * UNIT_TOKENS)
+        mine = Slice(
+            first, vectors, cute.ceil_div(vectors, self.step_vectors), group * self.tokens + warp * UNIT_TOKENS
+        )
         for unit in cutlass.range_constexpr(self.stages - 1):
-            self._advance(ring + unit * UNIT_WORDS, problem, mine, Int32(unit // self.units), unit % self.units)
+            self._advance(ring + unit * self.unit_words, problem, mine, Int32(unit // self.units), unit % self.units)
         self._stream(ring, slots, problem, mine)
 
     @cute.jit
@@ -132,9 +133,11 @@ class ExactProducts(Invariant):
                 if stage == 0:
                     free = Int32(self.stages - 1)
                 ahead = unit + self.stages - 1
-                self._advance(ring + free * UNIT_WORDS, problem, mine, step + ahead // self.units, ahead % self.units)
+                self._advance(
+                    ring + free * self.unit_words, problem, mine, step + ahead // self.units, ahead % self.units
+                )
                 weights = slots + slot * self.slot_words
-                self._multiply(ring + stage * UNIT_WORDS, weights, mine, step, unit, products, squares)
+                self._multiply(ring + stage * self.unit_words, weights, mine, step, unit, products, squares)
                 stage += 1
                 if stage == self.stages:
                     stage = Int32(0)
@@ -146,7 +149,7 @@ class ExactProducts(Invariant):
         """A thread's vectors of a step of the weight. Behind the last column or row that one stands in."""
         for i in cutlass.range_constexpr(self.rounds):
             row, vector = self._place(i)
-            vector += step * STEP_VECTORS
+            vector += step * self.step_vectors
             column = mine.first + cutlass.min(vector, mine.vectors - 1) * elements(self.dtype)
             at = Int64(cutlass.min(row, self.outputs - 1)) * problem.columns + column
             values[None, i].store(run_at(Float32, problem.weight, at, elements(self.dtype)).load())
@@ -154,8 +157,8 @@ class ExactProducts(Invariant):
     def _place(self, i: int) -> tuple[Int32, Int32]:
         """Row of the weight and vector in the step of a thread's i-th vector."""
         thread, _, _ = cute.arch.thread_idx()
-        at = thread + i * THREADS
-        return at // STEP_VECTORS, at % STEP_VECTORS
+        at = thread + i * self.threads
+        return at // self.step_vectors, at % self.step_vectors
 
     @cute.jit
     def _keep(self, slot: cute.Pointer, mine: Slice, step: Int32, values: cute.Tensor):
@@ -165,7 +168,7 @@ class ExactProducts(Invariant):
         for i in cutlass.range_constexpr(self.rounds):
             cute.arch.sync_warp()  # or the compiler would split all of 8 streams' vectors at once, and spill them
             row, vector = self._place(i)
-            if step * STEP_VECTORS + vector >= mine.vectors:
+            if step * self.step_vectors + vector >= mine.vectors:
                 values[None, i].fill(0.0)
             if row < self.outputs:
                 parts = split(values[None, i], self.dtype)
@@ -179,7 +182,7 @@ class ExactProducts(Invariant):
         """Where a vector of a row of a step lies. Odd rows have the two halves of each 128 bytes exchanged: then an
         operand's 16-byte reads of 8 lanes (2 rows, 4 vectors each) fall on all banks.
         """
-        return row * STEP_WORDS + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
+        return row * self.step_words + (vector ^ (row % 2 * LANES_PER_ROW)) * WORDS
 
     @cute.jit
     def _advance(
@@ -189,19 +192,21 @@ class ExactProducts(Invariant):
         a unit has no token, nothing does, and its sums are not stored.
         """
         copy, itemsize = AsyncCopy(WORDS), self.dtype.width // 8
-        first = mine.token + unit * (PROJECT_WARPS * UNIT_TOKENS)
+        first = mine.token + unit * (self.warps * UNIT_TOKENS)
         if (step < mine.steps) & (first < problem.tokens):
-            row, vector = cute.arch.lane_idx() // STEP_VECTORS, cute.arch.lane_idx() % STEP_VECTORS
-            column = mine.first + cutlass.min(step * STEP_VECTORS + vector, mine.vectors - 1) * elements(self.dtype)
+            row, vector = cute.arch.lane_idx() // self.step_vectors, cute.arch.lane_idx() % self.step_vectors
+            column = mine.first + cutlass.min(step * self.step_vectors + vector, mine.vectors - 1) * elements(
+                self.dtype
+            )
             start = problem.x + (Int64(first + row) * problem.columns + column) * itemsize
             target, row_bytes = self._words(stage, row, vector).iterator, problem.columns * itemsize
             last = problem.tokens - 1 - (first + row)
-            for i in cutlass.range(COPIES, unroll=self.copies_at_once):
-                at = start + Int64(cutlass.min(i * COPY_ROWS, last)) * row_bytes
+            for i in cutlass.range(self.copies, unroll=self.copies_at_once):
+                at = start + Int64(cutlass.min(i * self.copy_rows, last)) * row_bytes
                 if const_expr(not self.keeps_offsets):
-                    token = cutlass.min(first + row + i * COPY_ROWS, problem.tokens - 1)
+                    token = cutlass.min(first + row + i * self.copy_rows, problem.tokens - 1)
                     at = problem.x + (Int64(token) * problem.columns + column) * itemsize
-                copy.start(run_at(Int32, at, Int64(0), WORDS), target + i * (COPY_ROWS * STEP_WORDS))
+                copy.start(run_at(Int32, at, Int64(0), WORDS), target + i * (self.copy_rows * self.step_words))
         copy.commit()
 
     @cute.jit
@@ -211,9 +216,9 @@ class ExactProducts(Invariant):
     ):  # fmt: skip
         """Add a unit's products and squares."""
         lane = cute.arch.lane_idx()
-        if (step + 1) * STEP_VECTORS > mine.vectors:
-            self._clear(stage, mine.vectors - step * STEP_VECTORS)
-        for i in cutlass.range(READS // self.reads_at_once, unroll=1):
+        if (step + 1) * self.step_vectors > mine.vectors:
+            self._clear(stage, mine.vectors - step * self.step_vectors)
+        for i in cutlass.range(self.reads // self.reads_at_once, unroll=1):
             # All rows that a lane reads are even, or all odd: so it has one place, and the others at constants from it.
             places = [
                 self._at(lane // LANES_PER_ROW, (i * self.reads_at_once + j) * LANES_PER_ROW + lane % LANES_PER_ROW)
@@ -236,17 +241,17 @@ class ExactProducts(Invariant):
         """Zeros for what stands in for vectors past the last."""
         zeros = cute.make_rmem_tensor(WORDS, Int32)
         zeros.fill(0)
-        vector = cute.arch.lane_idx() % STEP_VECTORS
-        for i in cutlass.range(COPIES, unroll=1):
+        vector = cute.arch.lane_idx() % self.step_vectors
+        for i in cutlass.range(self.copies, unroll=1):
             if vector >= vectors:
-                row = cute.arch.lane_idx() // STEP_VECTORS + i * COPY_ROWS
+                row = cute.arch.lane_idx() // self.step_vectors + i * self.copy_rows
                 self._words(stage, row, vector).store(zeros.load())
         cute.arch.sync_warp()
 
     def _row(self, place: cute.Pointer, rows: int) -> cute.Tensor:
         """The words of a lane's place, so many rows behind it."""
         words = cute.make_rmem_tensor(WORDS, Int32)
-        words.store(shared_at(Int32, place + rows * STEP_WORDS, WORDS).load())
+        words.store(shared_at(Int32, place + rows * self.step_words, WORDS).load())
         return words
 
     def _square(self, rows: list, left: list, sums: cute.Tensor) -> None:
@@ -307,7 +312,7 @@ class ExactProducts(Invariant):
         index, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.units * UNIT_TILES):
-            place = tile // UNIT_TILES * (PROJECT_WARPS * UNIT_TOKENS) + tile % UNIT_TILES * TOKEN_TILE
+            place = tile // UNIT_TILES * (self.warps * UNIT_TOKENS) + tile % UNIT_TILES * TOKEN_TILE
             for half in cutlass.range_constexpr(2):
                 square = squares[2 * half, tile]
                 if const_expr(self.dtype is not Float32):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..capabilities import most_smem
+
 CTAS_PER_SM = 4
 """Of post_mix's backward: of 128 threads with up to 128 registers each. Every CTA leaves a row of partial sums."""
 
-# The projection. Shared memory of its CTA: a ring of stages of x for each warp, then a slice of the weight.
-PROJECT_BYTES = 226 * 1024
-PROJECT_WARPS = 8
 TOKEN_TILE = 16
-# A warp reads 256 bytes of each token of a tile at a time.
-STEP_BYTES = 256
-STAGE_BYTES = TOKEN_TILE * STEP_BYTES
 # Rows of the weight in shared memory lie 64 bytes further apart than a multiple of 128: then the 16-byte reads of 8
 # lanes (2 rows, 4 vectors each) fall on all banks.
 ROW_PADDING = 64
@@ -37,21 +33,42 @@ MOST_EXACT_TOKENS = 8192
 and more for more."""
 
 
+class ProjectCta(NamedTuple):
+    """A CTA of the projection. Shared memory, `smem` bytes: a ring of stages of x for each of its `warps`, then a slice
+    of the weight. A warp reads `step_bytes` of each token of a tile at a time.
+    """
+
+    warps: int
+    smem: int
+    step_bytes: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return TOKEN_TILE * self.step_bytes
+
+
+def project_cta(arch: str) -> ProjectCta:
+    """On Hopper 64 KB of x are under way. A CTA of 99 KB has a quarter of that, read by half as many warps in rows half
+    as long, so that 8 streams' float32 weight fits beside it."""
+    smem = most_smem(arch) - 1024
+    return ProjectCta(8, smem, 256) if smem > 128 * 1024 else ProjectCta(4, smem, 128)
+
+
 def outputs(n: int) -> int:
     """Rows of the projection's weight: h_pre, h_post and h_res."""
     return n * n + 2 * n
 
 
 def ring_stages(n: int) -> int:
-    """Of x, for a warp: 64 KB an SM are under way while the third is used. 8 streams' weight leaves room for two."""
+    """Of x, for a warp: two are under way while the third is used. 8 streams' weight leaves room for two."""
     return 3 if n < 8 else 2
 
 
-def slice_capacity(n: int, itemsize: int) -> int:
+def slice_capacity(cta: ProjectCta, n: int, itemsize: int) -> int:
     """Columns of a weight slice that fit shared memory, in whole steps."""
-    ring = PROJECT_WARPS * ring_stages(n) * STAGE_BYTES
-    row = (PROJECT_BYTES - ring) // outputs(n) - ROW_PADDING
-    return row // STEP_BYTES * (STEP_BYTES // itemsize)
+    ring = cta.warps * ring_stages(n) * cta.stage_bytes
+    row = (cta.smem - ring) // outputs(n) - ROW_PADDING
+    return row // cta.step_bytes * (cta.step_bytes // itemsize)
 
 
 class Slices(NamedTuple):
@@ -62,17 +79,19 @@ class Slices(NamedTuple):
     groups: int
 
 
-def project_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: int) -> Slices:
+def project_slices(
+    cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
+) -> Slices:  # fmt: skip
     """As few slices as keep nearly all warps of all SMs busy to the end: each slice writes sums for every token."""
-    step = STEP_BYTES // itemsize
-    least = -(-columns // slice_capacity(n, itemsize))
+    step = cta.step_bytes // itemsize
+    least = -(-columns // slice_capacity(cta, n, itemsize))
     choices = [
         Slices(s, -(-columns // (s * step)) * step, max(num_sms // s, 1))
         for s in range(least, least + MAX_EXTRA_SLICES)
     ]
     tiles = -(-tokens // TOKEN_TILE)
-    rounds = [-(-tiles // (choice.groups * PROJECT_WARPS)) for choice in choices]
-    used = [c.slices * tiles / (turns * PROJECT_WARPS * num_sms) for c, turns in zip(choices, rounds, strict=True)]
+    rounds = [-(-tiles // (choice.groups * cta.warps)) for choice in choices]
+    used = [c.slices * tiles / (turns * cta.warps * num_sms) for c, turns in zip(choices, rounds, strict=True)]
     chosen = next((c for c, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])
     return chosen._replace(slices=-(-columns // chosen.slice_columns))
 
@@ -84,10 +103,12 @@ def exact_ring(n: int) -> tuple[int, int]:
     return (2, 3) if n < 8 else (1, 2)
 
 
-def exact_slices(n: int, itemsize: int, columns: int, tokens: int, num_sms: int) -> Slices:
+def exact_slices(
+    cta: ProjectCta, n: int, itemsize: int, columns: int, tokens: int, num_sms: int
+) -> Slices:  # fmt: skip
     """As few slices as keep nearly all SMs busy to the end, with a CTA for each slice of each group of tokens."""
-    step = STEP_BYTES // itemsize
-    groups, steps = -(-tokens // (PROJECT_WARPS * UNIT_TOKENS * exact_ring(n)[0])), -(-columns // step)
+    step = cta.step_bytes // itemsize
+    groups, steps = -(-tokens // (cta.warps * UNIT_TOKENS * exact_ring(n)[0])), -(-columns // step)
     choices = range(1, min(steps, num_sms, MAX_EXACT_SLICES) + 1)
     used = [groups * s / (-(-groups * s // num_sms) * num_sms) for s in choices]
     slices = next((s for s, u in zip(choices, used, strict=True) if u >= GOOD_USE), choices[used.index(max(used))])

@@ -38,6 +38,7 @@ class _Call:
     def __init__(self, spec: MhcSpec, at: Any) -> None:
         self.at = at
         self.dtype, self.n = getattr(torch, spec.dtype), spec.n
+        self.arch = spec.arch
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
         return optional(getattr(self.at, name), *shape, dtype=dtype or self.dtype)
@@ -103,13 +104,13 @@ def _post_mix_backward(c: _Call) -> None:
 
 
 def _check_slices(c: _Call) -> None:
-    columns, at = c.n * c.at.width, c.at
+    columns, at, cta = c.n * c.at.width, c.at, shapes.project_cta(c.arch)
     assert at.slices * at.slice_columns >= columns > (at.slices - 1) * at.slice_columns
     if dtype_in(at.forms, 0) is F32:
-        taken = shapes.PROJECT_WARPS * shapes.UNIT_TOKENS * shapes.exact_ring(c.n)[0]
+        taken = cta.warps * shapes.UNIT_TOKENS * shapes.exact_ring(c.n)[0]
         assert at.groups * taken >= at.tokens > (at.groups - 1) * taken
     else:
-        assert at.slice_columns <= shapes.slice_capacity(c.n, c.dtype.itemsize)
+        assert at.slice_columns <= shapes.slice_capacity(cta, c.n, c.dtype.itemsize)
         assert at.slices * at.groups <= max(at.num_sms, at.slices)
     _fill(at.workspace, 4 * shapes.project_workspace(c.n, at.slices, at.tokens))
 

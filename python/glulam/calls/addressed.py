@@ -102,7 +102,7 @@ class AddressedCall(Call):
         names = (*self.reads, *[name for name in self.options if not name.startswith("of_")])
         return type(self).on_cpu(*[getattr(self, name) for name in names])
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
+    def numbers(self, gpu: gpus.Gpu) -> dict[str, Any]:
         """What rows change, besides tokens, of what the kernel takes; "workspace": float32 elements of it."""
         return {}
 
@@ -261,7 +261,7 @@ class AddressedCall(Call):
 
     @functools.cached_property
     def _numbers(self) -> dict[str, Any]:
-        return self.numbers(gpus.gpu(self.lead.get_device()).sm_count)
+        return self.numbers(gpus.gpu(self.lead.get_device()))
 
     def _plan(self, shape: Shape, constants: dict[str, Any], serving: Any, code: CodeType | None = None) -> Plan:
         """Rows tell whether the kernel needs a workspace, and may have another number of dimensions."""

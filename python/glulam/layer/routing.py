@@ -15,6 +15,7 @@ from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
 from ..calls.checks import check_tensor, mismatch, runs_kernels, shape_text
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
+from ..host.device import Gpu
 from . import reference
 
 MAX_ROWS = 2**31 - 1
@@ -240,10 +241,10 @@ class RouteCall(_Choosing):
         of_rows = ((tokens * k,), ints), ((tokens, k), ints), ((tokens * k,), floats)
         return [((tokens, k), ints), ((tokens, k), floats), ((experts,), ints), *of_rows]
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
         tokens, experts = self.sizes
         is_one = tokens <= MOST_CHOOSING and tokens * self.k <= MOST_SORTED
-        chunk, counts = _chunks(is_one, tokens, experts, sm_count)
+        chunk, counts = _chunks(is_one, tokens, experts, gpu.sm_count)
         return {"chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:
@@ -296,9 +297,9 @@ class SortCall(LayerCall):
         floats = torch.promote_types(self.id_weights.dtype, torch.float32)
         return [((self.num_experts,), ints), (rows, ints), (ids.shape, ints), (rows, floats)]
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
         (tokens, k), experts = self.ids.shape, self.num_experts
-        chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, sm_count)
+        chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, gpu.sm_count)
         of_ids = {"wide": int(self.ids.dtype == torch.int64), "weight_form": forms(self.id_weights)}
         return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 

@@ -13,6 +13,7 @@ from ..calls.addressed import Gradients, Like, check_like, like
 from ..calls.checks import check_flag
 from ..calls.front import operator
 from ..choose.problem import Problem
+from ..host.device import Gpu
 from . import reference
 from .call import MhcCall, check_param, check_streams
 
@@ -86,8 +87,8 @@ class PostMixBackwardCall(_Mixing):
     returns = ("d_residual", "d_h_res", "d_h_post", "d_x", "d_bias")
     on_cpu = staticmethod(reference.post_mix_backward)
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        partials = min(self.num_rows, CTAS_PER_SM * sm_count) * self.residual.shape[-1]
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+        partials = min(self.num_rows, CTAS_PER_SM * gpu.sm_count) * self.residual.shape[-1]
         return {"workspace": partials if self.of_bias else 0}
 
 

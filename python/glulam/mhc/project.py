@@ -15,6 +15,7 @@ from cute_kernels.specs import MhcSpec
 from ..calls.addressed import Gradients, Like, like
 from ..calls.checks import check_plain, is_transformed
 from ..calls.front import operator
+from ..host.device import Gpu
 from ..reference import wide
 from . import reference
 from .call import MhcCall, check_eps, check_param, check_streams
@@ -123,10 +124,12 @@ def scaled_weight(op: str, tensors: tuple[Tensor, ...], norm_weight: Tensor) -> 
     return wide(weight) * wide(norm_weight)
 
 
-def project_cut(x: Tensor, weight: Tensor, tokens: int, sm_count: int) -> shapes.Slices:
+def project_cut(x: Tensor, weight: Tensor, tokens: int, gpu: Gpu) -> shapes.Slices:
     """How kernels cut the columns; the weight's dtype decides between them."""
     cut = shapes.exact_slices if weight.dtype is torch.float32 else shapes.project_slices
-    return cut(x.shape[-2], x.element_size(), weight.shape[1], max(tokens, 1), sm_count)
+    return cut(
+        shapes.project_cta(gpu.arch), x.shape[-2], x.element_size(), weight.shape[1], max(tokens, 1), gpu.sm_count
+    )
 
 
 class Projecting(MhcCall):
@@ -149,8 +152,8 @@ class Projecting(MhcCall):
         tokens, dtype = self.lead_sizes, accumulator(self.x)
         return [((*tokens, *end), dtype) for end in ends]
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
-        cut = project_cut(self.x, self.weight, self.num_rows, sm_count)
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+        cut = project_cut(self.x, self.weight, self.num_rows, gpu)
         workspace = shapes.project_workspace(self.x.shape[-2], cut.slices, self.num_rows)
         return {**cut._asdict(), "workspace": workspace}
 
@@ -203,10 +206,10 @@ class ProjectBackwardCall(Projecting):
             d_x = reference.add_uses(d_x, self.d_aggregate, self.h_pre, self.d_residual)
         return d_x, d_weight, sums
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
         (n, width), tokens, itemsize = self.x.shape[-2:], self.num_rows, self.x.element_size()
-        ctas = shapes.gate_ctas(tokens, sm_count)
-        parts = shapes.spread_splits(n, itemsize, width, tokens, sm_count, self.weight.dtype is torch.float32)
+        ctas = shapes.gate_ctas(tokens, gpu.sm_count)
+        parts = shapes.spread_splits(n, itemsize, width, tokens, gpu.sm_count, self.weight.dtype is torch.float32)
         end = shapes.backward_workspace(n, itemsize, width, tokens, ctas, parts).end
         return {"ctas": ctas, "parts": parts, "workspace": end // 4}
 

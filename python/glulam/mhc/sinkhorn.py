@@ -10,6 +10,7 @@ from torch import Tensor
 from ..calls.addressed import Gradients, Like, check_dtype, like
 from ..calls.checks import check_tensor
 from ..calls.front import operator
+from ..host.device import Gpu
 from . import reference
 from .call import MhcCall, check_count, check_eps, check_iters
 
@@ -36,7 +37,7 @@ class _Normalising(MhcCall):
     def likes(self) -> Sequence[Like | None]:
         return [like(self.logits)]
 
-    def numbers(self, sm_count: int) -> dict[str, Any]:
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
         return {"matrices": self.num_rows}
 
 
