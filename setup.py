@@ -1,7 +1,8 @@
 """Packages and the bundle in the wheel; everything else is in pyproject.toml.
 
 A wheel contains the compiled kernels of the architectures that GLULAM_ARCHS names, sm_90a by default, so that its user
-never compiles. An editable install does not build them: `glulam build` does, into the source tree.
+never compiles; a version such as 0.1.0+sm80 says of which others. An editable install does not build them: `glulam
+build` does, into the source tree.
 """
 
 import os
@@ -15,6 +16,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.absolute()
+ARCHS = os.environ.get("GLULAM_ARCHS", "").split()
+# A local version: wheels of other architectures lie side by side, and none is taken for the one that has the default.
+TAG = "+" + ".".join(arch.replace("_", "") for arch in ARCHS) if ARCHS else ""
 
 sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, a zip's oldest date: the same wheel from any checkout
@@ -37,7 +41,7 @@ class BuildWithBundle(build_py):
         from ffi_bridge.progress import shown_past_pip
 
         with shown_past_pip():
-            for arch in os.environ.get("GLULAM_ARCHS", profiles.DEFAULT).split():
+            for arch in ARCHS or [profiles.DEFAULT]:
                 build.build(profiles.shipped_specs(arch), Path(self.build_lib, "glulam", "_bundle"))
 
 
@@ -72,4 +76,5 @@ setup(
     package_dir={"glulam": "python/glulam"},
     cmdclass={"build_py": BuildWithBundle, "bdist_wheel": LinuxWheel},
     distclass=BinaryDistribution,
+    options={"egg_info": {"tag_build": TAG}},
 )

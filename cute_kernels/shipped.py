@@ -71,7 +71,9 @@ def forward_specs(arch: str, tiles: Sequence[TileConfig], glu_form: Callable[...
         for save_preact in (False, True):
             for form in glu_forms(glu_form, "16bit", tile, save_preact, transpose_w):
                 fc1 = GroupedGluSpec(dtype, *form, save_preact, tile, arch, transpose_w=transpose_w)
-                specs += [fc1, GroupedMlpSpec(fc1, fc2)]
+                specs.append(fc1)
+                if not (save_preact and transpose_w):  # training of transposed weights calls FC1 and FC2 one by one
+                    specs.append(GroupedMlpSpec(fc1, fc2))
     return specs
 
 

@@ -39,7 +39,7 @@ from .scratch import sweep
 ENV_CACHE = "GLULAM_CACHE_DIR"
 MARKER, COMPILING, DAMAGED, LOCK = ".glulam-cache", ".glulam-compile-", ".damaged", ".lock"
 OBJECTS = "objects"
-NEIGHBOURS = (OBJECTS, "preferred", "tuning")  # folders that other parts of Glulam keep in the cache's
+NEIGHBOURS = (OBJECTS, "preferred", "tuning", "validated")  # folders that other parts of Glulam keep in the cache's
 STATES = ("sound", "outdated", "damaged", "aside")
 
 _KEY = re.compile(r"(?P<name>[a-z0-9_]+_(?P<arch>sm_[0-9]{1,4}[a-z]?))-[0-9a-f]{16}")

@@ -80,6 +80,7 @@ class Bundle:
     Attributes:
         folder: where the library and its manifest lie.
         manifest: what they contain.
+        given_out: names of the functions that were asked for.
 
     Raises:
         BundleForeign, BundleDamaged: the library is another user's, not the manifest's, or does not load.
@@ -88,6 +89,7 @@ class Bundle:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.given_out: set[str] = set()
         library = folder / manifest.library
         with opened_library(folder, manifest) as handle, _named(handle, library) as path:
             try:
@@ -124,6 +126,7 @@ class Bundle:
         except AttributeError as error:
             library = self.folder / self.manifest.library
             raise BundleDamaged(f"damaged bundle: {library} has no function {name}; {REMEDY}") from error
+        self.given_out.add(name)
         return function
 
 

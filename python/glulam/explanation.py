@@ -55,6 +55,7 @@ class Explanation:
             do.
         why: the reason for this choice.
         why_not: reasons against what might be faster.
+        state: of the kernels of the spec's architecture on that GPU: "tested", "validated here" or "built, never run".
     """
 
     op: str
@@ -63,10 +64,13 @@ class Explanation:
     source: str
     why: str
     why_not: tuple[str, ...] = ()
+    state: str = ""
 
     def __repr__(self) -> str:
         kernel = "CPU reference" if self.spec is None else self.spec.name
         lines = [f"{self.op} on {self.device}: {kernel} ({self.source})", f"  why      {self.why}"]
+        if self.spec is not None and self.state != gpus.TESTED:
+            lines.append(f"  kernels  {self.spec.arch}: {self.state}")
         return "\n".join([*lines, *(f"  why not  {reason}" for reason in self.why_not)])
 
 
@@ -130,7 +134,7 @@ def of_problem(problem: Problem, device: str, arch: str, gpu: str) -> Explanatio
         source = "tuned" if choice.is_tuned else source
     except BundleError as error:
         source, why = "missing", str(error)
-    return Explanation(problem.op, device, choice.spec, source, why, choice.why_not)
+    return Explanation(problem.op, device, choice.spec, source, why, choice.why_not, gpus.state_of(arch, gpu))
 
 
 def _target(device: Any) -> tuple[torch.device, gpus.Gpu | None]:

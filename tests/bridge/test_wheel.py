@@ -88,6 +88,18 @@ def test_names_and_tags(wheels: list[Path]) -> None:
     assert runtime and platform in runtime
 
 
+def test_the_version_says_which_architectures_are_in_it(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """But for the default one, whose wheel has the version alone."""
+    checkout = shutil.copytree(made[0] / "checkout", tmp_path / "checkout")
+    shutil.rmtree(checkout / "glulam.egg-info", ignore_errors=True)
+    command = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    for archs, version in (("", "0.1.0"), ("sm_80", "0.1.0+sm80"), ("sm_90a sm_80", "0.1.0+sm90a.sm80")):
+        environment = {**os.environ, "GLULAM_ARCHS": archs}
+        subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True)
+        metadata = (checkout / "glulam.egg-info" / "PKG-INFO").read_text()
+        assert f"\nVersion: {version}\n" in metadata
+
+
 def test_a_tag_that_cannot_be_told_is_the_plain_one(made: tuple[Path, list[str]], tmp_path: Path) -> None:
     (broken := tmp_path / "objdump").write_text("#!/bin/sh\necho no such format >&2\nexit 1\n")
     (compiler := tmp_path / "cc").write_text("#!/bin/sh\necho objdump\n")

@@ -14,6 +14,7 @@ from . import bundle as bundle  # registers its commands, as the others do
 from . import cache as cache
 from . import doctor as doctor
 from . import tuning as tuning
+from . import validate as validate
 from .app import app
 
 

@@ -16,7 +16,7 @@ from cute_kernels.arch import serving
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
 from ..choose import known, records
-from ..host.device import arch_of, supported
+from ..host.device import NEVER_RUN, arch_of, state_of, supported
 from .app import command, console
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
@@ -94,7 +94,14 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
     named = f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
     if gpu.arch is None:
         return "bad", f"{named}: no kernels for it", f"use a GPU of compute capability {supported()}"
-    return "ok", f"{named}: served by the {gpu.arch} kernels"
+    state = state_of(gpu.arch, gpu.name)
+    finding = f"{named}: served by the {gpu.arch} kernels, {state}"
+    if gpu.arch != gpu.best:
+        finding += f"; those of {gpu.best} would fit it better, and there is no bundle of them"
+        return "note", finding, f"glulam build --arch {gpu.best}"
+    if state == NEVER_RUN:
+        return "note", finding, "run `glulam validate`, which compares all of them with torch in float64"
+    return "ok", finding
 
 
 def _check_driver(driver: tuple[int, int] | None, worst: str) -> Finding:
@@ -202,6 +209,8 @@ def verdict(checks: Sequence[Check]) -> str:
         return f"Glulam is not usable here yet: see {', '.join(bad)} above."
     if state["GPU"] == "ok":
         return "Glulam is usable: the precompiled kernels run on this GPU."
+    if any(check.name == "GPU" and check.remedy for check in checks):
+        return "Glulam has kernels for this GPU: see above what is to be done first."
     works = "works" if state["compiling"] == "ok" else "does not work"
     return f"Glulam is usable on the CPU only: calls run the CPU reference; compiling kernels {works}."
 

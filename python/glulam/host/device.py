@@ -6,6 +6,7 @@ more than the rest of the call; they are the fallback should a name move.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from cute_kernels.arch import FOLDERS, GPUS, capability, serving
-from ffi_bridge import loader, manifest
+from ffi_bridge import BundleError, ToolchainError, loader, manifest
 
 from ..errors import UnsupportedDevice
 
@@ -26,8 +27,11 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects cert
 ENV_ARCH = "GLULAM_ARCH"
 """Names the architecture whose kernels serve every GPU that can run them, instead of the best one."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
-TESTED = ("sm_90a", "sm_90")
-"""Architectures whose kernels passed all tests on a GPU; those of the others were built and never run."""
+TESTED_ON = {"sm_90a": "H100 and H200"}
+"""GPUs on which an architecture's kernels passed all of our tests."""
+TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
+"""What is known of an architecture's kernels on a GPU: our tests passed, `glulam validate` did on this machine, or
+nobody has seen their results."""
 
 
 def _raw_stream(index: int) -> int:
@@ -117,12 +121,29 @@ def gpu(index: int) -> Gpu:
             f"cuda:{index} is a {properties.name} of compute capability {found[0]}.{found[1]}; Glulam has "
             f"kernels for {supported()}; move the tensors there, or to the CPU for the reference"
         )
-    if arch not in TESTED and os.environ.get(ENV_UNVALIDATED) != "1":
+    if not allows_unvalidated() and state_of(arch, properties.name) == NEVER_RUN:
         raise UnsupportedDevice(
-            f"cuda:{index} is a {properties.name}, whose {arch} kernels were built, never run: nobody has seen their "
-            f"results; set {ENV_UNVALIDATED}=1 to run them all the same, and compare with the CPU reference"
+            f"cuda:{index} is a {properties.name}, and the {arch} kernels that serve it were {NEVER_RUN} there; run "
+            f"`glulam validate`, which compares all of them with torch in float64, or set {ENV_UNVALIDATED}=1"
         )
     return Gpu(properties.name, arch, properties.multi_processor_count)
+
+
+def allows_unvalidated() -> bool:
+    """Whether kernels serve of which nobody has seen the results."""
+    return os.environ.get(ENV_UNVALIDATED) == "1"
+
+
+def state_of(arch: str, gpu: str) -> str:
+    """TESTED, VALIDATED or NEVER_RUN: of an architecture's kernels, as this machine has them, on a GPU of a name."""
+    if arch in TESTED_ON:
+        return TESTED
+    from ffi_bridge import stamps
+
+    with contextlib.suppress(BundleError, ToolchainError):
+        library = manifest.check(loader.bundle_root() / arch, arch).sha256
+        return VALIDATED if stamps.is_there(arch, gpu, library) else NEVER_RUN
+    return NEVER_RUN
 
 
 def supported() -> str:

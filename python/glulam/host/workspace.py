@@ -45,7 +45,9 @@ class Layout:
 
     def tensor(self, buffer: Tensor, begin: int = 0) -> Tensor:
         """What lies in a buffer behind so many bytes."""
-        return buffer.view(self.dtype).as_strided(self.shape, (self.shape[1], 1), begin // self.dtype.itemsize)
+        flat = buffer.view(self.dtype)
+        at = flat.storage_offset() + begin // self.dtype.itemsize
+        return flat.as_strided(self.shape, (self.shape[1], 1), at)
 
     def view(self, buffer: Tensor, begin: int = 0) -> Any:
         """The same as kernels take it."""

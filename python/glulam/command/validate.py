@@ -1,0 +1,84 @@
+"""`glulam validate`: all kernels of a bundle against torch in float64, on this machine's own GPU."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cute_kernels.specs import from_dict
+from ffi_bridge import stamps, toolchain
+from ffi_bridge.loader import bundle_root
+from ffi_bridge.manifest import Manifest, verify
+
+from ..host import device as gpus
+from ..validate.report import Machine, passes, report
+from ..validate.run import FAILED, LIMIT_S, PASSED, Outcome, outcomes
+from .app import command, console, count, row, say_error
+from .doctor import driver_version
+
+
+def _arch_of(index: int) -> str:
+    """The architecture that serves a GPU, whatever is known of it. Raises UnsupportedDevice."""
+    os.environ[gpus.ENV_UNVALIDATED] = "1"  # of this process, and of those that it starts
+    return gpus.gpu(index).arch
+
+
+def _machine(arch: str, index: int, manifest: Manifest) -> Machine:
+    import torch
+
+    versions = {
+        "glulam": toolchain.versions()["glulam"], "torch": torch.__version__, "python": platform.python_version(),
+        "driver": ".".join(map(str, driver_version() or ())),
+        **{f"{name}, compiled": version for name, version in manifest.versions.items()},
+    }  # fmt: skip
+    capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+    return Machine(gpus.gpu(index).name, capability, arch, manifest.sha256, versions)
+
+
+def _shown(outcome: Outcome, number: int, total: int, out: Any) -> None:
+    styles = {PASSED: "green", FAILED: "red"}
+    out.print(f"{number:>4} of {total}  ", end="")
+    out.print(f"{outcome.state:<9}", style=styles.get(outcome.state, "yellow"), end=" ")
+    out.print(f"{outcome.name}  {outcome.detail}", soft_wrap=True)
+
+
+@command(
+    "validate",
+    device=row("Index of the GPU.", int, 0),
+    only=row("Functions by name, as 'grouped_mm_*'; repeatable; default: all, which leaves a stamp.", list[str] | None),
+    limit=count("Seconds that a function may take before its process is killed.", int(LIMIT_S)),
+    out=row("File for the report, in Markdown.", Path | None),
+)
+def validate(device: int, only: list[str] | None, limit: int, out: Path | None) -> None:
+    """Compare every function of the bundle with torch in float64 on this GPU, each in a process of its own.
+
+    Where none fails, a stamp says so to later processes: kernels that were never run before then serve without
+    GLULAM_ALLOW_UNVALIDATED=1.
+    """
+    index = gpus.cuda_index("validate", device)
+    arch = _arch_of(index)
+    manifest = verify(bundle_root() / arch, arch)
+    specs = [from_dict(function.spec) for function in manifest.functions.values()]
+    if only:
+        specs = [spec for spec in specs if any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
+        if not specs:
+            raise ValueError(f"--only matches no function of the {arch} bundle; see `glulam info`")
+    machine, found, shown = _machine(arch, index, manifest), [], console()
+    shown.print(f"{machine.gpu}, {arch}: {len(specs)} functions; results are torch's in float64 on the CPU")
+    for number, outcome in enumerate(outcomes(manifest, index, specs, float(limit)), 1):
+        found.append(outcome)
+        _shown(outcome, number, len(specs), shown)
+    text, passed = report(machine, found), passes(found)
+    shown.print(f"\n{text}", soft_wrap=True)
+    if out:
+        out.write_text(text)
+    if passed and not only:
+        stamps.leave(arch, machine.gpu, manifest.sha256)
+    elif not passed:
+        say_error("please report the text above; this GPU stays as it was")
+    raise typer.Exit(int(not passed))

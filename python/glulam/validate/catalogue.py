@@ -1,0 +1,49 @@
+"""Which trials a function has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cute_kernels.specs import (
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    LayerSpec,
+    MhcSpec,
+    QuantizeMxfp4Spec,
+    QuantizeMxfp8Spec,
+    Spec,
+)
+
+from . import formats, grouped, layers, streams
+from .trial import Trial
+
+_BY_KIND: dict[type, Callable[[Any], Iterator[Trial]]] = {
+    GroupedMmSpec: grouped.mm,
+    GroupedGluSpec: grouped.glu,
+    GroupedMlpSpec: grouped.mlp,
+    GroupedDgluSpec: grouped.dglu,
+    GroupedWgradSpec: grouped.wgrad,
+    QuantizeMxfp8Spec: formats.mxfp8,
+    QuantizeMxfp4Spec: formats.mxfp4,
+    MhcSpec: streams.hyper_connection,
+}
+_OF_A_LAYER: dict[str, Callable[[Any], Iterator[Trial]]] = {
+    "route": layers.routed,
+    "router": layers.few_tokens,
+    "sort": layers.sorted_choices,
+    "permute": layers.rows,
+    "combine": layers.rows,
+    "route_backward": layers.route_gradient,
+    "row_weights_backward": layers.row_weights_gradient,
+}
+
+
+def trials_of(spec: Spec) -> Iterator[Trial]:
+    """Calls that a spec's function serves: none of a kernel that is only ever part of a chain, or between GPUs."""
+    if isinstance(spec, LayerSpec):
+        return _OF_A_LAYER.get(spec.kernel, lambda _: iter(()))(spec)
+    return _BY_KIND.get(type(spec), lambda _: iter(()))(spec)

@@ -1,0 +1,61 @@
+"""Trials of quantisers: their bytes are those of the CPU reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import QuantizeMxfp4Spec, QuantizeMxfp8Spec
+
+from ..mxfp4 import quantize_mxfp4
+from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ..mxfp8.layout import BLOCK_SIZES, SCALE_LAYOUTS
+from .inputs import randn
+from .trial import Given, Trial
+
+SHAPES = ((1, 32), (130, 256), (257, 96), (1000, 736))
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Of all magnitudes that the dtype has, zeros, infinities and NaN among them."""
+    values = randn(*shape, seed=1) * torch.exp2(randn(*shape[:-1], 1, seed=2) * 12)
+    flat = values.view(-1)
+    flat[::97], flat[13::389], flat[29::787] = 0.0, torch.inf, torch.nan
+    return values.to(dtype)
+
+
+def mxfp8(spec: QuantizeMxfp8Spec) -> Iterator[Trial]:
+    """What rounds to values of MXFP8 and back is part of an MLP's call, see `grouped.mlp`."""
+    if spec.rounded:
+        return
+    for rows, columns in SHAPES:
+        if spec.axis != "row" and rows % 32:
+            rows += 32 - rows % 32
+        for block in BLOCK_SIZES:
+            for scale_layout in SCALE_LAYOUTS:
+                options: dict[str, Any] = {"axis": spec.axis, "block": block, "scale_layout": scale_layout}
+
+                def call(given: Given, options: dict[str, Any] = options) -> list[Tensor]:
+                    made = quantize_mxfp8(given["x"], **options)
+                    both = [made] if isinstance(made, MXFP8Tensor) else made
+                    return [part for one in both for part in (one.data, one.scale)]
+
+                given = {"x": _values((rows, columns), getattr(torch, spec.dtype))}
+                yield Trial(f"{rows} x {columns}, {block}, {scale_layout}", given, call, is_bits=True)
+
+
+def mxfp4(spec: QuantizeMxfp4Spec) -> Iterator[Trial]:
+    def call(given: Given) -> list[Tensor]:
+        made = quantize_mxfp4(given["x"])
+        return [made.data, made.scale]
+
+    for rows, columns in SHAPES:
+        yield Trial(
+            f"3 x {rows} x {columns}",
+            {"x": _values((3, rows, columns), getattr(torch, spec.dtype))},
+            call,
+            is_bits=True,
+        )

@@ -1,0 +1,343 @@
+"""Trials of the grouped GEMMs: every activation and layout that a function serves, every routing, odd sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formats import DECODED
+from cute_kernels.specs import (
+    ACTIVATION_FORMS,
+    BLOCK_ROWS,
+    LAYOUT_FORMS,
+    GroupedDgluSpec,
+    GroupedGluSpec,
+    GroupedMlpSpec,
+    GroupedMmSpec,
+    GroupedWgradSpec,
+    is_gated,
+)
+
+from ..host.experts import GateUp
+from ..mxfp4 import quantize_mxfp4
+from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ..ops.grouped_dglu import grouped_dglu
+from ..ops.grouped_glu import grouped_glu
+from ..ops.grouped_mlp import grouped_mlp
+from ..ops.grouped_mm import grouped_mm
+from ..ops.grouped_wgrad import grouped_wgrad
+from .inputs import Routing, routings, rows_of, scales_of, spread, total_rows, weights_of
+from .trial import Given, Trial
+
+HIDDEN, INTER = 200, 352
+IN_BLOCKS = 224
+"""In place of HIDDEN where weights have a scale for 32 columns."""
+ODD = Routing("N = 1504, K = 736", spread(150, 4))
+UNREACHED = 1e4
+"""A limit of clamped activations."""
+ROUNDED_TWICE = 2e-2
+"""Of what rounds its activation to MXFP8: a value that lies on the edge of two numbers may become either."""
+
+Sized = tuple[Routing, int, int]
+"""Groups, H and I."""
+
+
+def _dtype(spec: Any) -> torch.dtype:
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return found
+
+
+def _gradients(results: Sequence[Tensor], of: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(results, of, [upstream.to(results[0])]))
+
+
+def _sizes(hidden: int, inter: int) -> list[Sized]:
+    """With every routing; layers of many experts are small."""
+    small = [(96, 96) if len(routing.sizes) > 100 else (hidden, inter) for routing in routings()]
+    return [*((routing, *sizes) for routing, sizes in zip(routings(), small, strict=True)), (ODD, 736, 1504)]
+
+
+def _replayed(sized: Sized) -> Given:
+    """Of the first routing: group sizes of the second one."""
+    first, second, *_ = routings()
+    return {"offs": second.offs} if sized[0] == first else {}
+
+
+def mm(spec: GroupedMmSpec) -> Iterator[Trial]:
+    """Of decoded weights in MXFP8 there is no call but that of an MLP, see `mlp`."""
+    if spec.in_halves:
+        yield from _in_halves(spec)
+        return
+    if spec.operands not in ("16bit", "mxfp4_weight_only"):
+        return
+    dtype, of_mxfp4 = _dtype(spec), spec.operands != "16bit"
+    for sized in _sizes(IN_BLOCKS if of_mxfp4 else HIDDEN, INTER):
+        routing, k, n = sized
+        total, experts = total_rows(routing), len(routing.sizes)
+        w = weights_of(experts, n, k, dtype, seed=2)
+        given: dict[str, Any] = {
+            "x": rows_of(total, k, dtype, routing.rows), "offs": routing.offs, "w": w,
+        }  # fmt: skip
+        if of_mxfp4:
+            given["w"] = quantize_mxfp4(w)
+        elif spec.transpose_w:
+            given["w"] = w.mT.contiguous()
+        addends = {
+            "bias": weights_of(experts, 1, n, dtype, seed=4)[:, 0].contiguous(),
+            "bias_scale": scales_of(total, routing.rows),
+        }
+        for name, more in _ways(given, addends, () if of_mxfp4 else ("w",), routing):
+            call = _listed(grouped_mm, transpose_w=spec.transpose_w)
+            yield Trial(
+                f"{routing.name}, {name}", {**given, **more}, call, _ends(routing), True, replayed=_replayed(sized)
+            )
+
+
+def _ends(routing: Routing) -> tuple[int, int]:
+    return routing.rows, total_rows(routing)
+
+
+def _indices(routing: Routing) -> Tensor:
+    """int32 [T]: rows anywhere among so many, and behind the groups what nobody may follow."""
+    generator = torch.Generator().manual_seed(9)
+    indices = torch.randint(0, routing.rows, (total_rows(routing),), dtype=torch.int32, generator=generator)
+    indices[routing.rows :] = 2**30
+    return indices
+
+
+def _ways(
+    given: Given, addends: Given, lists: Sequence[str], routing: Routing
+) -> Iterator[tuple[str, Given]]:  # fmt: skip
+    """What else is given: biases and scales; and with the first routing nothing, a bias alone, or, where experts may be
+    lists, rows of x by index and each expert's weights in memory of its own.
+    """
+    yield "with " + ", ".join(addends), addends
+    if routing == routings()[0]:
+        yield "plain", {}
+        bias = next(iter(addends))
+        yield f"with {bias}", {bias: addends[bias]}
+        if lists:
+            yield "by index", {"x": given["x"][: routing.rows], "rows": _indices(routing)}
+            yield "lists", {name: list(given[name].unbind()) for name in lists}
+
+
+def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], list[Tensor]]:
+    """A call whose results are a list."""
+
+    def call(given: Given) -> list[Tensor]:
+        made = function(**given, **options)
+        return list(made) if isinstance(made, (tuple, list)) else [made]
+
+    return call
+
+
+def _in_halves(spec: GroupedMmSpec) -> Iterator[Trial]:
+    """The data gradient of a w1 in two tensors."""
+    dtype = _dtype(spec)
+
+    def call(given: Given) -> list[Tensor]:
+        x = given["x"].detach().requires_grad_()
+        with torch.enable_grad():
+            made = grouped_mlp(x, GateUp(given["gate"], given["up"]), given["w2"], offs=given["offs"])
+        return _gradients([made], [x], given["dy"])
+
+    for routing, hidden, inter in _sizes(HIDDEN, INTER):
+        total, experts = total_rows(routing), len(routing.sizes)
+        if routing.rows < 2:
+            continue
+        given = {
+            "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
+            "gate": weights_of(experts, inter, hidden, dtype, seed=2),
+            "up": weights_of(experts, inter, hidden, dtype, seed=3),
+            "w2": weights_of(experts, hidden, inter, dtype, seed=4),
+            "dy": rows_of(total, hidden, dtype, routing.rows, seed=5),
+        }  # fmt: skip
+        yield Trial(f"gradient of x, {routing.name}", given, call, _ends(routing))
+
+
+def _forms(activation: str, layout: str, transpose_w: bool = False) -> list[tuple[str, str]]:
+    """Activations and layouts that a kernel compiled for these serves."""
+    layouts = LAYOUT_FORMS[layout] if is_gated(activation) else ("concat",)
+    return [(each, one) for each in ACTIVATION_FORMS[activation] for one in layouts]
+
+
+def _width(spec: GroupedGluSpec) -> int:
+    """A kernel of any I is asked for one that blocks do not divide, or another would serve."""
+    return INTER - BLOCK_ROWS // 4 if spec.glu_layout == "strided" else INTER
+
+
+def _fc1_sizes(spec: GroupedGluSpec, hidden: int) -> list[Sized]:
+    width = _width(spec)
+    return [(r, h, width if i == INTER else i + width - INTER) for r, h, i in _sizes(hidden, INTER)]
+
+
+def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
+    """Every form with the first routing, and the first form with every other."""
+    forms = _forms(spec.activation, spec.glu_layout)
+    yield from ((form, sizes[0]) for form in forms)
+    yield from ((forms[0], sized) for sized in sizes[1:])
+
+
+def _named(form: tuple[str, str]) -> dict[str, Any]:
+    return {"activation": form[0], "glu_layout": form[1]}
+
+
+def glu(spec: GroupedGluSpec) -> Iterator[Trial]:
+    if spec.operands != "16bit":
+        return
+    dtype = _dtype(spec)
+    for form, sized in _formed_and_sized(spec, _fc1_sizes(spec, HIDDEN)):
+        routing, hidden, inter = sized
+        total, experts, both = total_rows(routing), len(routing.sizes), inter * (1 + is_gated(form[0]))
+        w1 = weights_of(experts, both, hidden, dtype, seed=2)
+        given = {
+            "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
+            "w1": w1.mT.contiguous() if spec.transpose_w else w1,
+        }  # fmt: skip
+        addends = {
+            "bias": weights_of(experts, 1, both, dtype, seed=4)[:, 0].contiguous(),
+            "row_scale": scales_of(total, routing.rows),
+        }
+        options = {**_named(form), "return_preact": spec.save_preact, "transpose_w": spec.transpose_w}
+        for name, more in _ways(given, addends, ("w1",), routing):
+            yield Trial(
+                f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, _listed(grouped_glu, **options),
+                _ends(routing), True, replayed=_replayed(sized),
+            )  # fmt: skip
+
+
+def _weights(spec: GroupedMlpSpec, routing: Routing, hidden: int, both: int, inter: int) -> dict[str, Any]:
+    dtype, experts = _dtype(spec), len(routing.sizes)
+    w1, w2 = weights_of(experts, both, hidden, dtype, seed=2), weights_of(experts, hidden, inter, dtype, seed=3)
+    if spec.fc1.transpose_w:
+        w1, w2 = w1.mT.contiguous(), w2.mT.contiguous()
+    if spec.fc1.operands in DECODED:
+        quantized = quantize_mxfp4 if spec.fc1.operands.startswith("mxfp4") else _in_mxfp8
+        return {"w1": quantized(w1), "w2": quantized(w2)}
+    return {"w1": w1, "w2": w2}
+
+
+def _in_mxfp8(w: Tensor) -> MXFP8Tensor:
+    made = quantize_mxfp8(w.flatten(0, 1))
+    return MXFP8Tensor(made.data.view(w.shape), made.scale.view(*w.shape[:2], -1))
+
+
+def mlp(spec: GroupedMlpSpec) -> Iterator[Trial]:
+    """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one."""
+    fc1, dtype = spec.fc1, _dtype(spec)
+    if fc1.operands not in ("16bit", *DECODED):
+        return
+    recipe = "bf16" if fc1.operands == "16bit" else fc1.operands
+    hidden = IN_BLOCKS if fc1.operands in DECODED else HIDDEN
+    for form, sized in _formed_and_sized(fc1, _fc1_sizes(fc1, hidden)):
+        routing, hidden, inter = sized
+        total, experts, both = total_rows(routing), len(routing.sizes), inter * (1 + is_gated(form[0]))
+        given = {
+            "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
+            **_weights(spec, routing, hidden, both, inter),
+        }  # fmt: skip
+        addends = {
+            "b1": weights_of(experts, 1, both, dtype, seed=4)[:, 0].contiguous(),
+            "b2": weights_of(experts, 1, hidden, dtype, seed=5)[:, 0].contiguous(),
+            "row_scale": scales_of(total, routing.rows),
+        }
+        options = {**_named(form), "recipe": recipe, "transpose_w": fc1.transpose_w}
+        call = partial(_recorded, options) if fc1.save_preact else _listed(grouped_mlp, **options)
+        has_lists = fc1.operands == "16bit" and not fc1.save_preact
+        for name, more in _ways(given, addends, ("w1", "w2") if has_lists else (), routing):
+            yield Trial(
+                f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
+                tolerance=ROUNDED_TWICE if fc1.operands == "mxfp8_exact" else None,
+                replayed={} if fc1.save_preact else _replayed(sized),
+            )  # fmt: skip
+
+
+def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
+    """The result where a gradient is recorded."""
+    with torch.enable_grad():
+        made = grouped_mlp(**{**given, "x": given["x"].detach().requires_grad_()}, **options)
+    return [made.detach()]
+
+
+def dglu(spec: GroupedDgluSpec) -> Iterator[Trial]:
+    if spec.operands != "16bit":
+        return
+    for form, sized in _formed_and_sized(spec, _sizes(HIDDEN, INTER)):
+        yield from (_data_path if spec.dgrad else _dglu_alone)(spec, form, sized)
+
+
+def _dglu_alone(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> Iterator[Trial]:
+    (routing, hidden, inter), dtype = sized, _dtype(spec)
+    total, experts = total_rows(routing), len(routing.sizes)
+    w2 = weights_of(experts, hidden, inter, dtype, seed=3)
+    given = {
+        "dy": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
+        "w2": w2.mT.contiguous() if spec.transpose_w else w2,
+        "preact": rows_of(total, inter * (1 + is_gated(form[0])), dtype, routing.rows, seed=6),
+        "row_scale": scales_of(total, routing.rows),
+    }  # fmt: skip
+
+    call = _listed(grouped_dglu, **_named(form), transpose_w=spec.transpose_w)
+    yield Trial(f"{', '.join(form)}, {routing.name}", given, call, _ends(routing))
+
+
+def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> Iterator[Trial]:
+    """Backward of an MLP as far as its inputs: dx and d_row_scale. Nothing is clamped, since a preactivation that
+    rounding takes across the limit has another gradient; `_dglu_alone`, which is given preactivations, clamps.
+    """
+    (routing, hidden, inter), dtype = sized, _dtype(spec)
+    if routing.rows < 2:  # a single row has an arbitrary stride, and no rows launch nothing
+        return
+    total, experts = total_rows(routing), len(routing.sizes)
+    given = {
+        "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
+        "w1": weights_of(experts, inter * (1 + is_gated(form[0])), hidden, dtype, seed=2),
+        "w2": weights_of(experts, hidden, inter, dtype, seed=3), "row_scale": scales_of(total, routing.rows),
+        "dy": rows_of(total, hidden, dtype, routing.rows, seed=5),
+    }  # fmt: skip
+
+    def call(given: Given) -> list[Tensor]:
+        leaves = {name: given[name].detach().requires_grad_() for name in ("x", "row_scale")}
+        others = {name: given[name] for name in ("w1", "w2", "offs")}
+        with torch.enable_grad():
+            made = grouped_mlp(**leaves, **others, **_named(form), limit=UNREACHED)
+        return _gradients([made], list(leaves.values()), given["dy"])
+
+    yield Trial(f"gradients, {', '.join(form)}, {routing.name}", given, call, _ends(routing))
+
+
+def wgrad(spec: GroupedWgradSpec) -> Iterator[Trial]:
+    """What is there, NaN where it is to be overwritten, is written over, added to, or either by expert."""
+    dtype, out_dtype = _dtype(spec), getattr(torch, spec.out_dtype)
+    for sized in _sizes(HIDDEN, INTER):
+        routing, n, k = sized
+        total, experts = total_rows(routing), len(routing.sizes)
+        there = weights_of(experts, n, k, out_dtype, seed=7)
+        mask = torch.arange(experts) % 2 == 0
+        given = {
+            "dy": rows_of(total, n, dtype, routing.rows), "x": rows_of(total, k, dtype, routing.rows, seed=8),
+            "offs": routing.offs,
+        }  # fmt: skip
+        kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            ("overwritten", {"out": torch.full_like(there, math.nan)}, {}),
+            ("added to", {"out": there}, {"accumulate": True}),
+            ("by a mask", {"out": torch.where(mask[:, None, None], there, math.nan), "mask": mask}, {}),
+        ]
+        if sized[0] == routings()[0]:
+            kinds.append(
+                ("by index", {**kinds[0][1], "x": given["x"][: routing.rows], "x_rows": _indices(routing)}, {})
+            )
+        for name, more, options in kinds:
+            call = partial(_wgrad, options)
+            yield Trial(f"{routing.name}, {name}", {**given, **more}, call, replayed=_replayed(sized))
+
+
+def _wgrad(options: dict[str, Any], given: Given) -> list[Tensor]:
+    """Into a copy of what is there."""
+    out = torch.empty_like(given["out"]).copy_(given["out"])
+    return [grouped_wgrad(**{**given, "out": out}, **options)]

@@ -1,0 +1,51 @@
+"""Canaries: what a call allocates on the GPU lies between bytes that nobody may write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..host import device as gpus
+
+CANARY = 0xFF
+"""In every byte: a NaN of each floating dtype, and -1."""
+BESIDE = 4096
+"""Bytes before and behind each tensor; a multiple of every alignment that kernels ask for."""
+_MAKERS: tuple[Callable[..., Any], ...] = (Tensor.new_empty, torch.empty, torch.empty_like)
+
+
+class Guards(TorchFunctionMode):
+    """While it is entered, new memory is full of canaries, and has some on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function in _MAKERS and isinstance(made, Tensor) and made.device.type == gpus.KERNEL_DEVICE:
+            return self._guarded(made)
+        return made
+
+    def _guarded(self, like: Tensor) -> Tensor:
+        size = like.numel() * like.element_size()
+        memory = torch.full((BESIDE + size + BESIDE,), CANARY, dtype=torch.uint8, device=like.device)
+        self._made.append((memory, size))
+        return memory[BESIDE : BESIDE + size].view(like.dtype).view(like.shape)
+
+    def complaint(self) -> str:
+        """What was written beside a tensor; empty where nothing was."""
+        for memory, size in self._made:
+            for side, part in (("before", memory[:BESIDE]), ("behind", memory[BESIDE + size :])):
+                if count := int((part != CANARY).sum()):
+                    return f"{count} bytes {side} a result or workspace of {size} bytes were written"
+        return ""
+
+
+def untouched(tail: Tensor) -> bool:
+    """Whether memory that was made under guards is as it was made."""
+    return bool((tail.contiguous().view(torch.uint8) == CANARY).all())

@@ -1,0 +1,107 @@
+"""Inputs on which mistakes show: every row, expert and block of the contraction has a scale of its own, rows behind the
+last group are NaN, and groups have the sizes that life and malice give them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.formats import SCALE_BLOCK
+
+TAIL = 13
+"""Rows behind the last group."""
+
+
+class Routing(NamedTuple):
+    """Rows of each expert."""
+
+    name: str
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def offs(self) -> Tensor:
+        return torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
+
+
+def spread(rows: int, experts: int) -> tuple[int, ...]:
+    """As even as it goes."""
+    return tuple(rows // experts + (e < rows % experts) for e in range(experts))
+
+
+def _zipf(rows: int, experts: int) -> tuple[int, ...]:
+    """Popularity 1 / rank; the most popular expert is the third."""
+    chances = torch.tensor([1 / (1 + (e - 2) % experts) for e in range(experts)])
+    generator = torch.Generator().manual_seed(0)
+    picks = chances.multinomial(rows, replacement=True, generator=generator)
+    return tuple(torch.bincount(picks, minlength=experts).tolist())
+
+
+def _but(rows: int, experts: int, empty: Sequence[int]) -> tuple[int, ...]:
+    """Even over all but the `empty` ones."""
+    sizes = iter(spread(rows, experts - len(empty)))
+    return tuple(0 if e in empty else next(sizes) for e in range(experts))
+
+
+def routings(rows: int = 300, experts: int = 8) -> list[Routing]:
+    """The first one has all kinds of sizes; the second one as many experts and rows."""
+    last = experts - 1
+    return [
+        Routing("Zipf", _zipf(rows, experts)),
+        Routing("uniform", spread(rows, experts)),
+        Routing("one takes all", _but(rows, experts, [e for e in range(experts) if e != experts // 2])),
+        Routing("first empty", _but(rows, experts, [0])),
+        Routing("middle empty", _but(rows, experts, [1, 2])),
+        Routing("last empty", _but(rows, experts, [last])),
+        Routing("all empty", (0,) * experts),
+        Routing("one row", (*(0,) * last, 1)),
+        Routing("no rows", (0,) * experts),
+        Routing("one expert", (rows,)),
+        Routing("512 experts", _zipf(rows, 512)),
+    ]
+
+
+def total_rows(routing: Routing) -> int:
+    """T: no rows are no tail either."""
+    return 0 if routing.name == "no rows" else routing.rows + TAIL
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _powers(count: int, most: int, step: int) -> Tensor:
+    """Powers of two from 2^-most to 2^most, neighbours far apart."""
+    return torch.exp2(((torch.arange(count) * step) % (2 * most + 1) - most).float())
+
+
+def rows_of(total: int, columns: int, dtype: torch.dtype, used: int, seed: int = 0) -> Tensor:
+    """[total, columns], NaN from row `used` on. Rows differ by up to 2^4, blocks of columns by up to 2^2: squared,
+    weighted and summed twice, the largest stays below float16's 65504.
+    """
+    by_block = _powers(-(-columns // SCALE_BLOCK), 1, 2).repeat_interleave(SCALE_BLOCK)[:columns]
+    values = randn(total, columns, seed=seed) * 0.5 * _powers(total, 2, 3)[:, None] * by_block
+    values[used:] = math.nan
+    return values.to(dtype)
+
+
+def weights_of(experts: int, rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """[experts, rows, columns], each expert of another scale than its neighbours."""
+    scale = _powers(experts, 1, 2)[:, None, None] / math.sqrt(columns)
+    return (randn(experts, rows, columns, seed=seed) * scale).to(dtype)
+
+
+def scales_of(total: int, used: int, seed: int = 1) -> Tensor:
+    """float32 [total], positive; NaN from row `used` on."""
+    scales = 0.5 + randn(total, seed=seed).abs()
+    scales[used:] = math.nan
+    return scales

@@ -1,0 +1,165 @@
+"""Trials of what is around a layer's experts: routing, rows of tokens, and rows of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import LayerSpec
+
+from ..layer import Routing, combine, permute, route
+from ..layer.few_tokens import MOST_ROUTED, route_few
+from ..layer.routing import MOST_SORTED
+from .inputs import randn
+from .trial import Given, Trial
+
+TOP_K = 4
+HIDDEN = 264
+TOKENS = (1, 65, 700)
+"""One, and for one launch and for two: the last have more choices than MOST_SORTED, or more experts to count."""
+RULES: dict[str, dict[str, Any]] = {
+    "softmax": {}, "softmax, not normalised": {"normalize": False}, "softmax of the largest": {"score": "topk_softmax"},
+    "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
+}  # fmt: skip
+CLOSE = 1e-5
+"""Weights are float32's."""
+assert max(TOKENS) * TOP_K > MOST_SORTED
+
+
+def _tables(made: Routing) -> list[Tensor]:
+    """What says where rows are; behind the last row there is nothing."""
+    end = int(made.offs[-1])
+    return [made.offs, made.row_of, made.token_of_row[:end], made.weight_of_row[:end]]
+
+
+def _chosen(made: Routing) -> list[Tensor]:
+    return [made.ids, made.weights, *_tables(made)]
+
+
+def _logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Apart from each other by more than any rounding, so that all dtypes choose the same experts; some are equal."""
+    generator = torch.Generator().manual_seed(tokens)
+    order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
+    values = (order.clamp_max(min(experts, 64) - 1) / 8).float()
+    return values.to(dtype)
+
+
+def _ids(tokens: int, experts: int) -> Tensor:
+    """int32 [tokens, TOP_K], some of other ranks' experts or none."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(-1, experts + experts // 4, (tokens, TOP_K), dtype=torch.int32, generator=generator)
+
+
+def _route(options: dict[str, Any], given: Given) -> list[Tensor]:
+    return _chosen(route(given["logits"], TOP_K, bias=given.get("bias"), num_tokens=given["num_tokens"], **options))
+
+
+def routed(spec: LayerSpec) -> Iterator[Trial]:
+    for experts in (spec.experts, spec.experts - spec.experts // 4 - 4):
+        for tokens in TOKENS:
+            given = {
+                "logits": _logits(tokens, experts), "bias": randn(experts, seed=3) / 64,
+                "num_tokens": torch.tensor([tokens - tokens // 3], dtype=torch.int32),
+            }  # fmt: skip
+            for rule, options in RULES.items():
+                used = given if "groups" in rule else {name: given[name] for name in ("logits", "num_tokens")}
+                yield Trial(
+                    f"{rule}, {tokens} tokens, {experts} experts", used, partial(_route, options), tolerance=CLOSE
+                )
+
+
+def few_tokens(spec: LayerSpec) -> Iterator[Trial]:
+    """Logits made from tokens in the same call. Tokens are such that each has its own order of experts, and sums that
+    no rounding changes.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+
+    def call(given: Given) -> list[Tensor]:
+        made = route_few(given["x"], given["weight"], None, TOP_K, torch.float32)
+        assert made.logits is not None
+        return [*_chosen(made), made.logits]
+
+    for tokens in (1, 5, MOST_ROUTED):
+        experts = spec.experts - 4
+        x = torch.zeros(tokens, 2 * HIDDEN)
+        x[:, :tokens] = torch.eye(tokens)
+        weight = torch.zeros(experts, 2 * HIDDEN)
+        weight[:, :tokens] = _logits(tokens, experts).mT
+        yield Trial(f"{tokens} tokens, {experts} experts", {"x": x.to(dtype), "weight": weight.to(dtype)}, call)
+
+
+def sorted_choices(spec: LayerSpec) -> Iterator[Trial]:
+    for experts in (spec.experts, spec.experts - spec.experts // 4 - 4):
+        for tokens in TOKENS:
+            ids = _ids(tokens, experts)
+            for given_ids in (ids, ids.long()):
+                given = {"ids": given_ids, "weights": randn(tokens, TOP_K, seed=4)}
+
+                def call(given: Given, experts: int = experts) -> list[Tensor]:
+                    return _tables(Routing.from_topk(given["ids"], given["weights"], experts, first=3))
+
+                yield Trial(f"{tokens} tokens, {experts} experts, {given_ids.dtype}", given, call, tolerance=CLOSE)
+
+
+def _with_routing(function: Callable[..., Any]) -> Callable[[Given], list[Tensor]]:
+    """Of what is given and a routing of its ids and weights."""
+
+    def call(given: Given) -> list[Tensor]:
+        others = {name: value for name, value in given.items() if name not in ("ids", "weights")}
+        made: list[Tensor] = function(Routing.from_topk(given["ids"], given["weights"], 32), **others)
+        return made
+
+    return call
+
+
+def rows(spec: LayerSpec) -> Iterator[Trial]:
+    """Of `permute` and `combine`."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+
+    def permuted(routing: Routing, x: Tensor) -> list[Tensor]:
+        return [permute(x, routing)[: int(routing.offs[-1])]]
+
+    def combined(routing: Routing, y: Tensor, residual: Tensor | None = None) -> list[Tensor]:
+        return [combine(y, routing, residual)]
+
+    for tokens in TOKENS:
+        choices = {"ids": _ids(tokens, 32), "weights": randn(tokens, TOP_K, seed=4)}
+        if spec.kernel == "permute":
+            x = randn(tokens, HIDDEN, seed=5, dtype=dtype)
+            yield Trial(f"{tokens} tokens", {**choices, "x": x}, _with_routing(permuted))
+            continue
+        y, residual = randn(tokens * TOP_K, HIDDEN, seed=6, dtype=dtype), randn(tokens, HIDDEN, seed=7, dtype=dtype)
+        yield Trial(f"{tokens} tokens", {**choices, "y": y}, _with_routing(combined))
+        yield Trial(
+            f"{tokens} tokens and a residual", {**choices, "y": y, "residual": residual}, _with_routing(combined)
+        )
+
+
+def route_gradient(spec: LayerSpec) -> Iterator[Trial]:
+    def call(options: dict[str, Any], given: Given) -> list[Tensor]:
+        logits = given["logits"].detach().requires_grad_()
+        with torch.enable_grad():
+            made = route(logits, TOP_K, **options)
+            return list(torch.autograd.grad(made.weights, [logits], given["upstream"].to(made.weights)))
+
+    for tokens in TOKENS:
+        given = {"logits": randn(tokens, 96, seed=8), "upstream": randn(tokens, TOP_K, seed=9)}
+        for rule, options in RULES.items():
+            yield Trial(f"{rule}, {tokens} tokens", given, partial(call, options), tolerance=1e-4)
+
+
+def row_weights_gradient(spec: LayerSpec) -> Iterator[Trial]:
+    def call(given: Given) -> list[Tensor]:
+        weights = given["weights"].detach().requires_grad_()
+        with torch.enable_grad():
+            made = Routing.from_topk(given["ids"], weights, 32)
+            upstream = given["upstream"].to(made.weight_of_row)
+            return list(torch.autograd.grad(made.weight_of_row, [weights], upstream))
+
+    for tokens in TOKENS:
+        given = {"ids": _ids(tokens, 32), "weights": randn(tokens, TOP_K, seed=4)}
+        yield Trial(f"{tokens} tokens", {**given, "upstream": randn(tokens * TOP_K, seed=9)}, call, tolerance=CLOSE)

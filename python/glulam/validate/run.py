@@ -1,0 +1,75 @@
+"""A process for each function, one after the other: started, listened to, and killed where it takes too long."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from cute_kernels.chains import stages_of
+from cute_kernels.specs import Spec, from_dict, to_dict
+from ffi_bridge.manifest import Manifest
+
+LIMIT_S = 60.0
+PASSED, FAILED, UNREACHED = "passed", "failed", "unreached"
+
+
+class Outcome(NamedTuple):
+    """Of a function. detail: what is wrong, or what was done. called: functions that its process called."""
+
+    name: str
+    state: str
+    detail: str
+    called: frozenset[str] = frozenset()
+
+
+def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any], limit_s: float = LIMIT_S) -> Outcome:
+    """What became of `target(*arguments, connection)`, run in a process of its own.
+
+    The process is made by one that has imported Glulam and has never used a GPU, so that it begins at once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__package__ + ".child"])
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(*arguments, sending), daemon=True)
+    process.start()
+    sending.close()
+    at, deadline = "its start", time.monotonic() + limit_s
+    try:
+        while receiving.poll(max(deadline - time.monotonic(), 0.0)):
+            kind, what, *called = receiving.recv()
+            if kind == PASSED:
+                return Outcome(name, PASSED, f"{what} calls", *called)
+            if kind == FAILED:
+                return Outcome(name, FAILED, f"{what} ({at})")
+            at = what
+        return Outcome(name, FAILED, f"it took more than {limit_s:.0f} s ({at})")
+    except EOFError:  # the process ended without a last word
+        process.join(limit_s)
+        return Outcome(name, FAILED, f"its process ended with {process.exitcode} ({at})")
+    finally:
+        process.kill()
+        process.join()
+        receiving.close()
+
+
+def outcomes(manifest: Manifest, index: int, specs: Sequence[Spec], limit_s: float = LIMIT_S) -> Iterator[Outcome]:
+    """Of each function of a bundle that has trials, then of those that only others launch: of all in `specs`."""
+    from .catalogue import trials_of
+    from .child import main
+
+    called: set[str] = set()
+    others = []
+    for spec in specs:
+        if next(trials_of(spec), None) is None:
+            others.append(spec)
+            continue
+        outcome = outcome_of(spec.name, main, (to_dict(spec), index), limit_s)
+        if outcome.state == PASSED:
+            chains = [from_dict(manifest.functions[name].spec) for name in outcome.called]
+            called |= {stage.name for chain in chains for stage in (chain, *stages_of(chain))}
+        yield outcome
+    for spec in others:
+        is_called = spec.name in called
+        yield Outcome(spec.name, PASSED if is_called else UNREACHED, "by functions that launch it" if is_called else "")

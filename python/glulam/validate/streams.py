@@ -1,0 +1,98 @@
+"""Trials of hyper-connections: forward, and gradients of everything that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.specs import MhcSpec
+
+from .. import mhc
+from .inputs import randn
+from .trial import Given, Trial
+
+SIZES = (((1, 1), 8), ((3, 5), 8), ((2, 61), 736), ((4, 33), 2056), ((300,), 256))
+"""Leading dimensions and C: one token, odd counts, one vector, no multiple of any tile, more vectors than threads."""
+ERRORS = {torch.bfloat16: (2e-2, 5e-2), torch.float16: (5e-3, 1e-2), torch.float32: (1e-5, 1e-4)}
+"""Largest ones of results and of gradients, by the narrowest dtype of a call."""
+OF_PRODUCTS = (5e-3, 1e-2)
+"""Of projections of float32 streams, whose products with weights of 16 bits are TF32's."""
+_CALLS: dict[str, Callable[..., Any]] = {
+    "sinkhorn": mhc.sinkhorn, "aggregate": mhc.aggregate, "post_mix": mhc.post_mix, "project": mhc.project,
+    "pre": mhc.pre,
+}  # fmt: skip
+
+
+def _shapes(name: str, lead: tuple[int, ...], n: int, c: int) -> list[tuple[tuple[int, ...], bool]]:
+    """Of what an operator takes, and whether it is in the streams' dtype, else of a parameter."""
+    rows = n * n + 2 * n
+    of_projection = [((*lead, n, c), True), ((rows, n * c), False), *[((1,), False)] * 3, ((rows,), False)]
+    return {
+        "sinkhorn": [((*lead, n, n), False)],
+        "aggregate": [((*lead, n, c), True), ((*lead, n), False)],
+        "post_mix": [
+            ((*lead, n, c), True), ((*lead, n, n), False), ((*lead, n), False), ((*lead, c), True), ((c,), False)
+        ],
+        "project": of_projection,
+        "pre": of_projection,
+    }[name]  # fmt: skip
+
+
+def _inputs(name: str, lead: tuple[int, ...], n: int, c: int, dtype: torch.dtype, of_params: torch.dtype) -> Given:
+    """Tokens differ in scale."""
+    made = {}
+    for place, (shape, is_stream) in enumerate(_shapes(name, lead, n, c)):
+        values = randn(*shape, seed=place)
+        if values.dim() > 1:
+            values *= torch.linspace(-1, 1, shape[0]).exp2().view(-1, *[1] * (values.dim() - 1))
+        if name in ("project", "pre") and place == 1:
+            values /= (n * c) ** 0.5  # or every gate would be shut
+        made[f"a{place}"] = values.to(dtype if is_stream else of_params)
+    return made
+
+
+def _results(name: str, given: Sequence[Tensor]) -> list[Tensor]:
+    made = _CALLS[name](*given)
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _upstream(results: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients that every dtype holds."""
+    return [randn(*one.shape, seed=100 + i, dtype=torch.bfloat16).to(one) for i, one in enumerate(results)]
+
+
+def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Those of single numbers in one vector with that of the bias, the last one: each is a sum over tokens, and may be
+    near zero."""
+    single = [one for one in gradients if one.numel() == 1]
+    if not single or len(single) == len(gradients):
+        return list(gradients)
+    others = [one for one in gradients if one.numel() > 1]
+    return [*others[:-1], torch.cat((others[-1], *single))]
+
+
+def hyper_connection(spec: MhcSpec) -> Iterator[Trial]:
+    """With parameters in float32, and in 16 bits."""
+    name, is_gradient = spec.kernel.removesuffix("_backward"), "backward" in spec.kernel
+    streams: torch.dtype = getattr(torch, spec.dtype)
+
+    def call(given: Given) -> list[Tensor]:
+        tensors = list(given.values())
+        if not is_gradient:
+            return _results(name, tensors)
+        leaves = [one.detach().requires_grad_() for one in tensors]
+        with torch.enable_grad():
+            results = _results(name, leaves)
+            return _joined(torch.autograd.grad(results, leaves, _upstream(results)))
+
+    for of_params in dict.fromkeys((torch.float32, torch.bfloat16 if streams is torch.float32 else streams)):
+        for lead, c in SIZES:
+            given = _inputs(name, lead, spec.n, c, streams, of_params)
+            errors = [ERRORS[one.dtype] for one in given.values()]
+            if name in ("project", "pre") and streams is torch.float32:
+                errors.append(OF_PRODUCTS)
+            what = f"{list(lead)} x {spec.n} x {c}, parameters in {of_params}"
+            yield Trial(what, given, call, tolerance=max(each[is_gradient] for each in errors))
