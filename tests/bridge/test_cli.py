@@ -131,7 +131,7 @@ def test_doctor_without_a_gpu(machine: Callable[..., Result]) -> None:
 def test_doctor_on_a_gpu(machine: Callable[..., Result]) -> None:
     result = machine(H200)
     assert result.exit_code == 0, result.output
-    assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels" in result.output
+    assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels, tested" in result.output
     assert "the precompiled kernels run on this GPU" in result.output
 
 
@@ -141,6 +141,24 @@ def test_doctor_on_a_gpu_without_kernels(machine: Callable[..., Result]) -> None
     assert "no kernels for it" in _finding(result, "GPU")
     assert "-> use a GPU of compute capability 9.0" in _finding(result, "GPU")
     assert "not usable here yet: see GPU above" in result.output
+
+
+def test_doctor_on_a_gpu_that_we_never_saw(machine: Callable[..., Result]) -> None:
+    result = machine(doctor.Gpu("NVIDIA A100", (8, 0), "sm_80"))
+    found = _finding(result, "GPU")
+    assert found.startswith("note") and "served by the sm_80 kernels, built, never run" in found
+    assert "-> run `glulam validate`" in found
+
+
+def test_doctor_knows_better_kernels_than_those_that_are_there(machine: Callable[..., Result]) -> None:
+    found = _finding(machine(doctor.Gpu("NVIDIA A10", (8, 6), "sm_80")), "GPU")
+    assert found.startswith("note") and "those of sm_86 would fit it better" in found
+    assert "-> glulam build --arch sm_86" in found
+
+
+def test_validating_needs_a_gpu() -> None:
+    result = _run("validate")
+    assert result.exit_code == 1 and "torch sees no CUDA GPU" in result.output and len(result.output.splitlines()) == 1
 
 
 def test_doctor_with_an_old_driver(machine: Callable[..., Result]) -> None:

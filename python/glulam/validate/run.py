@@ -11,7 +11,7 @@ from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 from ffi_bridge.manifest import Manifest
 
-LIMIT_S = 60.0
+LIMIT_S, PATIENCE_S = 60.0, 10.0
 PASSED, FAILED, UNREACHED = "passed", "failed", "unreached"
 
 
@@ -50,7 +50,7 @@ def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any],
         return Outcome(name, FAILED, f"its process ended with {process.exitcode} ({at})")
     finally:
         process.kill()
-        process.join()
+        process.join(PATIENCE_S)  # the driver may hold it for as long as its kernel runs
         receiving.close()
 
 
