@@ -26,6 +26,7 @@ from .distributed_tables import distributed_tables
 from .fp8_tables import fp8_parts
 from .layer_tables import layer_tables
 from .mhc_tables import mhc_tables
+from .portable_tables import portable_parts
 from .power_tables import power_parts
 from .results import Result
 from .targets import copy_target, target
@@ -290,6 +291,9 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "quantize": quantize_tables,
     "power": lambda result: [Table(*parts) for parts in power_parts(result["records"], result["stamp"]["sms"])],
     "fp8": lambda result: [Table(*parts) for parts in fp8_parts(result["records"], result["limits"]["copy_tbps"])],
+    "portable": lambda result: [
+        Table(*parts) for parts in portable_parts(result["records"], result["limits"]["copy_tbps"])
+    ],
     "transformers": transformers_tables,
     "distributed": distributed_tables,
     "mhc": lambda result: [Table(*parts) for parts in mhc_tables(result)],

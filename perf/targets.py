@@ -90,3 +90,16 @@ def fp8_targets(model: str) -> list[tuple[str, str, float]]:
     """(recipe, peer, target) of a case by its name."""
     wanted = FP8_DECODE if model.endswith("decode") else FP8.get(model, {})
     return [(recipe, peer, ratio) for (recipe, peer), ratio in wanted.items()]
+
+
+PORTABLE, NATIVE, MMA_ALONE = "portable", "native", "mma.sync alone"
+PORTABLE_MXFP8 = "portable mxfp8_weight_only"
+_PORTABLE_MMA = {"Mixtral-8x7B": 0.65, "DeepSeek-V3 EP8": 0.65, "Qwen3-30B-A3B": 0.55}
+_PORTABLE_DECODE = {"device copy": 0.88, PORTABLE_MXFP8: 1.6}
+
+
+def portable_targets(model: str) -> dict[str, float]:
+    """What portable kernels are to reach in a case, by what it is measured by (`portable_tables.reached`)."""
+    if model.endswith("decode"):
+        return _PORTABLE_DECODE
+    return {MMA_ALONE: _PORTABLE_MMA[model]} if model in _PORTABLE_MMA else {}

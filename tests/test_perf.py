@@ -60,7 +60,7 @@ from perf.cases import (
 from perf.options import Options, command_line
 from perf.problem import MAX_COPIES, ROTATION_BYTES, TOKENS, copies_needed, make_problem, offsets
 from perf.routing import ROUTINGS, apportion, group_sizes, skew
-from perf.suites import SUITES, power, quantize
+from perf.suites import SUITES, portable, power, quantize
 from perf.suites.compare import make_sets
 from perf.suites.host import BARE_MLP, BARE_MM, BARE_NOTHING, KNOWN_ROWS, NEW_ROWS, WITHOUT_OUT, bare_items, derived
 from perf.suites.train import HOST_ITEMS, needed_bytes, saved_bytes
@@ -680,6 +680,34 @@ def test_the_fp8_table_shows_both_ratios_and_what_is_missed():
     ]
 
 
+def portable_result():
+    medians = {"portable": 4000.0, "native": 3000.0, "torch": 5000.0, "mma.sync alone": 1000.0}
+    prefill = forward_record(MIXTRAL, "mlp", **medians)
+    decode = forward_record(DECODE[0], "mlp", **{**medians, "portable": 270.0, "portable mxfp8_weight_only": 180.0})
+    return results.make_result("portable", STAMP, LIMITS, [{**r, "mma_flop": 5 * 10**11} for r in (prefill, decode)])
+
+
+def test_the_portable_table_shows_shares_of_limits_and_what_is_missed():
+    table, missed, _ = tables.tables_of(portable_result())
+    prefill, decode = table.rows
+    of_mma = MIXTRAL.flop("mlp") / 4000e-6 / 5e14
+    moved = 2 * (128 * 3 * 2048 * 768 + 2 * 512 * (2048 + 768))
+    of_copy = moved / 270e-6 * 1e-12 / LIMITS["copy_tbps"]
+    assert prefill[1:] == ("4000.0", "0.75", "1.25", f"{of_mma:.2f}", "-", "-") and 0.5 < of_mma < 1.5
+    assert decode[1:] == ("270.0", "11.11", "18.52", "-", f"{of_copy:.2f}", "1.50") and 0.9 < of_copy < 1.1
+    assert missed.rows == [("Qwen3 decode", "portable mxfp8_weight_only", "1.500", "1.60")]
+
+
+def test_an_architecture_serves_while_it_is_measured(monkeypatch):
+    found = []
+    monkeypatch.setenv("GLULAM_ARCH", "sm_90a")
+    monkeypatch.setattr(portable, "_forget", lambda: found.append(os.environ["GLULAM_ARCH"]))
+    with pytest.raises(KeyError), portable.served_by("sm_90"):
+        assert os.environ["GLULAM_ARCH"] == "sm_90" and os.environ["GLULAM_ALLOW_UNVALIDATED"] == "1"
+        raise KeyError
+    assert found == ["sm_90", "sm_90"] and os.environ["GLULAM_ARCH"] == "sm_90a"
+
+
 def test_fp8_contestants_are_checked(monkeypatch):
     case = Case("small", 4, 64, 32, 40)
     problem = make_problem(case, device="cpu")
@@ -746,6 +774,7 @@ ALL_RESULTS = {
     "power": power_result,
     "quantize": quantize_result,
     "fp8": fp8_result,
+    "portable": portable_result,
     "mhc": mhc_result,
     "transformers": transformers_result,
     "distributed": distributed_result,

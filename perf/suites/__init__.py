@@ -15,6 +15,7 @@ from .graph import run_graph
 from .host import run_host
 from .layer import run_layer
 from .mhc import run_mhc
+from .portable import run_portable
 from .power import run_power
 from .quantize import run_quantize
 from .tiles import run_tiles
@@ -34,6 +35,7 @@ SUITES: dict[str, Callable[[Options], list[dict[str, Any]]]] = {
     "graph": run_graph,
     "quantize": run_quantize,
     "fp8": run_fp8,
+    "portable": run_portable,
     "mhc": run_mhc,
     "transformers": run_transformers,
     "distributed": run_distributed,
