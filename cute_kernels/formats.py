@@ -1,6 +1,6 @@
 """What GEMMs multiply: how matrices are stored, and which of them a kernel takes. Plain data.
 
-A format is a row here and, where its weights are decoded, a class of an architecture's (`sm90/mainloop/decoders.py`).
+A format is a row here and, where its weights are decoded, a class of `decoding/elements.py`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ def imported(name: str, file: Path, known: dict[str, Path]) -> set[str]:
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
             source = resolve_name("." * node.level + (node.module or ""), package)
             found |= {f"{source}.{alias.name}" if f"{source}.{alias.name}" in known else source for alias in node.names}
     return found & known.keys() - {name}
@@ -83,6 +85,17 @@ def test_every_architecture_answers_for_itself(name: str) -> None:
 )
 def test_a_gpu_is_served_by_the_best_architecture(device: tuple[int, int], best: list[str]) -> None:
     assert list(serving(device)) == best
+
+
+def test_the_folder_of_an_architecture_is_imported_by_itself_alone() -> None:
+    """Who wants one asks by name, as `room` does."""
+    known = modules("cute_kernels", Path(cute_kernels.__file__).parent)
+    folders = {f"cute_kernels.{folder}" for folder in FOLDERS.values()}
+    folder_of = {name: ".".join(name.split(".")[:2]) for name in known}
+    pairs = {(name, other) for name, file in known.items() for other in imported(name, file, known)}
+    inside = {(name, other) for name, other in pairs if folder_of[other] in folders}
+    assert folders <= set(folder_of.values()) and {folder_of[name] for name, _ in inside} >= folders
+    assert not [f"{name} imports {other}" for name, other in inside if folder_of[name] != folder_of[other]]
 
 
 def test_no_kernel_is_made_of_a_policy() -> None:

@@ -197,9 +197,9 @@ class TestQuantiser:
 
 DECODER = """
 import json
-from cute_kernels.sm90.mainloop.decoders import E2m1Decoder
+from cute_kernels.decoding.elements import E2m1
 from cutlass import Int32
-decoder = E2m1Decoder()
+decoder = E2m1()
 def word(byte, index):
     word = byte << 8 * index
     return Int32(word - (word >> 31 << 32))

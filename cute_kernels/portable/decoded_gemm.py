@@ -5,12 +5,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from ..epilogue.activation import ActivationEpilogue
+from ..epilogue.base import Epilogue, Inputs, WarpgroupState
 from ..formats import OPERANDS, Format
 from ..quantize.e4m3 import e4m3_value
 from ..quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
 from ..schedule.work import WorkTile
-from ..sm90.epilogue.activation import ActivationEpilogue
-from ..sm90.epilogue.base import Epilogue, Inputs, WarpgroupState
 from ..specs import GemmSpec, GroupedGluSpec
 from .grouped_gemm import GroupedGemm, Operands
 from .mainloop import Mainloop
@@ -71,7 +71,7 @@ class DecodedGemm(GroupedGemm):
         self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: tuple[Int64, Int32, Int32, Int64],
         inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
-        """As that of sm90's."""
+        """Launch on `stream`."""
         GroupedGemm.launch(
             self, x, w, (y,), groups, Int64(0), Int64(0), inputs, num_sms, position, stream
         )  # fmt: skip

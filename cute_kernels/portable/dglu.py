@@ -1,5 +1,5 @@
 """The epilogue of grouped_dglu where no warp can load beside the others: all of a tile's preactivations come into the
-stages' memory once that is free, 8 KB a slot, and their gradients take their place (sm90/epilogue/preact.py).
+stages' memory once that is free, 8 KB a slot, and their gradients take their place (epilogue/preact.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device.invariant import Invariant
+from ..epilogue.base import ColumnSmem, Prefetched
+from ..epilogue.dglu import DgluEpilogue, DgluInputs, DgluState
+from ..epilogue.fragments import TileShare
+from ..epilogue.preact import PreactLayout, PreactPair
+from ..epilogue.shape import EpilogueShape, SlotShape, Smem
 from ..schedule.groups import Groups
 from ..schedule.work import WorkTile
-from ..sm90.epilogue.base import ColumnSmem, Prefetched
-from ..sm90.epilogue.dglu import DgluEpilogue, DgluInputs, DgluState
-from ..sm90.epilogue.preact import PreactLayout, PreactPair
-from ..sm90.epilogue.shape import EpilogueShape, SlotShape, Smem
-from ..sm90.fragments import TileShare
 from .store import RowStore, Slots, make_store
 
 
@@ -49,17 +49,10 @@ class PreactSlots(Invariant):
 class Pair(PreactPair):
     """One thread's access to slots of a chunk, two elements at a time."""
 
-    def __init__(self, ring: PreactSlots, slots: Slots):
-        self.ring, self.layout, self.slots, self.dtype = ring, ring.layout, slots, slots.dtype
-
     def load_piece(self, target: cute.Tensor, slot: Int32, index: int) -> None:
         for i in range(cute.size(target) // 2):
             two = cute.make_tensor(target.iterator + 2 * i, cute.make_layout(2))
             cute.autovec_copy(self.slots.pair(slot, 4 * index + i), two)
-
-
-class State(DgluState):
-    pair_type = Pair
 
 
 class Epilogue(DgluEpilogue):
@@ -73,12 +66,13 @@ class Epilogue(DgluEpilogue):
     def kernel_inputs(self, inputs: DgluInputs) -> DgluInputs:
         return inputs._replace(preact=make_store(self.preact_layout.view(inputs.preact)))
 
-    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Any, smem: Smem, ring: None) -> State:
-        return State(inputs, groups, slots, ColumnSmem(**smem), PreactSlots(slots, self.preact_layout))
+    def make_state(self, inputs: DgluInputs, groups: Groups, slots: Any, smem: Smem, ring: None) -> DgluState:
+        return DgluState(inputs, groups, slots, ColumnSmem(**smem), PreactSlots(slots, self.preact_layout), Pair)
 
     @cute.jit
     def finish(
-        self, state: State, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile, share: TileShare
+        self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
+        share: TileShare,
     ):  # fmt: skip
         for chunk in cutlass.range_constexpr(self.chunks_per_share):
             _, row, column = self._chunk_at(work, Int32(0), 0, chunk)

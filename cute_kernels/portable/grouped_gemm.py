@@ -7,13 +7,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from ..device.gmem import CHUNK_BYTES
+from ..epilogue.base import Epilogue, Inputs
 from ..memory.weights import weight_rows, weight_view
 from ..schedule.groups import Groups
 from ..schedule.work import TileGrid, WorkTile
-from ..sm90.epilogue.base import Epilogue, Inputs
 from ..specs import GemmSpec
 from .mainloop import Mainloop
-from .operands import CHUNK_BYTES, Across, Along, Lines
+from .operands import Across, Along, Lines
 from .persistent import TileKernel
 from .sources import Rows, Weights, row_sources, rows_of, transposed_sources, weight_sources
 from .store import make_store
@@ -51,7 +52,11 @@ class GroupedGemm(TileKernel):
         self, x: cute.Tensor, w: cute.Tensor, outputs: tuple, groups: tuple[Int64, Int32, Int32, Int64], w_table: Int64,
         rows: Int64, inputs: Inputs, num_sms: Int32, position: Int32, stream: cuda.CUstream, w_up: Int64 | None = None,
     ):  # fmt: skip
-        """As that of sm90's. Tiles are dealt, not drawn, and no launch is early."""
+        """Launch on `stream`; `inputs` are the epilogue's own; `rows`: the address of the indices of x's rows, or 0;
+        `w_up`: of the weights' second half, as of `weight_view`.
+
+        Tiles are dealt, not drawn, and no launch is early, whatever the `position`.
+        """
         view, expert = weight_view(w, w_table, self.parts, self.layout, self.transposed, inputs.gate, w_up)
         n = Int32(w.shape[2]) if const_expr(self.transposed) else weight_rows(w, w_up)
         pitch = Int32(w.shape[2]) // (CHUNK_BYTES * 8 // w.element_type.width)

@@ -16,18 +16,19 @@ from cutlass import Boolean, Int32, Int64, Uint8
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..epilogue.fragments import TileShare, chunk_of
+from ..epilogue.shape import EpilogueShape, SlotShape
+from ..epilogue.sizes import ROWS, SLOTS
 from ..memory.weights import UNIT_BYTES, ExpertAddress, expert_offset, weight_view
 from ..schedule.groups import Groups
 from ..schedule.wgrad_scheduler import SameTiles
 from ..schedule.work import TileGrid, WorkTile
-from ..sm90.epilogue.shape import EpilogueShape, SlotShape
-from ..sm90.fragments import TileShare, chunk_of
 from ..specs import GroupedWgradSpec
-from .mainloop import SLAB, Mainloop
+from .mainloop import Mainloop
 from .operands import Across
 from .persistent import TileKernel, TileWalk
 from .sources import Rows, column_sources, rows_of
-from .store import SLOTS, Place, Slots
+from .store import Place, Slots
 
 
 class WgradWalk(SameTiles, TileWalk):
@@ -56,7 +57,7 @@ class WgradEpilogue(Invariant):
 
     def __init__(self, dtype: type[cutlass.Numeric], tile):
         self.dtype, self.tile = dtype, tile
-        self.shape = EpilogueShape(SlotShape(dtype, 0, SLOTS))
+        self.shape = EpilogueShape(SlotShape(dtype, 0))
 
     def make_state(self, inputs: WgradInputs, groups: Groups, slots: Slots, smem: dict, ring: None) -> WgradState:
         return WgradState(inputs, slots)
@@ -78,7 +79,7 @@ class WgradEpilogue(Invariant):
         pitch = Int64(inputs.columns) * (self.dtype.width // 8)
         across = self.tile.n // cols
         for chunk in cutlass.range_constexpr(self.tile.slabs * across):
-            row = work.m_tile * self.tile.m + chunk // across * SLAB
+            row = work.m_tile * self.tile.m + chunk // across * ROWS
             column = work.n_tile * self.tile.n + chunk % across * cols
             address = base + row * pitch + column * (self.dtype.width // 8)
             place = Place(address, pitch, inputs.rows - row, inputs.columns - column)
@@ -107,7 +108,7 @@ class GroupedWgrad(TileKernel):
         rows: tuple[Int64, Int64], dw_table: Int64, mask: Int64, accumulate: Int32, num_sms: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """As that of sm90's."""
+        """Launch on `stream`. `rows`: the addresses of the indices of dy's rows and of x's; one is 0, or both."""
         view, address = weight_view(dw, dw_table, 1, "concat", False)
         num_rows = select(rows[0] == 0, Int32(dy.shape[0]), Int32(x.shape[0]))
         n, k = Int32(dy.shape[1]), Int32(x.shape[1])

@@ -1,8 +1,8 @@
 """The mainloop without wgmma and TMA: cp.async fills stages, ldmatrix and mma.sync empty them.
 
 Four warps share a tile of 128 x 128. Of each slab of 64 rows a warp has 16, over all columns: a thread's accumulators
-are those that a warpgroup's wgmma would give it (sm90/fragments.py), so that the same epilogues serve both. Of a tile
-of 16 x 128, for few rows, each warp multiplies a quarter of a stage's depth, and the first one adds the four sums.
+are those of epilogue/fragments.py, so that the shared epilogues serve. Of a tile of 16 x 128, for few rows, each warp
+multiplies a quarter of a stage's depth, and the first one adds the four sums.
 
 A stage holds 64 of the contraction, and there is one barrier a stage (operands.py). Two CTAs share an SM: one
 multiplies while the other stores or waits for its first stage.
@@ -20,11 +20,10 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warp_mma import WarpMma
 from ..device.warps import WARP
+from ..epilogue.sizes import ROWS, THREADS
 from ..tiles import TileConfig
 
-THREADS = 128
 WARPS = THREADS // WARP
-SLAB = 64
 DEPTH = 64
 CTAS_PER_SM = 2
 MMA_K = 16
@@ -85,7 +84,7 @@ class Mainloop(Invariant):
         """16 of the depth."""
         first_row = 0 if self.is_split else self.warp * 16
         k_of_a = self.b.k_of(tile, k)
-        rows = [self.a.rows(stage, slab * SLAB + first_row, k_of_a) for slab in range(self.slabs)]
+        rows = [self.a.rows(stage, slab * ROWS + first_row, k_of_a) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
             columns = self.b.columns(stage, pair, k)
             for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
@@ -117,7 +116,7 @@ class Mainloop(Invariant):
 
 def is_split(tile: TileConfig) -> bool:
     """Whether warps have parts of the depth, instead of rows."""
-    return tile.m < SLAB
+    return tile.m < ROWS
 
 
 def stages(a: Any, b: Any) -> int:

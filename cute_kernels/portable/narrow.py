@@ -20,14 +20,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint8, Uint16
 
+from ..decoding.decoder import EXPONENT_BIAS, EXPONENT_ONE, LANES_OF_16, power_of
+from ..decoding.elements import E2m1, E4m3
 from ..device.gmem import vector_at
 from ..device.select import select
+from ..epilogue.sizes import THREADS
 from ..formats import E2M1, SCALE_BLOCK, Format
 from ..memory.weights import row_of
 from ..schedule.work import WorkTile
-from ..sm90.mainloop.decode import EXPONENT_ONE, HALF_OF_LEAST_NORMAL, LANES_OF_16
-from ..sm90.mainloop.decoders import DECODERS, EXPONENT_BIAS, E2m1Decoder
-from .mainloop import DEPTH, THREADS
+from .mainloop import DEPTH
 from .operands import Along, Lines
 from .sources import Weights
 
@@ -72,7 +73,8 @@ class Narrow(Along):
     def __init__(self, lines: int, weights: Format):
         super().__init__(BFloat16, lines, weights.bits)
         assert lines == THREADS
-        self.is_e2m1, self.first_bad = weights.element == E2M1, DECODERS[weights.element].first_bad
+        self.is_e2m1 = weights.element == E2M1
+        self.first_bad = (E2m1 if self.is_e2m1 else E4m3).first_bad
         self.line_area = self.stage_bytes
         self.stage_bytes += BLOCKS * lines * 4
         self.pending = cute.make_rmem_tensor(BLOCKS, Int32)
@@ -91,8 +93,7 @@ class Narrow(Along):
         held = self._multipliers(before)
         for block in cutlass.range_constexpr(BLOCKS):
             byte = self.pending[block]
-            power = cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
-            held[thread, block] = select(byte >= self.first_bad, Int32(NAN), power)
+            held[thread, block] = select(byte >= self.first_bad, Int32(NAN), power_of(byte))
         for block in cutlass.range_constexpr(BLOCKS):
             number = tile * BLOCKS + block
             if number < sources.blocks:
@@ -124,7 +125,7 @@ class Narrow(Along):
             at = first + self.at(column, Int32(k)) + quad * 2
             return [e4m3_pair(self._load(Uint16, at + 8 * half)) for half in range(2)]
         word = self._load(Int32, first + self.at(column, Int32(k // 2)) + quad * 4)
-        spread = E2m1Decoder().spread
+        spread = E2m1().spread
         pairs = [spread(word, pair) for pair in range(4)]
         if isinstance(k, int):
             return pairs[k % 2 * 2 : k % 2 * 2 + 2]

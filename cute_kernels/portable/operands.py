@@ -16,16 +16,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from ..device.gmem import vector_at
+from ..device.gmem import CHUNK_BYTES, offset_by, vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warp_mma import read_matrices
 from ..device.warps import WARP
+from ..epilogue.sizes import THREADS
 from ..schedule.groups import clamp
-from ..sm90.mainloop.gathered_rows import offset_by
-from .mainloop import DEPTH, THREADS
+from .mainloop import DEPTH
 
-CHUNK_BYTES, LINE_BYTES = 16, 128
+LINE_BYTES = 128
 CHUNKS = LINE_BYTES // CHUNK_BYTES
 STEP = THREADS // CHUNKS
 """Lines between two of a thread's copies, where lines are of 128 bytes."""

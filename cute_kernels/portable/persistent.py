@@ -8,15 +8,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint8
 
+from ..device.gmem import CHUNK_BYTES
 from ..device.invariant import Invariant
 from ..device.warps import last_lane
+from ..epilogue.fragments import TileShare
+from ..epilogue.sizes import ROWS, THREADS
 from ..schedule.groups import Groups
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid, WorkTile
-from ..sm90.fragments import TileShare
 from ..tiles import TileConfig
-from .mainloop import CTAS_PER_SM, SMEM_BYTES, THREADS, Mainloop
-from .operands import CHUNK_BYTES
+from .mainloop import CTAS_PER_SM, SMEM_BYTES, Mainloop
 from .store import Slots
 
 
@@ -80,7 +81,7 @@ class TileKernel(Invariant):
             pointer = cute.make_ptr(field.dtype, first + at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
             own[field.name] = cute.make_tensor(pointer, cute.make_layout(field.shape))
             at += rounded_up(field.num_bytes)
-        slots: Any = Slots(smem, self.epilogue.dtype, self.epilogue.shape.slots.count, min(self.tile.m, 64))
+        slots = Slots(smem, self.epilogue.dtype, self.epilogue.shape.slots.count, min(self.tile.m, ROWS))
         state = self.epilogue.make_state(inputs, groups, slots, own, None)
         acc = cute.make_rmem_tensor(self.tile.accumulators, Float32)
         walk = self.walk(self.tile, groups, grid)

@@ -8,11 +8,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ..device.gmem import vector_at
+from ..device.gmem import CHUNK_BYTES, vector_at
 from ..memory.weights import UNIT_BYTES, ExpertAddress, GateRows, expert_offset, part_offset, row_of
 from ..schedule.groups import clamp
 from ..schedule.work import WorkTile
-from .operands import BLOCK, CHUNK_BYTES, Across, Along, Contraction, Lines
+from .operands import BLOCK, Across, Along, Contraction, Lines
 
 
 class Rows(NamedTuple):

@@ -8,16 +8,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from ..device.invariant import Invariant
+from ..device.gmem import CHUNK_BYTES
 from ..device.select import select
-from ..device.warps import WARP
+from ..epilogue import slots
+from ..epilogue.sizes import ROWS, SLOT_BYTES, SLOTS
+from ..epilogue.slots import narrowed, smem_layout
 from ..schedule.work import WorkTile
-from ..sm90.budget import SLOT_BYTES
-from ..sm90.epilogue.store import narrowed, smem_layout
-from .mainloop import SLAB
-from .operands import CHUNK_BYTES, CHUNKS, STEP, bytes_if, chunk_at, copy_chunk
-
-SLOTS = 2
+from .operands import CHUNKS, STEP, bytes_if, chunk_at, copy_chunk
 
 
 class Place(NamedTuple):
@@ -58,13 +55,13 @@ def make_store(view: cute.Tensor) -> RowStore:
     return RowStore(view.iterator.toint(), Int64(view.stride[0]) * 2, Int32(view.shape[1]), half)
 
 
-class Slots(Invariant):
+class Slots(slots.Slots):
     """`count` slots of 64 rows of 128 bytes, which a CTA fills and empties in turns: one barrier each. `rows`: that are
     stored of a slot, at most."""
 
     is_storing_warp = True
 
-    def __init__(self, smem: cute.Pointer, dtype: type[cutlass.Numeric], count: int = SLOTS, rows: int = SLAB):
+    def __init__(self, smem: cute.Pointer, dtype: type[cutlass.Numeric], count: int = SLOTS, rows: int = ROWS):
         self.dtype, self.rows, self.first = dtype, rows, Int32(smem.toint())
         layout = smem_layout(dtype, count)
         self.smem = cute.make_tensor(cute.recast_ptr(smem, layout.inner, dtype=dtype), layout.outer)
@@ -77,12 +74,6 @@ class Slots(Invariant):
 
     def acquire(self) -> None:
         """A slot is free: since it was emptied, the other one was filled."""
-
-    def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
-        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot."""
-        lane = self.thread % WARP
-        line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
-        return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
 
     def write(self, values: cute.Tensor, slot: Int32 | int) -> None:
         """Converted registers, in the order of accumulators."""
@@ -100,7 +91,7 @@ class Slots(Invariant):
         """Start to copy a place into a slot, zeros where it has none."""
         line, chunk = self.thread // CHUNKS, self.thread % CHUNKS
         elements = CHUNK_BYTES * 8 // self.dtype.width
-        for i in cutlass.range_constexpr(SLAB // STEP):
+        for i in cutlass.range_constexpr(ROWS // STEP):
             row = line + i * STEP
             is_inside = (row < place.rows) & (chunk * elements < place.columns)
             at = select(is_inside, place.address + row * place.pitch + chunk * CHUNK_BYTES, place.address)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..epilogue.sizes import ROWS, SLOT_BYTES, SLOTS
 from ..specs import GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, GroupedWgradSpec, Spec
 from ..tiles import SpecError, TileConfig
 
@@ -16,11 +17,6 @@ SMALL_BYTES, SCALE_BYTES = 2048, 1024
 # One being multiplied, one on its way.
 MIN_STAGES = 2
 
-# Staging slots of TMA stores.
-ROWS = 64
-ROW_BYTES = 128
-SLOT_BYTES = ROWS * ROW_BYTES
-SLOTS = 2
 # Where preactivations come by TMA, of a CTA: pairs of slots, one in work, one on its way, and as many slots for act. A
 # power of two.
 PAIRS = 2

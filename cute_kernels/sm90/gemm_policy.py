@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..epilogue.sizes import ROWS
 from ..formats import OPERANDS
 from ..gemms import GemmPolicy as GemmPolicy
 from ..specs import DgluSpec, GemmSpec, GroupedGluSpec, GroupedMmSpec, GroupedWgradSpec
-from .budget import ROWS
 
 # At most, of a group whose weights take longer to come from memory than to be multiplied. With 128, gpt-oss-120b is as
 # fast under skew, and DeepSeek-V3 and Qwen3-235B are 1 to 3 % slower.

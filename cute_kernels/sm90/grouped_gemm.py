@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Int32, Int64, const_expr
 
 from ..device.select import select
+from ..epilogue.base import Epilogue, Inputs
 from ..memory.weights import weight_rows, weight_view
 from ..schedule.groups import Groups
 from ..schedule.ticket_scheduler import TicketScheduler
@@ -14,7 +15,6 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import GemmSpec
 from .budget import ALONG_REGISTERS, LOADING_REGISTERS
-from .epilogue.base import Epilogue, Inputs
 from .epilogue.store import RaggedStore, make_store
 from .gemm_policy import MIN_TICKET_DEPTH
 from .mainloop.fp8 import Fp8Mainloop

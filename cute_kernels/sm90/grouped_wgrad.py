@@ -14,6 +14,8 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..device.select import select
+from ..epilogue.sizes import ROWS
+from ..epilogue.slots import smem_layout
 from ..memory.weights import weight_view
 from ..schedule.groups import Groups
 from ..schedule.tickets import Tickets
@@ -21,9 +23,8 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.wgrad_scheduler import WgradTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import GroupedWgradSpec
-from .budget import ACROSS_REGISTERS, ROWS
+from .budget import ACROSS_REGISTERS
 from .epilogue.slot_loads import TileLoads
-from .epilogue.store import smem_layout
 from .epilogue.wgrad import WgradEpilogue, WgradInputs, WgradStores
 from .mainloop.wgrad import WgradMainloop
 from .persistent import PersistentGemm

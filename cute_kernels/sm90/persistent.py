@@ -21,11 +21,13 @@ multicast.
             CTA that shares them.
     tickets a cluster's, where it draws them, sent to its second CTA through slots (schedule/tickets.py).
     loads   what the epilogue reads beside its accumulators, if that comes by TMA: from the epilogue load warp
-            (epilogue/preact.py), or from the warp that stores (epilogue/slot_loads.py).
+            (sm90/epilogue/preact.py), or from the warp that stores (sm90/epilogue/slot_loads.py).
     turns   pingpong only: at the tensor cores, named barriers 3 + warpgroup, and where epilogues share their slots at
             these, named barriers 5 + warpgroup.
     slots   staging slots of a warpgroup for TMA stores, paced by bulk groups; named barrier 1 + warpgroup.
 """
+
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -37,18 +39,19 @@ from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..epilogue.shape import KernelEpilogue, Smem
+from ..epilogue.sizes import THREADS
+from ..epilogue.slots import smem_layout
 from ..schedule.groups import Groups
 from ..schedule.tickets import BROADCAST_SLOTS, NUM_BARRIERS, Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
 from ..specs import GemmSpec
 from . import budget
-from .epilogue.shape import KernelEpilogue, Smem
-from .epilogue.store import smem_layout
-from .fragments import share_of
+from .epilogue.store import Slots
 from .gemm_policy import gemm_policy
 from .mainloop.base import AFTER_EPILOGUE, AFTER_MMA, BEFORE_MMA, WARPS_PER_GROUP, Mainloop, MmaTile, Operands
-from .turns import EPILOGUE_BARRIER, MMA_BARRIER, THREADS, Turns
+from .turns import EPILOGUE_BARRIER, MMA_BARRIER, Turns, share_of
 
 LOAD_WARP, SCHEDULER_WARP, EPILOGUE_LOAD_WARP = 0, 1, 2
 
@@ -57,10 +60,12 @@ class PersistentGemm(Invariant):
     """The tile and the policy of a spec, and an epilogue. A subclass says which mainloop feeds it and how its tiles are
     scheduled.
 
-    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup.
+    dtype: of the operands that are not decoded. load_registers: of a thread of the load warpgroup. slots_type: what MMA
+    warpgroups store through.
     """
 
     load_registers = budget.LOAD_REGISTERS
+    slots_type: Any = Slots
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: KernelEpilogue):
         self.name = spec.name
@@ -204,7 +209,7 @@ class PersistentGemm(Invariant):
                 cute.arch.setmaxregister_increase(self._registers[1])
             index = warpgroup - 1
             own, shape = staging[None, None, None, 0 if self.shape.slots.shared else index], self.shape.slots
-            slots = self.epilogue.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
+            slots = self.slots_type(own, shape.dtype, index, thread % THREADS, shape.chunks)
             state = self.epilogue.make_state(inputs, groups, slots, self._own_smem(storage, index), loads)
             self._mma_role(mainloop, state, operands, stores, sA, sB, stages, ring, index)
 

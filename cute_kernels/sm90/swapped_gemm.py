@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from ..epilogue.base import Inputs
 from ..formats import Format
 from ..memory.weights import weight_view
 from ..schedule.groups import Groups
@@ -13,9 +14,8 @@ from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid
 from ..specs import GemmSpec
 from .budget import RESERVED_BYTES, SMEM_BYTES, smem_bytes, stage_k
-from .epilogue.base import Inputs
 from .epilogue.store import make_store
-from .epilogue.swapped import SwappedEpilogue
+from .epilogue.swapped import SwappedEpilogue, SwappedSlots
 from .mainloop.decoding import DecodingMainloop
 from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
@@ -31,6 +31,8 @@ LINE_BYTES = 128
 
 class SwappedGemm(PersistentGemm):
     """A mainloop and an epilogue that know rows of x as the columns of the MMA. `weights`: their format."""
+
+    slots_type = SwappedSlots
 
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: SwappedEpilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..epilogue.sizes import ROWS
 from ..formats import Format
 from ..tiles import TileConfig
-from .budget import ROWS
 
 # What a swizzle moves.
 SWIZZLE_CHUNK = 16

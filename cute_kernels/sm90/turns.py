@@ -1,4 +1,4 @@
-"""Turns of two pingpong warpgroups."""
+"""Turns of two pingpong warpgroups, and shares of cooperative ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from ..device.invariant import Invariant
-from ..tiles import PINGPONG_WARPGROUPS
+from ..epilogue.fragments import TileShare
+from ..epilogue.sizes import THREADS
+from ..tiles import PINGPONG_WARPGROUPS, TileConfig
 
-THREADS = 128
-# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (epilogue/store.py).
+# Named barriers, one a warpgroup: 0 is the CTA's own, 1 and 2 are the epilogues' (sm90/epilogue/store.py).
 MMA_BARRIER, EPILOGUE_BARRIER = 3, 5
 
 
@@ -50,3 +51,8 @@ class Turns(Invariant):
             cute.arch.barrier_arrive(
                 barrier_id=self.first_barrier + 1 - self.index, number_of_threads=PINGPONG_WARPGROUPS * THREADS
             )
+
+
+def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
+    """A warpgroup's share of the CTA's tile number `turn`: all of it, where warpgroups take turns."""
+    return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)

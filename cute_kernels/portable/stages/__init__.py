@@ -1,0 +1,1 @@
+"""Launches of the portable GEMMs."""

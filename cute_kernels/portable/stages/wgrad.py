@@ -1,14 +1,10 @@
-"""dw = grouped_wgrad(dy, x): a launch of sm90's, with the kernel of this folder."""
+"""dw = grouped_wgrad(dy, x)."""
 
-from ...sm90.stages import wgrad
+from ...launches import wgrad
 from ...specs import GroupedWgradSpec
-from ...tracing import Traced, traced
+from ...tracing import Traced
 from ..grouped_wgrad import GroupedWgrad
 
 
-class Wgrad(wgrad.Wgrad):
-    wgrad_type = GroupedWgrad
-
-
 def trace(spec: GroupedWgradSpec) -> Traced:
-    return traced(spec, Wgrad(spec))
+    return wgrad.trace(spec, GroupedWgrad)

@@ -13,15 +13,14 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 
 from ...device.gmem import vector_at
+from ...epilogue.activation import ActivationEpilogue
+from ...epilogue.base import ColumnSmem, WarpgroupState
+from ...epilogue.shape import EpilogueShape, Smem
+from ...epilogue.sizes import ROWS, SLOTS, THREADS
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
-from ..budget import ROWS, SLOTS
-from ..turns import THREADS
-from .activation import ActivationEpilogue
-from .base import ColumnSmem, WarpgroupState
-from .shape import EpilogueShape, Smem
 from .store import Slots
 
 BLOCK_COLS = 128

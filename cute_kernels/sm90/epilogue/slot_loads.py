@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from ...device.invariant import Invariant
 from ...device.select import select
-from ..budget import SLOT_BYTES, SLOTS
+from ...epilogue.sizes import SLOT_BYTES, SLOTS
 from .store import Slots, matrix_copy
 
 

@@ -14,20 +14,12 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 
-from ...device.invariant import Invariant
-from ...device.select import select
+from ...epilogue import slots
+from ...epilogue.sizes import COLS, ROWS, SLOTS, THREADS
+from ...epilogue.slots import columns, narrowed, smem_layout
 from ...memory.ragged import clipped, ragged_rows
 from ...schedule.work import WorkTile
-from ...specs import LAYOUTS
-from ..budget import ROW_BYTES as ROW_BYTES
-from ..budget import ROWS as ROWS
-from ..budget import SLOT_BYTES as SLOT_BYTES
-from ..budget import SLOTS as SLOTS
-from ..swizzle import swizzled_layout
-from ..turns import THREADS
 
-# Of a slot of 16-bit elements, as all but weight gradients and narrow chunks have.
-COLS = ROW_BYTES // 2
 # Named barrier 0 is the CTA's own.
 FIRST_BARRIER = 1
 
@@ -49,18 +41,6 @@ class RaggedStore(NamedTuple):
         return cute.local_tile(cute.domain_offset((0, col), group), (rows, cols), (0, 0))
 
 
-def columns(dtype: type[cutlass.Numeric], row_bytes: int = ROW_BYTES) -> int:
-    """Columns of a slot."""
-    return row_bytes * 8 // dtype.width
-
-
-def smem_layout(
-    dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
-) -> cute.ComposedLayout:
-    """(row, column, *more) of slots."""
-    return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
-
-
 def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -> RaggedStore:
     """Host side: the descriptor for storing slots into tensor (T, columns[, half])."""
     cols = columns(tensor.element_type) if cols is None else cols
@@ -71,28 +51,6 @@ def make_store(tensor: cute.Tensor, rows: int = ROWS, cols: int | None = None) -
     return RaggedStore(atom, view)
 
 
-def halves(tensor: cute.Tensor, layout: Int32 | None = None) -> cute.Tensor:
-    """A concat preactivation [T, 2I] as (T, I, half): each half clips at its own last column. Where `layout` says that
-    it is none, at run time, as (T, 2I, 1).
-    """
-    rows, cols = tensor.shape
-    half = cols // 2
-    shape = rows, half, 2
-    if layout is not None:
-        is_concat = layout == LAYOUTS["concat"]
-        shape = rows, select(is_concat, half, cols), select(is_concat, Int32(2), Int32(1))
-    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=(*tensor.stride, half)))
-
-
-def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Registers as `dtype`; themselves where they are that already."""
-    if values.element_type is dtype:
-        return values
-    result = cute.make_rmem_tensor(values.shape, dtype)
-    result.store(values.load().to(dtype))
-    return result
-
-
 def matrix_copy(op, dtype: type[cutlass.Numeric], cols: int) -> cute.TiledCopy:
     """How ldmatrix or stmatrix moves 64 rows of 16-bit elements between a slot and registers in accumulators' order."""
     mma = sm90_utils.make_trivial_tiled_mma(
@@ -101,8 +59,8 @@ def matrix_copy(op, dtype: type[cutlass.Numeric], cols: int) -> cute.TiledCopy:
     return cute.make_tiled_copy_C(cute.make_copy_atom(op, dtype), mma)
 
 
-class Slots(Invariant):
-    """A warpgroup's staging slots: fill one from registers, store it, reuse it when its store has been read."""
+class Slots(slots.Slots):
+    """Of TMA stores: fill one from registers, store it, reuse it when its store has read it."""
 
     def __init__(
         self, smem: cute.Tensor, dtype: type[cutlass.Numeric], warpgroup_index: Int32, thread: Int32,
@@ -160,12 +118,6 @@ class Slots(Invariant):
             for i in cutlass.range_constexpr(cute.size(values) // 2):
                 pair = cute.make_tensor(values.iterator + 2 * i, cute.make_layout(2))
                 cute.autovec_copy(pair, self.pair(slot, i))
-
-    def pair(self, slot: int, number: int) -> cute.Tensor:
-        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot of 32-bit elements."""
-        lane = self.thread % 32
-        line = self.smem[self.thread // 32 * 16 + lane // 4 + number % 2 * 8, None, slot]
-        return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))
 
     @cute.jit
     def fill_piece(self, values: cute.Tensor, slot: Int32, piece: cutlass.Constexpr[int]):

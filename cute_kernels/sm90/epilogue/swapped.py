@@ -1,6 +1,6 @@
 """Epilogues of a swapped tile: accumulators whose rows are columns of the output, and whose columns are its rows.
 
-The element (row, column) of a slab's accumulators (fragments.py) is output column `row`, output row `column`: thread t
+The element (row, column) of a slab's accumulators (`fragments`) is output column `row`, output row `column`: thread t
 has columns 16 (t / 32) + (t % 32) / 4 + 8 (v / 2) of 64 and rows 8 j + 2 (t % 4) + v % 2 at register 4 j + v. Of a slab
 that is half a's and half u's, v / 2 is the part, and columns are 8 (t / 32) + (t % 32) / 4 of 32. stmatrix transposes
 results on their way into a slot. So a bias is a register and a row scale comes from shared memory.
@@ -19,6 +19,12 @@ from ... import activation as act
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
+from ...device.swizzle import swizzle_of
+from ...epilogue.base import Epilogue
+from ...epilogue.fragments import TileShare, registers
+from ...epilogue.shape import EpilogueShape, SlotShape, Smem, SmemField
+from ...epilogue.sizes import ROWS, SLOTS, THREADS
+from ...epilogue.slots import narrowed
 from ...formats import OPERANDS
 from ...memory.weights import row_of
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
@@ -26,14 +32,9 @@ from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
 from ...tiles import TileConfig
-from ..budget import ROWS, SLOTS, stage_k
-from ..fragments import TileShare, registers
+from ..budget import stage_k
 from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
-from ..swizzle import swizzle_of
-from ..turns import THREADS
-from .base import Epilogue
-from .shape import EpilogueShape, SlotShape, Smem, SmemField
-from .store import Slots, narrowed
+from .store import Slots
 
 WARPS = THREADS // 32
 # Rows and columns of a matrix of stmatrix, which writes two or four.
@@ -110,7 +111,6 @@ class SwappedEpilogue(Epilogue):
     `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory.
     """
 
-    slots_type = SwappedSlots
     # Whether a row scale multiplies the bias alone, and counts only where there is one.
     scales_bias = False
     rounds = False

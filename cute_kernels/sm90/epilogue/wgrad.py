@@ -10,15 +10,16 @@ from cutlass import Boolean, Int32, Int64, Uint8, const_expr
 
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
+from ...epilogue.fragments import TileShare, chunk_of
+from ...epilogue.shape import EpilogueShape, KernelEpilogue, SlotShape, Smem
+from ...epilogue.sizes import ROWS, SLOTS
+from ...epilogue.slots import columns, narrowed
 from ...memory.weights import EVICT_FIRST, ExpertAddress, expert_offset, lo_hi
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...tiles import PINGPONG_WARPGROUPS, TileConfig
-from ..budget import ROWS, SLOTS
-from ..fragments import TileShare, chunk_of
-from .shape import EpilogueShape, KernelEpilogue, SlotShape, Smem
 from .slot_loads import SlotBarriers, SlotLoads, TileLoads
-from .store import Slots, columns, narrowed
+from .store import Slots
 
 
 class WgradInputs(NamedTuple):

@@ -17,12 +17,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from ...device.invariant import Invariant
 from ...device.select import select
 from ...device.warps import WARP
+from ...epilogue.fragments import TileShare
+from ...epilogue.sizes import THREADS
 from ...memory.weights import EVICT_FIRST, evict_first
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
-from ..fragments import TileShare
 from ..gemm_policy import GemmPolicy
-from ..turns import THREADS, Turns
+from ..turns import Turns
 from .gathered_rows import WARPS, RowIndices
 
 WARPS_PER_GROUP = 4

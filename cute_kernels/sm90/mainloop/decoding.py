@@ -24,23 +24,24 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
+from ...decoding.decoder import Decoder, is_bad
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
+from ...device.swizzle import SWIZZLE_BYTES, swizzle_of, swizzled_layout
+from ...epilogue.fragments import TileShare, registers
+from ...epilogue.sizes import ROWS, THREADS
 from ...formats import SCALE_BLOCK, Format
 from ...memory.row_boxes import acquire, num_boxes
 from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
-from ..budget import ROW_BYTES, ROWS, stage_k
-from ..fragments import TileShare, registers
+from ..budget import stage_k
 from ..gemm_policy import GemmPolicy
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
-from ..swizzle import swizzle_of, swizzled_layout
-from ..turns import THREADS, Turns
+from ..turns import Turns
 from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
-from .decode import Decoder, is_bad, product
-from .decoders import DECODERS
+from .decoders import DECODERS, product
 from .gathered_rows import NO_ROWS
 
 # A word of scale bytes is a row's for a k-tile.
@@ -200,7 +201,7 @@ class DecodingMainloop(WeightsFirst):
         self.rows = SwappedRows(tile, parts)
         self.layout = layout
         self.stages = stages
-        self.x_box = tile.box_rows, ROW_BYTES * 8 // dtype.width
+        self.x_box = tile.box_rows, SWIZZLE_BYTES * 8 // dtype.width
         self.stage_k = stage_k(tile)
         self.row_bytes = weights.num_bytes(self.stage_k)
         self.w_box = self.part_n, self.row_bytes * 8 // self.a_dtype.width
@@ -255,7 +256,7 @@ class DecodingMainloop(WeightsFirst):
         tBsB, tBgB = _partition(operands.atom_b, cute.flat_divide(sB, x_box), x_tiles)
         first = expert_offset(address, work.expert)
         boxes, lines = num_boxes(self.tile, work), self.stage_k // x_box[1]
-        num_bytes = boxes * (x_box[0] * lines * ROW_BYTES) + self.tile.n * self.row_bytes
+        num_bytes = boxes * (x_box[0] * lines * SWIZZLE_BYTES) + self.tile.n * self.row_bytes
         for stage in cutlass.range(count, unroll=1):
             barrier = stages.producer_get_barrier(state)
             if stage >= ahead:

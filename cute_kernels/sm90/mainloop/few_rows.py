@@ -14,17 +14,17 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Uint8
 
+from ...decoding.decoder import Decoder
 from ...device.gmem import vector_at
+from ...device.swizzle import SWIZZLE_BYTES, swizzle_of
 from ...device.warp_mma import WarpMma
+from ...epilogue.fragments import registers
 from ...formats import SCALE_BLOCK
 from ...schedule.work import WorkTile
-from ..budget import ROW_BYTES
-from ..fragments import registers
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows
-from ..swizzle import swizzle_of
 from ..turns import Turns
 from .base import MmaTile
-from .decode import Decoder, product
+from .decoders import product
 from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpgroup
 
 # Threads with the same rows: each has a block of every row in a k-tile.
@@ -35,7 +35,7 @@ PAIRS = SCALE_BLOCK // 8
 # Rows of x of one MMA.
 COLUMNS = 8
 # Threads whose columns of x are in the second half of a k-tile begin with the second half of their block: else they
-# would ask for the banks of those in the first. The first pairs of their words are from there (`E2m1Decoder.place`).
+# would ask for the banks of those in the first. The first pairs of their words are from there (`E2m1.place`).
 TURNED = 2
 
 
@@ -105,7 +105,7 @@ class FewRowsMainloop(DecodingMainloop):
         chunk = place ^ swizzle_of(row, self.row_bytes)
         box, first = place // TURNED, place % TURNED * PAIRS
         weights = self.rows.column(0, warpgroup, thread) * self.row_bytes + chunk * SWIZZLE_CHUNK
-        columns = (box * self.tile.m + row) * ROW_BYTES + (first ^ place & TURNED ^ row) * SWIZZLE_CHUNK
+        columns = (box * self.tile.m + row) * SWIZZLE_BYTES + (first ^ place & TURNED ^ row) * SWIZZLE_CHUNK
         return Int32(sA.iterator.toint()) + weights, Int32(sB.iterator.toint()) + columns
 
     @cute.jit
@@ -162,7 +162,7 @@ class FewRowsMainloop(DecodingMainloop):
                 rests = [decoder.rest_of_multiplier(byte, 0) for byte in bytes_]
                 weights = [[product(two, rest) for two in row] for row, rest in zip(weights, rests, strict=True)]
             for column in range(columns // COLUMNS):
-                at = (first_column ^ Int32(pair * SWIZZLE_CHUNK)) + column * (COLUMNS * ROW_BYTES)
+                at = (first_column ^ Int32(pair * SWIZZLE_CHUNK)) + column * (COLUMNS * SWIZZLE_BYTES)
                 x = _shared_words(at)
                 for slab in range(self.tile.slabs):
                     upper, lower = weights[ROW_HALVES * slab : ROW_HALVES * (slab + 1)]

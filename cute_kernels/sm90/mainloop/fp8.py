@@ -19,13 +19,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
+from ...epilogue.fragments import TileShare, registers
+from ...epilogue.sizes import ROWS, THREADS
 from ...quantize.scales import power_of_two
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
-from ..budget import ROWS
-from ..fragments import TileShare, registers
 from ..gemm_policy import GemmPolicy
-from ..turns import THREADS, Turns
+from ..turns import Turns
 from .base import AFTER_MMA, MmaTile, Operands
 from .gathered_rows import RowIndices
 from .gemm import GemmMainloop

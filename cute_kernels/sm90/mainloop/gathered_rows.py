@@ -21,14 +21,13 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from ...device.gmem import vector_at
+from ...device.gmem import CHUNK_BYTES, offset_by, vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
 from ...device.warps import WARP
 from ...schedule.groups import clamp
 from ...schedule.work import WorkTile
 
-CHUNK_BYTES = 16
 LANES_A_LINE = 8
 LINE_BYTES = LANES_A_LINE * CHUNK_BYTES
 WARPS = 2
@@ -61,15 +60,6 @@ class RowIndices(NamedTuple):
     def distance(self, index: Int32) -> Int32:
         """Of a row from the first, in 16 bytes: 32 bits without a sign, so x has at most 64 GiB."""
         return self.clamped(index) * self.pitch
-
-
-def offset_by(first: Int64, distance: Int32) -> Int64:
-    """An address plus a distance in 16 bytes, in one instruction: a 64-bit product takes four."""
-    return cute.arch.inline_ptx(
-        f"mad.wide.u32 {{$w0}}, {{$r0}}, {CHUNK_BYTES}, {{$r1}};",
-        write_only_types=[Int64],
-        read_only_args=[distance, first],
-    )
 
 
 NO_ROWS = RowIndices(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0))

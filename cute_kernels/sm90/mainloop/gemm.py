@@ -12,11 +12,11 @@ from cutlass.cute.nvgpu import OperandMajorMode
 
 from ...device.invariant import Invariant
 from ...device.select import select
+from ...epilogue.sizes import ROWS
 from ...memory.row_boxes import acquire, num_boxes
 from ...memory.weights import ExpertAddress, expert_offset, lo_hi, part_offset
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
-from ..budget import ROWS
 from ..gemm_policy import GemmPolicy
 from .base import Loop, Operands, Source, WeightsFirst
 from .gathered_rows import LINES_AT_ONCE, GatherAlongRows, RowIndices, Share, row_indices

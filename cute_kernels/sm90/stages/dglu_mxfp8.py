@@ -5,10 +5,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...epilogue.base import OptionalInputs
+from ...epilogue.dglu import DgluInputs, RowParts
 from ...specs import DgluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue.base import OptionalInputs
-from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
+from ..epilogue.dglu import DgluEpilogue
 from ..grouped_gemm import GroupedFp8Gemm
 
 

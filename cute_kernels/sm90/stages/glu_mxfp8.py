@@ -5,10 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ...activation import ActivationParams
+from ...epilogue.base import Inputs, OptionalInputs
 from ...memory.weights import gate_rows
 from ...specs import GroupedGluSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue.base import Inputs, OptionalInputs
 from ..epilogue.quantizing import QuantizingEpilogue
 from ..grouped_gemm import GroupedFp8Gemm
 

@@ -1,51 +1,10 @@
 """y = grouped_mm(x, w) in 16 bits."""
 
-from typing import Any
-
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
-from cutlass import Int32, Int64
-
-from ...activation import no_params
+from ...launches import mm
 from ...specs import GroupedMmSpec
-from ...tracing import DTYPES, Traced, traced
-from ..epilogue.activation import LinearEpilogue
-from ..epilogue.base import Inputs, OptionalInputs
+from ...tracing import Traced
 from ..grouped_gemm import GroupedGemm
 
 
-class Mm:
-    gemm_type: Any = GroupedGemm
-
-    def __init__(self, spec: GroupedMmSpec):
-        dtype = DTYPES[spec.dtype]
-        epilogue = LinearEpilogue(dtype, spec.tile)
-        self.gemm = self.gemm_type(spec, dtype, epilogue, spec.transpose_w, spec.in_halves)
-
-    @cute.jit
-    def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, rows: Int64, groups: Int64, group_form: Int32,
-        num_groups: Int32, tickets: Int64, w_table: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32,
-        position: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        if y.shape[0] > 0:
-            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), y.shape[1])
-            sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (y,), sizes, w_table, rows, inputs, num_sms, position, stream)
-
-
-class MmInHalves(Mm):
-    @cute.jit
-    def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        tickets: Int64, w_up: Int64, num_sms: Int32, position: Int32, stream: cuda.CUstream,
-    ):  # fmt: skip
-        if y.shape[0] > 0:
-            none = Int64(0)
-            inputs = Inputs(OptionalInputs(none, none, none), no_params(), y.shape[1])
-            sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, (y,), sizes, none, none, inputs, num_sms, position, stream, w_up=w_up)
-
-
 def trace(spec: GroupedMmSpec) -> Traced:
-    return traced(spec, (MmInHalves if spec.in_halves else Mm)(spec))
+    return mm.trace(spec, GroupedGemm)

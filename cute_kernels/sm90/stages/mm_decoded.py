@@ -1,39 +1,11 @@
-"""y = grouped_mm(x, w) of 16-bit rows and weights in MXFP8, decoded on the way: plain scales, [E, N, K / 32]."""
+"""y = grouped_mm(x, w) of 16-bit rows and weights to be decoded."""
 
-from typing import Any
-
-import cuda.bindings.driver as cuda
-import cutlass.cute as cute
-from cutlass import Int32, Int64
-
-from ...activation import no_params
-from ...formats import OPERANDS
+from ...launches import mm_decoded
 from ...specs import GroupedMmSpec
-from ...tracing import DTYPES, Traced, traced
-from ..epilogue.base import Inputs, OptionalInputs
+from ...tracing import Traced
 from ..epilogue.swapped import SwappedLinearEpilogue
 from ..swapped_gemm import SwappedGemm
 
 
-class Mm:
-    gemm_type: Any = SwappedGemm
-    epilogue_type: Any = SwappedLinearEpilogue
-
-    def __init__(self, spec: GroupedMmSpec):
-        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
-        self.gemm = self.gemm_type(spec, dtype, self.epilogue_type(dtype, spec.tile), weights)
-
-    @cute.jit
-    def __call__(
-        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
-        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32,
-        stream: cuda.CUstream,
-    ):  # fmt: skip
-        if x.shape[0] > 0:
-            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
-            sizes = (groups, group_form, num_groups, tickets)
-            self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
-
-
 def trace(spec: GroupedMmSpec) -> Traced:
-    return traced(spec, Mm(spec))
+    return mm_decoded.trace(spec, SwappedGemm, SwappedLinearEpilogue)

@@ -8,10 +8,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ...activation import no_params
+from ...epilogue.activation import LinearEpilogue
+from ...epilogue.base import Inputs, OptionalInputs
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
-from ..epilogue.activation import LinearEpilogue
-from ..epilogue.base import Inputs, OptionalInputs
 from ..grouped_gemm import GroupedFp8Gemm
 
 

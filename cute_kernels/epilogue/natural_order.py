@@ -1,6 +1,6 @@
 """A gated FC1 of transposed weights whose columns come as they lie, a and u of an output in one tile of columns.
 
-TMA moves runs of 16 bytes along a row, and so cannot part columns that alternate. But the accumulators of a thread
+Loads bring runs of 16 bytes of a row, and so cannot part columns that alternate. But the accumulators of a thread
 (fragments.py) hold both columns of each of its outputs: where a and u are neighbours, registers 2 i and 2 i + 1; where
 32 of a come before 32 of u, registers 16 apart. Biases and preactivations are in the order of the columns, too.
 """
@@ -11,13 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...device.select import select
-from ...specs import BLOCK_ROWS, GroupedGluSpec
-from ..budget import ROWS
-from ..fragments import chunk_of
-from ..turns import THREADS
+from ..device.select import select
+from ..specs import BLOCK_ROWS, GroupedGluSpec
 from .activation import ActivationEpilogue
-from .store import narrowed
+from .fragments import chunk_of
+from .sizes import ROWS, THREADS
+from .slots import narrowed
 
 BLOCK_REGS = ROWS * BLOCK_ROWS // THREADS
 QUAD = 4

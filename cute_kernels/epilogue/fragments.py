@@ -1,7 +1,8 @@
 """A thread's accumulators, and which part of a tile is a warpgroup's.
 
-wgmma's accumulator of 64 x n gives thread t of the warpgroup, for each 8 columns j and v = 0..3, the element
-(16 (t / 32) + (t % 32) / 4 + 8 (v / 2), 8 j + 2 (t % 4) + v % 2) at register 4 j + v.
+A warpgroup is four warps, which have slabs of 64 x n. Thread t has of each 8 columns j and for v = 0..3 the element
+(16 (t / 32) + (t % 32) / 4 + 8 (v / 2), 8 j + 2 (t % 4) + v % 2) at register 4 j + v: what one MMA of a warpgroup
+leaves, and MMAs of four warps with 16 rows each.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..tiles import TileConfig
-from .budget import ROWS
-from .turns import THREADS
+from .sizes import ROWS, THREADS
 
 
 def registers(acc: cute.Tensor, first: int = 0, count: int | None = None) -> cute.Tensor:
@@ -33,8 +32,3 @@ class TileShare(NamedTuple):
 
     first_slab: Int32
     turn: Int32
-
-
-def share_of(tile: TileConfig, turn: Int32, warpgroup: Int32) -> TileShare:
-    """A warpgroup's share of the CTA's tile number `turn`."""
-    return TileShare(Int32(0) if tile.takes_turns else warpgroup, turn)

@@ -1,4 +1,4 @@
-"""What a decoding mainloop asks of a weight format: how its elements are read, and how they become bfloat16 numbers.
+"""What a mainloop that decodes asks of a weight format: how its elements are read, and what they are multiplied by.
 
 A block's scale byte e is 2^(e - 127), which is a bfloat16 number, at e = 0 a subnormal one. Where the greatest element
 times it leaves bfloat16's range, and where it is NaN, the block makes NaN of its whole row, for all rows of x. Such
@@ -18,6 +18,7 @@ from cutlass import Int32
 
 LANES_OF_16 = 0x00010001
 # A bfloat16's exponent begins at bit 7.
+EXPONENT_BIAS = 127
 EXPONENT_ONE = (1 << 7) * LANES_OF_16
 # What stands for 2^-127, which has no exponent.
 HALF_OF_LEAST_NORMAL = (1 << 6) * LANES_OF_16
@@ -27,9 +28,9 @@ BYTE_MAGNITUDES = 0x7F7F7F7F
 
 
 class Decoder:
-    """Of a format. element: what TMA loads. share: an unsigned integer, what a thread reads at once of a row, which has
-    `pairs` pairs of elements. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or more.
-    first_large: the least one whose multiplier does, likewise; None: there is none.
+    """Of a format. element: what rows are loaded as. share: an unsigned integer, what a thread reads at once of a row,
+    which has `pairs` pairs of elements. first_bad: the least scale byte of a block that leaves bfloat16's range, 128 or
+    more. first_large: the least one whose multiplier does, likewise; None: there is none.
     """
 
     element: Any
@@ -53,7 +54,7 @@ class Decoder:
 
     def multiplier(self, scales: Int32, index: int) -> Int32:
         """2^(e - 127) in both halves, of byte `index` of four scale bytes."""
-        return cutlass.max(byte_of(scales, index) * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
+        return power_of(byte_of(scales, index))
 
     def small_multiplier(self, byte: Int32) -> Int32:
         """`multiplier` of a scale byte that is not large."""
@@ -64,7 +65,7 @@ class Decoder:
         raise NotImplementedError
 
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
-        """A pair of what `read` gave, times its scale, as two bfloat16 numbers."""
+        """A pair of what `read` gave, times its scale, as two bfloat16 numbers: by the instructions that a GPU has."""
         raise NotImplementedError
 
     def bad_scales(self, scales: Int32, row: int) -> Int32:
@@ -80,10 +81,9 @@ def byte_of(scales: Int32, index: int) -> Int32:
     return (scales >> 8 * index) & 0xFF
 
 
-def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Of two bfloat16 numbers each."""
-    ptx = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
-    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
+def power_of(byte: Int32) -> Int32:
+    """2^(e - 127) in both halves, of a scale byte."""
+    return cutlass.max(byte * EXPONENT_ONE, Int32(HALF_OF_LEAST_NORMAL))
 
 
 def _from(first: Any, scales: Int32) -> Int32:

@@ -8,15 +8,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from ... import activation as act
-from ...device.select import select
-from ...memory.weights import row_of
-from ...schedule.work import WorkTile
-from ...specs import BLOCK_ROWS, LAYOUT_FORMS, LAYOUTS, GroupedGluSpec
-from ..budget import SLOTS
-from ..fragments import chunk_of, registers
+from .. import activation as act
+from ..device.select import select
+from ..memory.weights import row_of
+from ..schedule.work import WorkTile
+from ..specs import LAYOUTS, GroupedGluSpec
 from .base import Epilogue, WarpgroupState
-from .store import RaggedStore, Slots, halves, narrowed
+from .fragments import chunk_of
+from .gate_pair import halves, store_gate_pair
+from .sizes import SLOTS
 
 
 class LinearEpilogue(Epilogue):
@@ -103,7 +103,7 @@ class ActivationEpilogue(Epilogue):
 
     @cute.jit
     def _store_preact(
-        self, state: WarpgroupState, acc: cute.Tensor, target: RaggedStore, work: WorkTile, row: Int32,
+        self, state: WarpgroupState, acc: cute.Tensor, target: Any, work: WorkTile, row: Int32,
         first_slot: cutlass.Constexpr[int],
     ):  # fmt: skip
         """The accumulators in the order that `glu_layout` gives the columns of w1."""
@@ -117,74 +117,3 @@ class ActivationEpilogue(Epilogue):
             else:
                 tile = target.tile(work, row, work.n_tile * self.tile_n + chunk * self.cols, cols=self.cols)
                 state.slots.put(a, target, tile, (first_slot + chunk) % SLOTS)
-
-
-@cute.jit
-def store_gate_pair(
-    slots: Slots, served: cutlass.Constexpr[str], layout: Int32, a: cute.Tensor, u: cute.Tensor, target: RaggedStore,
-    work: WorkTile, row: Int32, column: Int32, first_slot: cutlass.Constexpr[int],
-):  # fmt: skip
-    """Store a slot's columns of each half, from `column` of a half on, as the two slots that the layout makes of them:
-    `served`, or the one of its several that `layout` is.
-
-    `target` has a mode for the half where the layout may be concat.
-    """
-    a, u = narrowed(a, slots.dtype), narrowed(u, slots.dtype)
-    names = LAYOUT_FORMS[served]
-    for i in cutlass.range_constexpr(2):
-        slot = (first_slot + i) % SLOTS
-        slots.acquire()
-        _write_one_of(slots, names, layout, a, u, i, slot)
-        in_halves, joined = column, 2 * column + i * slots.cols
-        if const_expr(len(names) > 1):
-            is_concat = layout == LAYOUTS["concat"]
-            at, half = select(is_concat, in_halves, joined), select(is_concat, Int32(i), Int32(0))
-        else:
-            at, half = (in_halves, i) if const_expr(served == "concat") else (joined, None)
-        slots.store(target, target.tile(work, row, at, half, slots.cols), slot)
-
-
-@cute.jit
-def _write_one_of(
-    slots: Slots, names: cutlass.Constexpr[tuple], layout: Int32, a: cute.Tensor, u: cute.Tensor,
-    i: cutlass.Constexpr[int], slot: cutlass.Constexpr[int],
-):  # fmt: skip
-    """Fill slot i of a pair from converted halves, in that of the layouts which `layout` is."""
-    if const_expr(len(names) == 1):
-        _write_of_pair(slots, names[0], a, u, i, slot)
-    elif layout == LAYOUTS[names[0]]:
-        _write_of_pair(slots, names[0], a, u, i, slot)
-    else:
-        _write_one_of(slots, names[1:], layout, a, u, i, slot)
-
-
-def _write_of_pair(slots: Slots, name: str, a: cute.Tensor, u: cute.Tensor, i: int, slot: int) -> None:
-    half = cute.size(a) // 2
-    half_a, half_u = registers(a, i * half, half), registers(u, i * half, half)
-    if name == "interleaved":
-        _write_interleaved(slots, half_a, half_u, slot)
-    elif name == "concat" or slots.cols == BLOCK_ROWS:
-        slots.write(a if i == 0 else u, slot)
-    else:
-        slots.write(_joined(half_a, half_u), slot)
-
-
-def _joined(first: cute.Tensor, second: cute.Tensor) -> cute.Tensor:
-    """Two register vectors as one."""
-    both = cute.make_rmem_tensor(cute.size(first) + cute.size(second), first.element_type)
-    registers(both, 0, cute.size(first)).store(first.load())
-    registers(both, cute.size(first)).store(second.load())
-    return both
-
-
-@cute.jit
-def _write_interleaved(slots: Slots, a: cute.Tensor, u: cute.Tensor, slot: cutlass.Constexpr[int]):
-    """A slot's columns a0 u0 a1 u1 ...: a thread's two a and two u of a row are 8 neighbouring bytes."""
-    lane = slots.thread % 32
-    for i in cutlass.range_constexpr(cute.size(a) // 2):
-        quad = cute.make_rmem_tensor(4, a.element_type)
-        for pair in cutlass.range_constexpr(2):
-            quad[2 * pair] = a[2 * i + pair]
-            quad[2 * pair + 1] = u[2 * i + pair]
-        line = slots.smem[slots.thread // 32 * 16 + lane // 4 + i % 2 * 8, None, slot]
-        cute.autovec_copy(quad, cute.local_tile(line, (4,), (i // 2 * 4 + lane % 4,)))

@@ -9,12 +9,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...device.invariant import Invariant
-from ...schedule.groups import Groups
-from ...schedule.work import WorkTile
-from ..budget import ROW_BYTES, ROWS, SLOTS
-from ..fragments import TileShare
-from .store import Slots
+from ..device.invariant import Invariant
+from ..schedule.groups import Groups
+from ..schedule.work import WorkTile
+from .fragments import TileShare
+from .sizes import ROW_BYTES, ROWS, SLOTS
 
 Smem = dict[str, cute.Tensor]
 """A warpgroup's small shared memory by name."""
@@ -22,7 +21,7 @@ Smem = dict[str, cute.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class SlotShape:
-    """Staging slots of TMA stores, `count` of `rows` rows of `row_bytes`, which hold elements of `dtype`.
+    """Staging slots, `count` of `rows` rows of `row_bytes`, which hold elements of `dtype`.
 
     chunks: slots' worth that a warpgroup stores of a tile, over all outputs. shared: all warpgroups have the same
     slots; else each has its own.
@@ -90,8 +89,6 @@ class EpilogueShape:
 
 class KernelEpilogue(Invariant):
     """All that a kernel calls of its epilogue."""
-
-    slots_type: Any = Slots
 
     @property
     def shape(self) -> EpilogueShape:

@@ -1,4 +1,4 @@
-"""Epilogues: what happens to accumulators between the last wgmma and the store."""
+"""Epilogues: what happens to accumulators between the last MMA and the store."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 
-from ... import activation as act
-from ...device.gmem import vector_at
-from ...device.invariant import Invariant
-from ...memory.weights import NO_GATE, GateRows
-from ...quantize.scales import power_of_two
-from ...schedule.groups import Groups
-from ...schedule.work import WorkTile
-from ...tiles import TileConfig
-from ..budget import ROWS, SLOTS
-from ..fragments import TileShare, registers
-from ..turns import THREADS
+from .. import activation as act
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..memory.weights import NO_GATE, GateRows
+from ..quantize.scales import power_of_two
+from ..schedule.groups import Groups
+from ..schedule.work import WorkTile
+from ..tiles import TileConfig
+from .fragments import TileShare, registers
 from .shape import EpilogueShape, KernelEpilogue, SlotShape, Smem, SmemField
-from .store import Slots
+from .sizes import ROWS, SLOTS, THREADS
+from .slots import Slots
 
 UPPER_HALF = -(1 << 16)
 
@@ -122,11 +121,11 @@ class Epilogue(KernelEpilogue):
         """Host side: the epilogue's inputs as the kernel takes them."""
         return inputs
 
-    def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> Any:
+    def make_state(self, inputs: Any, groups: Groups, slots: Any, smem: Smem, ring: Any) -> Any:
         return WarpgroupState(inputs, slots, ColumnSmem(**smem))
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:
-        """How the outputs look to TMA stores."""
+        """How the outputs look to stores."""
         return outputs
 
     def bias_index(self, state: WarpgroupState, column: Int32, part: Int32) -> Int32:
@@ -154,7 +153,7 @@ class Epilogue(KernelEpilogue):
             first_slot = slab * self.chunks_per_slab % SLOTS
             count = cute.size(acc) // self.slabs
             values, two_scales = registers(acc, slab * count, count), registers(scales, 2 * slab, 2)
-            # Of a cooperative tile a warpgroup may have no rows, and it holds back nobody by going on.
+            # Of a tile that warpgroups share, one may have no rows, and it holds back nobody by going on.
             if const_expr(self.tile.takes_turns):
                 self.finish_slab(state, values, two_scales, stores, work, row, first_slot)
             elif row < work.group_end:

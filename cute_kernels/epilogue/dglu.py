@@ -1,0 +1,154 @@
+"""Epilogue of the backward of a fused FC1: dm = dy @ w2 in the accumulators becomes dpreact, act and d_row_scale.
+
+    act = f(a, u) s        dpreact = (dm s f_a, dm s f_u)        d_s[row] = sum_i dm_i f_i
+
+The activation is recomputed from the preactivation. The row sum spans the tiles of a row, which are on other CTAs:
+each leaves its part in a workspace, and the next kernel adds them (layer/finish_backward.py). Counting the parts, so
+that the warp with the last one adds them here, took a fence and an atomic for each warp and tile: a quarter of the time
+where K is 2048.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .. import activation as act
+from ..device.gmem import vector_at
+from ..formats import OPERANDS, ROW
+from ..memory.weights import NO_GATE, GateRows
+from ..schedule.groups import Groups
+from ..schedule.work import WorkTile
+from ..specs import GroupedDgluSpec
+from .base import ColumnSmem, Epilogue, OptionalInputs, Prefetched, WarpgroupState
+from .fragments import TileShare, chunk_of, registers
+from .preact import PIECE, PIECE_REGS, PreactLayout, PreactPair
+from .sizes import COLS, ROWS
+
+
+class RowParts(NamedTuple):
+    """Where a tile leaves its part of each row's sum: float32 [count, T] at an address, 0: not wanted."""
+
+    parts: Int64
+    count: Int32
+
+
+class DgluInputs(NamedTuple):
+    """Run-time inputs: preact [T, 2I or I], the row scale, and where its gradient's parts go.
+
+    In a kernel `preact` is whatever an architecture loads it by.
+    """
+
+    optional: OptionalInputs
+    params: act.ActivationParams
+    bias_size: Int32
+    preact: Any
+    sums: RowParts
+    w_scale: Int64 = Int64(0)
+    gate: GateRows = NO_GATE
+
+
+class DgluState(WarpgroupState):
+    """ring: where preactivations are (preact.py); pair_type: how a thread reads them there."""
+
+    def __init__(
+        self, inputs: DgluInputs, groups: Groups, slots: Any, smem: ColumnSmem, ring: Any, pair_type: type[PreactPair]
+    ):  # fmt: skip
+        super().__init__(inputs, slots, smem)
+        self.preact = pair_type(ring, slots)
+        self.ring = ring
+        self.sums = inputs.sums
+        self.num_rows = groups.rows
+
+
+class DgluEpilogue(Epilogue):
+    """Stores: dpreact, then act. How preactivations come is an architecture's own: `shape`, `kernel_inputs` and
+    `make_state`.
+
+    A warpgroup works through its share of a tile chunk by chunk, 64 x 64 outputs each, and chunks are numbered over the
+    CTA's life. A number says where a chunk's act, preactivation and gradient lie in shared memory.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
+        super().__init__(dtype, spec.tile, scales_columns=OPERANDS[spec.operands].w.block == ROW)
+        self.spec = spec
+        self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
+        self.chunks_per_slab = spec.tile.n // COLS
+        self.chunks_per_share = self.slabs * self.chunks_per_slab
+
+    def store_views(self, outputs: tuple, inputs: DgluInputs) -> tuple:
+        return self.preact_layout.view(outputs[0]), outputs[1]
+
+    def _chunk_at(self, work: WorkTile, turn: Int32, first_slab: Int32 | int, chunk: int) -> tuple[Int32, Int32, Int32]:
+        """Number, first row and first column of a chunk of the share of a tile that begins at a slab."""
+        sharers = self.tile.warpgroups_per_tile
+        number = (turn * self.chunks_per_share + chunk) * sharers + first_slab
+        row = work.row + (first_slab + chunk // self.chunks_per_slab) * ROWS
+        return number, row, work.n_tile * self.tile_n + chunk % self.chunks_per_slab * COLS
+
+    @cute.jit
+    def finish(
+        self, state: DgluState, acc: cute.Tensor, prefetched: Prefetched, stores: tuple, work: WorkTile,
+        share: TileShare,
+    ):  # fmt: skip
+        scales = prefetched.row_scales
+        if const_expr(self.scales_columns):
+            self._put_column_scales(state, prefetched.column_scales)
+            count = cute.size(acc) // self.slabs
+            for slab in cutlass.range_constexpr(self.slabs):
+                self._scale_columns(state, registers(acc, slab * count, count))
+        sums = cute.make_rmem_tensor(2, Float32)
+        for chunk in cutlass.range_constexpr(self.chunks_per_share):
+            slab, chunk_in_slab = chunk // self.chunks_per_slab, chunk % self.chunks_per_slab
+            if const_expr(chunk_in_slab == 0):
+                sums.fill(0.0)
+            number, row, column = self._chunk_at(work, share.turn, share.first_slab, chunk)
+            act_slot = state.ring.act_slot(number)
+            state.ring.wait(number)
+            for piece in cutlass.range_constexpr(COLS // PIECE):
+                dm = registers(chunk_of(acc, chunk, COLS), piece * PIECE_REGS, PIECE_REGS)
+                parts = state.preact.read(number, piece)
+                outputs, gradients = self._backward(state, dm, parts, registers(scales, 2 * slab, 2), sums)
+                state.preact.write(number, piece, gradients)
+                state.slots.fill_piece(outputs, act_slot, piece)
+            state.slots.publish()
+            if state.slots.is_storing_warp:
+                state.preact.store(stores[0], work, number, row, column)
+                state.slots.start(stores[1].atom, stores[1].tile(work, row, column), act_slot)
+                state.slots.drain()
+                state.ring.release(number)
+            if const_expr(chunk_in_slab == self.chunks_per_slab - 1):
+                if state.sums.parts != 0:
+                    self._leave_sums(state, sums, work, row)
+
+    @cute.jit
+    def _backward(self, state: DgluState, dm: cute.Tensor, parts: tuple, scales: cute.Tensor, sums: cute.Tensor):
+        """A piece's scaled activation and its gradients by a and u, 16-bit; adds to the row sums."""
+        outputs = cute.make_rmem_tensor(PIECE_REGS, self.dtype)
+        gradients = tuple(cute.make_rmem_tensor(PIECE_REGS, self.dtype) for _ in parts)
+        for i in cutlass.range(PIECE_REGS // 2, unroll_full=True):
+            scale = scales[i % 2]
+            results = tuple(cute.make_rmem_tensor(2, Float32) for _ in range(1 + len(parts)))
+            for j in cutlass.range_constexpr(2):
+                at = 2 * i + j
+                value, *slopes = act.slopes(self.spec.activation, [Float32(part[at]) for part in parts], state.params)
+                results[0][j] = value * scale
+                for result, slope in zip(results[1:], slopes, strict=True):
+                    result[j] = dm[at] * scale * slope
+                sums[i % 2] += dm[at] * value
+            for target, result in zip((outputs, *gradients), results, strict=True):
+                registers(target, 2 * i, 2).store(result.load().to(self.dtype))
+        return outputs, gradients
+
+    @cute.jit
+    def _leave_sums(self, state: DgluState, sums: cute.Tensor, work: WorkTile, row: Int32):
+        """Write the tile's part of a slab's d_row_scale. An adaptive cluster may have a tile behind the last column."""
+        parts = vector_at(Float32, state.sums.parts)
+        for i in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction(sums[i], lambda x, y: x + y, threads_in_group=4)
+            at_row = row + state.row_in_slab + 8 * i
+            if (state.lane % 4 == 0) & (at_row < work.group_end) & (work.n_tile < state.sums.count):
+                parts[work.n_tile * state.num_rows + at_row] = total

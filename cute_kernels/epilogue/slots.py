@@ -1,0 +1,95 @@
+"""Staging slots in shared memory, through which results leave, 64 rows of 128 bytes each: what epilogues ask of them.
+
+How a slot is stored is an architecture's own, and so is what it is stored into: `stores` of an epilogue have an `atom`
+and a `tile(work, row, column, half, cols)`, which `Slots.start` takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..device.invariant import Invariant
+from ..device.swizzle import swizzled_layout
+from ..device.warps import WARP
+from .sizes import ROW_BYTES, ROWS
+
+
+def columns(dtype: type[cutlass.Numeric]) -> int:
+    """Of a slot."""
+    return ROW_BYTES * 8 // dtype.width
+
+
+def smem_layout(
+    dtype: type[cutlass.Numeric], *more: int, rows: int = ROWS, cols: int | None = None
+) -> cute.ComposedLayout:
+    """(row, column, *more) of slots."""
+    return swizzled_layout(dtype, (rows, columns(dtype) if cols is None else cols, *more))
+
+
+def narrowed(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """Registers as `dtype`; themselves where they are that already."""
+    if values.element_type is dtype:
+        return values
+    result = cute.make_rmem_tensor(values.shape, dtype)
+    result.store(values.load().to(dtype))
+    return result
+
+
+class Slots(Invariant):
+    """A warpgroup's. Registers are in the order of accumulators (fragments.py).
+
+    smem: (row, column, slot), `cols` columns of `dtype`. thread: of the warpgroup. is_storing_warp: whether this warp
+    calls `start` and `drain`.
+    """
+
+    dtype: type[cutlass.Numeric]
+    smem: cute.Tensor
+    cols: int
+    thread: Int32
+    is_storing_warp: Any
+
+    def sync(self) -> None:
+        """Wait for the warpgroup's other threads."""
+        raise NotImplementedError
+
+    def acquire(self) -> None:
+        """Wait until the next slot is free."""
+        raise NotImplementedError
+
+    def write(self, values: cute.Tensor, slot: int) -> None:
+        """A slot's worth of converted registers, into one that is free."""
+        raise NotImplementedError
+
+    def fill_piece(self, values: cute.Tensor, slot: Int32 | int, piece: int) -> None:
+        """The same of 16 of a slot's columns."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """A filled slot may be stored."""
+        raise NotImplementedError
+
+    def start(self, atom: Any, tile: Any, slot: Int32 | int) -> None:
+        """Start to store a published slot."""
+        raise NotImplementedError
+
+    def store(self, target: Any, tile: Any, slot: int) -> None:
+        """Publish a filled slot and store it into a tile of `target`."""
+        raise NotImplementedError
+
+    def put(self, values: cute.Tensor, target: Any, tile: Any, slot: int) -> None:
+        """Convert, stage and store a slot's worth of accumulators."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait until all stores have read their slots."""
+        raise NotImplementedError
+
+    def pair(self, slot: Int32 | int, number: int) -> cute.Tensor:
+        """Where this thread's accumulators 2 * number and 2 * number + 1 lie in a slot."""
+        lane = self.thread % WARP
+        line = self.smem[self.thread // WARP * 16 + lane // 4 + number % 2 * 8, None, slot]
+        return cute.local_tile(line, (2,), (number // 2 * 4 + lane % 4,))

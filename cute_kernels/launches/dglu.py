@@ -1,0 +1,42 @@
+"""dpreact, act and parts of d_row_scale = grouped_dglu(x, w, preact) in 16 bits; x is the gradient of FC2's result.
+
+FC2 contracts over I and this over H, so what is transposed there is not here.
+"""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..activation import ActivationParams
+from ..epilogue.base import OptionalInputs
+from ..epilogue.dglu import DgluEpilogue, DgluInputs, RowParts
+from ..specs import DgluSpec
+from ..tracing import DTYPES, Traced, traced
+
+
+class Dglu:
+    def __init__(self, spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]):
+        self.tile = spec.tile
+        dtype = DTYPES[spec.dtype]
+        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), not spec.transpose_w)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, preact: cute.Tensor, dpreact: cute.Tensor, act: cute.Tensor,
+        rows: Int64, groups: Int64, group_form: Int32, num_groups: Int32, tickets: Int64, w_table: Int64, scale: Int64,
+        partials: Int64, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if act.shape[0] > 0:
+            sums = RowParts(partials, cute.ceil_div(act.shape[1], self.tile.n))
+            optional = OptionalInputs(Int64(0), Int64(0), scale)
+            params = ActivationParams(Int32(0), limit, alpha, offset)
+            inputs = DgluInputs(optional, params, act.shape[1], preact, sums)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, (dpreact, act), sizes, w_table, rows, inputs, num_sms, position, stream)
+
+
+def trace(spec: DgluSpec, gemm_type: Any, epilogue_type: type[DgluEpilogue]) -> Traced:
+    return traced(spec, Dglu(spec, gemm_type, epilogue_type))

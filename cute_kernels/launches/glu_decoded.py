@@ -1,0 +1,36 @@
+"""act = grouped_glu(x, w) of 16-bit rows and weights to be decoded; of "mxfp8_exact", act is rounded to MXFP8's."""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..activation import ActivationParams
+from ..epilogue.base import Inputs, OptionalInputs
+from ..formats import OPERANDS
+from ..memory.weights import gate_rows
+from ..specs import GroupedGluSpec
+from ..tracing import DTYPES, Traced, traced
+
+
+class Glu:
+    def __init__(self, spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any):
+        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec), weights)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, kind: Int32, glu_layout: Int32,
+        limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), params, w.shape[1], w_scale, gate=gate)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
+
+
+def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
+    return traced(spec, Glu(spec, gemm_type, epilogue_type))

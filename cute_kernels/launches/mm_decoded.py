@@ -1,0 +1,34 @@
+"""y = grouped_mm(x, w) of 16-bit rows and weights to be decoded: plain scales, [E, N, K / 32]."""
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ..activation import no_params
+from ..epilogue.base import Inputs, OptionalInputs
+from ..formats import OPERANDS
+from ..specs import GroupedMmSpec
+from ..tracing import DTYPES, Traced, traced
+
+
+class Mm:
+    def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
+        dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
+        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec.tile), weights)
+
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, bias: Int64, bias_table: Int64, scale: Int64, num_sms: Int32, position: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            inputs = Inputs(OptionalInputs(bias, bias_table, scale), no_params(), w.shape[1], w_scale)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
+
+
+def trace(spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
+    return traced(spec, Mm(spec, gemm_type, epilogue_type))
