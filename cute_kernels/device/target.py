@@ -27,10 +27,20 @@ def has_packed_integers() -> bool:
     return capability(_target()) >= HOPPER
 
 
+def is_for_hopper_alone() -> bool:
+    """Hopper's own kernels. What the others share is compiled for six architectures, of which none must spill."""
+    return _target() == "sm_90a"
+
+
 def has_fp8() -> bool:
     """Whether FP8 conversions are the hardware's: on Hopper's own kernels alone, so that what all others run is tested
     on an H100 as well, sm_80 and sm_86 have none."""
-    return _target() == "sm_90a"
+    return is_for_hopper_alone()
+
+
+def has_float_pairs() -> bool:
+    """Additions of float32 numbers in two registers side by side, which takes more registers."""
+    return capability(_target())[0] == 10
 
 
 def smem_of_cta() -> int:

@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..device.target import is_for_hopper_alone
 from ..device.vectors import VECTOR_BYTES, elements, run_at, shared_at
 from ..device.warp_mma import WarpMma, as_operands
 from .async_copy import AsyncCopy
@@ -72,9 +73,11 @@ class ExactProducts(Invariant):
         self.tokens = self.warps * UNIT_TOKENS * self.units
         self.ring_words = self.warps * self.stages * self.unit_words
         self.slot_words = 2 * self.outputs * self.step_words
-        # Of a lane's 16 copies, those in a row: all take 10 % longer (of 4 streams 510 us, not 465), 4 take 1 %.
-        # 8 streams' registers are spilled unless it is all, with an address made anew for each.
-        self.copies_at_once, self.keeps_offsets = (8, True) if n < 8 else (self.copies, False)
+        # Of a lane's 16 copies, those in a row: all take 10 % longer (of 4 streams 510 us, not 465), 4 take 1 %. For 8
+        # of 4 bfloat16 streams sm_80 has a register too few. 8 streams' registers are spilled unless it is all, with an
+        # address made anew for each.
+        at_once = 8 if is_for_hopper_alone() else 4
+        self.copies_at_once, self.keeps_offsets = (at_once, True) if n < 8 else (self.copies, False)
         # Reads of a lane whose products the tensor cores add: one takes 3 % longer. Two of 8 streams do not fit
         # registers; of float32 streams the tensor cores would cut off too much.
         self.reads_at_once = 2 if n < 8 and dtype is not Float32 else 1

@@ -72,11 +72,15 @@ class GroupedGemm(TileKernel):
     @cute.jit
     def multiply(self, mainloop: Mainloop, acc: cute.Tensor, operands: Operands, work: WorkTile):
         a = row_sources(operands.rows, work, mainloop.a)
-        for half in cutlass.range_constexpr(1 + self.in_halves):
-            if const_expr(self.transposed):
+        if const_expr(self.in_halves):
+            # One mainloop for both: of two in a row ptxas spills up to 40 bytes of accumulators.
+            for half in cutlass.range(2, unroll=1):
                 b = transposed_sources(operands.weights, work, mainloop.b, self.parts, half)
                 first = a.parts[0] + half * operands.depth * (self.dtype.width // 8)
                 mainloop.run(acc, Lines((first,), a.distances), b, operands.depth)
-            else:
-                b = weight_sources(operands.weights, work, mainloop.b, self.tile.n // self.parts, self.layout)
-                mainloop.run(acc, a, b, operands.depth)
+        elif const_expr(self.transposed):
+            b = transposed_sources(operands.weights, work, mainloop.b, self.parts)
+            mainloop.run(acc, a, b, operands.depth)
+        else:
+            b = weight_sources(operands.weights, work, mainloop.b, self.tile.n // self.parts, self.layout)
+            mainloop.run(acc, a, b, operands.depth)

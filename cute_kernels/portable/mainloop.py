@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..device.anew import anew
 from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warp_mma import WarpMma
@@ -49,8 +50,10 @@ class Mainloop(Invariant):
         """By the whole CTA, which finds the stages free when it is done. `a`, `b`: where in global memory the operands'
         lines lie, of which `depth` elements are contracted."""
         num_tiles = cute.ceil_div(depth, DEPTH)
+        # Or what the first copies' lines are away would be kept from tile to tile, in 8 registers.
+        zero = anew(Int32(0))
         for first in cutlass.range_constexpr(self.stages - 1):
-            self._fill(a, b, Int32(first), Int32(first), num_tiles, depth)
+            self._fill(a, b, Int32(first), zero + first, num_tiles, depth)
         stage = Int32(0)
         for tile in cutlass.range(num_tiles, unroll=1):
             cute.arch.cp_async_wait_group(self.stages - 2)

@@ -78,14 +78,17 @@ def part_address(weights: Weights, work: WorkTile, part: int) -> Int64:
     return weights.base + units * UNIT_BYTES
 
 
-def transposed_sources(weights: Weights, work: WorkTile, operand: Across, parts: int, half: int = 0) -> Contraction:
+def transposed_sources(
+    weights: Weights, work: WorkTile, operand: Across, parts: int, half: Int32 | int = 0
+) -> Contraction:  # fmt: skip
     """Of weights whose columns are the tile's; `half`: of two tensors the second."""
     per_part = operand.num_blocks // parts
+    to_half = half * weights.expert.part_units * UNIT_BYTES
     blocks = []
     for number in range(operand.num_blocks):
         part = number // per_part
         column = (work.n_tile * per_part + number % per_part) * BLOCK + operand.chunk * 8
-        begin = part_address(weights, work, part + half) + column * 2
+        begin = part_address(weights, work, part) + to_half + column * 2
         blocks.append((begin, column < weights.count))
     return Contraction(tuple(blocks), weights.pitch, Int32(0), Int64(0), Int32(0))
 

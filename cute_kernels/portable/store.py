@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from ..device.anew import anew
 from ..device.gmem import CHUNK_BYTES
 from ..device.select import select
 from ..epilogue import slots
@@ -67,7 +68,7 @@ class Slots(slots.Slots):
         self.smem = cute.make_tensor(cute.recast_ptr(smem, layout.inner, dtype=dtype), layout.outer)
         self.cols = cute.size(self.smem, mode=[1])
         thread, _, _ = cute.arch.thread_idx()
-        self.thread = thread
+        self.thread = anew(thread)
 
     def sync(self) -> None:
         cute.arch.sync_threads()

@@ -32,7 +32,7 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
-from ..device.target import let_next_begin
+from ..device.target import is_for_hopper_alone, let_next_begin
 from ..specs import QuantizeMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
 from .e4m3 import e4m3_values, to_e4m3
@@ -135,6 +135,9 @@ class QuantizeMxfp8(Invariant):
         self.lanes = self.columns // self.vector  # threads along a row
         self.slots = self.rows // self.rows_per_thread
         self.threads = self.lanes * self.slots
+        # FP8 conversions in arithmetic leave no registers for what both axes would keep beside the numbers: magnitudes,
+        # which columns find anew, and 16 exponents of rows, which come back from shared memory.
+        self.spares_registers = axis == "both" and not is_for_hopper_alone()
         self.stores = ScaleStores(self.rows, self.run, self.threads)
         self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)
 
@@ -258,7 +261,7 @@ class QuantizeMxfp8(Invariant):
             self._column_exponents(col_maxima, slot, layout, col_exponents)
             self._put_column_scales(x, col_exponents, col_scales, origin, slot)
 
-        self._store_data(x, outputs, values, row_exponents, col_exponents, reach, origin)
+        self._store_data(x, outputs, values, row_exponents, row_scales, col_exponents, reach, origin)
         cute.arch.sync_threads()
         if const_expr(self.by_row):
             self._store_row_scales(x, outputs.row_scale, row_scales, reach, origin, plain)
@@ -295,7 +298,9 @@ class QuantizeMxfp8(Invariant):
         for j in range(WORDS):
             maxima[j] = kind.of(words[j, 0])
             for i in range(1, self.rows_per_thread):
-                maxima[j] = kind.max(maxima[j], kind.of(words[j, i]))
+                word = words[j, i]
+                magnitude = kind.behind(word, maxima[j]) if self.spares_registers else kind.of(word)
+                maxima[j] = kind.max(maxima[j], magnitude)
         cute.autovec_copy(maxima, col_maxima[None, thread % self.lanes, slot])
 
     @cute.jit
@@ -337,6 +342,14 @@ class QuantizeMxfp8(Invariant):
                 scale = Uint8(select(inside, exponents[i], Int32(0)))
                 row_scales[block, slot * self.rows_per_thread + i] = scale
 
+    def _row_exponent(self, exponents: cute.Tensor, row_scales: cute.Tensor, i: int) -> Int32:
+        """Of the thread's i-th row, as it was found or as `_put_row_scales` left it."""
+        if not self.spares_registers:
+            return exponents[i]
+        thread, _, _ = cute.arch.thread_idx()
+        block = thread % self.lanes // (BLOCK // self.vector)
+        return Int32(row_scales[block, thread // self.lanes * self.rows_per_thread + i]) & 0xFF
+
     @cute.jit
     def _put_column_scales(
         self, x: cute.Tensor, exponents: cute.Tensor, col_scales: cute.Tensor, origin: Origin, slot: Int32
@@ -352,7 +365,7 @@ class QuantizeMxfp8(Invariant):
     @cute.jit
     def _store_data(
         self, x: cute.Tensor, outputs: Outputs, values: cute.Tensor, row_exponents: cute.Tensor,
-        col_exponents: cute.Tensor, reach: Reach, origin: Origin,
+        row_scales: cute.Tensor, col_exponents: cute.Tensor, reach: Reach, origin: Origin,
     ):  # fmt: skip
         by_column = cute.make_rmem_tensor(self.vector, Float32)
         if const_expr(self.by_col):
@@ -366,7 +379,7 @@ class QuantizeMxfp8(Invariant):
                     numbers = values[None, i].load().to(Float32)
                     at = first + self.stores.below(i) * width
                     if const_expr(self.by_row):
-                        by_row = multiplier_of(row_exponents[i])
+                        by_row = multiplier_of(self._row_exponent(row_exponents, row_scales, i))
                         self._store(numbers * by_row, outputs.row_data + at)
                     if const_expr(self.by_col):
                         self._store(numbers * by_column.load(), outputs.col_data + at)
