@@ -16,16 +16,18 @@ NAMES = (
     "grouped_mm_bf16_*",
     "grouped_glu_bf16_gated_blocked_*",
     "grouped_wgrad_bf16_f32_*",
-    "dglu_bf16_swiglu_interleaved_*",
+    "dglu_bf16_clamped_swiglu_interleaved_*",
     "grouped_mm_mxfp?w_*",
     "grouped_glu_mxfp8exact_bf16_gated_*",
     "quantize_mxfp8_bf16_both_*",
     "quantize_mxfp4_bf16_*",
     "tail_bf16_*",
     "layer_choose_e256_*",
-    "layer_place_e256_*",
+    "layer_place_e1024_*",
     "layer_combine_bf16_*",
     "mhc_project_bf16_n4_*",
+    "mhc_aggregate_f32_n4_*",
+    "mhc_post_mix_backward_bf16_n8_*",
 )
 
 
