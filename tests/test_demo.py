@@ -147,6 +147,19 @@ def test_a_gpu_without_kernels_leaves_the_cpu(monkeypatch):
     assert demo.choose_device("cuda")[0] == "cuda"
 
 
+def test_a_gpu_that_nobody_has_seen_is_left_alone_unless_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLULAM_BUNDLE", str(tmp_path))
+    monkeypatch.delenv("GLULAM_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    device, reason = demo.choose_device(None)
+    assert device == "cpu" and "sm_80 kernels were built, never run on A100: `glulam validate`" in reason
+    assert demo.choose_device("cuda") == ("cuda", "A100")
+    monkeypatch.setenv("GLULAM_ALLOW_UNVALIDATED", "1")
+    assert demo.choose_device(None) == ("cuda", "A100")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_demo_on_the_gpu(capsys, name):

@@ -234,8 +234,13 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
             raise RuntimeError("--device cuda: torch finds no GPU; leave the option out to run on the CPU")
         return "cpu", "torch finds no GPU"
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if wanted is None and devices.arch_of(capability) is None:
+    if wanted or devices.allows_unvalidated():
+        return "cuda", name
+    arch = devices.arch_of(capability)
+    if arch is None:
         return "cpu", f"no kernels for {name}, compute capability {capability[0]}.{capability[1]}"
+    if devices.state_of(arch, name) == devices.NEVER_RUN:
+        return "cpu", f"the {arch} kernels were {devices.NEVER_RUN} on {name}: `glulam validate` tries them"
     return "cuda", name
 
 
