@@ -147,9 +147,9 @@ def _in_halves(spec: GroupedMmSpec) -> Iterator[Trial]:
         return _gradients([made], [x], given["dy"])
 
     for routing, hidden, inter in _sizes(HIDDEN, INTER):
-        total, experts = total_rows(routing), len(routing.sizes)
-        if routing.rows < 2:
+        if routing.rows < 2:  # which another path serves
             continue
+        total, experts = total_rows(routing), len(routing.sizes)
         given = {
             "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
             "gate": weights_of(experts, inter, hidden, dtype, seed=2),
@@ -160,7 +160,7 @@ def _in_halves(spec: GroupedMmSpec) -> Iterator[Trial]:
         yield Trial(f"gradient of x, {routing.name}", given, call, _ends(routing))
 
 
-def _forms(activation: str, layout: str, transpose_w: bool = False) -> list[tuple[str, str]]:
+def _forms(activation: str, layout: str) -> list[tuple[str, str]]:
     """Activations and layouts that a kernel compiled for these serves."""
     layouts = LAYOUT_FORMS[layout] if is_gated(activation) else ("concat",)
     return [(each, one) for each in ACTIVATION_FORMS[activation] for one in layouts]
@@ -291,7 +291,7 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
     rounding takes across the limit has another gradient; `_dglu_alone`, which is given preactivations, clamps.
     """
     (routing, hidden, inter), dtype = sized, _dtype(spec)
-    if routing.rows < 2:  # a single row has an arbitrary stride, and no rows launch nothing
+    if routing.rows < 2:  # which another path serves
         return
     total, experts = total_rows(routing), len(routing.sizes)
     given = {

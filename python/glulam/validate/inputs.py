@@ -4,6 +4,7 @@ last group are NaN, and groups have the sizes that life and malice give them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -52,10 +53,11 @@ def _but(rows: int, experts: int, empty: Sequence[int]) -> tuple[int, ...]:
     return tuple(0 if e in empty else next(sizes) for e in range(experts))
 
 
-def routings(rows: int = 300, experts: int = 8) -> list[Routing]:
+@functools.cache
+def routings(rows: int = 300, experts: int = 8) -> tuple[Routing, ...]:
     """The first one has all kinds of sizes; the second one as many experts and rows."""
     last = experts - 1
-    return [
+    return (
         Routing("Zipf", _zipf(rows, experts)),
         Routing("uniform", spread(rows, experts)),
         Routing("one takes all", _but(rows, experts, [e for e in range(experts) if e != experts // 2])),
@@ -67,7 +69,7 @@ def routings(rows: int = 300, experts: int = 8) -> list[Routing]:
         Routing("no rows", (0,) * experts),
         Routing("one expert", (rows,)),
         Routing("512 experts", _zipf(rows, 512)),
-    ]
+    )
 
 
 def total_rows(routing: Routing) -> int:
