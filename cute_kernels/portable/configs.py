@@ -12,7 +12,7 @@ from ..shipped import (
     mhc_specs,
     quantizing_specs,
 )
-from ..specs import BLOCK_ROWS, Spec, is_gated
+from ..specs import BLOCK_ROWS, DTYPES, MhcSpec, Spec, is_gated
 from ..tiles import TileConfig
 
 LARGE = TileConfig(m=128, n=128, k=64, schedule="warps")
@@ -42,3 +42,8 @@ def shipped_specs(arch: str, profile: str = "full") -> list[Spec]:
     specs = forward_specs(arch, TILES, glu_form) + backward_specs(arch, LARGE, (LARGE,)) + quantizing_specs(arch)
     specs += decoded_specs(arch, TILES, glu_form) + mhc_specs(arch) + layer_specs(arch)
     return [spec for spec in specs if profile == "full" or spec.dtype != "float16"]
+
+
+ALLOWED_DIAGNOSTICS = {MhcSpec("project", dtype, 8, arch="sm_90").name: ("spills",) for dtype in DTYPES}
+"""4 bytes in its kernel `exact` on sm_90, which serves our tests alone. Of two cures one spills 8 bytes on sm_120
+(copies in shorter runs), the other 4 on sm_80 (finding the weight's places in each step)."""
