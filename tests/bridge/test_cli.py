@@ -131,7 +131,7 @@ def test_doctor_without_a_gpu(machine: Callable[..., Result]) -> None:
 def test_doctor_on_a_gpu(machine: Callable[..., Result]) -> None:
     result = machine(H200)
     assert result.exit_code == 0, result.output
-    assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels, tested" in result.output
+    assert "NVIDIA H200, compute capability 9.0: served by the sm_90a kernels, tested on H100 and H200" in result.output
     assert "the precompiled kernels run on this GPU" in result.output
 
 
