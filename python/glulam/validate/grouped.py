@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import DECODED
+from cute_kernels.formats import DENSE, OPERANDS
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     BLOCK_ROWS,
@@ -31,9 +31,11 @@ from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
+from ..recipes import BF16
 from .inputs import Routing, routings, rows_of, scales_of, spread, total_rows, weights_of
 from .trial import Given, Trial
 
+IN_16_BITS = BF16.operands
 HIDDEN, INTER = 200, 352
 IN_BLOCKS = 224
 """In place of HIDDEN where weights have a scale for 32 columns."""
@@ -41,7 +43,7 @@ ODD = Routing("N = 1504, K = 736", spread(150, 4))
 UNREACHED = 1e4
 """A limit of clamped activations."""
 ROUNDED_TWICE = 2e-2
-"""Of what rounds its activation to MXFP8: a value that lies on the edge of two numbers may become either."""
+"""Tolerance of what rounds its activation to MXFP8: a value that lies on the edge of two numbers may become either."""
 
 Sized = tuple[Routing, int, int]
 """Groups, H and I."""
@@ -73,9 +75,9 @@ def mm(spec: GroupedMmSpec) -> Iterator[Trial]:
     if spec.in_halves:
         yield from _in_halves(spec)
         return
-    if spec.operands not in ("16bit", "mxfp4_weight_only"):
+    if spec.operands not in (IN_16_BITS, "mxfp4_weight_only"):
         return
-    dtype, of_mxfp4 = _dtype(spec), spec.operands != "16bit"
+    dtype, of_mxfp4 = _dtype(spec), spec.operands != IN_16_BITS
     for sized in _sizes(IN_BLOCKS if of_mxfp4 else HIDDEN, INTER):
         routing, k, n = sized
         total, experts = total_rows(routing), len(routing.sizes)
@@ -188,7 +190,7 @@ def _named(form: tuple[str, str]) -> dict[str, Any]:
 
 
 def glu(spec: GroupedGluSpec) -> Iterator[Trial]:
-    if spec.operands != "16bit":
+    if spec.operands != IN_16_BITS:
         return
     dtype = _dtype(spec)
     for form, sized in _formed_and_sized(spec, _fc1_sizes(spec, HIDDEN)):
@@ -216,7 +218,7 @@ def _weights(spec: GroupedMlpSpec, routing: Routing, hidden: int, both: int, int
     w1, w2 = weights_of(experts, both, hidden, dtype, seed=2), weights_of(experts, hidden, inter, dtype, seed=3)
     if spec.fc1.transpose_w:
         w1, w2 = w1.mT.contiguous(), w2.mT.contiguous()
-    if spec.fc1.operands in DECODED:
+    if spec.fc1.operands != IN_16_BITS:
         quantized = quantize_mxfp4 if spec.fc1.operands.startswith("mxfp4") else _in_mxfp8
         return {"w1": quantized(w1), "w2": quantized(w2)}
     return {"w1": w1, "w2": w2}
@@ -228,19 +230,23 @@ def _in_mxfp8(w: Tensor) -> MXFP8Tensor:
 
 
 def mlp(spec: GroupedMlpSpec) -> Iterator[Trial]:
-    """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one."""
+    """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one. None
+    of training in MXFP8.
+    """
     fc1, dtype = spec.fc1, _dtype(spec)
-    if fc1.operands not in ("16bit", *DECODED):
+    is_plain = fc1.operands == IN_16_BITS
+    if fc1.save_preact and not is_plain:
         return
-    recipe = "bf16" if fc1.operands == "16bit" else fc1.operands
-    hidden = IN_BLOCKS if fc1.operands in DECODED else HIDDEN
-    for form, sized in _formed_and_sized(fc1, _fc1_sizes(fc1, hidden)):
+    recipe = BF16.name if is_plain else fc1.operands
+    for form, sized in _formed_and_sized(fc1, _fc1_sizes(fc1, HIDDEN if is_plain else IN_BLOCKS)):
         routing, hidden, inter = sized
         total, experts, both = total_rows(routing), len(routing.sizes), inter * (1 + is_gated(form[0]))
         given = {
             "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
             **_weights(spec, routing, hidden, both, inter),
         }  # fmt: skip
+        if spec.quantized:
+            given["x"] = quantize_mxfp8(given["x"], block="1x128")
         addends = {
             "b1": weights_of(experts, 1, both, dtype, seed=4)[:, 0].contiguous(),
             "b2": weights_of(experts, 1, hidden, dtype, seed=5)[:, 0].contiguous(),
@@ -248,11 +254,11 @@ def mlp(spec: GroupedMlpSpec) -> Iterator[Trial]:
         }
         options = {**_named(form), "recipe": recipe, "transpose_w": fc1.transpose_w}
         call = partial(_recorded, options) if fc1.save_preact else _listed(grouped_mlp, **options)
-        has_lists = fc1.operands == "16bit" and not fc1.save_preact
+        has_lists = is_plain and not fc1.save_preact
         for name, more in _ways(given, addends, ("w1", "w2") if has_lists else (), routing):
             yield Trial(
                 f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
-                tolerance=ROUNDED_TWICE if fc1.operands == "mxfp8_exact" else None,
+                tolerance=ROUNDED_TWICE if OPERANDS[fc1.operands].act != DENSE else None,
                 replayed={} if fc1.save_preact else _replayed(sized),
             )  # fmt: skip
 
@@ -265,7 +271,7 @@ def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
 
 
 def dglu(spec: GroupedDgluSpec) -> Iterator[Trial]:
-    if spec.operands != "16bit":
+    if spec.operands != IN_16_BITS:
         return
     for form, sized in _formed_and_sized(spec, _sizes(HIDDEN, INTER)):
         yield from (_data_path if spec.dgrad else _dglu_alone)(spec, form, sized)
