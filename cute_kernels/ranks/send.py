@@ -89,7 +89,16 @@ def _store(address: Int64, part: Part, raw: cute.Tensor):
 
 
 class _Send(Invariant):
-    """A warp for each part of each row, of as many CTAs as run at once. Without tokens, too, a rank takes part."""
+    """A warp for each part of each row, of as many CTAs as run at once. Without tokens, too, a rank takes part.
+
+    who                       waits for                            then
+    warp 0 of each CTA        `enter` words of all ranks, only     lets its CTA begin
+                              where operations do not alternate
+    all warps                 barrier (CTA)                        store rows to peers
+    warp 0 of each CTA        barrier (CTA)                        fence, draw a ticket
+    warp 0 of the last CTA    tickets of all other CTAs            write this rank's word to all ranks
+                              words of all ranks, or a time-out    end the operation
+    """
 
     def __init__(self, spec: LayerSpec):
         self.name = spec.name
