@@ -21,6 +21,7 @@ from cute_kernels.specs import RANK_KERNELS, GroupedGluSpec, GroupedMmSpec, Laye
 from ffi_bridge import BundleMissing, profiles, stamps
 from glulam import UnsupportedDevice
 from glulam.choose import known
+from glulam.distributed import neighbours
 from glulam.host import device
 from glulam.host.plans import forget_plans
 from glulam.validate import child, judge, run
@@ -298,6 +299,13 @@ class TestStates:
         stamps.leave(ARCH, "NVIDIA A100", "ab")
         assert device.state_of(ARCH, "NVIDIA A100") == "validated here"
         assert device.gpu(0).arch == ARCH
+
+    def test_a_stamp_says_nothing_of_kernels_between_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "built, never run" in neighbours._untested(0)
+        stamps.leave(ARCH, "NVIDIA A100", "ab")
+        assert "never run on a NVIDIA A100" in neighbours._untested(0)
+        monkeypatch.setenv(device.ENV_UNVALIDATED, "1")
+        assert neighbours._untested(0) == ""
 
     def test_or_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(device.ENV_UNVALIDATED, "1")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import UnsupportedDevice
 from ..host import device as devices
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -37,13 +38,23 @@ def _why_not(group: Any, places: list[tuple[str, str]]) -> str:
         return "the ranks are on several hosts"
     mine, count = torch.cuda.current_device(), torch.cuda.device_count()
     seen = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(count)}
-    here = devices.gpu(mine)
-    if devices.state_of(here.arch, here.name) != devices.TESTED and not devices.allows_unvalidated():
-        return f"kernels between GPUs were never run on a {here.name}, and `glulam validate` cannot try them on one"
+    if why := _untested(mine):
+        return why
     for rank, gpu in enumerate(gpus):
         if seen.get(gpu, mine) != mine and not torch.cuda.can_device_access_peer(mine, seen[gpu]):
             return f"the GPU of rank {rank} is out of reach of cuda:{mine}"
     return ""
+
+
+def _untested(index: int) -> str:
+    """Why kernels between GPUs are not to run on one; empty where they may. A stamp says nothing of them."""
+    try:
+        gpu = devices.gpu(index)
+    except UnsupportedDevice as error:
+        return str(error)
+    if devices.allows_unvalidated() or devices.state_of(gpu.arch, gpu.name) == devices.TESTED:
+        return ""
+    return f"kernels between GPUs were never run on a {gpu.name}, and `glulam validate` cannot try them on one"
 
 
 def agree(group: Any, transport: str, sizes: tuple[Any, ...], unfit: str) -> str:
