@@ -33,9 +33,18 @@ def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) ->
     if profile not in configs.PROFILES:
         raise ValueError(f"profile={profile!r} is none of {arch}; choose one of: {', '.join(configs.PROFILES)}")
     specs: list[Spec] = configs.shipped_specs(arch, profile)
+    return matching(specs, only, f"profile {profile!r}")
+
+
+def matching(specs: Sequence[Spec], only: Sequence[str], where: str) -> list[Spec]:
+    """Those whose names match one of the patterns, or all where there is none.
+
+    Raises:
+        ValueError: a pattern matches nothing; the message says so of `where` the specs are.
+    """
     for pattern in only:
         if not fnmatch.filter([spec.name for spec in specs], pattern):
-            raise ValueError(f"only={pattern!r} matches no function of profile {profile!r}; see `glulam info`")
+            raise ValueError(f"only={pattern!r} matches no function of {where}; see `glulam info`")
     return [spec for spec in specs if not only or any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
 
 

@@ -30,6 +30,7 @@ from .host import device as devices
 from .layer import Routing
 from .nn import MoE
 from .tuner.timing import Sampler, device_us, interleave
+from .validate.judge import ALLOWED, FLOOR, MOST_TOLERANCE
 
 SEED = 0
 VOCABULARY = 2**14
@@ -38,12 +39,6 @@ ROUNDS = {"cuda": 30, "cpu": 5}
 HOST_SAMPLES = 9
 CALLS_PER_HOST_SAMPLE = 20  # few enough that the launch queue never fills and blocks the host
 PIPE_WIDTH = 110  # columns where the output is not a terminal
-
-# The rule of correctness: a 16-bit result may err twice as much as torch's in the same dtype, and by 1e-5 of the
-# reference's scale. It decides nothing unless that is far below the reference itself: zeros must fail.
-TORCH_ERRORS_ALLOWED = 2.0
-SCALE_ALLOWED = 1e-5
-LARGEST_TOLERANCE = 0.1
 
 Call = Callable[[], Tensor]
 
@@ -193,8 +188,8 @@ def error_of(got: Tensor, reference: Tensor) -> Error:
 
 def within_rule(ours: Error, torchs: Error) -> bool:
     """Whether both measures of our error are within the rule, and the rule means something. A NaN fails."""
-    tolerances = [TORCH_ERRORS_ALLOWED * error + SCALE_ALLOWED for error in torchs]
-    return all(o <= t <= LARGEST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
+    tolerances = [ALLOWED * error + FLOOR for error in torchs]
+    return all(o <= t <= MOST_TOLERANCE for o, t in zip(ours, tolerances, strict=True))
 
 
 def clock_us(call: Call, calls: int = 1) -> float:

@@ -69,7 +69,7 @@ class Explanation:
     def __repr__(self) -> str:
         kernel = "CPU reference" if self.spec is None else self.spec.name
         lines = [f"{self.op} on {self.device}: {kernel} ({self.source})", f"  why      {self.why}"]
-        if self.spec is not None and self.state != gpus.TESTED:
+        if self.spec is not None and self.state not in ("", gpus.TESTED):
             lines.append(f"  kernels  {self.spec.arch}: {self.state}")
         return "\n".join([*lines, *(f"  why not  {reason}" for reason in self.why_not)])
 

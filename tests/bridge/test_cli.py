@@ -150,10 +150,16 @@ def test_doctor_on_a_gpu_that_we_never_saw(machine: Callable[..., Result]) -> No
     assert "-> run `glulam validate`" in found
 
 
-def test_doctor_knows_better_kernels_than_those_that_are_there(machine: Callable[..., Result]) -> None:
-    found = _finding(machine(doctor.Gpu("NVIDIA A10", (8, 6), "sm_80")), "GPU")
+def test_doctor_knows_better_kernels_than_those_that_are_there(
+    machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a10 = doctor.Gpu("NVIDIA A10", (8, 6), "sm_80")
+    monkeypatch.delenv("GLULAM_ARCH", raising=False)
+    found = _finding(machine(a10), "GPU")
     assert found.startswith("note") and "those of sm_86 would fit it better" in found
     assert "-> glulam build --arch sm_86" in found
+    monkeypatch.setenv("GLULAM_ARCH", "sm_80")  # which somebody asked for
+    assert "sm_86" not in _finding(machine(a10), "GPU")
 
 
 def test_validating_needs_a_gpu() -> None:

@@ -16,7 +16,7 @@ from cute_kernels.arch import serving
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
 
 from ..choose import known, records
-from ..host.device import NEVER_RUN, TESTED, TESTED_ON, arch_of, state_of, supported
+from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, TESTED_ON, arch_of, state_of, supported
 from .app import command, console
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
@@ -97,7 +97,7 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
     state = state_of(gpu.arch, gpu.name)
     where = f" on {TESTED_ON[gpu.arch]}" if state == TESTED else ""
     finding = f"{named}: served by the {gpu.arch} kernels, {state}{where}"
-    if gpu.arch != gpu.best:
+    if gpu.arch != gpu.best and not os.environ.get(ENV_ARCH):
         finding += f"; those of {gpu.best} would fit it better, and there is no bundle of them"
         return "note", finding, f"glulam build --arch {gpu.best}"
     if state == NEVER_RUN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import platform
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import typer
 
 from cute_kernels.specs import from_dict
-from ffi_bridge import stamps, toolchain
+from ffi_bridge import profiles, stamps, toolchain
 from ffi_bridge.loader import bundle_root
 from ffi_bridge.manifest import Manifest, verify
 
@@ -63,11 +62,8 @@ def validate(device: int, only: list[str] | None, limit: int, out: Path | None) 
     index = gpus.cuda_index("validate", device)
     arch = _arch_of(index)
     manifest = verify(bundle_root() / arch, arch)
-    specs = [from_dict(function.spec) for function in manifest.functions.values()]
-    if only:
-        specs = [spec for spec in specs if any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
-        if not specs:
-            raise ValueError(f"--only matches no function of the {arch} bundle; see `glulam info`")
+    described = [from_dict(function.spec) for function in manifest.functions.values()]
+    specs = profiles.matching(described, only or (), f"the {arch} bundle")
     machine, found, shown = _machine(arch, index, manifest), [], console()
     shown.print(f"{machine.gpu}, {arch}: {len(specs)} functions; results are torch's in float64 on the CPU")
     for number, outcome in enumerate(outcomes(manifest, index, specs, float(limit)), 1):

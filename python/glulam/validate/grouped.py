@@ -33,7 +33,7 @@ from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..recipes import BF16
 from .inputs import Routing, routings, rows_of, scales_of, spread, total_rows, weights_of
-from .trial import Given, Trial
+from .trial import Given, Trial, gradients
 
 IN_16_BITS = BF16.operands
 HIDDEN, INTER = 200, 352
@@ -52,10 +52,6 @@ Sized = tuple[Routing, int, int]
 def _dtype(spec: Any) -> torch.dtype:
     found: torch.dtype = getattr(torch, spec.dtype)
     return found
-
-
-def _gradients(results: Sequence[Tensor], of: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(results, of, [upstream.to(results[0])]))
 
 
 def _sizes(hidden: int, inter: int) -> list[Sized]:
@@ -143,10 +139,9 @@ def _in_halves(spec: GroupedMmSpec) -> Iterator[Trial]:
     dtype = _dtype(spec)
 
     def call(given: Given) -> list[Tensor]:
-        x = given["x"].detach().requires_grad_()
-        with torch.enable_grad():
-            made = grouped_mlp(x, GateUp(given["gate"], given["up"]), given["w2"], offs=given["offs"])
-        return _gradients([made], [x], given["dy"])
+        w1 = GateUp(given["gate"], given["up"])
+        mlp = partial(grouped_mlp, w1=w1, w2=given["w2"], offs=given["offs"])
+        return gradients(mlp, [given["x"]], lambda *_: given["dy"])
 
     for routing, hidden, inter in _sizes(HIDDEN, INTER):
         if routing.rows < 2:  # which another path serves
@@ -308,11 +303,12 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
     }  # fmt: skip
 
     def call(given: Given) -> list[Tensor]:
-        leaves = {name: given[name].detach().requires_grad_() for name in ("x", "row_scale")}
         others = {name: given[name] for name in ("w1", "w2", "offs")}
-        with torch.enable_grad():
-            made = grouped_mlp(**leaves, **others, **_named(form), limit=UNREACHED)
-        return _gradients([made], list(leaves.values()), given["dy"])
+
+        def mlp(x: Tensor, row_scale: Tensor) -> Tensor:
+            return grouped_mlp(x, row_scale=row_scale, **others, **_named(form), limit=UNREACHED)
+
+        return gradients(mlp, [given["x"], given["row_scale"]], lambda *_: given["dy"])
 
     yield Trial(f"gradients, {', '.join(form)}, {routing.name}", given, call, _ends(routing))
 

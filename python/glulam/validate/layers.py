@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from ..layer import Routing, combine, permute, route
 from ..layer.few_tokens import MOST_ROUTED, route_few
 from ..layer.routing import MOST_SORTED
 from .inputs import randn
-from .trial import Given, Trial
+from .trial import Given, Trial, gradients
 
 TOP_K = 4
 HIDDEN = 264
 TOKENS = (1, 65, 700)
-"""One, and for one launch and for two: the last have more choices than MOST_SORTED, or more experts to count."""
+"""One; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one (MOST_SORTED)."""
 RULES: dict[str, dict[str, Any]] = {
     "softmax": {}, "softmax, not normalised": {"normalize": False}, "softmax of the largest": {"score": "topk_softmax"},
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
@@ -40,12 +41,16 @@ def _chosen(made: Routing) -> list[Tensor]:
     return [made.ids, made.weights, *_tables(made)]
 
 
-def _logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _logits(tokens: int, experts: int) -> Tensor:
     """Apart from each other by more than any rounding, so that all dtypes choose the same experts; some are equal."""
     generator = torch.Generator().manual_seed(tokens)
     order = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
-    values = (order.clamp_max(min(experts, 64) - 1) / 8).float()
-    return values.to(dtype)
+    return order.clamp_max(min(experts, 64) - 1) / 8
+
+
+def _sizes(spec: LayerSpec) -> Iterator[tuple[int, int]]:
+    """Tokens, and experts: the most that a kernel serves, and fewer."""
+    return product(TOKENS, (spec.experts, spec.experts - spec.experts // 4 - 4))
 
 
 def _ids(tokens: int, experts: int) -> Tensor:
@@ -59,22 +64,20 @@ def _route(options: dict[str, Any], given: Given) -> list[Tensor]:
 
 
 def routed(spec: LayerSpec) -> Iterator[Trial]:
-    for experts in (spec.experts, spec.experts - spec.experts // 4 - 4):
-        for tokens in TOKENS:
-            given = {
-                "logits": _logits(tokens, experts), "bias": randn(experts, seed=3) / 64,
-                "num_tokens": torch.tensor([tokens - tokens // 3], dtype=torch.int32),
-            }  # fmt: skip
-            for rule, options in RULES.items():
-                used = given if "groups" in rule else {name: given[name] for name in ("logits", "num_tokens")}
-                yield Trial(
-                    f"{rule}, {tokens} tokens, {experts} experts", used, partial(_route, options), tolerance=CLOSE
-                )
+    for tokens, experts in _sizes(spec):
+        given = {
+            "logits": _logits(tokens, experts), "bias": randn(experts, seed=3) / 64,
+            "num_tokens": torch.tensor([tokens - tokens // 3], dtype=torch.int32),
+        }  # fmt: skip
+        for rule, options in RULES.items():
+            used = given if "groups" in rule else {name: given[name] for name in ("logits", "num_tokens")}
+            what = f"{rule}, {tokens} tokens, {experts} experts"
+            yield Trial(what, used, partial(_route, options), tolerance=CLOSE)
 
 
 def few_tokens(spec: LayerSpec) -> Iterator[Trial]:
-    """Logits made from tokens in the same call. Tokens are such that each has its own order of experts, and sums that
-    no rounding changes.
+    """Logits made from tokens in the same call. Each token is a unit vector, so its logits are a column of the weight,
+    exactly.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
@@ -93,16 +96,14 @@ def few_tokens(spec: LayerSpec) -> Iterator[Trial]:
 
 
 def sorted_choices(spec: LayerSpec) -> Iterator[Trial]:
-    for experts in (spec.experts, spec.experts - spec.experts // 4 - 4):
-        for tokens in TOKENS:
-            ids = _ids(tokens, experts)
-            for given_ids in (ids, ids.long()):
-                given = {"ids": given_ids, "weights": randn(tokens, TOP_K, seed=4)}
+    for tokens, experts in _sizes(spec):
+        for dtype in (torch.int32, torch.int64):
+            given = {"ids": _ids(tokens, experts).to(dtype), "weights": randn(tokens, TOP_K, seed=4)}
 
-                def call(given: Given, experts: int = experts) -> list[Tensor]:
-                    return _tables(Routing.from_topk(given["ids"], given["weights"], experts, first=3))
+            def call(given: Given, experts: int = experts) -> list[Tensor]:
+                return _tables(Routing.from_topk(given["ids"], given["weights"], experts, first=3))
 
-                yield Trial(f"{tokens} tokens, {experts} experts, {given_ids.dtype}", given, call, tolerance=CLOSE)
+            yield Trial(f"{tokens} tokens, {experts} experts, {dtype}", given, call, tolerance=CLOSE)
 
 
 def _with_routing(function: Callable[..., Any]) -> Callable[[Given], list[Tensor]]:
@@ -141,10 +142,9 @@ def rows(spec: LayerSpec) -> Iterator[Trial]:
 
 def route_gradient(spec: LayerSpec) -> Iterator[Trial]:
     def call(options: dict[str, Any], given: Given) -> list[Tensor]:
-        logits = given["logits"].detach().requires_grad_()
-        with torch.enable_grad():
-            made = route(logits, TOP_K, **options)
-            return list(torch.autograd.grad(made.weights, [logits], given["upstream"].to(made.weights)))
+        return gradients(
+            lambda logits: route(logits, TOP_K, **options).weights, [given["logits"]], lambda *_: given["upstream"]
+        )
 
     for tokens in TOKENS:
         given = {"logits": randn(tokens, 96, seed=8), "upstream": randn(tokens, TOP_K, seed=9)}
@@ -154,11 +154,10 @@ def route_gradient(spec: LayerSpec) -> Iterator[Trial]:
 
 def row_weights_gradient(spec: LayerSpec) -> Iterator[Trial]:
     def call(given: Given) -> list[Tensor]:
-        weights = given["weights"].detach().requires_grad_()
-        with torch.enable_grad():
-            made = Routing.from_topk(given["ids"], weights, 32)
-            upstream = given["upstream"].to(made.weight_of_row)
-            return list(torch.autograd.grad(made.weight_of_row, [weights], upstream))
+        def row_weights(weights: Tensor) -> Tensor:
+            return Routing.from_topk(given["ids"], weights, 32).weight_of_row
+
+        return gradients(row_weights, [given["weights"]], lambda *_: given["upstream"])
 
     for tokens in TOKENS:
         given = {"ids": _ids(tokens, 32), "weights": randn(tokens, TOP_K, seed=4)}

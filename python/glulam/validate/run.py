@@ -11,6 +11,9 @@ from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 from ffi_bridge.manifest import Manifest
 
+from .catalogue import trials_of
+from .child import main
+
 LIMIT_S, PATIENCE_S = 60.0, 10.0
 PASSED, FAILED, UNREACHED = "passed", "failed", "unreached"
 
@@ -56,9 +59,6 @@ def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any],
 
 def outcomes(manifest: Manifest, index: int, specs: Sequence[Spec], limit_s: float = LIMIT_S) -> Iterator[Outcome]:
     """Of each function of a bundle that has trials, then of those that only others launch: of all in `specs`."""
-    from .catalogue import trials_of
-    from .child import main
-
     called: set[str] = set()
     others = []
     for spec in specs:

@@ -12,7 +12,7 @@ from cute_kernels.specs import MhcSpec
 
 from .. import mhc
 from .inputs import randn
-from .trial import Given, Trial
+from .trial import Given, Trial, gradients
 
 SIZES = (((1, 1), 8), ((3, 5), 8), ((2, 61), 736), ((4, 33), 2056), ((300,), 256))
 """Leading dimensions and C: one token, odd counts, one vector, no multiple of any tile, more vectors than threads."""
@@ -59,18 +59,18 @@ def _results(name: str, given: Sequence[Tensor]) -> list[Tensor]:
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
-def _upstream(results: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients that every dtype holds."""
-    return [randn(*one.shape, seed=100 + i, dtype=torch.bfloat16).to(one) for i, one in enumerate(results)]
+def _upstream(place: int, result: Tensor) -> Tensor:
+    """A gradient that every dtype holds."""
+    return randn(*result.shape, seed=100 + place, dtype=torch.bfloat16)
 
 
-def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _joined(made: Sequence[Tensor]) -> list[Tensor]:
     """Those of single numbers in one vector with that of the bias, the last one: each is a sum over tokens, and may be
     near zero."""
-    single = [one for one in gradients if one.numel() == 1]
-    if not single or len(single) == len(gradients):
-        return list(gradients)
-    others = [one for one in gradients if one.numel() > 1]
+    single = [one for one in made if one.numel() == 1]
+    if not single or len(single) == len(made):
+        return list(made)
+    others = [one for one in made if one.numel() > 1]
     return [*others[:-1], torch.cat((others[-1], *single))]
 
 
@@ -83,10 +83,7 @@ def hyper_connection(spec: MhcSpec) -> Iterator[Trial]:
         tensors = list(given.values())
         if not is_gradient:
             return _results(name, tensors)
-        leaves = [one.detach().requires_grad_() for one in tensors]
-        with torch.enable_grad():
-            results = _results(name, leaves)
-            return _joined(torch.autograd.grad(results, leaves, _upstream(results)))
+        return _joined(gradients(_CALLS[name], tensors, _upstream))
 
     for of_params in dict.fromkeys((torch.float32, torch.bfloat16 if streams is torch.float32 else streams)):
         for lead, c in SIZES:

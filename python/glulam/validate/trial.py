@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 Given = Mapping[str, Any]
@@ -39,3 +40,15 @@ class Trial(NamedTuple):
         if self.ends is None or result.dim() == 0 or result.shape[0] != self.ends[1]:
             return result, result[:0] if result.dim() else result.new_empty(0)
         return result[: self.ends[0]], result[self.ends[0] :]
+
+
+def gradients(
+    function: Callable[..., Any], of: Sequence[Tensor], upstream: Callable[[int, Tensor], Tensor]
+) -> list[Tensor]:
+    """Of `function(*of)`, one result or several, in all of its arguments. upstream: that of the result of a number."""
+    leaves = [one.detach().requires_grad_() for one in of]
+    with torch.enable_grad():
+        made = function(*leaves)
+        results = list(made) if isinstance(made, (tuple, list)) else [made]
+        given = [upstream(place, one).to(one) for place, one in enumerate(results)]
+        return list(torch.autograd.grad(results, leaves, given))
