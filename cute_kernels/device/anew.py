@@ -1,4 +1,4 @@
-"""Values that are worked out again rather than kept."""
+"""Values that the compiler computes again rather than keep in registers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from cutlass import Int32
 
 
 def anew(value: Int32) -> Int32:
-    """The value, which the compiler takes for another one each time: it keeps nothing that came of it before, nor moves
-    what comes of it out of a loop."""
+    """The same value, opaque to the compiler: what is computed from it is neither kept from an earlier use nor moved
+    out of a loop."""
     return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]))

@@ -50,7 +50,7 @@ class Mainloop(Invariant):
         """By the whole CTA, which finds the stages free when it is done. `a`, `b`: where in global memory the operands'
         lines lie, of which `depth` elements are contracted."""
         num_tiles = cute.ceil_div(depth, DEPTH)
-        # Or what the first copies' lines are away would be kept from tile to tile, in 8 registers.
+        # Without it, the distances of the first copies' lines stay in 8 registers from tile to tile.
         zero = anew(Int32(0))
         for first in cutlass.range_constexpr(self.stages - 1):
             self._fill(a, b, Int32(first), zero + first, num_tiles, depth)

@@ -34,8 +34,8 @@ def rounded_up(num_bytes: int) -> int:
 
 
 class States(Invariant):
-    """An epilogue's states: one before a tile's mainloop, one behind it. Of a single one, made when the kernel begins,
-    addresses would be kept in registers that the mainloop needs: 72 bytes were spilled on sm_80, 104 on sm_86."""
+    """Makes an epilogue's state twice a tile, before the mainloop and after it. If one state served the whole kernel,
+    its addresses would stay in registers that the mainloop needs: 72 bytes were spilled on sm_80, 104 on sm_86."""
 
     def __init__(self, tile: TileConfig, epilogue: Any, inputs: Any, groups: Groups, smem: cute.Pointer, own: dict):
         self.tile, self.epilogue, self.own = tile, epilogue, own

@@ -135,8 +135,8 @@ class QuantizeMxfp8(Invariant):
         self.lanes = self.columns // self.vector  # threads along a row
         self.slots = self.rows // self.rows_per_thread
         self.threads = self.lanes * self.slots
-        # FP8 conversions in arithmetic leave no registers for what both axes would keep beside the numbers: magnitudes,
-        # which columns find anew, and 16 exponents of rows, which come back from shared memory.
+        # Converting to FP8 by arithmetic takes the registers that both axes need for magnitudes and 16 row exponents.
+        # So columns compute magnitudes again, and row exponents are read back from shared memory.
         self.spares_registers = axis == "both" and not is_for_hopper_alone()
         self.stores = ScaleStores(self.rows, self.run, self.threads)
         self.min_blocks = BYTES_IN_FLIGHT // (self.threads * self.rows_per_thread * VECTOR_BYTES)

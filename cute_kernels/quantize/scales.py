@@ -64,8 +64,8 @@ class Magnitudes:
         return word & Int32(self.mask)
 
     def behind(self, word: Int32, other: Int32) -> Int32:
-        """The same, found after another magnitude, which has no sign bit to add. So it is not kept from where it was
-        found before, nor are all found at once: 64 of them took 10 registers too many."""
+        """As `of`, made to depend on another magnitude, so that the compiler neither keeps an earlier result nor
+        computes all 64 at once, which took 10 registers too many. `other` has no sign bits: the mask stays as it is."""
         return word & (other | Int32(self.mask))
 
     def max(self, a: Int32, b: Int32) -> Int32:
