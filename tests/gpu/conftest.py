@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -30,18 +31,33 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
+@contextmanager
+def what_it_can(item: pytest.Item) -> Iterator[None]:
     """Portable kernels have no FP8 MMA, and tests that name one of Hopper's kernels find no such bundle."""
-    is_portable = item.config.getoption("--arch") == "portable"
-    if is_portable and "grouped_mlp mxfp8" in item.name:
+    if item.config.getoption("--arch") != "portable":
+        yield
+        return
+    recipe = getattr(item, "callspec", None) and item.callspec.params.get("recipe")  # type: ignore[attr-defined]
+    if recipe == "mxfp8" or "grouped_mlp mxfp8" in item.name:
         pytest.skip("of Hopper's own kernels")
     try:
-        return (yield)
+        yield
     except (SpecError, BundleError, UnsupportedDevice) as refused:
-        if not is_portable or not any(words in str(refused) for words in ("FP8 MMA", "sm_90a")):
+        if not any(words in str(refused) for words in ("FP8 MMA", "sm_90a")):
             raise
         pytest.skip(f"of Hopper's own kernels: {refused}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Any:
+    with what_it_can(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    with what_it_can(item):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

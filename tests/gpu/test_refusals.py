@@ -42,7 +42,9 @@ def test_memory_that_is_gone_before_backward(operation: Operation, name: str) ->
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_lazily_negated_gradients(name: str) -> None:
+    """Near, not equal: what is negated lazily has no planned step, and the data gradient of few rows another tile."""
     with torch.enable_grad():
         lazy = gradients_of(named(name), "cuda", lambda dy: torch._neg_view(dy))
         eager = gradients_of(named(name), "cuda", lambda dy: -dy)
-    assert lazy and all(torch.equal(gradient, eager[one]) for one, gradient in lazy.items())
+    assert lazy and all(gradient.any() for gradient in lazy.values())
+    torch.testing.assert_close(lazy, eager)

@@ -55,6 +55,10 @@ def can_compile() -> bool:
     return True
 
 
+def served_arch() -> str:
+    return device.gpu(torch.cuda.current_device()).arch
+
+
 needs_compiler = pytest.mark.skipif(not can_compile(), reason="needs nvidia-cutlass-dsl's compiler and a C compiler")
 
 
@@ -234,7 +238,7 @@ def test_what_was_tuned_is_not_slower_than_what_ships() -> None:
 def test_a_table_serves_without_a_compiler(places: Path) -> None:
     """One whose kernels ship: it chooses the tile that the dispatcher would not."""
     problem = dataclasses.replace(MM, rows=16 * EXPERTS)
-    shipped, other = candidates(problem, "sm_90a", 0)
+    shipped, other = candidates(problem, served_arch(), 0)
     us = {shipped.name: {"uniform": 2.0}, other.name: {"uniform": 1.0}}
     question = tables.layer_of(problem)
     layer = tables.Layer(
@@ -253,7 +257,7 @@ def test_a_table_serves_without_a_compiler(places: Path) -> None:
 
 def test_a_serving_process_compiles_nothing(places: Path) -> None:
     """New numbers of rows and experts and new routings: no process, no compiler, no file, not even a folder."""
-    shipped = candidates(dataclasses.replace(MM, rows=256), "sm_90a", 0)[-1]
+    shipped = candidates(dataclasses.replace(MM, rows=256), served_arch(), 0)[-1]
     known.prefer(shipped)
     before = {path: path.stat().st_mtime_ns for path in places.rglob("*")}
     told = serve(OUT, IN)
