@@ -51,9 +51,10 @@ def _shown(outcome: Outcome, number: int, total: int, out: Any) -> None:
     device=row("Index of the GPU.", int, 0),
     only=row("Functions by name, as 'grouped_mm_*'; repeatable; default: all, which leaves a stamp.", list[str] | None),
     limit=count("Seconds that a function may take before its process is killed.", int(LIMIT_S)),
+    jobs=count("Processes at a time.", max(1, min(4, (os.cpu_count() or 1) // 4))),
     out=row("File for the report, in Markdown.", Path | None),
 )
-def validate(device: int, only: list[str] | None, limit: int, out: Path | None) -> None:
+def validate(device: int, only: list[str] | None, limit: int, jobs: int, out: Path | None) -> None:
     """Compare every function of the bundle with torch in float64 on this GPU, each in a process of its own.
 
     Where none fails, a stamp says so to later processes: kernels that were never run before then serve without
@@ -66,7 +67,7 @@ def validate(device: int, only: list[str] | None, limit: int, out: Path | None) 
     specs = profiles.matching(described, only or (), f"the {arch} bundle")
     machine, found, shown = _machine(arch, index, manifest), [], console()
     shown.print(f"{machine.gpu}, {arch}: {len(specs)} functions; results are torch's in float64 on the CPU")
-    for number, outcome in enumerate(outcomes(manifest, index, specs, float(limit)), 1):
+    for number, outcome in enumerate(outcomes(manifest, index, specs, float(limit), jobs), 1):
         found.append(outcome)
         _shown(outcome, number, len(specs), shown)
     text, passed = report(machine, found), passes(found)

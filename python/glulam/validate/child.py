@@ -127,6 +127,7 @@ def main(described: dict[str, Any], index: int, connection: Any) -> None:
         described: a spec as a manifest has it. index: of the GPU.
     """
     spec = from_dict(described)
+    torch.set_num_threads(1)  # references are small: of two threads the products of a function take longer
     try:
         torch.cuda.set_device(index)
         count = run(spec, torch.device("cuda", index), lambda what: connection.send(("at", what)))

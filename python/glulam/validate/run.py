@@ -1,10 +1,11 @@
-"""A process for each function, one after the other: started, listened to, and killed where it takes too long."""
+"""A process for each function, a few at a time: started, listened to, and killed where it takes too long."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from cute_kernels.chains import stages_of
@@ -57,19 +58,28 @@ def outcome_of(name: str, target: Callable[..., None], arguments: Sequence[Any],
         receiving.close()
 
 
-def outcomes(manifest: Manifest, index: int, specs: Sequence[Spec], limit_s: float = LIMIT_S) -> Iterator[Outcome]:
-    """Of each function of a bundle that has trials, then of those that only others launch: of all in `specs`."""
+def outcomes(
+    manifest: Manifest, index: int, specs: Sequence[Spec], limit_s: float = LIMIT_S, jobs: int = 1
+) -> Iterator[Outcome]:  # fmt: skip
+    """Of each function of a bundle that has trials, then of those that only others launch: of all in `specs`.
+
+    Args:
+        jobs: processes at a time. A function that hangs takes time from those beside it, and nothing else.
+    """
+    tried = [spec for spec in specs if next(trials_of(spec), None)]
     called: set[str] = set()
-    others = []
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for outcome in pool.map(lambda spec: outcome_of(spec.name, main, (to_dict(spec), index), limit_s), tried):
+            if outcome.state == PASSED:
+                chains = [from_dict(manifest.functions[name].spec) for name in outcome.called]
+                called |= {stage.name for chain in chains for stage in (chain, *stages_of(chain))}
+            yield outcome
+    finally:
+        pool.shutdown(cancel_futures=True)
     for spec in specs:
-        if next(trials_of(spec), None) is None:
-            others.append(spec)
-            continue
-        outcome = outcome_of(spec.name, main, (to_dict(spec), index), limit_s)
-        if outcome.state == PASSED:
-            chains = [from_dict(manifest.functions[name].spec) for name in outcome.called]
-            called |= {stage.name for chain in chains for stage in (chain, *stages_of(chain))}
-        yield outcome
-    for spec in others:
-        is_called = spec.name in called
-        yield Outcome(spec.name, PASSED if is_called else UNREACHED, "by functions that launch it" if is_called else "")
+        if spec not in tried:
+            is_called = spec.name in called
+            yield Outcome(
+                spec.name, PASSED if is_called else UNREACHED, "by functions that launch it" if is_called else ""
+            )
