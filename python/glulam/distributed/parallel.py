@@ -15,6 +15,7 @@ from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor, shape
 from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
 from ..layer.rows import check_rows_of, combine
 from .all_to_all import AllToAll
+from .beside import Beside
 from .exchange import Collect, Dispatch, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
@@ -211,19 +212,24 @@ class ExpertParallel:
 
     def layer(
         self, op: str, experts: Callable[[Tensor, Routing, bool], Tensor], x: Tensor, routing: Routing,
-        residual: Tensor | None,
+        residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Tokens to `experts`, and what it makes of x_here and routing_here back to the tokens: with gradients sums,
-        without rows, which are added on their way.
+        without rows, which are added on their way. `shared` makes the residual of x, while rows are on their way.
         """
         if (routing.first, routing.num_experts) != (0, self.num_experts):
             raise ValueError(
                 f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
                 f"all {self.num_experts}"
             )
+        beside = None if shared is None else Beside(shared, x)
         x_here, here, handle = self.dispatch(x, routing.ids, routing.weights)
+        if beside:
+            residual = beside.run()
         is_summed = torch.is_grad_enabled()
         made = experts(x_here, here, is_summed)
+        if beside:
+            beside.join()
         return self.collect(made, handle, residual) if is_summed else self.combine(made, handle, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:

@@ -138,11 +138,11 @@ class MoE(Converts):
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
         self.routing = routing = self.route(tokens, num_tokens)
-        residual = self._shared(tokens)
         if self.parallel is None:
-            y = self._experts(tokens, routing, residual)
+            y = self._experts(tokens, routing, None if self.shared is None else self._shared(tokens))
         else:
-            y = self.parallel.layer(NAME, self._of_ranks, tokens, routing, residual)
+            shared = None if self.shared is None else self._shared
+            y = self.parallel.layer(NAME, self._of_ranks, tokens, routing, shared=shared)
         return y.view(x.shape)
 
     def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
@@ -167,16 +167,14 @@ class MoE(Converts):
             return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
         return route(_linear(tokens, self.router, dtype), self.top_k, **options)
 
-    def _shared(self, tokens: Tensor) -> Tensor | None:
+    def _shared(self, tokens: Tensor) -> Tensor:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
-        if self.shared is None:
-            return None
         scale = None
         if self.shared_gate is not None:
             gate = _linear(tokens, self.shared_gate, tokens.dtype).squeeze(-1)
             scale = gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
         ends = torch.full((1,), len(tokens), dtype=torch.int32, device=tokens.device)
-        y: Tensor = self.shared(tokens, offs=ends, row_scale=scale)
+        y: Tensor = self.shared(tokens, offs=ends, row_scale=scale)  # type: ignore[misc]
         return y
 
     def backward_dw(self) -> None:
