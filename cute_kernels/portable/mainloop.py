@@ -86,8 +86,7 @@ class Mainloop(Invariant):
     def _step(self, acc: cute.Tensor, stage: Int32, tile: Int32, k: Int32 | int) -> None:
         """16 of the depth."""
         first_row = 0 if self.is_split else self.warp * 16
-        k_of_a = self.b.k_of(tile, k)
-        rows = [self.a.rows(stage, slab * ROWS + first_row, k_of_a) for slab in range(self.slabs)]
+        rows = [self.b.rows_of(self.a, stage, slab * ROWS + first_row, tile, k) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
             columns = self.b.columns(stage, pair, k)
             for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):

@@ -64,9 +64,9 @@ class Operand(Invariant):
     def advance(self, sources: Any, stage: Int32, tile: Int32, before: Int32) -> None:
         """At each stage, whether it gets a k-tile or not. `before`: the stage that was filled before."""
 
-    def k_of(self, tile: Int32, k: Int32 | int) -> Int32 | int:
-        """Which 16 of a k-tile's depth step k is, of the other operand."""
-        return k
+    def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
+        """16 rows of the other operand from `first` on, for step k of a k-tile: 16 of its depth, in this one's order."""
+        return x.rows(stage, first, k)
 
 
 class Along(Operand):
@@ -111,6 +111,19 @@ class Along(Operand):
     def rows(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> cute.Tensor:
         """16 rows of two chunks, rows first."""
         return self.matrices(stage, self.lane % 16 + first, self.lane // 16 + 2 * k)
+
+    def rows_by_fours(self, stage: Int32, first: Int32 | int, k: Int32 | int) -> Any:
+        """The same in another order of the 16: a lane has elements 4 t, 4 t + 2 and 4 t + 1, 4 t + 3, t = lane % 4."""
+        words, quad = cute.make_rmem_tensor(4, Int32), self.lane % 4
+        for half in range(2):
+            at = self.smem + stage * self.stage_bytes
+            at += self.at(self.lane // 4 + first + 8 * half, quad // 2 + 2 * k) + quad % 2 * 8
+            pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
+            four = cute.make_rmem_tensor(2, Int32)
+            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), four)
+            for place, bytes_ in enumerate((0x5410, 0x7632)):
+                words[half + 2 * place] = Int32(cute.arch.prmt(four[0], four[1], Int32(bytes_)))
+        return words
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> Any:
         """16 columns of two chunks, chunks first."""
