@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import itertools
 import os
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +19,19 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import glulam
-from glulam import Routing
-from glulam.distributed import ExpertParallel, PeerError, expert_parameters, gather_state_dict, shard_state_dict
+from glulam import GradientNotSupported, MXFP8Tensor, Routing
+from glulam.distributed import (
+    ExpertParallel,
+    PeerError,
+    all_to_all,
+    expert_parameters,
+    gather_state_dict,
+    shard_state_dict,
+)
 from glulam.distributed.owners import Owners
 from glulam.nn import MoE
 
-F64 = torch.float64
+BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
 HIDDEN, INTER, EXPERTS, TOP_K, MOST = 16, 12, 10, 3, 9
 
 
@@ -165,10 +175,14 @@ def modules() -> None:
 
 
 def without_gradients() -> None:
-    """Rows that are added on their way give the bits of sums, by any recipe, by the function and the module."""
-    hidden, inter = 32, 64
-    for dtype, recipe in ((F64, "bf16"), (torch.bfloat16, "bf16"), (torch.bfloat16, "mxfp8"),
-                          (torch.bfloat16, "mxfp8_weight_only"), (torch.bfloat16, "mxfp8_exact")):  # fmt: skip
+    """Rows that are added on their way give the bits of sums, by any recipe, by the function and the module. By "mxfp8"
+    tokens travel in MXFP8 then, where their width allows it.
+    """
+    inter = 64
+    for dtype, recipe, hidden in (
+        (F64, "bf16", 32), (BF16, "bf16", 32), (BF16, "mxfp8_weight_only", 32), (BF16, "mxfp8_exact", 128),
+        (BF16, "mxfp8", 32), (BF16, "mxfp8", 128), (F16, "mxfp8", 128), (torch.float32, "mxfp8", 256),
+    ):  # fmt: skip
         ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, MOST, dtype=dtype)
         torch.manual_seed(0)
         module = MoE(hidden, inter, EXPERTS, TOP_K, parallel=ep, dtype=dtype, recipe=recipe).requires_grad_(False)
@@ -176,10 +190,94 @@ def without_gradients() -> None:
         with torch.no_grad():
             routing = module.route(x)
             given = x, routing, *(module.experts.arguments()[name] for name in ("w1", "w2"))
-            rows = [module(x), glulam.moe(*given, residual=x, recipe=recipe, parallel=ep)]
+            with forms_sent() as forms:
+                rows = [module(x), glulam.moe(*given, residual=x, recipe=recipe, parallel=ep)]
+            in_mxfp8 = recipe == "mxfp8" and hidden % 128 == 0
+            assert forms == [MXFP8Tensor if in_mxfp8 else Tensor] * 2
         with torch.enable_grad():
             sums = [module(x), glulam.moe(*given, residual=x, recipe=recipe, parallel=ep)]
         assert all(map(same_bits, rows, sums)) and all(y.abs().max() > 1e-3 for y in rows)
+
+
+@contextlib.contextmanager
+def forms_sent() -> Iterator[list[type]]:
+    """Of what dispatches send meanwhile."""
+    found: list[type] = []
+    send = all_to_all._Rows._tokens_forth
+
+    def noted(rows: Any, x: Any) -> Any:
+        found.append(type(x))
+        return send(rows, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_to_all._Rows, "_tokens_forth", noted)
+        yield found
+
+
+def bytes_of(x: MXFP8Tensor) -> list[Tensor]:
+    return [x.data.view(torch.uint8), x.scale.view(torch.uint8)]
+
+
+def tokens_in_mxfp8() -> None:
+    """Given so: their bytes go where 16-bit rows go, and a layer's result is that of their values."""
+    hidden, inter = 128, 64
+    ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, MOST, dtype=BF16)
+    own, tokens = slice(ep.first, ep.first + ep.num_local), 4 * (ep.rank != 1)
+    x, ids = some(tokens, hidden, seed=50 + ep.rank, dtype=BF16), choices(ep.rank, tokens, "some")
+    weights, residual = torch.rand(tokens, TOP_K), some(tokens, hidden, seed=60 + ep.rank, dtype=BF16)
+    w1, w2 = (some(EXPERTS, *shape, seed=7, dtype=BF16)[own] / 8 for shape in ((2 * inter, hidden), (hidden, inter)))
+    q = glulam.quantize_mxfp8(x, block="1x128")
+    places = ep.dispatch(torch.arange(tokens * hidden).view(tokens, hidden).to(BF16), ids, weights)[1]
+    for part, came in zip(bytes_of(q), bytes_of(ep.dispatch(q, ids, weights)[0]), strict=True):
+        wide = torch.zeros(tokens, hidden, dtype=BF16)
+        wide[:, : part.shape[1]] = part.to(BF16)  # bytes are exact in it
+        x_here, here, _ = ep.dispatch(wide, ids, weights)
+        assert torch.equal(x_here[:, : part.shape[1]], came.to(BF16)) and torch.equal(here.row_of, places.row_of)
+    routing = Routing.from_topk(ids, weights, EXPERTS)
+    given: dict[str, Any] = {"routing": routing, "w1": w1, "w2": w2, "residual": residual, "parallel": ep}
+    for recipe, block, layout in itertools.product(("mxfp8", "mxfp8_exact"), ("1x32", "1x128"), ("plain", "swizzled")):
+        q = glulam.quantize_mxfp8(x, block=block, scale_layout=layout)
+        values = q.dequantize(BF16)
+        with torch.no_grad(), forms_sent() as forms:
+            wanted = glulam.moe(values, recipe=recipe, **given)
+            made = glulam.moe(q, recipe=recipe, **given)
+        assert same_bits(made, wanted) and made.dtype is BF16 and forms[1] is (MXFP8Tensor, Tensor)[recipe != "mxfp8"]
+        leaf = residual.clone().requires_grad_()
+        y = glulam.moe(q, recipe=recipe, **{**given, "residual": leaf})
+        y.backward(torch.ones_like(y))
+        assert same_bits(y.detach(), wanted) and leaf.grad is not None and (leaf.grad == 1).all()
+    wrong_tokens_in_mxfp8(ep, x, ids, weights, given)
+
+
+def wrong_tokens_in_mxfp8(ep: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, given: dict[str, Any]) -> None:
+    """Every rank is told, and the next call goes on."""
+    q = glulam.quantize_mxfp8(x, block="1x128")
+    narrow = ExpertParallel(None, EXPERTS, TOP_K, 96, MOST, dtype=BF16)
+    scale = torch.empty(*q.scale.shape, 2, dtype=torch.uint8)[..., 0].view(q.scale.dtype)
+    for this, tokens, error, text in (
+        (ep, glulam.quantize_mxfp8(x), ValueError, "must have axis 'row', block '1x128' and plain scales, as quantize"),
+        (ep, q.swizzled(), ValueError, "block '1x128' and plain scales"),
+        (ep, glulam.quantize_mxfp8(x, axis="col"), ValueError, "axis 'row'"),
+        (ep, glulam.quantize_mxfp8(x[:, :64], block="1x128"), ValueError, r"\[\d, 64\]; it must be \[N, 128\]"),
+        (narrow, glulam.quantize_mxfp8(x[:, :96], block="1x128"), ValueError, r"96 columns.*give x.dequantize\("),
+        (ep, MXFP8Tensor(q.data, scale, "row", "1x128"), ValueError, "x's scale is not contiguous"),
+    ):  # fmt: skip
+        if tokens.shape[0] or "contiguous" not in text:
+            with pytest.raises(error, match=text):
+                this.dispatch(tokens, ids, weights)
+        else:
+            with pytest.raises(PeerError):
+                this.dispatch(tokens, ids, weights)
+    with pytest.raises(GradientNotSupported, match="dispatch: x is in MXFP8, and an argument requires a gradient"):
+        ep.dispatch(q, ids, weights.clone().requires_grad_())
+    with pytest.raises(TypeError, match="x is an MXFP8Tensor, but recipe 'bf16' takes 16-bit rows"):
+        glulam.moe(q, **given)
+    with pytest.raises(GradientNotSupported, match="moe: x is in MXFP8, and an argument requires a gradient"):
+        glulam.moe(q, recipe="mxfp8", **{**given, "w1": given["w1"].clone().requires_grad_()})
+    other = 0 if ep.rank else 1
+    with pytest.raises(PeerError, match=f"dispatch: rank {other} has tokens in another form; give 16-bit ones on all"):
+        ep.dispatch(x if ep.rank else q, ids, weights)
+    assert isinstance(ep.dispatch(q, ids, weights)[0], MXFP8Tensor)
 
 
 def copies_of_modules() -> None:
@@ -263,6 +361,7 @@ def everything() -> None:
     modules()
     copies_of_modules()
     without_gradients()
+    tokens_in_mxfp8()
 
 
 @pytest.mark.parametrize("world", [2, 4])

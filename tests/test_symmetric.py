@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.criterion import same_bits
-from support.fake_gpu import install
+from support.fake_gpu import FakeGpu, install
 from support.rank_layers import (
     BF16,
     COUNTS,
     MOST,
     assert_like_one,
+    cast,
+    folded,
     forward,
+    in_16_bits,
     inputs,
     layer,
     layers,
@@ -38,6 +41,13 @@ def played() -> Iterator[pytest.MonkeyPatch]:
     forget_plans()
 
 
+@pytest.fixture
+def fake() -> Iterator[FakeGpu]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield install(patch)
+    forget_plans()
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["all", "some", "one", "none"])
 def test_the_layer(world: int, kind: str, played: pytest.MonkeyPatch) -> None:
@@ -57,6 +67,80 @@ def test_the_layer(world: int, kind: str, played: pytest.MonkeyPatch) -> None:
     for results, tokens in made:
         if sum(map(len, (given[0] for given in tokens))):
             assert_like_one(results, tokens, w1, w2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows_in_mxfp8(world: int, dtype: torch.dtype, fake: FakeGpu) -> None:
+    """They are quantised once, on their own rank, and give the bits of 16-bit rows."""
+    ranks = ranks_of(world, dtype, device="cpu")
+    w1, w2 = (folded(ranks, w.to(dtype)) for w in weights_of())
+    for kind in ("all", "some", "one", "none"):
+        for counts in COUNTS:
+            tokens = [cast(inputs(counts[rank], rank, kind), dtype) for rank in range(world)]
+            fake.launches.clear()
+            made = each(ranks, lambda ep, given=tokens: forward(given[ep.rank], w1, w2, ep, "mxfp8"))
+            quantised = [len(call["x"]) for call in fake.launches if "row_data" in call]
+            assert sorted(quantised) == sorted(count for count in counts[:world] if count)
+            with in_16_bits():
+                wanted = each(ranks, lambda ep, given=tokens: forward(given[ep.rank], w1, w2, ep, "mxfp8"))
+            assert all(map(same_bits, made, wanted))
+            assert all(y.dtype is dtype and not torch.isnan(y).any() for y in made)
+            if kind == "all" and counts is COUNTS[0]:
+                assert all((y - given[3]).abs().max() > 0.1 for y, given in zip(made, tokens, strict=True))
+    for ep in ranks:
+        ep.check()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact"])
+def test_tokens_that_are_in_mxfp8(recipe: str, played: pytest.MonkeyPatch) -> None:
+    """Of any block and layout; those that the recipe reads in 16 bits travel so."""
+    w1, w2 = weights_of()
+    ranks = ranks_of(2, device="cpu")
+    tokens = [inputs(30 + 9 * rank, rank, "all") for rank in range(2)]
+    for block, scale_layout in (("1x128", "plain"), ("1x32", "plain"), ("1x128", "swizzled")):
+        given = [[glulam.quantize_mxfp8(x, block=block, scale_layout=scale_layout), *rest] for x, *rest in tokens]
+        values = [[x.dequantize(BF16), *rest] for x, *rest in given]
+        made = each(ranks, lambda ep, given=given: forward(given[ep.rank], w1, w2, ep, recipe))
+        wanted = each(ranks, lambda ep, given=values: forward(given[ep.rank], w1, w2, ep, recipe))
+        assert all(map(same_bits, made, wanted)) and all(y.dtype is BF16 for y in made)
+
+
+def test_a_dispatch_in_mxfp8(played: pytest.MonkeyPatch) -> None:
+    """What comes is what was sent, by rank and number, a view without gradients and a copy with them."""
+    ranks = ranks_of(2, device="cpu")
+    tokens = [inputs(30 + 9 * rank, rank, "some") for rank in range(2)]
+    sent = [glulam.quantize_mxfp8(x, block="1x128") for x, *_ in tokens]
+
+    def one_way(ep: VirtualRank) -> None:
+        x_here, here, handle = ep.dispatch(sent[ep.rank], *tokens[ep.rank][1:3])
+        assert (x_here.axis, x_here.block, x_here.scale_layout) == ("row", "1x128", "plain")
+        assert (x_here.data.data_ptr() == ep._way.window.rows.data_ptr()) is not torch.is_grad_enabled()
+        for rank, x in enumerate(sent):
+            mine = (here.row_of[rank * MOST : rank * MOST + x.shape[0]] >= 0).any(1)
+            for got, wanted in ((x_here.data, x.data), (x_here.scale, x.scale)):
+                got, wanted = (part.view(torch.uint8) for part in (got[rank * MOST :][: x.shape[0]], wanted))
+                assert torch.equal(got[mine], wanted[mine]) and mine.any()
+                assert not torch.equal(got[~mine], wanted[~mine]), "tokens that have no expert here"
+        ep.combine(torch.zeros(here.row_of.numel(), ep.hidden_size, dtype=BF16), handle)
+
+    for recorded in (False, True):
+        each(ranks, torch.set_grad_enabled(recorded)(one_way))  # a mode of the thread that calls
+
+
+def test_ranks_whose_tokens_have_other_forms(played: pytest.MonkeyPatch) -> None:
+    ranks = ranks_of(2, timeout=5, device="cpu")
+    tokens = [inputs(30, rank, "all") for rank in range(2)]
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        x, ids, weights, *_ = tokens[ep.rank]
+        ep.dispatch(glulam.quantize_mxfp8(x, block="1x128") if ep.rank else x, ids, weights)
+
+    each(ranks, part)
+    for ep in ranks:
+        with pytest.raises(PeerError, match=f"dispatch, operation .*rank {1 - ep.rank} has tokens in another form"):
+            ep.check()
 
 
 def test_dispatches_that_no_combine_follows(played: pytest.MonkeyPatch) -> None:

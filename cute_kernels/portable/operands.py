@@ -65,7 +65,7 @@ class Operand(Invariant):
         """At each stage, whether it gets a k-tile or not. `before`: the stage that was filled before."""
 
     def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
-        """16 rows of the other operand from `first` on, for step k of a k-tile: 16 of its depth, in this one's order."""
+        """16 rows of the other operand, for step k of a k-tile: 16 of its depth, in this one's order."""
         return x.rows(stage, first, k)
 
 

@@ -1,7 +1,8 @@
 """Rows to other ranks and back, over NVLink: stores to their memory, then a word that says so.
 
-    send_tokens   token n to row n of this rank's part of the `rows` of every rank that has an expert of it, and all
-                  choices and their weights to all; then it waits for the tokens of all ranks
+    send_tokens   token n to row n of this rank's part of the `rows` of every rank that has an expert of it, of one in
+                  MXFP8 its scales to `scales`, too, and all choices and their weights to all; then it waits for the
+                  tokens of all ranks
     send_sums     of every token n that came, the sum over its rows here to row n of this rank's part of the `sums` of
                   the token's rank; then it waits for all sums
 
@@ -28,15 +29,17 @@ from ..device.select import select
 from ..device.target import wait_for_earlier
 from ..device.vectors import VECTOR_BYTES, elements, load_vector, run_at, store_vector
 from ..device.warps import WARP
+from ..formats import MXFP8_WIDE
 from ..specs import LayerSpec
 from ..tracing import DTYPES, Traced, traced
-from ..windows import COUNT_MASK, LAST, STATUS_SHIFT, WORDS
+from ..windows import COUNT_MASK, LAST, STATUS_SHIFT, STATUSES, WORDS
 from .words import Link, Operation, first_of
 
 THREADS = 256
 WARPS = THREADS // WARP
 UNROLL = 4  # vectors of a row under way a thread
 ROWS = 2  # under way a warp, of those that are added
+VECTOR_WORDS = VECTOR_BYTES // 4
 CTAS_OF_SM = 2  # half of an SM's threads and registers: where a CTA waits, kernels of other streams still find room
 
 
@@ -49,7 +52,7 @@ class Sizes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some of a row: vectors from `first` on, WARP apart."""
+    """Some of a row: vectors, of whatever size, from `first` on, WARP apart."""
 
     first: Int32
     vectors: Int32
@@ -66,26 +69,26 @@ def _part(number: Int32, vectors: Int32) -> Part:
     return Part(number * (UNROLL * WARP) + cute.arch.lane_idx(), vectors)
 
 
-def _raw(address: Int64, vector: Int64) -> cute.Tensor:
-    """16 bytes in memory, whatever they are."""
-    return run_at(Int32, address, vector * 4, 4)
+def _raw(address: Int64, vector: Int64, words: int) -> cute.Tensor:
+    """A vector of `words` times 4 bytes in memory, whatever they are."""
+    return run_at(Int32, address, vector * words, words)
 
 
 @cute.jit
-def _load(address: Int64, part: Part) -> cute.Tensor:
+def _load(address: Int64, part: Part, words: cutlass.Constexpr[int]) -> cute.Tensor:
     """A part of the row at an address."""
-    raw = cute.make_rmem_tensor((4, UNROLL), Int32)
+    raw = cute.make_rmem_tensor((words, UNROLL), Int32)
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
-            raw[None, i].store(_raw(address, Int64(part.vector(i))).load())
+            raw[None, i].store(_raw(address, Int64(part.vector(i)), words).load())
     return raw
 
 
 @cute.jit
-def _store(address: Int64, part: Part, raw: cute.Tensor):
+def _store(address: Int64, part: Part, raw: cute.Tensor, words: cutlass.Constexpr[int]):
     for i in cutlass.range_constexpr(UNROLL):
         if part.vector(i) < part.vectors:
-            _raw(address, Int64(part.vector(i))).store(raw[None, i].load())
+            _raw(address, Int64(part.vector(i)), words).store(raw[None, i].load())
 
 
 class _Send(Invariant):
@@ -106,8 +109,8 @@ class _Send(Invariant):
 
     kernel: Any
 
-    def _launch(self, arguments: tuple, rows: Int32, vectors: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
-        wanted = cute.ceil_div(rows * _parts(vectors), WARPS)
+    def _launch(self, arguments: tuple, parts: Int32, num_sms: Int32, stream: cuda.CUstream) -> None:
+        wanted = cute.ceil_div(parts, WARPS)
         grid = cutlass.max(Int32(1), cutlass.min(wanted, num_sms * CTAS_OF_SM))
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(*arguments).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)
@@ -119,6 +122,17 @@ class _Send(Invariant):
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         return block * WARPS + cute.arch.make_warp_uniform(thread // WARP), blocks * WARPS
+
+
+class Tokens(NamedTuple):
+    """Rows x of N tokens, and of those in MXFP8 their scales, `words` of 4 bytes a row; 0 words: there are none.
+    `status`, of STATUSES: what they are.
+    """
+
+    x: Int64
+    scales: Int64
+    words: Int32
+    status: Int32
 
 
 class Table(NamedTuple):
@@ -140,18 +154,21 @@ class Table(NamedTuple):
 class SendTokens(_Send):
     @cute.jit
     def __call__(
-        self, x: Int64, ids: Int64, weights: Int64, sum_rows: Int64, weight_places: Int64, handle: Int64,
-        regions: Int64, state: Int64, tokens: Int32, k: Int32, width: Int32, experts: Int32, most: Int32, rank: Int32,
-        world: Int32, refused: Int32, num_sms: Int32, stream: cuda.CUstream,
+        self, x: Int64, x_scale: Int64, ids: Int64, weights: Int64, sum_rows: Int64, weight_places: Int64,
+        handle: Int64, regions: Int64, state: Int64, tokens: Int32, k: Int32, width: Int32, experts: Int32, most: Int32,
+        rank: Int32, world: Int32, status: Int32, num_sms: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if world > 0:
             table = Table(ids, weights, sum_rows, weight_places, experts, tokens)
-            sizes = Sizes(k, width // elements(self.dtype), most)
-            arguments = (x, table, sizes, Link(regions, state, rank, world), handle, refused)
-            self._launch(arguments, tokens, sizes.vectors, num_sms, stream)
+            in_mxfp8 = status == STATUSES.index("MXFP8 rows")
+            vectors = select(in_mxfp8, width // VECTOR_BYTES, width // elements(self.dtype))
+            words = select(in_mxfp8, width // MXFP8_WIDE.block, Int32(0))
+            sizes, link = Sizes(k, vectors, most), Link(regions, state, rank, world)
+            arguments = (Tokens(x, x_scale, words, status), table, sizes, link, handle)
+            self._launch(arguments, tokens * (_parts(vectors) + _parts(words)), num_sms, stream)
 
     @cute.kernel
-    def kernel(self, x: Int64, table: Table, sizes: Sizes, link: Link, handle: Int64, refused: Int32):
+    def kernel(self, tokens: Tokens, table: Table, sizes: Sizes, link: Link, handle: Int64):
         wait_for_earlier()
         operation = Operation(link, "dispatch")
         if not operation.has_failed():
@@ -159,16 +176,16 @@ class SendTokens(_Send):
         if not operation.has_failed():
             if (table.weights != 0) | (table.tokens == 0):
                 self._send_table(operation, table, sizes)
-            self._send_rows(operation, x, table, sizes)
+            self._send_rows(operation, tokens, table, sizes)
         cute.arch.sync_threads()
         thread, _, _ = cute.arch.thread_idx()
         if thread < WARP:
             if operation.is_last():
                 if not operation.has_failed():
-                    content = Int64(refused << STATUS_SHIFT | table.tokens)
+                    content = Int64(tokens.status << STATUS_SHIFT | table.tokens)
                     operation.publish(WORDS.index("tokens"), content)
                     word = operation.wait(WORDS.index("tokens"))
-                    operation.refuse(word)
+                    operation.compare(word, tokens.status)
                     self._keep(operation, word, handle)
                 operation.end(Int64(LAST.index("dispatch")), operation.epoch)
 
@@ -202,20 +219,33 @@ class SendTokens(_Send):
                     vector_at(Float32, operation.region("weights", peer))[place] = weight
 
     @cute.jit
-    def _send_rows(self, operation: Operation, x: Int64, table: Table, sizes: Sizes):
+    def _send_rows(self, operation: Operation, tokens: Tokens, table: Table, sizes: Sizes):
+        """Scales go on with the warp behind the last that had a part of a row: of few tokens none has two parts."""
         warp, warps = self._warps()
+        self._send(operation, "rows", VECTOR_WORDS, tokens.x, sizes.vectors, warp, table, sizes)
+        if tokens.words != 0:
+            first = (warp + warps - table.tokens * _parts(sizes.vectors) % warps) % warps
+            self._send(operation, "scales", 1, tokens.scales, tokens.words, first, table, sizes)
+
+    @cute.jit
+    def _send(
+        self, operation: Operation, region: cutlass.Constexpr[str], words: cutlass.Constexpr[int], rows: Int64,
+        vectors: Int32, first: Int32, table: Table, sizes: Sizes,
+    ):  # fmt: skip
+        """Each token's row, `vectors` of `words` times 4 bytes, to a region; this warp begins with part `first`."""
+        _, warps = self._warps()
         link = operation.link
-        parts, pitch = _parts(sizes.vectors), Int64(sizes.vectors) * VECTOR_BYTES
-        for item in cutlass.range(warp, table.tokens * parts, warps, unroll=1):
+        parts, pitch = _parts(vectors), Int64(vectors) * (4 * words)
+        for item in cutlass.range(first, table.tokens * parts, warps, unroll=1):
             token, number = item // parts, item % parts
-            part = _part(number, sizes.vectors)
-            raw = _load(x + token * pitch, part)
+            part = _part(number, vectors)
+            raw = _load(rows + token * pitch, part, words)
             ranks = self._destinations(link, token, table, sizes, number == 0)
             row = Int64(link.rank) * sizes.most + token
             for hop in cutlass.range(link.world, unroll=1):
                 peer = (link.rank + 1 + hop) % link.world
                 if (ranks >> peer) & 1 != 0:
-                    _store(operation.region("rows", peer) + row * pitch, part, raw)
+                    _store(operation.region(region, peer) + row * pitch, part, raw, words)
 
     @cute.jit
     def _destinations(self, link: Link, token: Int32, table: Table, sizes: Sizes, is_first: Boolean) -> Int32:
@@ -276,7 +306,7 @@ class SendSums(_Send):
             sizes = Sizes(k, width // elements(self.dtype), most)
             rows, back = Rows(y, row_of, d_weights, is_summed), Back(sum_rows, weight_places, tokens)
             arguments = (rows, back, sizes, Link(regions, state, rank, world), handle)
-            self._launch(arguments, most * world, sizes.vectors, num_sms, stream)
+            self._launch(arguments, most * world * _parts(sizes.vectors), num_sms, stream)
 
     @cute.kernel
     def kernel(self, rows: Rows, back: Back, sizes: Sizes, link: Link, handle: Int64):
@@ -334,7 +364,7 @@ class SendSums(_Send):
                     target = operation.region("sums", peer) + row * pitch
                     part = _part(number, sizes.vectors)
                     if rows.is_summed != 0:
-                        _store(target, part, _load(rows.y + came * pitch, part))
+                        _store(target, part, _load(rows.y + came * pitch, part, VECTOR_WORDS), VECTOR_WORDS)
                     else:
                         self._send_sum(target, part, rows.y, found, choices)
                     if (rows.d_weights != 0) & (number == 0) & (operation.lane < sizes.k):

@@ -33,6 +33,7 @@ from ..windows import (
     REGIONS,
     STATE,
     STATUS_SHIFT,
+    STATUSES,
     SUSPECT_MASK,
     WORD_BYTES,
     WORDS,
@@ -41,7 +42,9 @@ from ..windows import (
 SPIN_NS, SLEEP_NS = 20_000, 200  # looking without rest takes none of the GPU's memory bandwidth for long
 LAUNCH_TICKETS = 1 << 20  # a launch adds so much in all, whatever its grid: nothing is ever put back
 ENTER = WORDS.index("enter")
-LATE, ELSEWHERE, REFUSED = (REASONS.index(reason) for reason in ("late", "elsewhere", "refused"))
+LATE, ELSEWHERE, REFUSED, OTHER_FORM = (
+    REASONS.index(reason) for reason in ("late", "elsewhere", "refused", "other form")
+)
 
 
 class Link(NamedTuple):
@@ -196,11 +199,15 @@ class Operation(Invariant):
         return (self.epoch << EPOCH_SHIFT) | what | Int64(suspect)
 
     @cute.jit
-    def refuse(self, word: Int64):
-        """Fail where a rank's word has a status."""
-        refused = Int32(cute.arch.vote_ballot_sync((word >> STATUS_SHIFT & 0xF) != 0))
+    def compare(self, word: Int64, status: Int32):
+        """Fail where a rank's word says that its tokens were refused, or has another status than this rank's."""
+        theirs = Int32(word >> STATUS_SHIFT & 0xF)
+        refused = Int32(cute.arch.vote_ballot_sync(theirs == STATUSES.index("refused")))
+        other = Int32(cute.arch.vote_ballot_sync(theirs != status))
         if refused != 0:
             self.fail(self._error(first_of(refused), REFUSED))
+        elif other != 0:
+            self.fail(self._error(first_of(other), OTHER_FORM))
 
     @cute.jit
     def fail(self, error: Int64):

@@ -172,12 +172,15 @@ def _ends(layer: Layer, tokens: int, eps: dict[str, ExpertParallel], rate: float
     return {"kind": "ends", "layer": layer.name, "tokens": tokens, "bytes": bytes_out, "put_gbps": rate, "times": times}
 
 
-def _layer_calls(layer: Layer, data: Data, ep: ExpertParallel | None) -> Calls:
-    """Forward, and forward with backward, of a rank's tokens."""
+def _layer_calls(data: Data, ep: ExpertParallel | None, folded: list[Any]) -> Calls:
+    """Forward, the same by recipe "mxfp8" with folded weights, and forward with backward, of a rank's tokens."""
     leaves = [t.detach().requires_grad_() for t in (data.x, data.w1, data.w2)]
 
     def forward() -> Tensor:
         return glulam.moe(data.x, data.routing, data.w1, data.w2, parallel=ep)
+
+    def in_mxfp8() -> Tensor:
+        return glulam.moe(data.x, data.routing, *folded, recipe="mxfp8", parallel=ep)
 
     def train() -> None:
         for leaf in leaves:
@@ -186,16 +189,17 @@ def _layer_calls(layer: Layer, data: Data, ep: ExpertParallel | None) -> Calls:
             y = glulam.moe(leaves[0], data.routing, leaves[1], leaves[2], parallel=ep)
             y.backward(data.x)
 
-    return {"forward": forward, "forward + backward": train}
+    return {"forward": forward, "forward, mxfp8": in_mxfp8, "forward + backward": train}
 
 
 def _layers(layer: Layer, tokens: int, eps: dict[str, ExpertParallel]) -> list[dict[str, Any]]:
     ours = eps[OURS]
     data = data_of(layer, tokens, ours.num_local, layer.experts)
     alone = data_of(layer, tokens, ours.num_local, ours.num_local)._replace(w1=data.w1, w2=data.w2)
+    folded = [] if tokens <= DECODE else [glulam.prepare_mxfp8_weight(w, report=False) for w in (data.w1, data.w2)]
     modes: dict[str, Calls] = {}
     for name, (of, ep) in {OURS: (data, ours), THEIRS: (data, eps[THEIRS]), ALONE: (alone, None)}.items():
-        calls = _layer_calls(layer, of, ep)
+        calls = _layer_calls(of, ep, folded)
         if tokens <= DECODE:
             calls = {"forward": calls["forward"]}
             if name != THEIRS:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.criterion import assert_close, same_bits
+from support.rank_layers import in_16_bits
 from support.ranks import run_ranks
 from torch import Tensor
 
@@ -67,6 +69,30 @@ def against_one_process(transport: str) -> None:
 
 
 @torch.no_grad()
+def in_mxfp8(transport: str) -> None:
+    """The layer by recipe "mxfp8": tokens that travel in MXFP8, and are given so, give the bits of 16-bit ones."""
+    rank = dist.get_rank()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
+    if transport == "symmetric":
+        ep._way.poison = True
+    own = slice(ep.first, ep.first + ep.num_local)
+    w1, w2 = some(EXPERTS, 2 * INTER, HIDDEN, seed=1)[own], some(EXPERTS, HIDDEN, INTER, seed=2)[own]
+    weights = [glulam.prepare_mxfp8_weight(w.cuda() * 0.1) for w in (w1, w2)]
+    for counts in COUNTS:
+        tokens = (*counts, 17, 0)[rank]
+        x, routing = some(tokens, HIDDEN, seed=10 + rank).cuda(), some(tokens, EXPERTS, seed=30 + rank).float().cuda()
+        given = glulam.route(routing, TOP_K), *weights
+        q = glulam.quantize_mxfp8(x, block="1x128")
+        made = [glulam.moe(one, *given, residual=x, recipe="mxfp8", parallel=ep) for one in (x, q)]
+        with in_16_bits():
+            wanted = glulam.moe(x, *given, residual=x, recipe="mxfp8", parallel=ep)
+        assert all(same_bits(y, wanted) for y in made) and not torch.isnan(wanted).any()
+        assert not tokens or (wanted - x).abs().max() > 0.1
+    torch.cuda.synchronize()
+    ep.check()
+
+
+@torch.no_grad()
 def random_steps(steps: int) -> None:
     """Other tokens and numbers of them at every step; what was received is overwritten as soon as it may be."""
     rank = dist.get_rank()
@@ -110,17 +136,19 @@ def a_rank_ends() -> None:
     os._exit(0)  # NCCL would wait for the one that ended
 
 
+@pytest.mark.parametrize("function", [against_one_process, in_mxfp8])
 @pytest.mark.parametrize("world", [1, 2])
-def test_ranks_of_gloo(world: int) -> None:
-    run_ranks(world, against_one_process, "all_to_all")
+def test_ranks_of_gloo(world: int, function: Callable[[str], None]) -> None:
+    run_ranks(world, function, "all_to_all")
 
 
+@pytest.mark.parametrize("function", [against_one_process, in_mxfp8])
 @pytest.mark.parametrize("transport", ["symmetric", "all_to_all"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_of_nccl(world: int, transport: str) -> None:
+def test_ranks_of_nccl(world: int, transport: str, function: Callable[[str], None]) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"there are not {world} GPUs")
-    run_ranks(world, against_one_process, transport, backend="nccl")
+    run_ranks(world, function, transport, backend="nccl")
 
 
 def test_random_steps() -> None:

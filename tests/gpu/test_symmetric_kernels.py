@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +17,24 @@ from support.rank_layers import (
     MOST,
     TOP_K,
     assert_like_one,
+    cast,
+    folded,
     forward,
+    in_16_bits,
     inputs,
     layer,
     layers,
     ranks_of,
+    some,
     weights_of,
 )
-from support.virtual_ranks import VirtualRank, each
+from support.virtual_ranks import VirtualRank, each, virtual_ranks
 from torch import Tensor
 
 import glulam
 from cute_kernels.windows import STATE, WORDS
 from glulam.distributed import PeerError
+from glulam.distributed.window import Sizes
 
 pytestmark = pytest.mark.gpu
 
@@ -65,14 +71,107 @@ def test_without_gradients_the_bits_are_those_with() -> None:
         assert same_bits(y, wanted)
 
 
-def test_graphs_replay_other_routings_and_counts() -> None:
-    w1, w2 = (w.cuda() for w in weights_of())
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_rows_in_mxfp8(world: int, dtype: torch.dtype) -> None:
+    """Tokens that travel in MXFP8 give the bits of 16-bit ones, which are quantised where they go."""
+    ranks = ranks_of(world, dtype)
+    w1, w2 = (folded(ranks, w.cuda().to(dtype)) for w in weights_of())
+    for kind in ("all", "some", "one", "none"):
+        for counts in COUNTS:
+            tokens = [[t.cuda() for t in cast(inputs(counts[rank], rank, kind), dtype)] for rank in range(world)]
+            made = each(ranks, lambda ep, given=tokens: forward(given[ep.rank], w1, w2, ep, "mxfp8"))
+            with in_16_bits():
+                wanted = each(ranks, lambda ep, given=tokens: forward(given[ep.rank], w1, w2, ep, "mxfp8"))
+            for y, other, given in zip(made, wanted, tokens, strict=True):
+                assert same_bits(y, other) and y.dtype is dtype and not torch.isnan(y).any()
+                assert kind != "all" or not len(y) or (y - given[3]).abs().max() > 0.1
+    for ep in ranks:
+        ep.check()
+
+
+def test_tokens_that_are_in_mxfp8() -> None:
+    """Those of a caller give the bits of the layer's own, and residuals a gradient."""
+    given = [[t.cuda() for t in inputs(count, rank, "some")] for rank, count in enumerate((70, 0, 33))]
+    quantised = [[glulam.quantize_mxfp8(x, block="1x128"), *rest] for x, *rest in given]
+    for ranks in (ranks_of(1), ranks_of(3)):  # one rank first, which loads torch's kernels
+        w1, w2 = (folded(ranks, w.cuda()) for w in weights_of())
+
+        @torch.enable_grad()
+        def recorded(ep: VirtualRank, weights: tuple[Any, Any] = (w1, w2)) -> tuple[Tensor, Tensor]:
+            x, ids, scales, residual, mix = quantised[ep.rank]
+            leaf = residual.clone().requires_grad_()
+            routing = glulam.Routing.from_topk(ids, scales, EXPERTS)
+            own = [w[ep.rank] for w in weights]
+            y = glulam.moe(x, routing, *own, residual=leaf, recipe="mxfp8", parallel=ep)
+            y.backward(mix)
+            return y.detach(), leaf.grad
+
+        wanted = each(ranks, lambda ep, w1=w1, w2=w2: forward(given[ep.rank], w1, w2, ep, "mxfp8"))
+        made = each(ranks, lambda ep, w1=w1, w2=w2: forward(quantised[ep.rank], w1, w2, ep, "mxfp8"))
+        trained = each(ranks, recorded)
+        for ep, y, one, (two, gradient) in zip(ranks, wanted, made, trained, strict=True):
+            assert same_bits(y, one) and same_bits(y, two) and torch.equal(gradient, given[ep.rank][4])
+
+
+@pytest.mark.parametrize("hidden", [128, 384, 2176, 7168])
+@pytest.mark.parametrize("counts", [(700, 3, 650), (0, 700, 1), (0, 0, 0)])
+def test_bytes_and_scales_arrive(hidden: int, counts: tuple[int, ...]) -> None:
+    """Whole, in their places, and nowhere else: of widths of one part and several, with more parts than warps."""
+    most = 700
+    ranks = virtual_ranks(EXPERTS, Sizes(3, most, TOP_K, hidden, BF16))
+    sent = []
+    for rank, count in enumerate(counts):
+        x, (_, ids, weights, *_) = some(count, hidden, seed=rank).cuda(), inputs(count, rank, "some")
+        # Scales that differ within a token, so that one in another's place shows.
+        x = x * torch.logspace(-8, 8, hidden // 128, base=2, device="cuda").repeat_interleave(128)
+        sent.append((glulam.quantize_mxfp8(x.to(BF16), block="1x128"), ids.cuda(), weights.cuda()))
+
+    @torch.no_grad()
+    def one_way(ep: VirtualRank) -> None:
+        ep.dispatch(*sent[ep.rank])
+
+    for _ in range(2):  # the second after an exchange of `enter`
+        each(ranks, one_way)
+        for ep in ranks:
+            window = ep._way.window
+            data = window.in_mxfp8.data.view(torch.uint8).view(3, most, hidden)
+            for rank, (q, ids, _) in enumerate(sent):
+                goes = ((ids >= ep.first) & (ids < ep.first + ep.num_local)).any(1)
+                for came, was in ((data, q.data), (window.scales.view(3, most, -1), q.scale)):
+                    mine = came[rank, : len(goes)]
+                    assert torch.equal(mine[goes], was.view(torch.uint8)[goes])
+                    assert (mine[~goes] == 0xFF).all() and (came[rank, len(goes) :] == 0xFF).all()
+            assert (window.rows.view(torch.uint8).flatten()[data.numel() :] == 0xFF).all()
+            ep.check()
+
+
+def test_ranks_whose_tokens_have_other_forms() -> None:
+    ranks = ranks_of(2, timeout=5)
+    x, ids, weights, *_ = (t.cuda() for t in inputs(30, 0, "all"))
+    forms = [x, glulam.quantize_mxfp8(x, block="1x128")]
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        ep.dispatch(forms[ep.rank], ids, weights)
+
+    each(ranks, part)
+    for ep in ranks:
+        with pytest.raises(PeerError, match=f"dispatch, operation .*rank {1 - ep.rank} has tokens in another form"):
+            ep.check()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_graphs_replay_other_routings_and_counts(recipe: str) -> None:
     ranks = ranks_of(2)
+    w1, w2 = (w.cuda() for w in weights_of())
+    if recipe == "mxfp8":
+        w1, w2 = (folded(ranks, w) for w in (w1, w2))
     held = [[t.cuda() for t in inputs(MOST, rank, "none")] for rank in range(2)]
     graphs, results = [], []
 
     def of(ep: VirtualRank) -> Tensor:
-        return forward(held[ep.rank], w1, w2, ep)
+        return forward(held[ep.rank], w1, w2, ep, recipe)
 
     each(ranks, of)
     for ep in ranks:

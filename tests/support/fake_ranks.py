@@ -24,6 +24,7 @@ from cute_kernels.windows import (
     REGIONS,
     STATE,
     STATUS_SHIFT,
+    STATUSES,
     SUSPECT_MASK,
     WORD_BYTES,
     WORDS,
@@ -116,11 +117,13 @@ class _Operation:
         what = REASONS.index(reason) << REASON_SHIFT | self.phase << PHASE_SHIFT
         return _signed(self.epoch << EPOCH_SHIFT | what | suspect)
 
-    def refuse(self, words: list[int]) -> None:
-        """Fail where a rank's word has a status."""
-        refused = [rank for rank, word in enumerate(words) if word >> STATUS_SHIFT & 0xF]
-        if refused:
-            self.fail(self._error(refused[0], "refused"))
+    def compare(self, words: list[int], status: int) -> None:
+        """Fail where a rank's word says that its tokens were refused, or has another status than this rank's."""
+        theirs = [word >> STATUS_SHIFT & 0xF for word in words]
+        if STATUSES.index("refused") in theirs:
+            self.fail(self._error(theirs.index(STATUSES.index("refused")), "refused"))
+        elif set(theirs) != {status}:
+            self.fail(self._error(next(rank for rank, one in enumerate(theirs) if one != status), "other form"))
 
     def fail(self, error: int) -> None:
         """The first error stays, for the host, for later kernels and for the other ranks."""
@@ -153,6 +156,14 @@ def _is_there(at: Any) -> Tensor:
     return there
 
 
+def _parts_of_rows(at: Any, dtype: torch.dtype) -> list[tuple[str, int, int, torch.dtype]]:
+    """What a token's row is made of: the region of each part, where the part of token 0 is, its width and dtype."""
+    if STATUSES[at.status] != "MXFP8 rows":
+        return [("rows", at.x, at.width, dtype)]
+    assert at.width % 128 == 0 and at.x % 16 == 0 and at.x_scale % 4 == 0
+    return [("rows", at.x, at.width, torch.uint8), ("scales", at.x_scale, at.width // 32, torch.uint8)]
+
+
 def _store_tokens(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
     """The table to all ranks, -1 behind the last token; rows to those that have an expert."""
     if at.weights or not at.tokens:
@@ -160,10 +171,11 @@ def _store_tokens(operation: _Operation, at: Any, dtype: torch.dtype) -> None:
             operation.region("ids", rank, at.world, at.most, at.k, dtype=I32)[at.rank] = -1
     if not at.tokens:
         return
-    x, there = memory(at.x, at.tokens, at.width, dtype=dtype), _is_there(at)
+    there = _is_there(at)
     for rank in range(at.world):
-        rows = operation.region("rows", rank, at.world, at.most, at.width, dtype=dtype)[at.rank, : at.tokens]
-        rows[there[:, rank]] = x[there[:, rank]]
+        for region, address, width, kind in _parts_of_rows(at, dtype):
+            rows = operation.region(region, rank, at.world, at.most, width, dtype=kind)[at.rank, : at.tokens]
+            rows[there[:, rank]] = memory(address, at.tokens, width, dtype=kind)[there[:, rank]]
         if at.weights:
             for name, kind in (("ids", I32), ("weights", F32)):
                 table = operation.region(name, rank, at.world, at.most, at.k, dtype=kind)
@@ -176,9 +188,9 @@ def send_tokens(spec: LayerSpec, at: Any) -> None:
         operation.begin()
     if not operation.state("error"):
         _store_tokens(operation, at, getattr(torch, spec.dtype))
-        operation.publish("tokens", at.refused << STATUS_SHIFT | at.tokens)
+        operation.publish("tokens", at.status << STATUS_SHIFT | at.tokens)
         words = operation.wait("tokens")
-        operation.refuse(words)
+        operation.compare(words, at.status)
         if at.handle:
             counts = [word & COUNT_MASK for word in words]
             memory(at.handle, 1 + at.world, dtype=I64).copy_(torch.tensor([operation.epoch, *counts]))

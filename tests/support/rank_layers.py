@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import glulam
 from glulam import Routing
+from glulam.distributed import parallel
 from glulam.distributed.window import Sizes
 
 from .criterion import assert_close
@@ -63,16 +67,35 @@ def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> 
     return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
 
 
-def ranks_of(world: int, **options: Any) -> list[VirtualRank]:
-    return virtual_ranks(EXPERTS, Sizes(world, MOST, TOP_K, HIDDEN, BF16), **options)
+def ranks_of(world: int, dtype: torch.dtype = BF16, **options: Any) -> list[VirtualRank]:
+    return virtual_ranks(EXPERTS, Sizes(world, MOST, TOP_K, HIDDEN, dtype), **options)
 
 
 @torch.no_grad()
-def forward(given: list[Tensor], w1: Tensor, w2: Tensor, ep: Any) -> Tensor:
-    """The result alone, of this rank's experts."""
+def forward(given: list[Any], w1: Any, w2: Any, ep: Any, recipe: str = "bf16") -> Tensor:
+    """The result alone, of this rank's experts: the weights of all, or by rank what was made of its own."""
     x, ids, weights, residual, _ = given
     routing = Routing.from_topk(ids, weights, EXPERTS)
-    return glulam.moe(x, routing, w1[ep.own], w2[ep.own], residual=residual, parallel=ep)
+    own = [w[ep.own] if isinstance(w, Tensor) else w[ep.rank] for w in (w1, w2)]
+    return glulam.moe(x, routing, *own, residual=residual, recipe=recipe, parallel=ep)
+
+
+def folded(ranks: list[VirtualRank], w: Tensor) -> list[Any]:
+    """Each rank's own weights as recipe "mxfp8" reads them: folding them would wait for a kernel that waits."""
+    return [glulam.prepare_mxfp8_weight(w[ep.own]) for ep in ranks]
+
+
+def cast(given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Inputs of another 16-bit dtype."""
+    return [t.to(dtype) if t.dtype is BF16 else t for t in given]
+
+
+@contextlib.contextmanager
+def in_16_bits() -> Iterator[None]:
+    """Tokens travel as they are, whatever the recipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "quantizes", lambda *_: False)
+        yield
 
 
 def layers(ranks: list[VirtualRank], tokens: list[list[Tensor]], w1: Tensor, w2: Tensor) -> list[list[Tensor]]:

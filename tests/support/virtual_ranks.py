@@ -31,8 +31,9 @@ class VirtualRank(ExpertParallel):
 
 
 def virtual_ranks(num_experts: int, sizes: Sizes, timeout: float = 20.0, device: str = "cuda") -> list[VirtualRank]:
+    """Whose windows hold NaN, of any dtype, until something comes."""
     size = sizes.offsets()[""]
-    buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(sizes.world)]
+    buffers = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for _ in range(sizes.world)]
     bases = [buffer.data_ptr() for buffer in buffers]
     ranks = []
     for rank, buffer in enumerate(buffers):

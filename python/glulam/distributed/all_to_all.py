@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cute_kernels.windows import STATUSES
+
 from ..layer.routing import Routing
 from ..layer.rows import combine_rows
-from .exchange import COMBINE, DISPATCH, Exchange, PeerError
+from ..mxfp8.tensor import unchecked
+from .exchange import COMBINE, DISPATCH, WHY, Exchange, PeerError
 from .owners import Owners
-
-REFUSED = -1
-"""In place of a number of rows: of a rank whose tokens do not fit."""
+from .tokens import FORM, Tokens
 
 
 class AllToAll:
@@ -31,31 +32,34 @@ class AllToAll:
     def __init__(self, group: Any, owners: Owners) -> None:
         self.group, self.owners = group, owners
 
-    def begin(self, ids: Tensor) -> _Rows:
-        """An exchange of the tokens whose choices are ids [N, K]."""
+    def begin(self, ids: Tensor, status: str) -> _Rows:
+        """An exchange of the tokens whose choices are ids [N, K]; `status`, of STATUSES: what they are."""
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
-        num_received = self._exchange_counts(num_sent)
-        if REFUSED in num_received:
-            rank = num_received.index(REFUSED)
-            raise PeerError(f"{DISPATCH}: the tokens of rank {rank} were refused, as its own error says")
+        num_received, theirs = self._exchange_counts(num_sent, status)
+        refused = [rank for rank, one in enumerate(theirs) if one == "refused"]
+        other = [rank for rank, one in enumerate(theirs) if one != status]
+        if refused or other:
+            why, (rank, *_) = ("refused", refused) if refused else ("other form", other)
+            raise PeerError(f"{DISPATCH}: {WHY[why].format(rank)}")
         return _Rows(self, sent, num_sent, num_received)
 
     def refuse(self) -> None:
         """In place of an exchange: the other ranks' tokens get no answer."""
-        self._exchange_counts([REFUSED] * self.owners.world)
+        self._exchange_counts([0] * self.owners.world, "refused")
 
     def check(self) -> None:
         """A call raises what went wrong in it."""
 
-    def _exchange_counts(self, counts: list[int]) -> list[int]:
-        """How many rows each rank will send, given how many are for each."""
-        mine = torch.tensor(counts, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+    def _exchange_counts(self, counts: list[int], status: str) -> tuple[list[int], list[str]]:
+        """How many rows each rank will send, and its status, given how many are for each and the own one."""
+        pairs = [(count, STATUSES.index(status)) for count in counts]
+        mine = torch.tensor(pairs, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
         theirs = torch.empty_like(mine)
         self.swap(DISPATCH, theirs, mine)
-        received: list[int] = theirs.tolist()
-        return received
+        received, statuses = theirs.mT.tolist()
+        return received, [STATUSES[one] for one in statuses]
 
     def swap(
         self, phase: str, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None
@@ -82,8 +86,15 @@ class _Rows(Exchange):
     num_sent: list[int]
     num_received: list[int]
 
-    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._forth(DISPATCH, x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
+    def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
+        return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
+
+    def _tokens_forth(self, x: Tokens) -> Tokens:
+        """Those in MXFP8 as bytes, since neither torch nor back ends move all 8-bit floats."""
+        if isinstance(x, Tensor):
+            return self._forth(DISPATCH, x)
+        data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))
+        return unchecked(data, scale, *FORM)
 
     def forth(self, d_out: Tensor) -> Tensor:
         return self._forth(f"backward of {COMBINE}", d_out)

@@ -12,9 +12,16 @@ from torch.autograd.function import once_differentiable
 
 from ..layer.routing import Routing
 from ..layer.rows import combine
+from .tokens import Tokens
 
 DISPATCH, COMBINE = "dispatch", "combine"
 """Phases, as errors call them."""
+WHY = {
+    "refused": "the tokens of rank {} were refused, as its own error says",
+    "other form": "rank {} has tokens in another form; give 16-bit ones on all ranks or MXFP8 on all, and record "
+    "gradients on all or none",
+}
+"""Why what a rank sent does not count, by `windows.REASONS`."""
 
 
 class PeerError(RuntimeError):
@@ -31,7 +38,7 @@ class Exchange(abc.ABC):
     row_of: Tensor | None = None
 
     @abc.abstractmethod
-    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
         """The same of the tokens of all ranks that have an expert here."""
 
     @abc.abstractmethod
@@ -63,7 +70,7 @@ class Dispatch(torch.autograd.Function):
     """x [N, H], weights [N, K] and ids to those of the tokens that have an expert here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:
         ctx.exchange = exchange
         x_here, weights_here, ids_here = exchange.dispatch(x, weights, ids)
         ctx.mark_non_differentiable(ids_here)

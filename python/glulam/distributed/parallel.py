@@ -10,16 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import recipes
 from ..calls.addressed import WIDTH_MULTIPLE
-from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor, shape_text
+from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor
+from ..errors import GradientNotSupported
 from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
 from ..layer.rows import check_rows_of, combine
+from ..mxfp8 import MXFP8Tensor
+from ..recipes import Recipe
 from .all_to_all import AllToAll
 from .beside import Beside
-from .exchange import Collect, Dispatch, Handle, PeerError
+from .exchange import DISPATCH, Collect, Dispatch, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
 from .symmetric import MAX_TOKENS, Symmetric
+from .tokens import Tokens, as_read, check_tokens, in_mxfp8, quantizes, refuse_gradients, status_of
 from .window import Sizes, shared_window
 
 __all__ = ["ExpertParallel", "PeerError"]
@@ -142,50 +147,60 @@ class ExpertParallel:
             raise ValueError(f"{NAME}: the time-out of all_to_all is torch.distributed's; give it to the group")
         self._way.timeout = seconds
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Routing, Handle]:
+    def dispatch(self, x: Tokens, ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
         """Send tokens to the ranks of the experts that they chose. Differentiable in x and weights.
 
         Args:
-            x: [N, H], N at most max_tokens. ids: int32 or int64 [N, K]; those of no expert (-1, E and more) have no
-                part. weights: [N, K], floating point.
+            x: [N, H], N at most max_tokens, of the object's dtype; or on all ranks an MXFP8Tensor by rows, of block
+                "1x128" and plain scales, H a multiple of 128, which has no gradient. ids: int32 or int64 [N, K]; those
+                of no expert (-1, E and more) have no part. weights: [N, K], floating point.
 
         Returns:
-            x_here: [R, H], the tokens that have an expert here, by rank and then by number. symmetric: of all ranks
-                world x max_tokens, with gaps that routing_here does not read; without gradients overwritten by the next
-                dispatch.
+            x_here: [R, H], the tokens that have an expert here, by rank and then by number, in x's form. symmetric: of
+                all ranks world x max_tokens, with gaps that routing_here does not read; without gradients overwritten
+                by the next dispatch.
             routing_here: a Routing of these tokens to own experts.
             handle: for `combine`.
 
         Raises:
             ValueError, TypeError: an argument that does not fit; other ranks get a PeerError.
-            PeerError: another rank's arguments did not fit, or it did not come; symmetric: in a call before.
+            GradientNotSupported: x is in MXFP8, and weights requires a gradient; other ranks get a PeerError.
+            PeerError: another rank's arguments did not fit, or are in another form than here, or it did not come;
+                symmetric: in a call before.
         """
+        return self._dispatch(lambda: x, ids, weights)
+
+    def _dispatch(self, tokens: Callable[[], Any], ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
+        """`tokens`: what makes x, and may raise what `dispatch` does of it."""
         try:
+            x = tokens()
             self._check(x, ids, weights)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, GradientNotSupported):
             self._way.refuse()
             raise
         ours = ids.contiguous()
         if ours.dtype is not torch.int32:
             ours = ours.where((ours >= 0) & (ours < self.num_experts), -1).int()
-        exchange = self._way.begin(ours)
-        x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
+        exchange = self._way.begin(ours, status_of(x))
+        if isinstance(x, MXFP8Tensor):
+            x_here, weights_here, ids_here = exchange.dispatch(x, weights, ours)
+        else:
+            x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
         here = Routing.from_topk(ids_here, weights_here, self.num_local, self.first)
         exchange.row_of = here.row_of
         return x_here, here, Handle(exchange, here)
 
     def _check(self, x: Any, ids: Any, weights: Any) -> None:
-        op = "dispatch"
-        check_tensor(op, "x", x, "a tensor [N, H]", dtypes=(self.dtype,))
-        if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            raise ValueError(f"{op}: x has shape {shape_text(x.shape)}; it must be [N, {self.hidden_size}]")
-        if len(x) > self.max_tokens:
-            raise ValueError(f"{op}: x has {len(x)} tokens, and max_tokens is {self.max_tokens}; make it larger")
-        shape = len(x), self.top_k
+        self._check_tokens(x)
+        op, shape = DISPATCH, (x.shape[0], self.top_k)
         integers = torch.int32, torch.int64
         why = "x has N tokens, which choose top_k experts each"
         check_tensor(op, "ids", ids, "a tensor [N, K]", x, dtypes=integers, shape=shape, why=why)
         check_tensor(op, "weights", weights, "a tensor [N, K]", x, shape=shape, why=why)
+        refuse_gradients(op, x, weights)
+
+    def _check_tokens(self, x: Any) -> None:
+        check_tokens(DISPATCH, x, self.hidden_size, self.max_tokens, self.dtype)
 
     def combine(self, y_here: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
         """Sums of experts' rows, on the ranks that their tokens came from. Differentiable.
@@ -211,26 +226,36 @@ class ExpertParallel:
         return out
 
     def layer(
-        self, op: str, experts: Callable[[Tensor, Routing, bool], Tensor], x: Tensor, routing: Routing,
-        residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
+        self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], x: Tokens,
+        routing: Routing, residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens to `experts`, and what it makes of x_here and routing_here back to the tokens: with gradients sums,
-        without rows, which are added on their way. `shared` makes the residual of x, while rows are on their way.
+        """Tokens to `experts` of a recipe, and what it makes of x_here and routing_here back to the tokens: with
+        gradients sums, without rows, which are added on their way. `shared` makes the residual of x, while rows are on
+        their way.
         """
         if (routing.first, routing.num_experts) != (0, self.num_experts):
             raise ValueError(
                 f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
                 f"all {self.num_experts}"
             )
-        beside = None if shared is None else Beside(shared, x)
-        x_here, here, handle = self.dispatch(x, routing.ids, routing.weights)
+        beside = None if shared is None else Beside(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
+        x_here, here, handle = self._dispatch(lambda: self._as_sent(op, recipe, x), routing.ids, routing.weights)
         if beside:
             residual = beside.run()
-        is_summed = torch.is_grad_enabled()
+        is_summed = torch.is_grad_enabled() and isinstance(x_here, Tensor)
         made = experts(x_here, here, is_summed)
         if beside:
             beside.join()
         return self.collect(made, handle, residual) if is_summed else self.combine(made, handle, residual)
+
+    def _as_sent(self, op: str, recipe: str | Recipe, x: Tokens) -> Tokens:
+        """A layer's tokens as they travel: by recipe, sizes, grad mode and x's own form, so alike on all ranks."""
+        if isinstance(x, MXFP8Tensor):
+            return as_read(op, recipe, x, self.dtype)
+        if not quantizes(recipes.find(op, recipe), self.hidden_size, self.dtype):
+            return x
+        self._check_tokens(x)
+        return in_mxfp8(x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Itself: a group has no copy."""

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import LayerSpec
-from cute_kernels.windows import MAX_TOKENS, STATE, failure
+from cute_kernels.windows import MAX_TOKENS, STATE, STATUSES, failure
 
 from ..choose import kernels
 from ..choose.problem import dtype_name
 from ..host import device as gpus
 from ..layer.routing import Routing
-from .exchange import Exchange, PeerError
+from ..scaled import E8M0_NAN
+from .exchange import WHY, Exchange, PeerError
+from .tokens import Tokens, status_of
 from .window import Sizes, Window
 
 __all__ = ["MAX_TOKENS", "Symmetric"]
@@ -88,12 +90,12 @@ class Symmetric:
             what = {
                 "late": f"rank {rank} did not come within {self._timeout:g} s",
                 "elsewhere": f"rank {rank} was in another operation; all ranks must make the same calls in one order",
-                "refused": f"the tokens of rank {rank} were refused, as its own error says",
+                **{name: text.format(rank) for name, text in WHY.items()},
             }[reason]
             raise PeerError(f"{phase}, operation {number}: {what}; results since then are NaN, so make a new object")
 
-    def begin(self, ids: Tensor) -> _Slots:
-        """An exchange of the tokens whose choices are ids [N, K]."""
+    def begin(self, ids: Tensor, status: str) -> _Slots:
+        """An exchange of the tokens whose choices are ids [N, K]; `status`, of STATUSES: what they are."""
         self.check()
         (tokens, k), world = ids.shape, self.sizes.world
         empty = ids.new_empty
@@ -103,19 +105,21 @@ class Symmetric:
     def refuse(self) -> None:
         """In place of an exchange: the other ranks learn of it, and the object ends."""
         if not self._error.value:
-            self.send_tokens(x=0, ids=0, tokens=0, refused=1, weights=0, sum_rows=0, weight_places=0, handle=0)
+            self.send_tokens(tokens=0, status="refused")
 
-    def send_tokens(self, **values: Any) -> None:
+    def send_tokens(self, status: str, **values: Any) -> None:
         self._follow()
         if self.poison:
             self.window.sums[:-1].fill_(math.nan)
             self.window.weight_gradients[:-1].fill_(math.nan)
+        values["status"] = STATUSES.index(status)
         self.kernels.launch("send_tokens", experts=self.num_experts, **values, **self.common)
 
     def send_sums(self, **values: Any) -> None:
         self._follow()
         if self.poison:
             self.window.rows.fill_(math.nan)
+            self.window.scales.fill_(E8M0_NAN)
             self.window.weights.fill_(math.nan)
             self.window.ids.fill_(0x7F7F7F7F)
         self.kernels.launch("send_sums", **values, **self.common)
@@ -146,17 +150,17 @@ class _Slots(Exchange):
     weight_places: Tensor
     keeps: bool
 
-    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
         """Views of the window, which the next dispatch overwrites, unless they are kept."""
         weights = weights.float().contiguous()
-        self._send(x.contiguous(), ids=ids.data_ptr(), weights=weights.data_ptr())
+        self._send(x, ids=ids.data_ptr(), weights=weights.data_ptr())
         window = self.transport.window
-        came = window.rows, window.weights, window.ids
+        came = window.rows if isinstance(x, Tensor) else window.in_mxfp8, window.weights, window.ids
         return tuple(one.clone() for one in came) if self.keeps else came  # type: ignore[return-value]
 
     def forth(self, d_out: Tensor) -> Tensor:
         """A copy: weight gradients may be computed late."""
-        self._send(d_out.contiguous(), ids=0, weights=0)
+        self._send(d_out, ids=0, weights=0)
         return self.transport.window.rows.clone()
 
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
@@ -180,8 +184,10 @@ class _Slots(Exchange):
         )  # fmt: skip
         return self._add(None), made
 
-    def _send(self, x: Tensor, **table: int) -> None:
-        self.transport.send_tokens(x=x.data_ptr(), tokens=len(x), refused=0, **table, **self._back())
+    def _send(self, x: Tokens, **table: int) -> None:
+        data, scale = (x.contiguous(), 0) if isinstance(x, Tensor) else (x.data, x.scale.data_ptr())
+        rows = {"x": data.data_ptr(), "x_scale": scale, "tokens": len(data)}
+        self.transport.send_tokens(status=status_of(x), **rows, **table, **self._back())
 
     def _back(self) -> dict[str, int]:
         """Where what comes back lies, as kernels take it."""

@@ -11,6 +11,12 @@ from torch import Tensor
 
 from cute_kernels.windows import REGIONS, WORD_BYTES, WORDS
 
+from ..mxfp8 import MXFP8Tensor
+from ..mxfp8.layout import DATA_DTYPE, num_blocks
+from ..mxfp8.tensor import unchecked
+from ..scaled import SCALE_DTYPE
+from .tokens import FORM
+
 ALIGNMENT = 256
 
 
@@ -31,6 +37,7 @@ class Sizes(NamedTuple):
         """dtype and shape of each region of `windows.REGIONS`."""
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "rows": (self.dtype, (self.rows, self.hidden_size)),
+            "scales": (torch.uint8, (self.rows, num_blocks(self.hidden_size))),
             "ids": (torch.int32, (self.rows, self.top_k)),
             "weights": (torch.float32, (self.rows, self.top_k)),
             "sums": (self.dtype, (self.rows + 1, self.hidden_size)),
@@ -55,7 +62,8 @@ class Window:
         buffer: uint8, of `sizes.offsets()[""]` bytes. bases: the address of each rank's, own included.
 
     Attributes:
-        rows, ids, weights, sums, weight_gradients, words: views of the regions. addresses: int64 [REGIONS, W].
+        rows, scales, ids, weights, sums, weight_gradients, words: views of the regions. in_mxfp8: tokens that came in
+            MXFP8, [W L, H], of `rows` and `scales`. addresses: int64 [REGIONS, W].
     """
 
     def __init__(self, buffer: Tensor, bases: list[int], sizes: Sizes) -> None:
@@ -63,6 +71,9 @@ class Window:
         for name, (dtype, shape) in sizes.regions().items():
             size = math.prod(shape) * dtype.itemsize
             setattr(self, name, buffer[offsets[name] : offsets[name] + size].view(dtype).view(shape))
+        shape = sizes.rows, sizes.hidden_size
+        data = self.rows.view(DATA_DTYPE).flatten()[: math.prod(shape)].view(shape)
+        self.in_mxfp8 = unchecked(data, self.scales.view(SCALE_DTYPE), *FORM)
         self.addresses = torch.tensor(
             [[base + offsets[name] for base in bases] for name in REGIONS], dtype=torch.int64, device=buffer.device
         )
@@ -72,6 +83,8 @@ class Window:
         self.weight_gradients[-1:].fill_(math.nan)
 
     rows: Tensor
+    scales: Tensor
+    in_mxfp8: MXFP8Tensor
     ids: Tensor
     weights: Tensor
     sums: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 
@@ -19,8 +20,9 @@ from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
 from ..host.groups import part_of
+from ..mxfp8 import MXFP8Tensor
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors
+from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors, want_16_bits
 from ..recipes import BF16, Recipe
 from .routing import Routing
 from .rows import combine, combine_rows, permute, permute_tokens, row_indices
@@ -47,17 +49,17 @@ def moe(
     The sum is in float32, in the order of the choices, and rounded once. Tokens without a row give the residual, or 0.
 
     Args:
-        x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included.
+        x: tokens [N, H]; as of `grouped_mlp`, an MXFP8Tensor included. With `parallel` all ranks give one form.
         routing: of these tokens, from `route` or `Routing.from_topk`; differentiable in its weights.
         w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, recompute, transpose_w: as of
             `grouped_mlp`.
         residual: [N, H'] in the dtype of the result, contiguous.
         out: the result's buffer, contiguous; only where no gradient is recorded, and without `parallel`.
         parallel: a `glulam.distributed.ExpertParallel`: the weights are those of this rank's experts, and all ranks of
-            its group call this, each with its own tokens.
+            its group call this, each with its own tokens. By recipe "mxfp8", in no_grad mode, they travel in MXFP8.
 
     Returns:
-        [N, H'], H' the number of w2's rows, in x's dtype.
+        [N, H'], H' the number of w2's rows, in x's dtype; with `parallel` in its dtype.
 
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
@@ -72,9 +74,11 @@ def moe(
         }  # fmt: skip
 
         def experts(x: Tensor, here: Routing, is_summed: bool) -> Tensor:
-            return (moe if is_summed else rows_of_experts)(x, here, w1, w2, **options)
+            if is_summed:
+                return moe(x, here, w1, w2, **options)
+            return rows_of_experts(x, here, w1, w2, dtype=parallel.dtype, **options)
 
-        made: Tensor = parallel.layer(MoeCall.op, experts, x, routing, residual)
+        made: Tensor = parallel.layer(MoeCall.op, recipe, experts, x, routing, residual)
         return made
     if recipe in (BF16.name, BF16):
         return layer(
@@ -96,15 +100,28 @@ def moe(
     return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, given)
 
 
-def rows_of_experts(x: Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, **options: Any) -> Tensor:
-    """What moe adds up: rows [T, H'] times their weights, without gradients."""
+def rows_of_experts(
+    x: Tensor | MXFP8Tensor, routing: Routing, w1: Any, w2: Any, *, recipe: str | Recipe, dtype: torch.dtype,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """What moe adds up: rows [T, H'] times their weights, without gradients. `dtype`: of those of an x in MXFP8.
+
+    Raises:
+        GradientNotSupported: x is in MXFP8, and a weight or bias requires a gradient.
+    """
     rows: Tensor | None = row_indices(MoeCall.op, x, routing)
-    if recipes.find(MoeCall.op, recipe).operands in DECODED:  # which read no rows by index
+    found = recipes.find(MoeCall.op, recipe)
+    if isinstance(x, Tensor) and found.operands in DECODED:  # which read no rows by index
         x, rows = permute(x, routing), None
+    given = {"x": x, "w1": w1, "w2": w2, "offs": routing.offs, "rows": rows, "row_scale": routing.weight_of_row}
     with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):
-        made: Tensor = grouped_mlp(
-            x, w1, w2, offs=routing.offs, rows=rows, row_scale=routing.weight_of_row, recipe=recipe, **options
-        )
+        if isinstance(x, Tensor):
+            made: Tensor = grouped_mlp(**given, recipe=recipe, **options)
+        else:
+            given.update(splits=None, out=None, dtype=dtype, **options)
+            if is_grad_enabled() and any_requires_grad(w1, w2, given["b1"], given["b2"]):
+                want_16_bits(MoeCall.op, "x")
+            made = mlp_in_mxfp8(mlp_of_plain_tensors, MoeCall.op, found, given)
     return made
 
 

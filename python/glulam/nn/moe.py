@@ -142,7 +142,7 @@ class MoE(Converts):
             y = self._experts(tokens, routing, None if self.shared is None else self._shared(tokens))
         else:
             shared = None if self.shared is None else self._shared
-            y = self.parallel.layer(NAME, self._of_ranks, tokens, routing, shared=shared)
+            y = self.parallel.layer(NAME, self.experts.recipe, self._of_ranks, tokens, routing, shared=shared)
         return y.view(x.shape)
 
     def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
@@ -156,7 +156,8 @@ class MoE(Converts):
         """The same of tokens of all ranks, or experts' rows."""
         if is_summed:
             return self._experts(tokens, routing)
-        return rows_of_experts(tokens, routing, **self.experts.arguments())
+        assert self.parallel is not None
+        return rows_of_experts(tokens, routing, dtype=self.parallel.dtype, **self.experts.arguments())
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""

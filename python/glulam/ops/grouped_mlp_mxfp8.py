@@ -7,7 +7,7 @@ operators are. A weight is what a caller gave (`scale` None: to be prepared) or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -65,29 +65,44 @@ def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
 
 
 def flatten(recipe: Recipe, op: str, given: dict[str, Any]) -> None:
-    """Arguments by name as plain tensors, in place.
+    """Arguments by name as plain tensors, in place. `dtype`: of the result, where x is in MXFP8; else others tell it.
 
     Raises:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
     refuse_transposed(op, recipe, given.pop("transpose_w", False))
-    given["x"], given["x_scale"], given["dtype"] = _rows(op, given["x"], recipe, given["out"], given["b1"], given["b2"])
+    others = given.get("dtype"), given["out"], given["b1"], given["b2"]
+    given["x"], given["x_scale"], given["dtype"] = rows_as_read(op, given["x"], recipe, *others)
     given["w1"], given["w1_scale"] = _weight(op, "w1", given["w1"], recipe)
     given["w2"], given["w2_scale"] = _weight(op, "w2", given["w2"], recipe)
     given["recipe"] = recipe.name
 
 
+def want_16_bits(op: str, name: str) -> NoReturn:
+    """Raises GradientNotSupported: an argument is in MXFP8, and one requires a gradient."""
+    raise GradientNotSupported(
+        f"{op}: {name} is in MXFP8, and an argument requires a gradient, for which {name} is needed in 16 bits; give "
+        "that, or call it under torch.no_grad() or torch.inference_mode()"
+    )
+
+
 def _result_dtype(*others: Any) -> torch.dtype:
-    """Of an x in MXFP8: the dtype of what else is 16-bit."""
+    """Of an x in MXFP8: a dtype, or that of what else is 16-bit."""
     for value in others:
+        if isinstance(value, torch.dtype):
+            return value
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(first, Tensor):
             return first.dtype
     return torch.bfloat16
 
 
-def _rows(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
-    """x; its scales, where kernels read it in MXFP8; and the result's dtype, where x does not tell."""
+def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Tensor | None, torch.dtype | None]:
+    """x; its scales, where kernels read it in MXFP8; and the result's dtype, where x does not tell: as of `others`.
+
+    Raises:
+        ValueError, TypeError: an x in MXFP8 is not what the recipe takes.
+    """
     if not isinstance(x, MXFP8Tensor):
         return x, None, None
     dtype = _result_dtype(*others)
@@ -214,10 +229,7 @@ class Mxfp8MlpCall(Call):
             )
         for name in ("x", "w1", "w2"):
             if getattr(self, f"{name}_scale") is not None:
-                raise GradientNotSupported(
-                    f"{self.op}: {name} is in MXFP8, and an argument requires a gradient, for which {name} is needed "
-                    "in 16 bits; give that, or call it under torch.no_grad() or torch.inference_mode()"
-                )
+                want_16_bits(self.op, name)
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)

@@ -1,0 +1,82 @@
+"""In which form tokens travel: in 16 bits, or in MXFP8 where that is what a layer's recipe multiplies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import recipes
+from ..calls.checks import any_requires_grad, check_tensor, shape_text
+from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ..mxfp8.layout import BLOCK_SIZES, DATA_DTYPE
+from ..mxfp8.tensor import unchecked
+from ..ops.grouped_mlp_mxfp8 import rows_as_read, want_16_bits
+from ..recipes import BY_128, Recipe
+from ..scaled import SCALE_DTYPE, SOURCE_DTYPES
+
+Tokens = Tensor | MXFP8Tensor
+FORM = ("row", "1x128", "plain")
+"""Of those in MXFP8, as FC1 reads them."""
+WIDE = BLOCK_SIZES["1x128"]
+"""What H is then a multiple of: scales of a row are whole words of 4 bytes, and so words of every row are aligned."""
+
+
+def status_of(x: Tokens) -> str:
+    """A row of `windows.STATUSES`."""
+    return "MXFP8 rows" if isinstance(x, MXFP8Tensor) else "16-bit rows"
+
+
+def check_tokens(op: str, x: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype) -> None:
+    """Raises ValueError or TypeError where x is not [N, hidden_size], N at most max_tokens, of dtype or in MXFP8."""
+    data = x.data if isinstance(x, MXFP8Tensor) else x
+    check_tensor(op, "x", data, "a tensor [N, H]", dtypes=(DATA_DTYPE if data is not x else dtype,))
+    if data.dim() != 2 or data.shape[1] != hidden_size:
+        raise ValueError(f"{op}: x has shape {shape_text(data.shape)}; it must be [N, {hidden_size}]")
+    if len(data) > max_tokens:
+        raise ValueError(f"{op}: x has {len(data)} tokens, and max_tokens is {max_tokens}; make it larger")
+    if isinstance(x, MXFP8Tensor):
+        _check_form(op, x, dtype)
+
+
+def _check_form(op: str, x: MXFP8Tensor, dtype: torch.dtype) -> None:
+    if (x.axis, x.block, x.scale_layout) != FORM:
+        raise ValueError(
+            f"{op}: x is {x!r}; it must have axis 'row', block '1x128' and plain scales, as "
+            "quantize_mxfp8(x, block='1x128') makes it, or glulam.mxfp8.rebase_mxfp8(x.plain()) of another by rows"
+        )
+    if x.shape[1] % WIDE:
+        raise ValueError(
+            f"{op}: x is in MXFP8 and has {x.shape[1]} columns; it travels so where {WIDE} divides them, so give "
+            f"x.dequantize({dtype})"
+        )
+    check_tensor(op, "x's scale", x.scale, "a tensor [N, H/32]", x.data, dtypes=(SCALE_DTYPE,))
+
+
+def refuse_gradients(op: str, x: Any, weights: Any) -> None:
+    """Raises GradientNotSupported where weights are trained and x is in MXFP8, which no backward takes."""
+    if isinstance(x, MXFP8Tensor) and torch.is_grad_enabled() and any_requires_grad(weights):
+        want_16_bits(op, "x")
+
+
+def quantizes(recipe: Recipe, hidden_size: int, dtype: torch.dtype) -> bool:
+    """Whether a layer sends 16-bit tokens in MXFP8: where FC1 multiplies nothing else, and nothing else is saved."""
+    return recipe.x == BY_128 and not torch.is_grad_enabled() and not hidden_size % WIDE and dtype in SOURCE_DTYPES
+
+
+def in_mxfp8(x: Tensor) -> MXFP8Tensor:
+    """Tokens quantised as a forward of recipe "mxfp8" would where they go."""
+    made: MXFP8Tensor = quantize_mxfp8(x, block=BY_128.block)
+    return made
+
+
+def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -> Tokens:
+    """Tokens in MXFP8 as a layer's recipe reads them. Those that it reads in 16 bits travel so: what comes lies among
+    room for the tokens of all ranks, and decoding all of that takes longer than the link.
+
+    Raises:
+        ValueError, TypeError: the recipe does not take them.
+    """
+    data, scale, _ = rows_as_read(op, x, recipes.find(op, recipe), dtype)
+    return data if scale is None else unchecked(data, scale, *FORM)
