@@ -27,7 +27,7 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # classes whose objects cert
 ENV_ARCH = "GLULAM_ARCH"
 """Names the architecture whose kernels serve every GPU that can run them, instead of the best one."""
 ENV_UNVALIDATED = "GLULAM_ALLOW_UNVALIDATED"
-TESTED_ON = {"sm_90a": "H100 and H200"}
+TESTED_ON = {"sm_90a": "H100 and H200", "sm_90": "an H100"}
 """GPUs on which an architecture's kernels passed all of our tests."""
 TESTED, VALIDATED, NEVER_RUN = "tested", "validated here", "built, never run"
 """What is known of an architecture's kernels on a GPU: our tests passed, `glulam validate` did on this machine, or
