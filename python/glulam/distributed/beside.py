@@ -8,6 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+FEW_TOKENS = 256
+"""Up to here. In a graph of 64 tokens on two H100 the layer of Qwen2-57B-A14B, whose shared expert is wide, takes 800 us
+and not 821, DeepSeek-V3's 3850 and 3864. Of 4096 tokens the shared expert's tiles take turns with those of the others:
+2 % less and 2 % more, and with dispatch on a quarter of the SMs no less.
+"""
+
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -15,14 +21,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Beside:
-    """`work` of x, which may run beside whatever the current stream gets from here on. On a CPU it runs at once.
+    """`work` of x, of few tokens on a GPU beside whatever the current stream gets from here on; else in its turn.
 
     What it makes lies in memory of its own stream, where nothing begins before the current one has come as far as here.
     """
 
     def __init__(self, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self._work, self._x = work, x
-        self._begin = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+        self._begin = torch.cuda.current_stream(x.device).record_event() if x.is_cuda and len(x) <= FEW_TOKENS else None
 
     def run(self) -> Tensor:
         """What work makes, for the current stream once that has joined."""
