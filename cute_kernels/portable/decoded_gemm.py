@@ -13,7 +13,7 @@ from ..quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of
 from ..schedule.work import WorkTile
 from ..specs import GemmSpec, GroupedGluSpec
 from .grouped_gemm import GroupedGemm, Operands
-from .mainloop import Mainloop
+from .mainloop import Mainloop, is_split
 from .narrow import Narrow, narrow_sources
 from .operands import Along
 from .sources import row_sources, weight_sources
@@ -64,7 +64,7 @@ class DecodedGemm(GroupedGemm):
         self.weights = weights
 
     def make_operands(self) -> tuple[Along, Narrow]:
-        return Along(self.dtype, self.tile.m), Narrow(self.tile.n, self.weights)
+        return Along(self.dtype, self.tile.m), Narrow(self.tile.n, self.weights, is_split(self.tile))
 
     @cute.jit
     def launch(

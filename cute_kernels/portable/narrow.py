@@ -5,9 +5,11 @@ multiplied by, 2^(e - 127) in both halves of a word. That is fetched a stage ahe
 its row, and writes them when it asks for the next.
 
 mma.sync wants of a lane, for a column, two pairs of every 16 elements, and leaves their order to us if the rows of x
-have the same. A lane t = lane % 4 takes a 32-bit word of a column: of E4M3 elements 4 t to 4 t + 3, whose pairs are
-bytes 0 and 2, 1 and 3, so that a pair is a shift and a mask away; of E2M1 word t of a block, which has pairs for two
-steps (`python/glulam/mxfp4/words.py`), in an order that is another one in every second two blocks.
+have the same, t = lane % 4. Of E4M3, where a tile has few rows, a lane takes the word of elements 4 t to 4 t + 3, whose
+pairs are bytes 0 and 2, 1 and 3, so that a pair is a shift and a mask away. Where it has many, registers do not suffice
+for x's rows in that order (sm_100 spilled 216 bytes), and the pairs are elements 2 t + (0, 1) and 8 + 2 t + (0, 1). Of
+E2M1 it is word t of a block, which has pairs for two steps (`python/glulam/mxfp4/words.py`), in an order that every
+second two blocks have otherwise.
 
 E4M3 is decoded in integer arithmetic, which every GPU from Ampere on has: moved to where bfloat16 has exponent and
 significand a number is 2^-120 times itself, also where it is a subnormal.
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, Uint8
+from cutlass import BFloat16, Int32, Int64, Uint8, Uint16
 
 from ..decoding.decoder import EXPONENT_BIAS, EXPONENT_ONE, LANES_OF_16, power_of
 from ..decoding.elements import E2m1, E4m3
@@ -37,6 +39,8 @@ BLOCKS = DEPTH // SCALE_BLOCK
 NAN = 0x7FC0 * LANES_OF_16
 # What makes numbers of elements that were moved to bfloat16's places: 2^120 of E4M3, 2^126 of E2M1.
 E4M3_SHIFT, E2M1_SHIFT = (EXPONENT_BIAS + 120) * EXPONENT_ONE, (EXPONENT_BIAS + 126) * EXPONENT_ONE
+FIRST_OF_PAIR, BYTE_SIGNS, BYTE_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
+"""How two bytes get two halves of a word, and what is what there."""
 SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0
 """Of two E4M3 numbers in bfloat16's places."""
 LAST_BIT, OVERFLOW, TO_NAN = 0x00100010, 0x08000800, 0xF
@@ -53,9 +57,16 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
 
+def e4m3_pair(two: Int32) -> Int32:
+    """Two bytes as bfloat16 numbers, 2^-120 times what they are. 0x7F, NaN, becomes one."""
+    bytes_apart = Int32(cute.arch.prmt(two, Int32(0), Int32(FIRST_OF_PAIR)))
+    magnitudes = bytes_apart & BYTE_MAGNITUDES
+    is_nan = (magnitudes + LANES_OF_16) & BYTE_SIGNS
+    return (magnitudes << 4) | (bytes_apart & BYTE_SIGNS) << 8 | is_nan * 0xFF
+
+
 def e4m3_pairs(word: Int32) -> list[Int32]:
-    """Bytes 0 and 2 and bytes 1 and 3 as bfloat16 numbers, 2^-120 times what they are. 0x7F, NaN, becomes one: it is
-    the magnitude that overflows by its last bit."""
+    """The same of bytes 0 and 2 and of bytes 1 and 3. NaN is the magnitude that overflows by its last bit."""
     pairs = []
     for magnitudes, signs in ((word << 4, word << 8), (word >> 4, word)):
         moved = magnitudes & MAGNITUDES
@@ -74,12 +85,13 @@ class NarrowLines(NamedTuple):
 
 
 class Narrow(Along):
-    """`lines` weight rows of a format, a thread's own scales those of row number thread."""
+    """`lines` weight rows of a format, a thread's own scales those of row number thread. `few_rows`: the tile has."""
 
-    def __init__(self, lines: int, weights: Format):
+    def __init__(self, lines: int, weights: Format, few_rows: bool):
         super().__init__(BFloat16, lines, weights.bits)
         assert lines == THREADS
         self.is_e2m1 = weights.element == E2M1
+        self.by_fours = few_rows and not self.is_e2m1
         self.first_bad = (E2m1 if self.is_e2m1 else E4m3).first_bad
         self.line_area = self.stage_bytes
         self.stage_bytes += BLOCKS * lines * 4
@@ -106,9 +118,9 @@ class Narrow(Along):
                 self.pending[block] = Int32(vector_at(Uint8, sources.scales)[number]) & 0xFF
 
     def rows_of(self, x: Along, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
-        if self.is_e2m1:
-            return x.rows(stage, first, k ^ tile % 2)
-        return x.rows_by_fours(stage, first, k)
+        if self.by_fours:
+            return x.rows_by_fours(stage, first, k)
+        return x.rows(stage, first, k ^ tile % 2 if self.is_e2m1 else k)
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
         """16 columns and 16 of the depth, its halves first."""
@@ -129,18 +141,21 @@ class Narrow(Along):
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int) -> list[Int32]:
         """The lane's four elements of a column, moved to bfloat16's places."""
         quad = self.lane % 4
+        if self.by_fours:
+            return e4m3_pairs(self._load(Int32, first + self.at(column, Int32(k)) + quad * 4))
         if not self.is_e2m1:
-            return e4m3_pairs(self._load(first + self.at(column, Int32(k)) + quad * 4))
-        word = self._load(first + self.at(column, Int32(k // 2)) + quad * 4)
+            at = first + self.at(column, Int32(k)) + quad * 2
+            return [e4m3_pair(self._load(Uint16, at + 8 * half)) for half in range(2)]
+        word = self._load(Int32, first + self.at(column, Int32(k // 2)) + quad * 4)
         spread = E2m1().spread
         pairs = [spread(word, pair) for pair in range(4)]
         if isinstance(k, int):
             return pairs[k % 2 * 2 : k % 2 * 2 + 2]
         return [select(k % 2 == 0, pairs[half], pairs[2 + half]) for half in range(2)]
 
-    def _load(self, at: Int32) -> Int32:
-        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=4)
-        return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0])
+    def _load(self, dtype: Any, at: Int32) -> Int32:
+        pointer = cute.make_ptr(dtype, at, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
+        return Int32(cute.make_tensor(pointer, cute.make_layout(1))[0]) & (0xFFFF if dtype is Uint16 else -1)
 
 
 @cute.jit
