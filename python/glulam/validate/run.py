@@ -66,20 +66,26 @@ def outcomes(
     Args:
         jobs: processes at a time. A function that hangs takes time from those beside it, and nothing else.
     """
-    tried = [spec for spec in specs if next(trials_of(spec), None)]
+
+    def attempt(spec: Spec) -> Outcome | None:
+        if next(trials_of(spec), None) is None:
+            return None
+        return outcome_of(spec.name, main, (to_dict(spec), index), limit_s)
+
     called: set[str] = set()
+    others = []
     pool = ThreadPoolExecutor(jobs)
     try:
-        for outcome in pool.map(lambda spec: outcome_of(spec.name, main, (to_dict(spec), index), limit_s), tried):
+        for spec, outcome in zip(specs, pool.map(attempt, specs), strict=True):
+            if outcome is None:
+                others.append(spec)
+                continue
             if outcome.state == PASSED:
                 chains = [from_dict(manifest.functions[name].spec) for name in outcome.called]
                 called |= {stage.name for chain in chains for stage in (chain, *stages_of(chain))}
             yield outcome
     finally:
         pool.shutdown(cancel_futures=True)
-    for spec in specs:
-        if spec not in tried:
-            is_called = spec.name in called
-            yield Outcome(
-                spec.name, PASSED if is_called else UNREACHED, "by functions that launch it" if is_called else ""
-            )
+    for spec in others:
+        is_called = spec.name in called
+        yield Outcome(spec.name, PASSED if is_called else UNREACHED, "by functions that launch it" if is_called else "")
