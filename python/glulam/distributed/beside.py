@@ -21,21 +21,22 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Beside:
-    """`work` of x, of few tokens on a GPU beside whatever the current stream gets from here on; else in its turn.
+    """`work` of x: of few tokens, on a GPU and without gradients, beside whatever the current stream gets from here on;
+    else in its turn.
 
     What it makes lies in memory of its own stream, where nothing begins before the current one has come as far as here.
     """
 
     def __init__(self, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self._work, self._x = work, x
-        self._begin = torch.cuda.current_stream(x.device).record_event() if x.is_cuda and len(x) <= FEW_TOKENS else None
+        is_beside = x.is_cuda and len(x) <= FEW_TOKENS and not torch.is_grad_enabled()
+        self._begin = torch.cuda.current_stream(x.device).record_event() if is_beside else None
 
     def run(self) -> Tensor:
         """What work makes, for the current stream once that has joined."""
         if self._begin is None:
             return self._work(self._x)
         side = _stream(self._x.device)
-        self._x.record_stream(side)  # work's backward reads x there, too, and may be the last that does
         side.wait_event(self._begin)
         with torch.cuda.stream(side):
             return self._work(self._x)
