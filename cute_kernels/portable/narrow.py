@@ -8,8 +8,8 @@ mma.sync wants of a lane, for a column, two pairs of every 16 elements, and leav
 have the same, t = lane % 4. Of E4M3, where a tile has few rows, a lane takes the word of elements 4 t to 4 t + 3, whose
 pairs are bytes 0 and 2, 1 and 3, so that a pair is a shift and a mask away. Where it has many, registers do not suffice
 for x's rows in that order (sm_100 spilled 216 bytes), and the pairs are elements 2 t + (0, 1) and 8 + 2 t + (0, 1). Of
-E2M1 it is word t of a block, which has pairs for two steps (`python/glulam/mxfp4/words.py`), in an order that every
-second two blocks have otherwise.
+E2M1 it is word t of a block, which has pairs for two steps (`python/glulam/mxfp4/words.py`); every other two blocks
+have these steps the other way round.
 
 E4M3 is decoded in integer arithmetic, which every GPU from Ampere on has: moved to where bfloat16 has exponent and
 significand a number is 2^-120 times itself, also where it is a subnormal.
@@ -85,7 +85,7 @@ class NarrowLines(NamedTuple):
 
 
 class Narrow(Along):
-    """`lines` weight rows of a format, a thread's own scales those of row number thread. `few_rows`: the tile has."""
+    """`lines` weight rows of a format, a thread's own scales those of row number thread. `few_rows`: of the tile."""
 
     def __init__(self, lines: int, weights: Format, few_rows: bool):
         super().__init__(BFloat16, lines, weights.bits)
