@@ -297,7 +297,7 @@ LAYER: dict[str, Signature] = {
         f"ids weights num_tokens {_ROWS_OF} workspace", "wide weight_form first tokens experts k chunk position"
     ),
     "route_backward": _numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
-    "permute": _numbers("x row_of out", "tokens k width"),
+    "permute": _numbers("x row_of out", "tokens k width position"),
     "combine": _numbers("y row_of residual out", "tokens k width position", optional=True),
     "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k"),
     "send_tokens": _numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms"),

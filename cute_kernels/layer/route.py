@@ -134,6 +134,7 @@ class Place(_Chunks):
     def kernel(
         self, choices: Choices, num_tokens: Int64, results: Results, workspace: Int64, tokens: Int32, chunk: Int32
     ):  # fmt: skip
+        let_next_begin()
         wait_for_earlier()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()

@@ -101,14 +101,16 @@ class Combine(_Rows):
 class Permute(_Rows):
     @cute.jit
     def __call__(
-        self, x: Int64, row_of: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32, stream: cuda.CUstream
-    ):
+        self, x: Int64, row_of: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32, position: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
         if tokens > 0:
-            self._launch((x, row_of, out), tokens, k, width, Int32(0), stream)
+            self._launch((x, row_of, out), tokens, k, width, position, stream)
 
     @cute.kernel
     def kernel(self, x: Int64, row_of: Int64, out: Int64, k: Int32, vectors: Int32):
-        let_next_begin()
+        wait_for_earlier()
+        let_next_begin()  # which may read, before its own wait, what the kernel before this one wrote
         token, column = self._place()
         if column < vectors:
             value = floats(load_vector(self.dtype, x, token * vectors + column))

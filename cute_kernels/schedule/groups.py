@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from ..device.gmem import vector_at
 from ..device.warps import warp_sum
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
+OFFS_OF_CALL = -1
+"""As OFFS_INT32; a kernel of the same call writes them."""
 
 
 class Groups(NamedTuple):
@@ -25,6 +27,11 @@ class Groups(NamedTuple):
     count: Int32
     tickets: Int64
     rows: Int32
+
+
+def are_offs(groups: Groups) -> Boolean:
+    """Whether groups are given by their ends, and not by their sizes."""
+    return groups.encoding <= OFFS_INT32
 
 
 def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
@@ -52,7 +59,7 @@ def last_row_end(groups: Groups) -> Int32:
     """Where the last group's rows end, for every lane of a warp: rows from here on belong to nobody."""
     end = Int32(0)
     lane = cute.arch.lane_idx()
-    if groups.encoding == OFFS_INT32:
+    if are_offs(groups):
         for group in cutlass.range(lane, groups.count, 32):
             end = cutlass.max(end, clamp(int32_at(groups, group), Int32(0), groups.rows))
         end = cute.arch.warp_reduction(end, cutlass.max, threads_in_group=32)

@@ -16,7 +16,7 @@ from cutlass import Boolean, Int32
 from ..device.select import select
 from ..device.warps import last_lane
 from ..tiles import TileConfig
-from .groups import OFFS_INT32, Groups, clamp, group_size, int32_at
+from .groups import Groups, are_offs, clamp, group_size, int32_at
 from .tile_scheduler import GroupTileScheduler, GroupWindow
 from .work import TileGrid, WorkRing, WorkTile, no_work
 
@@ -50,7 +50,7 @@ class LightGroupScheduler(GroupTileScheduler):
         """Rows of a group as walks find them, also where sizes exceed the buffer."""
         groups = self.groups
         rows = Int32(0)
-        if groups.encoding == OFFS_INT32:
+        if are_offs(groups):
             before = int32_at(groups, cutlass.max(group - 1, Int32(0)))
             begin = clamp(select(group > 0, before, Int32(0)), Int32(0), groups.rows)
             rows = cutlass.max(clamp(int32_at(groups, group), Int32(0), groups.rows) - begin, Int32(0))

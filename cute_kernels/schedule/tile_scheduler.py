@@ -20,7 +20,7 @@ from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warps import inclusive_scan, last_lane
 from ..tiles import TileConfig
-from .groups import OFFS_INT32, Groups, clamp, group_size, int32_at
+from .groups import Groups, are_offs, clamp, group_size, int32_at
 from .work import TileGrid, WorkRing, WorkTile, no_work
 
 # Row tiles that sweep the weight tiles side by side: 8 x 128 rows of K = 7168 are 15 MB, a quarter of an H200's L2,
@@ -78,7 +78,7 @@ class GroupTileScheduler(Invariant):
         present = group < groups.count
         begin = Int32(0)
         end = Int32(0)
-        if groups.encoding == OFFS_INT32:
+        if are_offs(groups):
             if present:
                 end = clamp(int32_at(groups, group), Int32(0), groups.rows)
                 if group > 0:

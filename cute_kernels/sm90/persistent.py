@@ -42,7 +42,7 @@ from ..device.select import select
 from ..epilogue.shape import KernelEpilogue, Smem
 from ..epilogue.sizes import THREADS
 from ..epilogue.slots import smem_layout
-from ..schedule.groups import Groups
+from ..schedule.groups import OFFS_INT32, OFFS_OF_CALL, Groups
 from ..schedule.tickets import BROADCAST_SLOTS, NUM_BARRIERS, Tickets
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import SLOT_WORDS, STAGES, TICKET_STAGES, TileGrid, WorkRing
@@ -113,8 +113,13 @@ class PersistentGemm(Invariant):
         self, operands: Operands, stores: tuple, inputs: tuple, groups: Groups, grid: TileGrid,
         num_sms: Int32, stream: cuda.CUstream, position: Int32,
     ):  # fmt: skip
-        """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before."""
+        """Launch on `stream`; early, by programmatic launch, where `position` kernels of the same call come before.
+
+        Offs of the call are written by its first kernel, so that all but the second find them there.
+        """
         self._name_kernel()
+        is_there = (groups.encoding == OFFS_OF_CALL) & (position > 1)
+        groups = groups._replace(encoding=select(is_there, Int32(OFFS_INT32), groups.encoding))
         self.kernel(operands, stores, inputs, groups, grid).launch(
             grid=(num_sms * self.tile.ctas_per_sm // self.cluster_size * self.cluster_size, 1, 1),
             block=(self.threads, 1, 1),
@@ -187,6 +192,9 @@ class PersistentGemm(Invariant):
         sB = storage.b.get_tensor(mainloop.b_layout.outer, swizzle=mainloop.b_layout.inner)
         pipeline_init_wait(cluster)
 
+        # Behind the kernel that writes sizes all wait; the kernel behind this one begins later, and finds them.
+        if groups.encoding == OFFS_OF_CALL:
+            cute.arch.griddepcontrol_wait()
         # Before its wait, a role overlaps the kernel before and reads nothing of what that writes: sizes, weights.
         cute.arch.griddepcontrol_launch_dependents()
 
