@@ -92,6 +92,9 @@ def _step(stage: Spec, same: str, *, when: str = "", **sources: Source) -> Step:
 
 _GROUPS = "groups group_form num_groups tickets num_sms"
 _PARAMS = "limit alpha offset"
+SORTED_EXPERTS = 256
+"""The most experts of a layer that sorts its choices itself. Its kernel of one CTA keeps a count of each expert for
+each of its warps: 32 KiB of shared memory."""
 _WIDE = 1  # MXFP8 rows have a scale for 128 elements, four equal bytes
 
 
@@ -118,6 +121,16 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
     )  # fmt: skip
 
 
+def _sorted(spec: Spec) -> Step:
+    """Offs, and the token, the weight and the row of each of `ids`' choices, where ids are given: by one CTA."""
+    place = LayerSpec("place", experts=SORTED_EXPERTS, arch=spec.arch)
+    return _step(
+        place, "ids row_of tokens k weight_form", when="ids", weights="id_weights", num_tokens=0, offs="groups",
+        token_of_row="rows", weight_of_row="scale", workspace=0, wide="wide_ids", first=0, experts="num_groups",
+        chunk="tokens", stream=Of("x", "stream"),
+    )  # fmt: skip
+
+
 def _copied(spec: Spec) -> Step:
     """x[row] = x_tokens[the row's token], where x_tokens is given."""
     return _step(
@@ -127,7 +140,10 @@ def _copied(spec: Spec) -> Step:
 
 
 def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
-    """[Tokens to x, or x to x8,] FC1 to mid, FC2 to y[, and these rows to tokens].
+    """[Choices to rows,] [tokens to x, or x to x8,] FC1 to mid, FC2 to y[, and these rows to tokens].
+
+    FC1 waits for rows before it lets FC2 begin (`schedule.groups.OFFS_OF_CALL`), and a copy of them before FC1, so that
+    both GEMMs find offs there.
 
     Weights that are decoded meet rows in order: by index FC1 would want registers of the MMA warpgroups, which makes it
     1 to 7 % slower on rows in order, and it would take up to 1.2 times as long as on a copy.
@@ -141,6 +157,7 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     optional = (" preact" if fc1.save_preact else "") + ("" if formats.decodes else " rows")
     own = {"act_scale": f"{mid}_scale"} if formats.act.scale else {} if formats.w.scale else {"w_up": "w1_up"}
     return (
+        _sorted(spec),
         *copied,
         *first,
         _step(

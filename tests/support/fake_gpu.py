@@ -56,8 +56,9 @@ GROUP_DTYPES = (torch.int32, torch.int32, torch.int64)
 
 def _ends(address: int, form: int, count: int, rows: int) -> list[int]:
     """Group ends as the kernels read them: clamped to the buffer."""
-    values = read(address, count, dtype=GROUP_DTYPES[form]).tolist()
-    if form == groups.OFFS_INT32:
+    is_offs = form <= groups.OFFS_INT32
+    values = read(address, count, dtype=torch.int32 if is_offs else GROUP_DTYPES[form]).tolist()
+    if is_offs:
         clamped = [min(max(v, 0), rows) for v in values]
         return list(itertools.accumulate(clamped, max))
     return [min(total, rows) for total in itertools.accumulate(min(max(v, 0), rows) for v in values)]
