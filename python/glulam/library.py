@@ -21,6 +21,7 @@ from .calls.call import Call
 from .host.device import PLAIN_TENSORS
 from .host.experts import GateUp
 from .host.groups import OF_A_TRACE, part_of
+from .layer.choices import MoeOfChoicesCall, Mxfp8MoeOfChoicesCall
 from .layer.moe import MoeCall, Mxfp8MoeCall
 from .mxfp8.quantize import QuantizeMxfp8Call
 from .ops.grouped_dglu import GroupedDgluCall
@@ -44,8 +45,9 @@ TYPES = {
 }
 """Of arguments by their names; those that are not here are flags."""
 CALLS = (
-    GroupedMmCall, Mxfp4MmCall, GroupedGluCall, GroupedMlpCall, MoeCall, Mxfp8MlpCall, Mxfp8MoeCall, Mxfp8ForwardCall,
-    Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, *mhc.CALLS, *layer.CALLS,
+    GroupedMmCall, Mxfp4MmCall, GroupedGluCall, GroupedMlpCall, MoeCall, MoeOfChoicesCall, Mxfp8MlpCall, Mxfp8MoeCall,
+    Mxfp8MoeOfChoicesCall, Mxfp8ForwardCall, Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call,
+    *mhc.CALLS, *layer.CALLS,
 )  # fmt: skip
 
 

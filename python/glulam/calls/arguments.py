@@ -39,7 +39,7 @@ WEIGHTS, BIASES = ("w", "w1", "w2"), ("bias", "b1", "b2")
 """Packed, or a list with one tensor an expert."""
 INDICES = ("rows", "dy_rows", "x_rows")
 PER_ROW = ("row_scale", "bias_scale", "x_scale", *INDICES)
-OF_TOKENS = ("row_of", "residual")
+OF_TOKENS = ("row_of", "ids", "id_weights", "residual")
 """Of a layer: with a row for each token."""
 VECTORS = (*PER_ROW, *OF_TOKENS, "w1_scale", "w2_scale", "w_scales", "mask")
 """Tensors that kernels take by address."""
@@ -142,12 +142,16 @@ class Arguments:
 
     def check_addends(self, experts: int, counted: str, like: Tensor, **widths: int) -> None:
         """Group sizes, biases, of which `widths` are given, and scales of rows. `counted`: what has so many experts."""
-        check_groups(self.op, self.offs, self.splits, self.lead, experts, counted)
+        self.check_sizes(experts, counted)
         for name, width in widths.items():
             check_bias(self.op, name, getattr(self, name), like, experts, width)
         for name in ("row_scale", "bias_scale"):
             if name in self.names:
                 check_scale(self.op, name, getattr(self, name), like)
+
+    def check_sizes(self, experts: int, counted: str) -> None:
+        """Group sizes. `counted`: what has so many experts."""
+        check_groups(self.op, self.offs, self.splits, self.lead, experts, counted)
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
         """The problem of T rows, in the leading argument's dtype unless told otherwise."""
@@ -173,6 +177,11 @@ class Arguments:
     def indices(self) -> Tensor | None:
         """Which of the lead's rows each row is; None where they are its rows."""
         return getattr(self, "rows", None)
+
+    @property
+    def may_read_fewer(self) -> bool:
+        """Whether the lead may have fewer rows than T, even one."""
+        return self.indices is not None
 
     @property
     def free(self) -> tuple[int, ...]:

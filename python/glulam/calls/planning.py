@@ -174,6 +174,6 @@ class Launching(Arguments):
             before=self.before(problem),
             checked=checked,
             single_gpu=gpus.is_only_one(),
-            aligned=checked and (problem.rows == 1 or self.indices is not None),
+            aligned=checked and (problem.rows == 1 or self.may_read_fewer),
             result="result" if "result" in constants else "",
         )

@@ -17,7 +17,8 @@ from ..errors import CaptureError
 from . import device as gpus
 
 OFFS_INT32, SPLITS_INT32, SPLITS_INT64 = 0, 1, 2
-"""How kernels are told what lies at the groups' address."""
+OFFS_OF_CALL = -1
+"""How kernels are told what lies at the groups' address; the last: offs that a kernel of the same call writes."""
 
 Splits = Tensor | Sequence[int]
 

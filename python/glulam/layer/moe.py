@@ -168,8 +168,14 @@ class OfTokens(Call):
     op = "moe"
     tokens = Tokens(_copies, _rows, _sums)
 
+    @property
+    def choices(self) -> Tensor:
+        """Of each of N tokens K, in any form."""
+        row_of: Tensor = self.row_of
+        return row_of
+
     def check_result(self, width: int, like: Tensor) -> None:
-        shape, why = (len(self.row_of), width), "the result has a row for each token"
+        shape, why = (len(self.choices), width), "the result has a row for each token"
         for name, tensor in (("residual", self.residual), ("out", self.out)):
             if tensor is not None:
                 check_like(self.op, name, tensor, shape, like, why)
@@ -179,26 +185,29 @@ class OfTokens(Call):
         return _sums(self.reference_rows(rows), self.row_of, self.residual, self.out)
 
     def dims(self) -> dict[str, Any]:
-        tokens, k = self.row_of.shape
+        tokens, k = self.choices.shape
         return {"tokens": tokens, "k": k}
 
     @staticmethod
     def look(op: str, outs: list[Any], **read: Any) -> None:
-        given = {"out": outs[0]} if outs else {}
-        check_tokens(op, len(read["row_of"]), x=read["x"], residual=read.get("residual"), **given)
+        given, choices = {"out": outs[0]} if outs else {}, read["ids" if "ids" in read else "row_of"]
+        check_tokens(op, len(choices), x=read["x"], residual=read.get("residual"), **given)
 
 
 class MoeCall(OfTokens, GroupedMlpCall):
     """A call of moe in 16 bits."""
 
-    makes = (GroupedMlpCall.makes[0]._replace(name="y", returned=False), Made("out", "out", ("tokens", "out_features")))
+    makes: tuple[Made, ...] = (
+        GroupedMlpCall.makes[0]._replace(name="y", returned=False),
+        Made("out", "out", ("tokens", "out_features")),
+    )
 
 
 class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
     """The same by a recipe that quantises."""
 
     torch_op = "moe_mxfp8"
-    makes = (
+    makes: tuple[Made, ...] = (
         Mxfp8MlpCall.makes[0]._replace(name="y", returned=False),
         Made("out", "out", ("tokens", "out_features"), dtype="out_dtype"),
     )

@@ -129,7 +129,7 @@ def _chunks(is_one: bool, tokens: int, experts: int, sm_count: int) -> tuple[int
 
 
 def _number(op: str, name: str, value: Any, least: int, most: int, why: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} is {value!r}; give an integer")
     if not least <= value <= most:
         raise ValueError(f"{op}: {name} is {value}; it must be {least} to {most}, since {why}")
@@ -167,6 +167,24 @@ def check_matrix(
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give [{letters}]")
     rows, columns = tensor.shape
     return rows, columns
+
+
+def check_choices(op: str, ids: Any, weights: Any, num_experts: Any, first: Any) -> None:
+    """Raises ValueError or TypeError where these are not what `Routing.from_topk` takes."""
+    shape = check_matrix(op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
+    _number(op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
+    valid = LOGITS_DTYPES if runs_kernels(ids) else (*LOGITS_DTYPES, torch.float64)
+    if check_matrix(op, "weights", weights, "N, K", ids, valid) != shape:
+        mismatch(op, "weights", weights.shape, shape, "each id has a weight")
+    _number(op, "num_experts", num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
+    _number(op, "first", first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
+    if ids.numel() > MAX_ROWS:
+        raise ValueError(f"{op}: {ids.numel()} choices are more than {MAX_ROWS} rows; split the batch")
+
+
+def forms_of_choices(ids: Tensor, weights: Tensor) -> tuple[int, int]:
+    """How a kernel reads them: whether ids have 64 bits, and the weights' dtype."""
+    return int(ids.dtype == torch.int64), forms(weights)
 
 
 class LayerCall(AddressedCall):
@@ -281,16 +299,7 @@ class SortCall(LayerCall):
     on_cpu = staticmethod(reference.sort)
 
     def check_inputs(self) -> None:
-        ids, weights = self.ids, self.id_weights
-        shape = check_matrix(self.op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
-        _number(self.op, "the number of ids a token", shape[1], 1, MAX_K, "a warp has a lane for each")
-        valid = LOGITS_DTYPES if runs_kernels(ids) else (*LOGITS_DTYPES, torch.float64)
-        if check_matrix(self.op, "weights", weights, "N, K", ids, valid) != shape:
-            mismatch(self.op, "weights", weights.shape, shape, "each id has a weight")
-        _number(self.op, "num_experts", self.num_experts, 1, MAX_EXPERTS, "a CTA counts the choices of each")
-        _number(self.op, "first", self.first, 0, MAX_ROWS - MAX_EXPERTS, "it is the id of an expert")
-        if ids.numel() > MAX_ROWS:
-            raise ValueError(f"{self.op}: {ids.numel()} choices are more than {MAX_ROWS} rows; split the batch")
+        check_choices(self.op, self.ids, self.id_weights, self.num_experts, self.first)
 
     def likes(self) -> Sequence[Like | None]:
         ids, ints, rows = self.ids, torch.int32, (self.ids.numel(),)
@@ -300,7 +309,7 @@ class SortCall(LayerCall):
     def numbers(self, gpu: Gpu) -> dict[str, Any]:
         (tokens, k), experts = self.ids.shape, self.num_experts
         chunk, counts = _chunks(tokens * k <= MOST_SORTED, tokens, experts, gpu.sm_count)
-        of_ids = {"wide": int(self.ids.dtype == torch.int64), "weight_form": forms(self.id_weights)}
+        of_ids = dict(zip(("wide", "weight_form"), forms_of_choices(self.ids, self.id_weights), strict=True))
         return {**of_ids, "experts": experts, "k": k, "chunk": chunk, "workspace": counts}
 
     def spec(self, arch: str) -> Spec:

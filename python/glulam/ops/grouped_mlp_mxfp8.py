@@ -71,7 +71,7 @@ def flatten(recipe: Recipe, op: str, given: dict[str, Any]) -> None:
         ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
     """
     refuse_transposed(op, recipe, given.pop("transpose_w", False))
-    others = given.get("dtype"), given["out"], given["b1"], given["b2"]
+    others = given.get("dtype"), given.get("out"), given["b1"], given["b2"]
     given["x"], given["x_scale"], given["dtype"] = rows_as_read(op, given["x"], recipe, *others)
     given["w1"], given["w1_scale"] = _weight(op, "w1", given["w1"], recipe)
     given["w2"], given["w2_scale"] = _weight(op, "w2", given["w2"], recipe)
@@ -315,6 +315,9 @@ class Mxfp8MlpCall(Call):
         return {"out_dtype": self.result_dtype, **params._asdict()}
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
+        return self._rows_between(problem)
+
+    def _rows_between(self, problem: Problem) -> dict[str, str]:
         """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
         if problem.operands == "mxfp8":
             quantised = {"mid": "matrix", "mid_scale": "bytes"}
@@ -328,7 +331,7 @@ class Mxfp8MlpCall(Call):
         dtype = DATA_DTYPE if problem.operands == "mxfp8" else self.result_dtype
         return [
             part_of_workspace(shapes[name.removesuffix("_scale")], kind, dtype)
-            for name, kind in self.scratch_of(problem).items()
+            for name, kind in self._rows_between(problem).items()
         ]
 
     def texts(self, problem: Problem) -> dict[str, str]:

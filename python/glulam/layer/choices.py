@@ -1,0 +1,167 @@
+"""moe of few tokens that another router sent to experts: their choices are sorted within the call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cute_kernels.chains import SORTED_EXPERTS
+
+from .. import recipes
+from ..calls.checks import any_requires_grad, mismatch, runs_kernels
+from ..calls.front import operator
+from ..choose.problem import Problem, changed
+from ..errors import GradientNotSupported
+from ..host.groups import OFFS_OF_CALL
+from ..ops.grouped_mlp_mxfp8 import flatten
+from ..recipes import BF16, Recipe
+from . import reference
+from .moe import MoeCall, Mxfp8MoeCall, OfTokens, moe
+from .routing import MOST_SORTED, Routing, check_choices, forms_of_choices
+
+
+def moe_of_choices(
+    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, w1: Any, w2: Any, *, b1: Any = None, b2: Any = None,
+    activation: str = "swiglu", glu_layout: str = "concat", limit: float = 7.0, alpha: float = 1.702,
+    offset: float = 1.0, recipe: str | Recipe = "bf16", transpose_w: bool = False,
+) -> Tensor:  # fmt: skip
+    """`moe(x, Routing.from_topk(ids, weights, num_experts), w1, w2, ...)`, bit for bit, in one call where these are
+    two: on a GPU, where no gradient is recorded, of at most 2048 choices (MOST_SORTED, which one CTA sorts) of at most
+    256 experts (SORTED_EXPERTS). Routing then lies in memory that the calling thread reuses. Else it is those two.
+
+    Args:
+        x: tokens [N, H], as of `moe`.
+        ids, weights, num_experts: [N, K] and the experts here, as of `Routing.from_topk`.
+        w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, transpose_w: as of `moe`.
+
+    Returns:
+        [N, H'] in x's dtype.
+
+    Raises:
+        As `moe` and `Routing.from_topk`.
+    """
+    if not _are_sorted_within(x, ids, weights, num_experts, w1, w2, b1, b2):
+        return moe(
+            x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
+            glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, transpose_w=transpose_w,
+        )  # fmt: skip
+    if recipe in (BF16.name, BF16):
+        return layer_of_choices(
+            x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, BF16.name,
+            transpose_w,
+        )  # fmt: skip
+    given = {
+        "x": x, "ids": ids, "id_weights": weights, "num_experts": num_experts, "w1": w1, "w2": w2, "b1": b1, "b2": b2,
+        "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
+        "transpose_w": transpose_w,
+    }  # fmt: skip
+    flatten(recipes.find(MoeCall.op, recipe), MoeCall.op, given)
+    return layer_of_choices_of_plain_tensors(**given)
+
+
+def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
+    """Whether one call serves. `others`: what else may require a gradient."""
+    return (
+        ids.numel() <= MOST_SORTED
+        and num_experts <= SORTED_EXPERTS
+        and runs_kernels(x)
+        and not (torch.is_grad_enabled() and any_requires_grad(x, weights, *others))
+    )
+
+
+class OfChoices(OfTokens):
+    """What such a call has beside moe's: a routing that it makes."""
+
+    differentiable = False
+    torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int"}
+    offs = splits = rows = row_of = row_scale = residual = out = None
+    recompute = False
+    may_read_fewer = True
+
+    @property
+    def choices(self) -> Tensor:
+        ids: Tensor = self.ids
+        return ids
+
+    @property
+    def num_rows(self) -> int:
+        return self.choices.numel()
+
+    @property
+    def lead_sizes(self) -> tuple[int, ...]:
+        return tuple(self.lead.shape[:1])
+
+    def check_sizes(self, experts: int, counted: str) -> None:
+        check_choices(self.op, self.ids, self.id_weights, self.num_experts, 0)
+        if self.ids.device != self.lead.device:
+            raise ValueError(f"{self.op}: ids are on {self.ids.device}, x on {self.lead.device}; move them there")
+        if len(self.ids) != len(self.lead):
+            mismatch(self.op, "ids", self.ids.shape, (len(self.lead), self.ids.shape[1]), "x has so many tokens")
+        if self.num_experts != experts:
+            raise ValueError(f"{self.op}: num_experts is {self.num_experts}, but {counted} has {experts} experts")
+
+    def reference(self, problem: Problem) -> Tensor:
+        names = "offs", "rows", "row_of", "row_scale"
+        made = reference.sort(self.ids, self.id_weights, None, self.num_experts, 0)
+        return OfTokens.reference(changed(self, **dict(zip(names, made, strict=True))), problem)
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        wide, weight_form = forms_of_choices(self.ids, self.id_weights)
+        of_ids = {"wide_ids": wide, "weight_form": weight_form, "group_form": OFFS_OF_CALL}
+        return {**super().constants(problem), **of_ids}
+
+    def scratch_of(self, problem: Problem) -> dict[str, str]:
+        """Experts' rows, and of the routing offs, and each row's token, weight and choice."""
+        routing = dict.fromkeys(("groups", "rows", "scale", "row_of"), "bytes")
+        return {**super().scratch_of(problem), "y": "matrix", **routing}
+
+    def memory(self, problem: Problem) -> list[Any]:
+        y = (problem.rows, problem.out_features), self.result_dtype
+        words = problem.experts, problem.rows, problem.rows, problem.rows
+        return [*super().memory(problem), y, *[4 * count for count in words]]
+
+    def refuse_gradients(self) -> None:
+        if any_requires_grad(*(getattr(self, name) for name in self.reads)):
+            raise GradientNotSupported(
+                f"{self.op}: torch.ops.glulam.{self.torch_op} has no gradient; call glulam.moe of a Routing.from_topk"
+            )
+
+    @staticmethod
+    def with_backward(call: Any, key: Hashable = None) -> Any:
+        call.refuse_gradients()
+
+
+class MoeOfChoicesCall(OfChoices, MoeCall):
+    """In 16 bits."""
+
+    torch_op = "moe_of_choices"
+    makes = MoeCall.makes[1:]
+
+
+class Mxfp8MoeOfChoicesCall(OfChoices, Mxfp8MoeCall):
+    """By a recipe that quantises."""
+
+    torch_op = "moe_of_choices_mxfp8"
+    makes = Mxfp8MoeCall.makes[1:]
+
+
+@operator(MoeOfChoicesCall)
+def layer_of_choices(
+    x: Tensor, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
+    glu_layout: str, limit: float, alpha: float, offset: float, recipe: str, transpose_w: bool,
+) -> Any:  # fmt: skip
+    """moe in 16 bits, and its routing."""
+    raise NotImplementedError  # `front` writes the body
+
+
+@operator(Mxfp8MoeOfChoicesCall)
+def layer_of_choices_of_plain_tensors(
+    x: Tensor, x_scale: Any, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w1_scale: Any, w2: Any,
+    w2_scale: Any, *, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float,
+    recipe: str, dtype: Any,
+) -> Any:  # fmt: skip
+    """The same by a recipe that quantises. An argument in MXFP8 is two: data and scale."""
+    raise NotImplementedError  # `front` writes the body
