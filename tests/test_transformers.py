@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.fake_gpu import FakeGpu
 from support.transformers_models import EXPERTS, HIDDEN, INTER, MODELS, TOP_K, class_of, config_of
 from torch import Tensor, nn
 
@@ -28,6 +29,8 @@ from glulam.integrations.gates import CLAMPED, Form, activation_of, gate_of
 
 transformers = pytest.importorskip("transformers")
 integration = importlib.import_module("glulam.integrations.transformers")
+
+pytest_plugins = ["support.fixtures"]
 
 CPU = torch.device("cpu")
 TOKENS = 17
@@ -251,6 +254,36 @@ def test_weights_are_quantised_in_place(name: str, recipe: str, caplog: pytest.L
     copied = copy.deepcopy(experts)
     with torch.no_grad():
         assert torch.equal(run_once(copied, "glulam", given), got)
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only", "mxfp4_weight_only"])
+@pytest.mark.parametrize("name", ["Qwen3MoeExperts", "OpenAIPrivacyFilterExperts"])
+def test_few_tokens_are_one_call(name: str, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's are, without gradients; in the same bits as where sorting is a call of its own."""
+    experts = experts_of(name, intermediate_size=64, moe_intermediate_size=64).to(torch.bfloat16).eval()
+    integration.register(recipe=recipe)
+    made = []
+    for most in (integration.moe_of_choices.__globals__["MOST_SORTED"], 0):
+        monkeypatch.setitem(integration.moe_of_choices.__globals__, "MOST_SORTED", most)
+        for of_weights in (torch.float32, torch.bfloat16):
+            given = {key: value.detach() for key, value in routed().items()}
+            given["top_k_index"][::3, 1] = EXPERTS
+            given["hidden_states"] = given["hidden_states"].bfloat16()
+            given["top_k_weights"] = given["top_k_weights"].to(of_weights)
+            with torch.no_grad():
+                run_once(experts, "glulam", given)  # which prepares weights
+                fake_gpu.launches.clear()
+                made.append(run_once(experts, "glulam", given))
+            assert len(fake_gpu.launches) == (1 if most else 2)
+    assert torch.equal(made[0], made[2]) and torch.equal(made[1], made[3]) and made[0].abs().max() > 0.1
+
+
+def test_a_parameter_may_be_made_of_others() -> None:
+    experts, given = experts_of("Qwen3MoeExperts"), routed()
+    wanted = run_once(experts, "glulam", given)
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    assert torch.equal(run_once(experts, "glulam", given), wanted)
 
 
 @pytest.fixture

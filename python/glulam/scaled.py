@@ -70,7 +70,7 @@ class Scaled:
         pytree.register_pytree_node(
             cls,
             cls._flat,
-            cls._unflattened,
+            cls.unchecked,
             serialized_type_name=f"glulam.{cls.__name__}",
             to_dumpable_context=list,
             from_dumpable_context=cls.form_of_json,
@@ -90,8 +90,12 @@ class Scaled:
         return [(pytree.GetAttrKey(name), part) for name, part in zip(PARTS, parts, strict=True)], form
 
     @classmethod
-    def _unflattened(cls, parts: Any, form: Any) -> Any:
-        """Unchecked, since pytree functions may have replaced the parts by anything."""
+    def unchecked(cls, parts: Any, form: Any) -> Any:
+        """Of parts that are known to fit, which are told from others in 3 us; and of any that pytree functions made.
+
+        Args:
+            parts: data and scale. form: the values of `form`.
+        """
         result = object.__new__(cls)
         result.__dict__.update(zip((*PARTS, *cls.form), (*parts, *form), strict=True))
         return result

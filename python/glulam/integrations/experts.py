@@ -37,10 +37,18 @@ def keep(experts: Any, name: str, data: Tensor, scale: Tensor, recipe: Recipe) -
     experts.glulam_recipe = recipe
 
 
+def parameter(experts: Any, name: str) -> Any:
+    """A parameter, found in 0.1 us where the module's own look-up takes 0.6; or what stands in its place."""
+    found = experts._parameters.get(name)
+    return getattr(experts, name) if found is None else found
+
+
 def quantised(experts: Any, name: str) -> Any:
     """A weight that was kept, as `glulam.moe` takes it."""
-    weight, scale = getattr(experts, name), getattr(experts, name + SCALE).view(SCALE_DTYPE)
+    weight, scale = experts._buffers[name], experts._buffers[name + SCALE].view(SCALE_DTYPE)
     if experts.glulam_recipe.has_4_bits:
-        return MXFP4Tensor(weight, scale)
-    data = weight.view(DATA_DTYPE)
-    return FoldedWeight(data, scale, "row", None) if experts.glulam_recipe.folds else MXFP8Tensor(data, scale)
+        return MXFP4Tensor.unchecked((weight, scale), ())
+    parts = weight.view(DATA_DTYPE), scale
+    if experts.glulam_recipe.folds:
+        return FoldedWeight.unchecked(parts, ("row", None))
+    return MXFP8Tensor.unchecked(parts, ("row", "1x32", "plain"))
