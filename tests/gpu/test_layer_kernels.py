@@ -14,8 +14,10 @@ from torch import Tensor
 
 import glulam
 from glulam import Routing
+from glulam.host import workspace
 from glulam.host.plans import forget_plans
 from glulam.layer import reference
+from glulam.layer.choices import moe_of_choices
 from glulam.layer.few_tokens import route_few
 from glulam.layer.rows import permute_tokens
 from glulam.recipes import RECIPES
@@ -327,3 +329,135 @@ class TestMoe:
             logits.copy_(torch.randn_like(logits))
             graph.replay()
             assert same_bits(out, glulam.moe(x, glulam.route(logits, 2), w1, w2, residual=x, recipe=recipe))
+
+
+class TestMoeOfChoices:
+    """The same bits as of `from_topk` and `moe`, which are two calls."""
+
+    EXPERTS = 64
+
+    @pytest.fixture(params=RECIPES)
+    def options(self, request: pytest.FixtureRequest) -> dict[str, Any]:
+        """Of experts as many and as wide as fill the GPU, so that tiles of FC2 wait for tiles of FC1."""
+        w1, w2 = self.weights()
+        return {"w1": w1, "w2": w2, "recipe": request.param}
+
+    def weights(self) -> tuple[Tensor, ...]:
+        shapes = (self.EXPERTS, 1024, 1024), (self.EXPERTS, 1024, 512)
+        return tuple(0.04 * torch.randn(shape, device="cuda").bfloat16() for shape in shapes)
+
+    def tokens(
+        self, count: int, k: int = 8, ids: torch.dtype = torch.int64, of_weights: torch.dtype = BF16
+    ) -> dict[str, Any]:
+        """Among the choices are -1 and E, no expert's; few tokens leave most experts empty."""
+        return {
+            "x": torch.randn(count, 1024, device="cuda").bfloat16(),
+            "ids": torch.randint(-1, self.EXPERTS + 1, (count, k), device="cuda", dtype=ids),
+            "weights": (torch.rand(count, k, device="cuda") + 0.5).to(of_weights),
+            "num_experts": self.EXPERTS,
+        }
+
+    def by_two_calls(self, given: dict[str, Any], options: dict[str, Any]) -> Tensor:
+        made = Routing.from_topk(given["ids"], given["weights"], given["num_experts"])
+        return glulam.moe(given["x"], made, **options)
+
+    def poison(self, byte: int) -> None:
+        """What calls find in their memory."""
+        for buffer in workspace.stats().buffers.values():
+            buffer.fill_(byte)
+
+    @pytest.mark.parametrize(("ids", "of_weights"), [(torch.int64, BF16), (torch.int64, F32), (torch.int32, F32)])
+    @pytest.mark.parametrize(("count", "k"), [(1, 8), (1, 1), (2, 32), (16, 8), (256, 8), (2048, 1)])
+    def test_same_bits(
+        self, count: int, k: int, ids: torch.dtype, of_weights: torch.dtype, options: dict[str, Any]
+    ) -> None:
+        """Again and again with other choices, in memory that says that no group has rows, that all do, and in what the
+        call before left: a GEMM that read offs too early would find those.
+        """
+        for number in range(20):
+            given = self.tokens(count, k, ids, of_weights)
+            wanted = self.by_two_calls(given, options)
+            if number % 3 < 2:
+                self.poison((0x00, 0x7F)[number % 3])
+            assert same_bits(moe_of_choices(**given, **options), wanted)
+        assert count < 16 or wanted.abs().max() > 0.1
+
+    @pytest.mark.parametrize("expert", [-1, 0, 63, 64, 2**32])
+    def test_all_to_one_or_none(self, expert: int, options: dict[str, Any]) -> None:
+        for count in (1, 200):
+            given = self.tokens(count)
+            given["ids"].fill_(expert)
+            self.poison(0x7F)
+            made = moe_of_choices(**given, **options)
+            assert same_bits(made, self.by_two_calls(given, options)) and made.any() == (0 <= expert < 64)
+
+    def test_calls_right_behind_each_other(self, options: dict[str, Any]) -> None:
+        """They share memory, and none waits on the host for another."""
+        several = [self.tokens(1 + number % 3) for number in range(60)]
+        wanted = [self.by_two_calls(given, options) for given in several]
+        torch.cuda.synchronize()
+        made = [moe_of_choices(**given, **options) for given in several]
+        for one, other in zip(made, wanted, strict=True):
+            assert same_bits(one, other)
+
+    @pytest.mark.parametrize("count", [1, 16, 256])
+    def test_a_graph_follows_its_choices(self, count: int, options: dict[str, Any]) -> None:
+        """Of several calls in a row, replayed without a pause."""
+        given = [self.tokens(count) for _ in range(4)]
+        for one in given:
+            moe_of_choices(**one, **options)  # which prepares weights
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = [moe_of_choices(**one, **options) for one in given]
+        for _ in range(5):
+            for one in given:
+                for name, tensor in self.tokens(count).items():
+                    if isinstance(tensor, Tensor):
+                        one[name].copy_(tensor)
+            wanted = [self.by_two_calls(one, options) for one in given]
+            self.poison(0x7F)
+            for _ in range(3):
+                graph.replay()
+            for out, other in zip(made, wanted, strict=True):
+                assert same_bits(out, other)
+
+    @pytest.mark.parametrize("experts", [256, 257])
+    def test_most_experts(self, experts: int) -> None:
+        """The most of one call, and one more."""
+        w1, w2 = (0.05 * torch.randn(experts, *shape, device="cuda").bfloat16() for shape in ((256, 512), (512, 128)))
+        options = {"w1": w1, "w2": w2}
+        for count in (1, 200):
+            ids = torch.randint(-1, experts + 1, (count, 8), device="cuda")
+            ids[0, :2] = torch.tensor([experts - 1, experts], device="cuda")
+            given = {**self.tokens(count), "x": torch.randn(count, 512, device="cuda").bfloat16(), "ids": ids}
+            given["num_experts"] = experts
+            self.poison(0x7F)
+            assert same_bits(moe_of_choices(**given, **options), self.by_two_calls(given, options))
+
+    def test_other_forms_of_weights(self) -> None:
+        """Lists, transposed, in halves, with biases, and of float16."""
+        given = self.tokens(3)
+        w1, w2 = self.weights()
+        halves = glulam.GateUp(*(half.contiguous() for half in w1.chunk(2, dim=1)))
+        biases = {"b1": w1[:, :, 0].contiguous(), "b2": w2[:, :, 0].contiguous()}
+        for options in (
+            {"w1": list(w1), "w2": list(w2)},
+            {"w1": halves, "w2": w2},
+            {"w1": w1.mT.contiguous(), "w2": w2.mT.contiguous(), "transpose_w": True},
+            {"w1": w1, "w2": w2, **biases, "activation": "clamped_swiglu", "glu_layout": "interleaved"},
+        ):
+            assert same_bits(moe_of_choices(**given, **options), self.by_two_calls(given, options))
+        given["x"] = given["x"].half()
+        options = {"w1": w1.half(), "w2": w2.half()}
+        assert same_bits(moe_of_choices(**given, **options), self.by_two_calls(given, options))
+
+    def test_a_compiled_layer(self, options: dict[str, Any]) -> None:
+        torch.compiler.reset()
+
+        def layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return moe_of_choices(x, ids, weights, self.EXPERTS, **options)
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for count in (1, 16):
+            given = [self.tokens(count)[name] for name in ("x", "ids", "weights")]
+            assert same_bits(compiled(*given), layer(*given))
