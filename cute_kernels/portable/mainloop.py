@@ -62,6 +62,8 @@ class Mainloop(Invariant):
             self._fill(a, b, emptied, tile + (self.stages - 1), num_tiles, depth)
             self._multiply(acc, stage, tile)
             stage = select(stage == self.stages - 1, Int32(0), stage + 1)
+        if cutlass.const_expr(self.b.notes_nans):
+            self._add_nans(acc)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
@@ -88,11 +90,19 @@ class Mainloop(Invariant):
         first_row = 0 if self.is_split else self.warp * 16
         rows = [self.b.rows_of(self.a, stage, slab * ROWS + first_row, tile, k) for slab in range(self.slabs)]
         for pair in range(self.n // 16):
-            columns = self.b.columns(stage, pair, k)
-            for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
-                first = slab * (self.n // 2) + (2 * pair + half) * 4
-                sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))
-                self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
+            self._add(acc, rows, pair, self.b.columns(stage, pair, k))
+
+    def _add(self, acc: cute.Tensor, rows: list, pair: int, columns: Any) -> None:
+        """A product of each slab's 16 rows and 16 columns."""
+        for slab, half in ((slab, half) for slab in range(self.slabs) for half in range(2)):
+            first = slab * (self.n // 2) + (2 * pair + half) * 4
+            sums = cute.make_tensor(acc.iterator + first, cute.make_layout(4))
+            self.warp_mma.add(sums, [rows[slab][i] for i in range(4)], [columns[2 * half], columns[2 * half + 1]])
+
+    def _add_nans(self, acc: cute.Tensor) -> None:
+        """0 times NaN of columns that have a NaN which `columns` gave as a number."""
+        for pair in range(self.n // 16):
+            self._add(acc, [[Int32(0)] * 4] * self.slabs, pair, self.b.nans(pair))
 
     @cute.jit
     def add_up(self, acc: cute.Tensor):

@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint8, Uint16
 
-from ..decoding.decoder import EXPONENT_BIAS, EXPONENT_ONE, LANES_OF_16, power_of
+from ..decoding.decoder import BYTE_LANES, EXPONENT_BIAS, EXPONENT_ONE, LANES_OF_16, is_bad, power_of
 from ..decoding.elements import E2m1, E4m3
 from ..device.gmem import vector_at
 from ..device.select import select
@@ -39,11 +39,10 @@ BLOCKS = DEPTH // SCALE_BLOCK
 NAN = 0x7FC0 * LANES_OF_16
 # What makes numbers of elements that were moved to bfloat16's places: 2^120 of E4M3, 2^126 of E2M1.
 E4M3_SHIFT, E2M1_SHIFT = (EXPONENT_BIAS + 120) * EXPONENT_ONE, (EXPONENT_BIAS + 126) * EXPONENT_ONE
-FIRST_OF_PAIR, BYTE_SIGNS, BYTE_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
+FIRST_OF_PAIR, PAIR_SIGNS, PAIR_MAGNITUDES = 0x4140, 0x00800080, 0x007F007F
 """How two bytes get two halves of a word, and what is what there."""
 SIGNS, MAGNITUDES = 0x80008000 - 2**32, 0x07F007F0
 """Of two E4M3 numbers in bfloat16's places."""
-LAST_BIT, OVERFLOW, TO_NAN = 0x00100010, 0x08000800, 0xF
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
@@ -60,19 +59,24 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
 def e4m3_pair(two: Int32) -> Int32:
     """Two bytes as bfloat16 numbers, 2^-120 times what they are. 0x7F, NaN, becomes one."""
     bytes_apart = Int32(cute.arch.prmt(two, Int32(0), Int32(FIRST_OF_PAIR)))
-    magnitudes = bytes_apart & BYTE_MAGNITUDES
-    is_nan = (magnitudes + LANES_OF_16) & BYTE_SIGNS
-    return (magnitudes << 4) | (bytes_apart & BYTE_SIGNS) << 8 | is_nan * 0xFF
+    magnitudes = bytes_apart & PAIR_MAGNITUDES
+    is_nan = (magnitudes + LANES_OF_16) & PAIR_SIGNS
+    return (magnitudes << 4) | (bytes_apart & PAIR_SIGNS) << 8 | is_nan * 0xFF
 
 
 def e4m3_pairs(word: Int32) -> list[Int32]:
-    """The same of bytes 0 and 2 and of bytes 1 and 3. NaN is the magnitude that overflows by its last bit."""
-    pairs = []
-    for magnitudes, signs in ((word << 4, word << 8), (word >> 4, word)):
-        moved = magnitudes & MAGNITUDES
-        is_nan = (moved + LAST_BIT) & OVERFLOW
-        pairs.append((is_nan * TO_NAN + moved) | (signs & SIGNS))
-    return pairs
+    """The same of bytes 0 and 2 and of bytes 1 and 3, where NaN becomes 480."""
+    moved = (word << 4, word << 8), (word >> 4, word)
+    return [(magnitudes & MAGNITUDES) | (signs & SIGNS) for magnitudes, signs in moved]
+
+
+def nan_bytes(word: Int32) -> Int32:
+    """Four E4M3 numbers, of which one is NaN: then a sign bit of a byte is 1, and else none. Of other bits anything.
+
+    A 1 that is added to a byte changes its sign where all other bits are 1; a carry into the next byte comes of none but
+    such a one.
+    """
+    return (word + BYTE_LANES) ^ word
 
 
 class NarrowLines(NamedTuple):
@@ -94,15 +98,21 @@ class Narrow(Along):
         self.by_fours = few_rows and not self.is_e2m1
         self.first_bad = (E2m1 if self.is_e2m1 else E4m3).first_bad
         self.line_area = self.stage_bytes
-        self.stage_bytes += BLOCKS * lines * 4
+        # Columns lane / 4 + 8 i of a block follow each other, and 8 such lanes ask banks of their own for two of them.
+        pitch = lines // 8 + 2
+        self.multipliers = cute.make_layout(((8, lines // 8), BLOCKS), stride=((pitch, 1), 8 * pitch))
+        self.stage_bytes += 8 * pitch * BLOCKS * 4
         self.pending = cute.make_rmem_tensor(BLOCKS, Int32)
         self.pending.fill(0)
+        self.notes_nans = self.by_fours
+        self.noted = cute.make_rmem_tensor(lines // 8, Int32)
+        self.noted.fill(0)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
         """Of a stage, (row, block)."""
         at = self.smem + stage * self.stage_bytes + self.line_area
-        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=4)
-        return cute.make_tensor(pointer, cute.make_layout((self.lines, BLOCKS)))
+        pointer = cute.make_ptr(Int32, at, cute.AddressSpace.smem, assumed_align=8)
+        return cute.make_tensor(pointer, self.multipliers)
 
     @cute.jit
     def advance(self, sources: NarrowLines, stage: Int32, tile: Int32, before: Int32):
@@ -124,25 +134,35 @@ class Narrow(Along):
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
         """16 columns and 16 of the depth, its halves first."""
-        multipliers, words = self._multipliers(stage), []
+        multipliers, words = cute.make_rmem_tensor(2, Int32), []
+        of_lane = self._multipliers(stage)[((self.lane // 4, None), k // 2)]
+        cute.autovec_copy(cute.local_tile(of_lane, (2,), (pair,)), multipliers)
         first = self.smem + stage * self.stage_bytes
-        block = k // 2
         for half in range(2):
             column = self.lane // 4 + pair * 16 + half * 8
-            multiplier = multipliers[column, block]
-            two = self._two_words(first, column, k)
-            words += [product(product(word, Int32(self._shift)), multiplier) for word in two]
+            two = self._two_words(first, column, k, pair * 2 + half)
+            words += [product(product(word, Int32(self._shift)), multipliers[half]) for word in two]
+        return words
+
+    def nans(self, pair: int) -> list[Int32]:
+        """For what `columns` gave of a pair since the last time: NaN in columns that had one, in others 0."""
+        words = []
+        for half in range(2):
+            words += [select(is_bad(self.noted[pair * 2 + half], 0), Int32(NAN), Int32(0)), Int32(0)]
+            self.noted[pair * 2 + half] = Int32(0)
         return words
 
     @property
     def _shift(self) -> int:
         return E2M1_SHIFT if self.is_e2m1 else E4M3_SHIFT
 
-    def _two_words(self, first: Int32, column: Int32, k: Int32 | int) -> list[Int32]:
-        """The lane's four elements of a column, moved to bfloat16's places."""
+    def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
+        """The lane's four elements of a column, its column of that number, moved to bfloat16's places."""
         quad = self.lane % 4
         if self.by_fours:
-            return e4m3_pairs(self._load(Int32, first + self.at(column, Int32(k)) + quad * 4))
+            word = self._load(Int32, first + self.at(column, Int32(k)) + quad * 4)
+            self.noted[number] |= nan_bytes(word)
+            return e4m3_pairs(word)
         if not self.is_e2m1:
             at = first + self.at(column, Int32(k)) + quad * 2
             return [e4m3_pair(self._load(Uint16, at + 8 * half)) for half in range(2)]

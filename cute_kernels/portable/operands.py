@@ -59,7 +59,9 @@ class Lines(NamedTuple):
 
 
 class Operand(Invariant):
-    """What a mainloop asks of either besides `copy`."""
+    """What a mainloop asks of either besides `copy`. notes_nans: whether `nans` tells of NaNs that `columns` does not."""
+
+    notes_nans = False
 
     def advance(self, sources: Any, stage: Int32, tile: Int32, before: Int32) -> None:
         """At each stage, whether it gets a k-tile or not. `before`: the stage that was filled before."""
