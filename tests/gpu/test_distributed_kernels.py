@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 import glulam
-from glulam.distributed import ExpertParallel, PeerError
+from glulam.distributed import ExpertParallel, PeerError, shard_state_dict
 
 pytestmark = pytest.mark.gpu
 
@@ -93,6 +95,37 @@ def in_mxfp8(transport: str) -> None:
 
 
 @torch.no_grad()
+def with_a_shared_expert(transport: str) -> None:
+    """nn.MoE, of few tokens and of many, and in a graph, against the same module alone."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
+    options: dict[str, Any] = {
+        "shared_intermediate_size": 160, "shared_gate": True, "router_dtype": torch.float32, "dtype": BF16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    whole = glulam.nn.MoE(HIDDEN, INTER, EXPERTS, TOP_K, **options)
+    alone, exact = copy.deepcopy(whole).cuda(), copy.deepcopy(whole).to(F64)
+    part = glulam.nn.MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=ep, **options)
+    part.load_state_dict(shard_state_dict(whole.state_dict(), ep))
+    part.cuda()
+    held = some(40, HIDDEN, seed=9).cuda()
+    if transport == "symmetric":
+        part(held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = part(held)
+    for step, counts in enumerate((*COUNTS, [257, 256])):
+        x = some((*counts, 3, 40)[rank], HIDDEN, seed=100 * step + rank).cuda()
+        got = part(x)
+        assert same_bits(got, part(x))
+        assert_close(got.cpu(), exact(x.cpu().to(F64)), alone(x).cpu(), rows=len(x))
+        if transport == "symmetric":
+            held.copy_(some(40, HIDDEN, seed=100 * step + world + rank))
+            graph.replay()
+            assert same_bits(replayed, part(held)) and replayed.abs().max() > 0.01
+
+
+@torch.no_grad()
 def random_steps(steps: int) -> None:
     """Other tokens and numbers of them at every step; what was received is overwritten as soon as it may be."""
     rank = dist.get_rank()
@@ -136,13 +169,44 @@ def a_rank_ends() -> None:
     os._exit(0)  # NCCL would wait for the one that ended
 
 
-@pytest.mark.parametrize("function", [against_one_process, in_mxfp8])
+@torch.no_grad()
+def a_rank_ends_within_a_call() -> None:
+    """While kernels of all ranks run. What the others get is whole up to some step, and NaN from there on."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    hidden, tokens = 4096, 2048
+    ep = ExpertParallel(None, EXPERTS, TOP_K, hidden, tokens, dtype=BF16, transport="symmetric")
+    ep.timeout = 1.0
+    x = some(tokens, hidden, seed=rank).cuda()
+    ids = torch.arange(tokens * TOP_K, device="cuda").view(tokens, TOP_K).int() % EXPERTS
+    weights = torch.full(ids.shape, 1 / TOP_K, device="cuda")
+    steps: list[Tensor] = []
+
+    def step() -> None:
+        x_here, here, handle = ep.dispatch(x, ids, weights)
+        y = ep.combine((glulam.permute(x_here, here) * here.weight_of_row[:, None]).to(BF16), handle)
+        steps.append(torch.stack([((y - x).abs() <= 0.03 * x.abs() + 1e-3).all(), torch.isnan(y).all()]))
+
+    step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == world - 1:
+        threading.Timer(0.5, os._exit, (0,)).start()
+    with pytest.raises(PeerError, match=f"rank {world - 1} did not come within 1 s"):
+        while len(steps) < 100_000:
+            step()
+    torch.cuda.synchronize()
+    whole, lost = torch.stack(steps).int().cpu().unbind(1)
+    assert torch.equal(lost, 1 - whole) and torch.equal(lost, lost.cummax(0).values) and 10 < whole.sum() < len(steps)
+    os._exit(0)  # NCCL would wait for the one that ended
+
+
+@pytest.mark.parametrize("function", [against_one_process, in_mxfp8, with_a_shared_expert])
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_of_gloo(world: int, function: Callable[[str], None]) -> None:
     run_ranks(world, function, "all_to_all")
 
 
-@pytest.mark.parametrize("function", [against_one_process, in_mxfp8])
+@pytest.mark.parametrize("function", [against_one_process, in_mxfp8, with_a_shared_expert])
 @pytest.mark.parametrize("transport", ["symmetric", "all_to_all"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_of_nccl(world: int, transport: str, function: Callable[[str], None]) -> None:
@@ -155,7 +219,8 @@ def test_random_steps() -> None:
     run_ranks(max(torch.cuda.device_count(), 1), random_steps, 500, backend="nccl")
 
 
-def test_a_rank_that_ends() -> None:
+@pytest.mark.parametrize("function", [a_rank_ends, a_rank_ends_within_a_call])
+def test_a_rank_that_ends(function: Callable[[], None]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there are not 2 GPUs")
-    run_ranks(2, a_rank_ends, backend="nccl")
+    run_ranks(2, function, backend="nccl")
