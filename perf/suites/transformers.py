@@ -24,7 +24,7 @@ INPUTS = 16
 """That take turns, so that the experts of one token have left L2 before they are read again."""
 MOST_ERROR = 2.0
 MOST_BATCHED = 256
-"""Tokens: batched_mm copies the weights of every choice."""
+"""Tokens: batched_mm copies the weights of every choice, which takes at most half of the memory that is left, too."""
 CALLS = 16
 STEP_TOKENS, STEP_LAYERS, PROMPT, CACHE = 64, 4, 16, 64
 """Of a decoding step: 4 rows an expert of Qwen3-235B-A22B."""
@@ -95,6 +95,15 @@ def errors_of(model: Model, block: nn.Module, config: Any, names: list[str], x: 
     return errors
 
 
+def _names(model: Model, block: Any, tokens: int) -> list[str]:
+    """The implementations that are measured."""
+    experts = next(iter(block.experts.parameters())).shape[0]
+    weights = sum(parameter.nbytes for parameter in block.experts.parameters())
+    copies = weights * tokens * model.sizes["num_experts_per_tok"] // experts
+    batched = tokens <= MOST_BATCHED and copies <= torch.cuda.mem_get_info()[0] // 2
+    return [OURS, *(name for name in BUILT_IN if name != "batched_mm" or batched)]
+
+
 def _samplers(block: nn.Module, config: Any, names: list[str], xs: list[Tensor]) -> Iterator[tuple[str, str, Sampler]]:
     """Mode, implementation and samples of the wall time of len(xs) calls. What cannot be captured has no graph."""
     for name in names:
@@ -114,7 +123,7 @@ def _measure_block(model: Model, tokens: int, budget_s: float) -> list[dict[str,
     """One record for calls one by one, one for a graph."""
     config = config_of(model)
     block = new_block(model, config)
-    names = [OURS, *(name for name in BUILT_IN if name != "batched_mm" or tokens <= MOST_BATCHED)]
+    names = _names(model, block, tokens)
     count = INPUTS if tokens == 1 else 2
     xs = [torch.randn(1, tokens, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
     errors = errors_of(model, block, config, names, xs[0])
