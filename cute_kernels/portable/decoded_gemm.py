@@ -13,7 +13,7 @@ from ..quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of
 from ..schedule.work import WorkTile
 from ..specs import GemmSpec, GroupedGluSpec
 from .grouped_gemm import GroupedGemm, Operands
-from .mainloop import HALF, THIRD, Mainloop, SmShare, is_split
+from .mainloop import Mainloop, is_split
 from .narrow import Narrow, narrow_sources
 from .operands import Along
 from .sources import row_sources, weight_sources
@@ -62,10 +62,6 @@ class DecodedGemm(GroupedGemm):
     def __init__(self, spec: GemmSpec, dtype: type[cutlass.Numeric], epilogue: Epilogue, weights: Format):
         super().__init__(spec, dtype, epilogue)
         self.weights = weights
-
-    @property
-    def share(self) -> SmShare:
-        return THIRD if is_split(self.tile) else HALF
 
     def make_operands(self) -> tuple[Along, Narrow]:
         return Along(self.dtype, self.tile.m), Narrow(self.tile.n, self.weights, is_split(self.tile))

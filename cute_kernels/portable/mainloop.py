@@ -4,14 +4,13 @@ Four warps share a tile of 128 x 128. Of each slab of 64 rows a warp has 16, ove
 are those of epilogue/fragments.py, so that the shared epilogues serve. Of a tile of 16 x 128, for few rows, each warp
 multiplies a quarter of a stage's depth, and the first one adds the four sums.
 
-A stage holds 64 of the contraction, and there is one barrier a stage (operands.py). Two CTAs share an SM: one
-multiplies while the other stores or waits for its first stage. Three do where weights are decoded for few rows, which
-takes instructions that wait for each other: two warps a scheduler issue in 43 % of the cycles.
+A stage holds 64 of the contraction, a k-tile, and there is one barrier a run of k-tiles (operands.py). Two CTAs share
+an SM: one multiplies while the other stores or waits for its first stage.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,31 +26,18 @@ from ..tiles import TileConfig
 
 WARPS = THREADS // WARP
 DEPTH = 64
+CTAS_PER_SM = 2
 MMA_K = 16
-MAX_STAGES = 8
-"""More hide no more latency."""
-
-
-class SmShare(NamedTuple):
-    """How many CTAs are to share an SM, where that has as much shared memory, and a CTA's bytes for stages."""
-
-    ctas: int
-    smem_bytes: int
-
-
-HALF = SmShare(2, 96 * 1024)
-"""Leaves 3 KB of the 99 that consumer parts have."""
-THIRD = SmShare(3, 70 * 1024)
+SMEM_BYTES, MAX_STAGES = 96 * 1024, 8
+"""Of stages, which leave 3 KB of the 99 that consumer parts have; more than 8 hide no more latency."""
 
 
 class Mainloop(Invariant):
-    """acc += A B^T of a tile. `a`, `b`: the operands' places in shared memory (operands.py), `smem_bytes` from `smem`
-    on.
-    """
+    """acc += A B^T of a tile. `a`, `b`: the operands' places in shared memory (operands.py), from `smem` on."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32, smem_bytes: int):
+    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, a: Any, b: Any, smem: Int32):
         self.a, self.b = a, b
-        self.stages = int(min(MAX_STAGES, smem_bytes // (a.stage_bytes + b.stage_bytes)))
+        self.stages = int(min(MAX_STAGES, SMEM_BYTES // (a.stage_bytes + b.stage_bytes))) // b.run * b.run
         self.slabs, self.n, self.is_split = tile.slabs, tile.n, is_split(tile)
         self.warp_mma = WarpMma(dtype)
         a.smem, b.smem = smem, smem + self.stages * a.stage_bytes
@@ -63,19 +49,22 @@ class Mainloop(Invariant):
     def run(self, acc: cute.Tensor, a: Any, b: Any, depth: Int32):
         """By the whole CTA, which finds the stages free when it is done. `a`, `b`: where in global memory the operands'
         lines lie, of which `depth` elements are contracted."""
-        num_tiles = cute.ceil_div(depth, DEPTH)
+        run = self.b.run
+        # The last run may end with a k-tile of zeros.
+        num_tiles = cute.ceil_div(depth, DEPTH * run) * run
         # Without it, the distances of the first copies' lines stay in 8 registers from tile to tile.
         zero = anew(Int32(0))
-        for first in cutlass.range_constexpr(self.stages - 1):
+        for first in cutlass.range_constexpr(0, self.stages - run, run):
             self._fill(a, b, Int32(first), zero + first, num_tiles, depth)
         stage = Int32(0)
-        for tile in cutlass.range(num_tiles, unroll=1):
-            cute.arch.cp_async_wait_group(self.stages - 2)
+        for tile in cutlass.range(0, num_tiles, run, unroll=1):
+            cute.arch.cp_async_wait_group(self.stages // run - 2)
             cute.arch.sync_threads()
-            emptied = select(stage == 0, Int32(self.stages - 1), stage - 1)
-            self._fill(a, b, emptied, tile + (self.stages - 1), num_tiles, depth)
-            self._multiply(acc, stage, tile)
-            stage = select(stage == self.stages - 1, Int32(0), stage + 1)
+            emptied = select(stage == 0, Int32(self.stages), stage) - run
+            self._fill(a, b, emptied, tile + (self.stages - run), num_tiles, depth)
+            for place in cutlass.range_constexpr(run):
+                self._multiply(acc, stage + place, tile + place)
+            stage = select(stage == self.stages - run, Int32(0), stage + run)
         if cutlass.const_expr(self.b.notes_nans):
             self._add_nans(acc)
         cute.arch.cp_async_wait_group(0)
@@ -83,12 +72,12 @@ class Mainloop(Invariant):
 
     @cute.jit
     def _fill(self, a: Any, b: Any, stage: Int32, tile: Int32, num_tiles: Int32, depth: Int32):
-        """A stage with a k-tile, if there is that. Each is a group of copies, be it empty."""
+        """The stages from `stage` on with a run of k-tiles, if there is that. It is a group of copies, be it empty."""
         if tile < num_tiles:
-            self.a.copy(a, stage, tile * DEPTH, depth)
-            self.b.copy(b, stage, tile * DEPTH, depth)
-        before = select(stage == 0, Int32(self.stages - 1), stage - 1)
-        self.b.advance(b, stage, tile, before)
+            for place in cutlass.range_constexpr(self.b.run):
+                self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
+                self.b.copy(b, stage + place, (tile + place) * DEPTH, depth)
+        self.b.advance(b, tile, select(stage == 0, Int32(self.stages), stage) - self.b.run)
         cute.arch.cp_async_commit_group()
 
     @cute.jit

@@ -59,12 +59,13 @@ class Lines(NamedTuple):
 
 
 class Operand(Invariant):
-    """What a mainloop asks of either besides `copy`. notes_nans: whether `nans` tells of NaNs that `columns` does not."""
+    """What a mainloop asks of either besides `copy`. run: k-tiles between barriers. notes_nans: whether `nans` tells of
+    NaNs that `columns` does not."""
 
-    notes_nans = False
+    run, notes_nans = 1, False
 
-    def advance(self, sources: Any, stage: Int32, tile: Int32, before: Int32) -> None:
-        """At each stage, whether it gets a k-tile or not. `before`: the stage that was filled before."""
+    def advance(self, sources: Any, tile: Int32, before: Int32) -> None:
+        """At each run of k-tiles from `tile` on, be it none. `before`: the first stage that was filled before."""
 
     def rows_of(self, x: Any, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
         """16 rows of the other operand, for step k of a k-tile: 16 of its depth, in this one's order."""

@@ -17,7 +17,7 @@ from ..schedule.groups import Groups
 from ..schedule.tile_scheduler import GroupTileScheduler
 from ..schedule.work import TileGrid, WorkTile
 from ..tiles import TileConfig
-from .mainloop import HALF, Mainloop, SmShare
+from .mainloop import CTAS_PER_SM, SMEM_BYTES, Mainloop
 from .store import Slots
 
 
@@ -57,10 +57,6 @@ class TileKernel(Invariant):
 
     walk: Any = TileWalk
 
-    @property
-    def share(self) -> SmShare:
-        return HALF
-
     def __init__(self, name: str, dtype: type[cutlass.Numeric], tile: TileConfig, epilogue: Any):
         self.name, self.dtype, self.tile, self.epilogue = name, dtype, tile, epilogue
 
@@ -80,10 +76,10 @@ class TileKernel(Invariant):
         small = sum(rounded_up(field.num_bytes) for field in self.epilogue.shape.smem)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(operands, stores, inputs, groups, grid).launch(
-            grid=(num_sms * self.share.ctas, 1, 1),
+            grid=(num_sms * CTAS_PER_SM, 1, 1),
             block=(THREADS, 1, 1),
-            smem=self.share.smem_bytes + small,
-            min_blocks_per_mp=self.share.ctas,
+            smem=SMEM_BYTES + small,
+            min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=100,
             stream=stream,
         )
@@ -92,8 +88,8 @@ class TileKernel(Invariant):
     def kernel(self, operands: Any, stores: Any, inputs: Any, groups: Groups, grid: TileGrid):
         smem = cute.arch.get_dyn_smem(Uint8, alignment=1024)
         first = smem.toint()
-        mainloop = Mainloop(self.dtype, self.tile, *self.make_operands(), first, self.share.smem_bytes)
-        own, at = {}, self.share.smem_bytes
+        mainloop = Mainloop(self.dtype, self.tile, *self.make_operands(), first)
+        own, at = {}, SMEM_BYTES
         for field in self.epilogue.shape.smem:
             pointer = cute.make_ptr(field.dtype, first + at, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
             own[field.name] = cute.make_tensor(pointer, cute.make_layout(field.shape))
