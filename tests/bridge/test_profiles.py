@@ -23,7 +23,7 @@ def names(profile: str) -> set[str]:
 
 def test_a_profile_holds_the_smaller_ones() -> None:
     demo, bf16, full = map(names, configs.PROFILES)
-    assert demo < bf16 < full and len(demo) == 5
+    assert demo < bf16 < full and len(demo) == 6
     assert {name for name in full - bf16 if "f16" not in name} == set()
 
 
