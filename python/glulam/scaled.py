@@ -63,14 +63,16 @@ class Scaled:
     """Of data; the first is what bytes of a file are."""
     form: ClassVar[tuple[str, ...]]
     """The fields that are no tensors."""
+    fields: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
         cls.form = tuple(name for name in cls.__annotations__ if name not in PARTS)
+        cls.fields = PARTS + cls.form
         torch.serialization.add_safe_globals([cls])
         pytree.register_pytree_node(
             cls,
             cls._flat,
-            cls.unchecked,
+            cls._unflattened,
             serialized_type_name=f"glulam.{cls.__name__}",
             to_dumpable_context=list,
             from_dumpable_context=cls.form_of_json,
@@ -90,14 +92,15 @@ class Scaled:
         return [(pytree.GetAttrKey(name), part) for name, part in zip(PARTS, parts, strict=True)], form
 
     @classmethod
-    def unchecked(cls, parts: Any, form: Any) -> Any:
-        """Of parts that are known to fit, which are told from others in 3 us; and of any that pytree functions made.
+    def _unflattened(cls, parts: Any, form: Any) -> Any:
+        """Unchecked, since pytree functions may have replaced the parts by anything."""
+        return cls.unchecked(*parts, *form)
 
-        Args:
-            parts: data and scale. form: the values of `form`.
-        """
+    @classmethod
+    def unchecked(cls, *values: Any) -> Any:
+        """Of the values of all fields, in their order, that are known to fit: checks take 3 us."""
         result = object.__new__(cls)
-        result.__dict__.update(zip((*PARTS, *cls.form), (*parts, *form), strict=True))
+        result.__dict__.update(zip(cls.fields, values, strict=True))
         return result
 
     def check_parts(self) -> None:

@@ -18,7 +18,7 @@ from cute_kernels.windows import STATUSES
 
 from ..layer.routing import Routing
 from ..layer.rows import combine_rows
-from ..mxfp8.tensor import unchecked
+from ..mxfp8 import MXFP8Tensor
 from .exchange import COMBINE, DISPATCH, WHY, Exchange, PeerError
 from .owners import Owners
 from .tokens import FORM, Tokens
@@ -94,7 +94,7 @@ class _Rows(Exchange):
         if isinstance(x, Tensor):
             return self._forth(DISPATCH, x)
         data, scale = (self._forth(DISPATCH, one.view(torch.uint8)).view(one.dtype) for one in (x.data, x.scale))
-        return unchecked(data, scale, *FORM)
+        return MXFP8Tensor.unchecked(data, scale, *FORM)
 
     def forth(self, d_out: Tensor) -> Tensor:
         return self._forth(f"backward of {COMBINE}", d_out)

@@ -11,7 +11,6 @@ from .. import recipes
 from ..calls.checks import any_requires_grad, check_tensor, shape_text
 from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
 from ..mxfp8.layout import BLOCK_SIZES, DATA_DTYPE
-from ..mxfp8.tensor import unchecked
 from ..ops.grouped_mlp_mxfp8 import rows_as_read, want_16_bits
 from ..recipes import BY_128, Recipe
 from ..scaled import SCALE_DTYPE, SOURCE_DTYPES
@@ -79,4 +78,4 @@ def as_read(op: str, recipe: str | Recipe, x: MXFP8Tensor, dtype: torch.dtype) -
         ValueError, TypeError: the recipe does not take them.
     """
     data, scale, _ = rows_as_read(op, x, recipes.find(op, recipe), dtype)
-    return data if scale is None else unchecked(data, scale, *FORM)
+    return data if scale is None else MXFP8Tensor.unchecked(data, scale, *FORM)

@@ -13,7 +13,6 @@ from cute_kernels.windows import REGIONS, WORD_BYTES, WORDS
 
 from ..mxfp8 import MXFP8Tensor
 from ..mxfp8.layout import DATA_DTYPE, num_blocks
-from ..mxfp8.tensor import unchecked
 from ..scaled import SCALE_DTYPE
 from .tokens import FORM
 
@@ -73,7 +72,7 @@ class Window:
             setattr(self, name, buffer[offsets[name] : offsets[name] + size].view(dtype).view(shape))
         shape = sizes.rows, sizes.hidden_size
         data = self.rows.view(DATA_DTYPE).flatten()[: math.prod(shape)].view(shape)
-        self.in_mxfp8 = unchecked(data, self.scales.view(SCALE_DTYPE), *FORM)
+        self.in_mxfp8 = MXFP8Tensor.unchecked(data, self.scales.view(SCALE_DTYPE), *FORM)
         self.addresses = torch.tensor(
             [[base + offsets[name] for base in bases] for name in REGIONS], dtype=torch.int64, device=buffer.device
         )

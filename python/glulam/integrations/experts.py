@@ -47,8 +47,8 @@ def quantised(experts: Any, name: str) -> Any:
     """A weight that was kept, as `glulam.moe` takes it."""
     weight, scale = experts._buffers[name], experts._buffers[name + SCALE].view(SCALE_DTYPE)
     if experts.glulam_recipe.has_4_bits:
-        return MXFP4Tensor.unchecked((weight, scale), ())
-    parts = weight.view(DATA_DTYPE), scale
+        return MXFP4Tensor.unchecked(weight, scale)
+    data = weight.view(DATA_DTYPE)
     if experts.glulam_recipe.folds:
-        return FoldedWeight.unchecked(parts, ("row", None))
-    return MXFP8Tensor.unchecked(parts, ("row", "1x32", "plain"))
+        return FoldedWeight.unchecked(data, scale, "row", None)
+    return MXFP8Tensor.unchecked(data, scale, "row", "1x32", "plain")

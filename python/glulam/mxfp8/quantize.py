@@ -19,7 +19,7 @@ from ..choose.problem import Problem
 from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from . import reference
 from .layout import BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, round_up, scale_shape
-from .tensor import MXFP8Copies, MXFP8Tensor, check_form, unchecked
+from .tensor import MXFP8Copies, MXFP8Tensor, check_form
 
 OP = "quantize_mxfp8"
 
@@ -72,7 +72,7 @@ def quantize_mxfp8(
     tensors = quantize_to(x, axis, offs=offs, block=block, scale_layout=scale_layout, out=buffers)
     if out is not None:
         return out
-    make = MXFP8Tensor if is_dynamo_compiling() else unchecked
+    make = MXFP8Tensor if is_dynamo_compiling() else MXFP8Tensor.unchecked
     if axis != "both":
         return make(tensors[0], tensors[1], axis, block, scale_layout)
     return MXFP8Copies(

@@ -150,10 +150,3 @@ def check_form(op: str, axes: Sequence[str], axis: Any, block: Any, scale_layout
     check_choice(op, "axis", axis, axes)
     check_choice(op, "block", block, tuple(BLOCK_SIZES))
     check_choice(op, "scale_layout", scale_layout, layout.SCALE_LAYOUTS)
-
-
-def unchecked(data: Any, scale: Any, axis: str, block: str, scale_layout: str) -> MXFP8Tensor:
-    """Of parts that fit, as a kernel's results do."""
-    result = object.__new__(MXFP8Tensor)
-    result.__dict__.update(data=data, scale=scale, axis=axis, block=block, scale_layout=scale_layout)
-    return result
