@@ -60,8 +60,7 @@ class Mainloop(Invariant):
         for tile in cutlass.range(0, num_tiles, run, unroll=1):
             cute.arch.cp_async_wait_group(self.stages // run - 2)
             cute.arch.sync_threads()
-            emptied = select(stage == 0, Int32(self.stages), stage) - run
-            self._fill(a, b, emptied, tile + (self.stages - run), num_tiles, depth)
+            self._fill(a, b, self._before(stage), tile + (self.stages - run), num_tiles, depth)
             for place in cutlass.range_constexpr(run):
                 self._multiply(acc, stage + place, tile + place)
             stage = select(stage == self.stages - run, Int32(0), stage + run)
@@ -77,8 +76,12 @@ class Mainloop(Invariant):
             for place in cutlass.range_constexpr(self.b.run):
                 self.a.copy(a, stage + place, (tile + place) * DEPTH, depth)
                 self.b.copy(b, stage + place, (tile + place) * DEPTH, depth)
-        self.b.advance(b, tile, select(stage == 0, Int32(self.stages), stage) - self.b.run)
+        self.b.advance(b, tile, self._before(stage))
         cute.arch.cp_async_commit_group()
+
+    def _before(self, stage: Int32) -> Int32:
+        """The stage that a run before begins at, around the ring."""
+        return select(stage == 0, Int32(self.stages), stage) - self.b.run
 
     @cute.jit
     def _multiply(self, acc: cute.Tensor, stage: Int32, tile: Int32):
