@@ -61,6 +61,19 @@ class TestMath:
         for axis in (-1, -2):
             torch.testing.assert_close(got.sum(axis), torch.ones_like(got.sum(axis)), atol=1e-3, rtol=0)
 
+    @pytest.mark.parametrize("dtype", [F32, BF16])
+    @pytest.mark.parametrize("scale", [30, 100, 200])
+    def test_sinkhorn_of_logits_far_apart(self, scale: int, dtype: torch.dtype) -> None:
+        """Exponentials below float32's range are the least of their matrix, not zeros."""
+        logits = (scale * randn(256, 2, 2, seed=scale)).to(dtype).requires_grad_()
+        exact = logits.detach().double().requires_grad_()
+        for given in (logits, exact):
+            (mhc.sinkhorn(given) * torch.tensor([[1.0, 2.0], [3.0, 5.0]])).sum().backward()
+        tolerance = 1e-2 if dtype == BF16 else 1e-6
+        torch.testing.assert_close(mhc.sinkhorn(logits).double(), mhc.sinkhorn(exact), rtol=0, atol=tolerance)
+        assert logits.grad is not None and exact.grad is not None and exact.grad.abs().max() > 0.1
+        torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=0, atol=tolerance)
+
     @pytest.mark.parametrize("lead", LEADS)
     def test_aggregate_is_a_weighted_sum(self, lead: tuple[int, ...]) -> None:
         x, h_pre = inputs("aggregate", lead)

@@ -6,10 +6,15 @@ H = gradient * M, elementwise, a step M' = M / (sum M + eps) turns H' into H = H
 What is kept is Q with H = Q M0: then a step is Q -= u v^T scaled by sum (M0 Q'), 9 operations a line of 4, and the
 factors serve as they are. So no rounding adds up and no matrix is stored.
 
-M0 is at least SMALLEST, or a column of nothing else than zeros would drive its factor to infinity.
+Columns whose logits all lie far below their rows' maxima would lose their numbers to float32's range. So M0's columns
+are divided by their largest element, exp(peak), where the factors v begin instead of at 1. A peak below DEEPEST has no
+float32 factor either. While a column is that small, its sum is nothing beside eps and each iteration multiplies it by
+1 / eps: such a column sleeps, with factor 0, for as many iterations as it takes to come above DEEPEST.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -18,32 +23,75 @@ from cutlass import Float32, Int32, Int64
 
 from ..device.gmem import UNBOUNDED
 from ..device.invariant import Invariant
+from ..device.select import select
 from ..device.vectors import load_params, store_params
 from ..specs import MhcSpec
 from ..tracing import DTYPES, Traced, traced
 
 # One warp a CTA: 32768 matrices are 8 CTAs an SM, and a CTA's factors are small enough for all of them at once.
 THREADS = 32
-SMALLEST = 1e-30
+DEEPEST = -80.0
+"""Natural logarithm of the least factor of a column that counts: 2e-35, beside which float32 has room for products."""
+LEAST_EPS = 1e-30
+"""A smaller eps is no more than a sleeping column's sum; with one, peaks end at DEEPEST."""
+LOWEST = -3e38
+"""The peak of a column of -inf, whose elements then stay 0."""
+NEVER = 1e6
+"""More iterations than any call has."""
 
 
-def _exponentials(logits: cute.Tensor, n: int) -> cute.Tensor:
-    """M0 = exp(l - rowmax), row-major."""
-    result = cute.make_rmem_tensor(n * n, Float32)
+class Start(NamedTuple):
+    """A thread's matrix before the first iteration: m0 diag(first), except for sleeping columns.
+
+    Attributes:
+        m0: [n, n] row-major; the largest element of each row and of each column is 1.
+        first: [n], the factor of each column when it begins to take part.
+        sleep: Int32 [n], the iterations after which a column begins; 0: at once.
+    """
+
+    m0: cute.Tensor
+    first: cute.Tensor
+    sleep: cute.Tensor
+
+    def factors(self, n: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """u and v."""
+        u, v = (cute.make_rmem_tensor(n, Float32) for _ in range(2))
+        u.fill(1.0)
+        for j in range(n):
+            v[j] = select(self.sleep[j] == 0, self.first[j], Float32(0.0))
+        return u, v
+
+    def longest_sleep(self, n: int) -> Int32:
+        longest = self.sleep[0]
+        for j in range(1, n):
+            longest = cutlass.max(longest, self.sleep[j])
+        return longest
+
+
+def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
+    """Divide exp(logits - rowmax) by its columns' largest elements, and put columns that are too small to sleep."""
+    m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
+    sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):
         largest = logits[i * n]
         for j in range(1, n):
             largest = cute.arch.fmax(largest, logits[i * n + j])
         for j in range(n):
-            value = cute.math.exp(logits[i * n + j] - largest, fastmath=True)
-            result[i * n + j] = cute.arch.fmax(value, Float32(SMALLEST))
-    return result
-
-
-def _ones(n: int) -> cute.Tensor:
-    result = cute.make_rmem_tensor(n, Float32)
-    result.fill(1.0)
-    return result
+            m0[i * n + j] = logits[i * n + j] - largest
+    growth = -cute.math.log(cute.arch.fmax(eps, Float32(LEAST_EPS)), fastmath=True)
+    for j in range(n):
+        peak = m0[j]
+        for i in range(1, n):
+            peak = cute.arch.fmax(peak, m0[i * n + j])
+        peak = cute.arch.fmax(peak, Float32(LOWEST))
+        for i in range(n):
+            m0[i * n + j] = cute.math.exp(m0[i * n + j] - peak, fastmath=True)
+        sleeps = (peak < DEEPEST) & (eps >= LEAST_EPS)
+        rounds = cute.arch.fmin((DEEPEST - peak) / cute.arch.fmax(growth, Float32(1 / NEVER)), Float32(NEVER))
+        sleep[j] = select(sleeps, rounds.to(Int32) + 1, Int32(0))
+        awake = peak + Float32(sleep[j]) * growth
+        first[j] = cute.math.exp(select(sleeps, awake, cute.arch.fmax(peak, Float32(DEEPEST))), fastmath=True)
+    return Start(m0, first, sleep)
 
 
 def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
@@ -65,11 +113,22 @@ def balance(m0: cute.Tensor, u: cute.Tensor, v: cute.Tensor, eps: Float32, n: cu
     _balance(m0, v, u, (1, n), n, eps)
 
 
+def _wake(start: Start, v: cute.Tensor, done: Int32, n: int):
+    """Let columns begin that have slept for as many iterations as are done."""
+    for j in range(n):
+        v[j] = select(start.sleep[j] == done, start.first[j], v[j])
+
+
 @cute.jit
 def doubly_stochastic(logits: cute.Tensor, iters: Int32, eps: Float32, n: cutlass.Constexpr[int]) -> cute.Tensor:
     """A thread's matrix, normalised."""
-    m0, u, v = _exponentials(logits, n), _ones(n), _ones(n)
-    for _ in cutlass.range(iters):
+    start = _start(logits, eps, n)
+    m0, (u, v) = start.m0, start.factors(n)
+    asleep = cutlass.min(start.longest_sleep(n), iters)
+    for k in cutlass.range(asleep):
+        balance(m0, u, v, eps, n)
+        _wake(start, v, k + 1, n)
+    for _ in cutlass.range(iters - asleep):
         balance(m0, u, v, eps, n)
     for i in cutlass.range_constexpr(n * n):
         m0[i] = m0[i] * u[i // n] * v[i % n]
@@ -88,17 +147,18 @@ def _step_back(m0: cute.Tensor, q: cute.Tensor, ours: cute.Tensor, theirs: cute.
             q[at[j]] = q[at[j]] - theirs[j] * total
 
 
-def _through_maximum(m0: cute.Tensor, h: cute.Tensor, n: int):
+def _through_maximum(start: Start, h: cute.Tensor, n: int):
     """From H to the gradient of the logits: what each row's maximum adds to, and ties share, is taken away again."""
     for i in range(n):
         total, ties = h[i * n], Float32(0.0)
+        is_largest = [Float32((start.m0[i * n + j] == 1.0) & (start.first[j] == 1.0)) for j in range(n)]
         for j in range(1, n):
             total += h[i * n + j]
         for j in range(n):
-            ties += Float32(m0[i * n + j] == 1.0)
+            ties += is_largest[j]
         share = total * cute.arch.rcp_approx(ties)
         for j in range(n):
-            h[i * n + j] = h[i * n + j] - share * Float32(m0[i * n + j] == 1.0)
+            h[i * n + j] = h[i * n + j] - share * is_largest[j]
 
 
 class Sinkhorn(Invariant):
@@ -162,10 +222,12 @@ class SinkhornBackward(Invariant):
             size = self.n * self.n
             values = load_params(logits, forms, matrix * size, size)
             q = load_params(d_out, forms, matrix * size, size)
-            m0, u, v = _exponentials(values, self.n), _ones(self.n), _ones(self.n)
+            start = _start(values, eps, self.n)
+            m0, (u, v), (_, begin) = start.m0, start.factors(self.n), start.factors(self.n)
             factors = cute.make_tensor(cute.arch.get_dyn_smem(Float32, 16) + thread, cute.make_layout(UNBOUNDED))
             for k in cutlass.range(iters):
                 balance(m0, u, v, eps, self.n)
+                _wake(start, v, k + 1, self.n)
                 for i in cutlass.range_constexpr(self.n):
                     factors[((2 * k) * self.n + i) * THREADS] = u[i]
                     factors[((2 * k + 1) * self.n + i) * THREADS] = v[i]
@@ -174,7 +236,8 @@ class SinkhornBackward(Invariant):
             for done in cutlass.range(iters):
                 before = iters - 2 - done
                 _step_back(m0, q, v, u, (1, self.n), self.n)
-                v.fill(1.0)
+                for i in cutlass.range_constexpr(self.n):
+                    v[i] = begin[i]
                 if before >= 0:
                     for i in cutlass.range_constexpr(self.n):
                         v[i] = factors[((2 * before + 1) * self.n + i) * THREADS]
@@ -184,7 +247,7 @@ class SinkhornBackward(Invariant):
                         u[i] = factors[(2 * before * self.n + i) * THREADS]
             for i in cutlass.range_constexpr(size):
                 q[i] = q[i] * m0[i]
-            _through_maximum(m0, q, self.n)
+            _through_maximum(start, q, self.n)
             store_params(d_logits, forms, matrix * size, q)
 
 

@@ -163,6 +163,25 @@ class TestNumerics:
             for axis in (-1, -2):
                 assert float((got.sum(axis) - 1).abs().max()) < 1e-3
 
+    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize("scale", [10, 30, 60, 100])
+    @pytest.mark.parametrize("iters, eps", [(3, 1e-6), (20, 1e-6), (20, 1e-3), (20, 0.5), (100, 1e-6)])
+    def test_sinkhorn_of_logits_far_apart(self, n: int, scale: int, iters: int, eps: float) -> None:
+        """Columns far below their rows' maxima, whose exponentials are below float32's range, and which eps lifts."""
+        if iters * scale > 2000:
+            pytest.skip("factors of so many iterations leave float32's range (docs/mhc.md)")
+        logits = scale * randn(2111, n, n, dtype=F32, seed=scale)
+        check("sinkhorn", [logits], iters=iters, eps=eps)
+
+    @pytest.mark.parametrize("n", COUNTS)
+    def test_sinkhorn_of_logits_that_are_not_finite(self, n: int) -> None:
+        logits = randn(64, n, n, dtype=F32, seed=0)
+        logits[0, 0, 0], logits[1, :, 1], logits[2, 0, 0] = torch.nan, -torch.inf, -torch.inf
+        got = mhc.sinkhorn(logits).cpu()
+        assert got[0].isnan().any() and got[1:].isfinite().all() and not got[1, :, 1].any()
+        wanted = reference.sinkhorn(logits[1:].cpu().double(), 20, 1e-6)
+        torch.testing.assert_close(got[1:].double(), wanted, rtol=0, atol=1e-5)
+
     def test_ties_share_the_maximum(self) -> None:
         logits = torch.zeros(64, 4, 4, device="cuda")
         logits[1::2, :, 1:3] = 3.0

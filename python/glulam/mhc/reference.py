@@ -19,8 +19,11 @@ def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
 
 
 def _normalised(logits: Tensor, iters: int, eps: float) -> list[Tensor]:
-    """The matrix after each step: the exponentials, then rows and columns in turns."""
-    values = wide(logits)
+    """The matrix after each step, in float64: the exponentials, then rows and columns in turns.
+
+    In float32 the exponentials of a column 104 below its rows' maxima would be zeros, which no step brings back.
+    """
+    values = logits.double()
     steps = [(values - values.amax(-1, keepdim=True)).exp()]
     for step in range(2 * iters):
         axis = -1 - step % 2
@@ -31,7 +34,7 @@ def _normalised(logits: Tensor, iters: int, eps: float) -> list[Tensor]:
 def sinkhorn_backward(d_out: Tensor, logits: Tensor, iters: int, eps: float) -> Tensor:
     """With H = gradient * M, elementwise, a step M' = M / (sum M + eps) takes H' to H = H' - M' sum H'."""
     steps = _normalised(logits, iters, eps)
-    h = wide(d_out) * steps[-1]
+    h = d_out.double() * steps[-1]
     for step in reversed(range(2 * iters)):
         h = h - steps[step + 1] * h.sum(-1 - step % 2, keepdim=True)
     largest = steps[0] == 1
