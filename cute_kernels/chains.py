@@ -117,7 +117,7 @@ def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:
     """out[token] = residual[token] + the sum of its rows, where out is given."""
     return _step(
         LayerSpec("combine", spec.dtype, arch=spec.arch), "row_of tokens k", when=out, y=Of(rows, "address"),
-        residual=residual, width=Of(rows, "size", 1), out=out, stream=Of(rows, "stream"),
+        residual=residual, width=Of(rows, "size", 1), bound=Of(rows, "size", 0), out=out, stream=Of(rows, "stream"),
     )  # fmt: skip
 
 

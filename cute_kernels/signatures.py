@@ -298,18 +298,19 @@ LAYER: dict[str, Signature] = {
     ),
     "route_backward": _numbers("d_weights logits ids d_logits", "forms tokens experts k score normalize", "scale"),
     "permute": _numbers("x row_of out", "tokens k width position"),
-    "combine": _numbers("y row_of residual out", "tokens k width position", optional=True),
-    "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k"),
+    "combine": _numbers("y row_of residual out", "tokens k width bound position", optional=True),
+    "row_weights_backward": _numbers("d_rows row_of d_weights", "tokens k bound"),
     "send_tokens": _numbers(f"x x_scale ids weights {_BACK}", "tokens k width experts most rank world status num_sms"),
     "send_sums": _numbers(f"y row_of d_weights {_BACK}", "tokens k width most is_summed rank world num_sms"),
 }
 """What lies around a layer's experts. `forms`: the dtype of logits (`specs.PARAM_FORMS`), as `weight_form` and
 `bias_form` are those of a router's parameters, or of choices' weights; `wide`: whether ids have 64 bits; `chunk`:
 tokens of a CTA; `workspace`: int32 [chunks, experts], 0 where there is one chunk; `position`: how many kernels of the
-same call come before. Of send_tokens and send_sums: `most`: tokens of a rank; `regions`, `state`: as of `windows`;
-`handle`: int64 [1 + world], the dispatch's number and how many tokens came from each rank; `sum_rows`, `weight_places`:
-tables of the way back (`ranks.send.Table`); `status`: what x is, of `windows.STATUSES`, and of rows in MXFP8 `x_scale`,
-a byte for 32 elements; `is_summed`: y has a token's sum in its own place."""
+same call come before; `bound`: how many rows y or d_rows has, so that no row number leads out of it. Of send_tokens and
+send_sums: `most`: tokens of a rank; `regions`, `state`: as of `windows`; `handle`: int64 [1 + world], the dispatch's
+number and how many tokens came from each rank; `sum_rows`, `weight_places`: tables of the way back
+(`ranks.send.Table`); `status`: what x is, of `windows.STATUSES`, and of rows in MXFP8 `x_scale`, a byte for 32
+elements; `is_summed`: y has a token's sum in its own place."""
 
 _STAGES: dict[type, Callable[[Any], Signature]] = {
     GroupedMmSpec: _mm,

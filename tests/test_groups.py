@@ -222,6 +222,22 @@ class TestRowsBehind:
             glulam.quantize_mxfp8(padded, axis=axis, offs=offs_of(100, 200))
         assert not all_tails()
 
+    @pytest.mark.parametrize("ends", [(4, 4, 4, 4), (0, 3, 7, 12), (2, 3, 7, 12), (0, 0, 0, 0)])
+    def test_none_of_a_routing(self, ends: tuple[int, ...], all_tails: Callable[[], list[str]]) -> None:
+        """Choices of experts elsewhere have no row, so that its rows may end anywhere."""
+        counts = offs_of(*ends).diff(prepend=offs_of(0))
+        ids = torch.cat([torch.arange(E).repeat_interleave(counts), torch.full((T - ends[-1],), -1)])
+        routing = glulam.Routing.from_topk(ids.view(-1, 2), torch.ones(T // 2, 2), E)
+        assert tuple(routing.offs.tolist()) == ends
+        for call in CALLS.values():
+            for by in ({"offs": routing.offs}, {"splits": routing.counts}):
+                call(**by)
+        for _, make in TRAINED.values():
+            make()(rows().requires_grad_(), offs=routing.offs).sum().backward()
+        assert not all_tails()
+        CALLS["grouped_mm"](offs=offs_of(*ends))
+        assert len(all_tails()) == 1, "the same ends of no routing"
+
     def test_none_from_compiled_code(self, all_tails: Callable[[], list[str]]) -> None:
         torch.compiler.reset()
         module = GroupedMLP(E, K, N, bias=True, dtype=BF16)
@@ -236,6 +252,12 @@ class TestRowsBehind:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
         if checks:
             monkeypatch.setenv("GLULAM_CHECK", "1")
+        ids = torch.arange(T).view(-1, 2) - T // 2  # half of them are of no expert
+        offs = glulam.Routing.from_topk(ids, torch.ones(T // 2, 2), E).offs
+        for op, call in FUNCTIONS.values():
+            CALLS[op](offs=offs)
+            call(rows().requires_grad_(), offs=offs).sum().backward()
+        assert not all_tails(), "those of a routing"
         for op in ("grouped_mm", "grouped_mlp", "grouped_wgrad"):
             for by in ({"offs": offs_of(2, 3, 7, 12)}, {"splits": [2, 3, 7, 1]}) * 2:
                 CALLS[op](**by)

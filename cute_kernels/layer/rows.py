@@ -2,7 +2,8 @@
 y[row_of[n, j]]. Each is the other's gradient.
 
 A thread has 16 bytes of a token and its k rows one after the other: bytes are the bound, of N k + N rows (with a
-residual N more). Sums are float32, in the order of j, rounded once. Row -1 is none: nothing is read or written for it.
+residual N more). Sums are float32, in the order of j, rounded once. Row -1 is none: nothing is read or written for it,
+nor for a row past the end of the rows (`bound`), which only a routing that was changed by hand has.
 
 A CTA has 128 vectors of one token. Where a thread's index told both, a division of 64 bits took as long as two rows:
 combine of 4096 tokens of 2 rows of 4096 had 0.65 of the copy rate.
@@ -40,12 +41,12 @@ class _Rows(Invariant):
     kernel: Any
 
     def _launch(
-        self, addresses: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
+        self, arguments: tuple, tokens: Int32, k: Int32, width: Int32, position: Int32, stream: cuda.CUstream
     ) -> None:  # fmt: skip
         """Early, by programmatic launch, where `position` kernels of the same call come before."""
         vectors = width // elements(self.dtype)
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(*addresses, k, vectors).launch(
+        self.kernel(*arguments, k, vectors).launch(
             grid=(tokens, cute.ceil_div(vectors, VECTORS), 1),
             block=(VECTORS, 1, 1),
             stream=stream,
@@ -64,13 +65,13 @@ class Combine(_Rows):
     @cute.jit
     def __call__(
         self, y: Int64, row_of: Int64, residual: Int64, out: Int64, tokens: Int32, k: Int32, width: Int32,
-        position: Int32, stream: cuda.CUstream,
+        bound: Int32, position: Int32, stream: cuda.CUstream,
     ):  # fmt: skip
         if tokens > 0:
-            self._launch((y, row_of, residual, out), tokens, k, width, position, stream)
+            self._launch((y, row_of, residual, out, bound), tokens, k, width, position, stream)
 
     @cute.kernel
-    def kernel(self, y: Int64, row_of: Int64, residual: Int64, out: Int64, k: Int32, vectors: Int32):
+    def kernel(self, y: Int64, row_of: Int64, residual: Int64, out: Int64, bound: Int32, k: Int32, vectors: Int32):
         token, column = self._place()
         index = token * vectors + column
         wait_for_earlier()
@@ -88,7 +89,8 @@ class Combine(_Rows):
                 raw = cute.make_rmem_tensor((count, UNROLL), self.dtype)
                 for j in cutlass.range_constexpr(UNROLL):
                     if first + j < k:
-                        found[j] = rows[first + j]
+                        row = rows[first + j]
+                        found[j] = select(row < bound, row, Int32(-1))
                 for j in cutlass.range_constexpr(UNROLL):
                     if found[j] >= 0:
                         raw[None, j].store(load_vector(self.dtype, y, Int64(found[j]) * vectors + column).load())
@@ -114,10 +116,11 @@ class Permute(_Rows):
         token, column = self._place()
         if column < vectors:
             value = floats(load_vector(self.dtype, x, token * vectors + column))
-            rows = vector_at(Int32, row_of + token * k * 4)
+            rows, (tokens, _, _) = vector_at(Int32, row_of + token * k * 4), cute.arch.grid_dim()
+            bound = tokens * k
             for j in cutlass.range(k, unroll=UNROLL):
                 row = rows[j]
-                if row >= 0:
+                if (row >= 0) & (row < bound):
                     store_vector(self.dtype, out, Int64(row) * vectors + column, value)
 
 
@@ -128,22 +131,26 @@ class RowWeightsBackward(Invariant):
         self.name = spec.name
 
     @cute.jit
-    def __call__(self, d_rows: Int64, row_of: Int64, d_weights: Int64, tokens: Int32, k: Int32, stream: cuda.CUstream):
+    def __call__(
+        self, d_rows: Int64, row_of: Int64, d_weights: Int64, tokens: Int32, k: Int32, bound: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
         if tokens > 0:
             self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-            self.kernel(d_rows, row_of, d_weights, tokens * k).launch(
+            self.kernel(d_rows, row_of, d_weights, tokens * k, bound).launch(
                 grid=(cute.ceil_div(tokens * k, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream
             )
 
     @cute.kernel
-    def kernel(self, d_rows: Int64, row_of: Int64, d_weights: Int64, total: Int32):
+    def kernel(self, d_rows: Int64, row_of: Int64, d_weights: Int64, total: Int32, bound: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         index = block * THREADS + thread
         if index < total:
             row = vector_at(Int32, row_of)[index]
-            there = vector_at(Float32, d_rows)[cutlass.max(row, Int32(0))]
-            vector_at(Float32, d_weights)[index] = select(row >= 0, there, Float32(0.0))
+            is_row = (row >= 0) & (row < bound)
+            there = vector_at(Float32, d_rows)[select(is_row, row, Int32(0))]
+            vector_at(Float32, d_weights)[index] = select(is_row, there, Float32(0.0))
 
 
 KERNELS = {"combine": Combine, "permute": Permute, "row_weights_backward": RowWeightsBackward}

@@ -19,7 +19,8 @@ from glulam.host.plans import forget_plans
 from glulam.layer import reference
 from glulam.layer.choices import moe_of_choices
 from glulam.layer.few_tokens import route_few
-from glulam.layer.rows import permute_tokens
+from glulam.layer.routing import row_weights_backward
+from glulam.layer.rows import combine_rows, permute_tokens
 from glulam.recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -461,3 +462,27 @@ class TestMoeOfChoices:
         for count in (1, 16):
             given = [self.tokens(count)[name] for name in ("x", "ids", "weights")]
             assert same_bits(compiled(*given), layer(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_row_numbers_past_the_end_lead_nowhere(dtype: torch.dtype) -> None:
+    """A routing changed by hand: nothing is written beside the rows, and nothing beside them is read."""
+    tokens, k, width = 37, 3, 64
+    row_of = torch.arange(tokens * k, device="cuda", dtype=torch.int32).view(tokens, k)
+    row_of[::5, 0], row_of[1::5, 1], row_of[2::5, 2] = tokens * k, 2**31 - 1, -(2**31)
+    is_there = (row_of >= 0) & (row_of < tokens * k)
+    memory = torch.full((3 * tokens * k, width), 7.0, device="cuda", dtype=dtype)
+    rows = memory[tokens * k : 2 * tokens * k].view(tokens, k, width)
+    x = torch.randn(tokens, width, device="cuda").to(dtype)
+    permute_tokens(x, row_of, out=rows)
+    assert (memory[: tokens * k] == 7).all() and (memory[2 * tokens * k :] == 7).all()
+    wanted = torch.where(is_there.unsqueeze(-1), x.unsqueeze(1).expand(-1, k, -1), 7.0)
+    assert torch.equal(rows, wanted)
+    memory[: tokens * k], memory[2 * tokens * k :] = torch.nan, torch.nan
+    sums = combine_rows(rows, row_of, None)
+    exact = (rows.double() * is_there.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(sums.double(), exact, rtol=1e-2, atol=1e-5)
+    d_rows = torch.full((3 * tokens * k,), torch.nan, device="cuda")
+    d_rows[tokens * k : 2 * tokens * k] = torch.arange(tokens * k, device="cuda")
+    d_weights = row_weights_backward(d_rows[tokens * k : 2 * tokens * k].view(tokens, k), row_of)
+    assert torch.equal(d_weights, torch.where(is_there, row_of, 0).float())

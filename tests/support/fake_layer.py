@@ -107,14 +107,9 @@ def _route_backward(spec: LayerSpec, at: Any) -> None:
     _tensor(at.d_logits, at.tokens, at.experts, dtype=dtype).copy_(d_logits)
 
 
-def _rows_read(row_of: Tensor) -> int:
-    """How many there must be; they may be more than choices, as sums of several ranks are."""
-    return max(int(row_of.max()) + 1, 1)
-
-
 def _row_weights_backward(spec: LayerSpec, at: Any) -> None:
     row_of = _tensor(at.row_of, at.tokens, at.k)
-    d_rows = _tensor(at.d_rows, _rows_read(row_of), dtype=F32)
+    d_rows = _tensor(at.d_rows, at.bound, dtype=F32)
     _tensor(at.d_weights, at.tokens, at.k, dtype=F32).copy_(reference.row_weights_backward(d_rows, row_of)[0])
 
 
@@ -129,7 +124,7 @@ def _permute(spec: LayerSpec, at: Any) -> None:
 def _combine(spec: LayerSpec, at: Any) -> None:
     dtype = getattr(torch, spec.dtype)
     row_of = _tensor(at.row_of, at.tokens, at.k)
-    y = _tensor(at.y, _rows_read(row_of), at.width, dtype=dtype)
+    y = _tensor(at.y, at.bound, at.width, dtype=dtype)
     residual = optional(at.residual, at.tokens, at.width, dtype=dtype)
     _tensor(at.out, at.tokens, at.width, dtype=dtype).copy_(reference.combine(y, row_of, residual)[0])
 

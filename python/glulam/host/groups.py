@@ -35,6 +35,7 @@ BEHIND_GROUPS = {
 
 _LEADING = {"grouped_dglu": "dy", "grouped_bias_grad": "dy", "grouped_mlp_backward": "dy"}
 OF_A_TRACE = ""
+_SPARE_ROWS = "_glulam_spare_rows"
 
 
 class _Caller(threading.local):
@@ -82,7 +83,8 @@ def form(groups: Tensor, is_offs: bool) -> int:
 def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list[int]:
     """Where each group ends, read from the host or copied from the device, and checked.
 
-    Warns once where they end before `rows`: that is allowed, and what mistaken offs look like.
+    Warns once where they end before `rows`: that is allowed, and what mistaken offs look like. Groups of a Routing
+    never warn.
 
     Raises:
         ValueError: a negative size, or groups that need more than `rows` rows.
@@ -90,7 +92,8 @@ def ends(op: str, offs: Tensor | None, splits: Splits | None, rows: int) -> list
     """
     op = caller(op)
     values = _ends(op, offs, splits, rows)
-    if values and values[-1] < rows and op in BEHIND_GROUPS and _caller.op != OF_A_TRACE:
+    is_suspect = not hasattr(splits if offs is None else offs, _SPARE_ROWS)
+    if values and values[-1] < rows and is_suspect and op in BEHIND_GROUPS and _caller.op != OF_A_TRACE:
         _warn_of_rows_behind(op, offs is not None, values, rows)
     return values
 
@@ -122,6 +125,17 @@ def _integer(op: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"{op}: splits holds {value!r}; give row counts as integers") from None
+
+
+def with_spare_rows(groups: Tensor) -> Tensor:
+    """Mark group sizes that may end before T by design, as a Routing's do: `ends` does not warn of them.
+
+    The mark is an attribute of this tensor object: it ends with the tensor, and copies other than `copy.deepcopy`'s do
+    not have it.
+    """
+    if isinstance(groups, Tensor) and not torch.compiler.is_compiling():  # compiled code never warns
+        setattr(groups, _SPARE_ROWS, True)
+    return groups
 
 
 def _warn_of_rows_behind(op: str, is_offs: bool, ends: list[int], rows: int) -> None:

@@ -11,11 +11,13 @@ from torch import Tensor
 from cute_kernels.chains import SORTED_EXPERTS
 
 from .. import recipes
+from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
 from ..calls.front import operator
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
 from ..host.groups import OFFS_OF_CALL
+from ..mxfp8 import MXFP8Tensor
 from ..ops.grouped_mlp_mxfp8 import flatten
 from ..recipes import BF16, Recipe
 from . import reference
@@ -65,7 +67,10 @@ def moe_of_choices(
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
     """Whether one call serves. `others`: what else may require a gradient."""
     return (
-        ids.numel() <= MOST_SORTED
+        isinstance(x, (Tensor, MXFP8Tensor))
+        and isinstance(ids, Tensor)
+        and isinstance(num_experts, int)  # else the call's parts name what it is
+        and ids.numel() <= MOST_SORTED
         and num_experts <= SORTED_EXPERTS
         and runs_kernels(x)
         and not (torch.is_grad_enabled() and any_requires_grad(x, weights, *others))
@@ -76,6 +81,7 @@ class OfChoices(OfTokens):
     """What such a call has beside moe's: a routing that it makes."""
 
     differentiable = False
+    labels: ClassVar = {**Call.labels, "id_weights": "weights"}
     torch_types: ClassVar = {"ids": "Tensor", "id_weights": "Tensor", "num_experts": "int"}
     offs = splits = rows = row_of = row_scale = residual = out = None
     recompute = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls.checks import check_tensor
+from ..calls.checks import check_plain, check_tensor, mismatch, shape_text
 from ..reference import wide
 from .reference import TINY
-from .routing import Routing
+from .routing import Routing, check_matrix
+
+INTEGERS = (torch.int32, torch.int64)
 
 
 def load_balancing_loss(routing: Routing) -> Tensor:
@@ -35,6 +37,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
         raise ValueError(
             "load_balancing_loss: routing has no logits, which from_topk is not given; give what glulam.route returned"
         )
+    _check(routing)
     is_padding = routing.ids[:, :1] < 0
     values = wide(routing.logits).masked_fill(is_padding, 0)
     if routing.score == "sigmoid":
@@ -44,6 +47,20 @@ def load_balancing_loss(routing: Routing) -> Tensor:
         probabilities = values.softmax(-1)
     sums, rows = probabilities.masked_fill(is_padding, 0).sum(0), routing.offs[-1].clamp(min=1)
     return (routing.counts * sums).sum() / rows / rows * (routing.num_experts * routing.ids.shape[1])
+
+
+def _check(routing: Routing) -> None:
+    """Raise ValueError or TypeError where a routing that was changed by hand does not fit itself."""
+    op, logits = "load_balancing_loss", routing.logits
+    tokens, experts = check_matrix(op, "routing.logits", logits, "N, E")
+    for name, count, letters in (("ids", tokens, "N, K"), ("offs", experts, "E")):
+        label, value = f"routing.{name}", getattr(routing, name)
+        tensor = check_tensor(op, label, value, f"a tensor [{letters}]", logits, dtypes=INTEGERS)
+        if tensor.dim() != len(letters.split()) or len(tensor) != count or 0 in tensor.shape[1:]:
+            why = f"routing.logits has {count} {'tokens' if name == 'ids' else 'experts'}"
+            mismatch(op, label, tensor.shape, letters.replace(letters[0], str(count), 1).split(", "), why)
+    for name in ("logits", "ids", "offs"):
+        check_plain(op, f"routing.{name}", getattr(routing, name))
 
 
 def router_z_loss(logits: Tensor, num_tokens: Tensor | None = None) -> Tensor:
@@ -60,10 +77,14 @@ def router_z_loss(logits: Tensor, num_tokens: Tensor | None = None) -> Tensor:
         TypeError, ValueError: an argument that does not fit.
     """
     check_tensor("router_z_loss", "logits", logits, "a tensor [..., E]")
+    check_plain("router_z_loss", "logits", logits)
+    if not logits.dim() or not logits.shape[-1]:
+        raise ValueError(f"router_z_loss: logits has shape {shape_text(logits.shape)}; give [..., E], E at least 1")
     values = wide(logits).flatten(0, -2)
     if num_tokens is None:
         return values.logsumexp(-1).square().sum() / max(len(values), 1)
     check_tensor("router_z_loss", "num_tokens", num_tokens, "a tensor [1]", logits, shape=(1,), why="it is one number")
+    check_plain("router_z_loss", "num_tokens", num_tokens)
     is_padding = torch.arange(len(values), device=values.device) >= num_tokens
     squares = values.masked_fill(is_padding.unsqueeze(1), 0).logsumexp(-1).square()
     return (squares.masked_fill(is_padding, 0).sum() / num_tokens.clamp(1, max(len(values), 1))).squeeze(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -15,7 +15,7 @@ from .. import recipes
 from ..backward.data_path import Tokens
 from ..calls.addressed import check_like
 from ..calls.call import Call
-from ..calls.checks import any_requires_grad, check_alignment, mismatch
+from ..calls.checks import any_requires_grad, check_alignment, mismatch, shape_text
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
@@ -24,7 +24,7 @@ from ..mxfp8 import MXFP8Tensor
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors, want_16_bits
 from ..recipes import BF16, Recipe
-from .routing import Routing
+from .routing import Routing, check_row_of
 from .rows import combine, combine_rows, permute, permute_tokens, row_indices
 
 COPIED_BYTES, COPIED_WIDTH = 2**28, 4096
@@ -66,6 +66,9 @@ def moe(
     """
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     if parallel is not None:
+        if not hasattr(parallel, "layer"):
+            kind = type(parallel).__name__
+            raise TypeError(f"{MoeCall.op}: parallel is a {kind}; give a glulam.distributed.ExpertParallel")
         if out is not None:
             raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
         options: dict[str, Any] = {
@@ -160,12 +163,25 @@ def check_tokens(op: str, tokens: int, **given: Tensor | None) -> None:
             check_alignment(op, name, tensor)
 
 
+def _check_choices_of_rows(op: str, row_of: Tensor, rows: int) -> None:
+    """Raise ValueError where a routing that was changed by hand has not as many choices as rows."""
+    if row_of.numel() != rows:
+        raise ValueError(
+            f"{op}: routing.row_of has shape {shape_text(row_of.shape)}, {row_of.numel()} choices, but "
+            f"routing.token_of_row has {rows} rows; route the tokens again"
+        )
+
+
 class OfTokens(Call):
     """What a call of moe has besides its rows' grouped_mlp, whose `rows` are the tokens of its rows, and whose
     `row_scale` is the weights of these.
     """
 
     op = "moe"
+    labels: ClassVar[dict[str, str]] = {
+        **Call.labels, "rows": "routing.token_of_row", "row_of": "routing.row_of", "offs": "routing.offs",
+        "row_scale": "weights (routing.weight_of_row)",
+    }  # fmt: skip
     tokens = Tokens(_copies, _rows, _sums)
 
     @property
@@ -175,6 +191,9 @@ class OfTokens(Call):
         return row_of
 
     def check_result(self, width: int, like: Tensor) -> None:
+        if self.row_of is not None:
+            check_row_of(self.op, self.labels["row_of"], self.row_of, self.x)
+            _check_choices_of_rows(self.op, self.row_of, self.num_rows)
         shape, why = (len(self.choices), width), "the result has a row for each token"
         for name, tensor in (("residual", self.residual), ("out", self.out)):
             if tensor is not None:
@@ -188,10 +207,13 @@ class OfTokens(Call):
         tokens, k = self.choices.shape
         return {"tokens": tokens, "k": k}
 
-    @staticmethod
-    def look(op: str, outs: list[Any], **read: Any) -> None:
+    @classmethod
+    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+        super().look(op, outs, **read)
         given, choices = {"out": outs[0]} if outs else {}, read["ids" if "ids" in read else "row_of"]
         check_tokens(op, len(choices), x=read["x"], residual=read.get("residual"), **given)
+        if "row_of" in read:
+            _check_choices_of_rows(op, read["row_of"], len(read["rows"]))
 
 
 class MoeCall(OfTokens, GroupedMlpCall):
@@ -211,11 +233,6 @@ class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
         Mxfp8MlpCall.makes[0]._replace(name="y", returned=False),
         Made("out", "out", ("tokens", "out_features"), dtype="out_dtype"),
     )
-
-    @staticmethod
-    def look(op: str, outs: list[Any], **read: Any) -> None:
-        OfTokens.look(op, outs, **read)
-        Mxfp8MlpCall.look(op, outs, **read)
 
 
 @operator(MoeCall)

@@ -108,15 +108,22 @@ def sort(ids: Tensor, weights: Tensor, num_tokens: Tensor | None, experts: int, 
     return offs, token_of_row, row_of.view(ids.shape), weight_of_row
 
 
+def _rows_there(row_of: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Row numbers int64, 0 where there is no row among `count`; and where there is none."""
+    is_none = (row_of < 0) | (row_of >= count)
+    return row_of.masked_fill(is_none, 0).long(), is_none
+
+
 def row_weights_backward(d_rows: Tensor, row_of: Tensor) -> tuple[Tensor]:
-    there = d_rows.reshape(-1)[row_of.clamp(min=0).long()]
-    return (there.masked_fill(row_of < 0, 0),)
+    rows, is_none = _rows_there(row_of, d_rows.numel())
+    return (d_rows.reshape(-1)[rows].masked_fill(is_none, 0),)
 
 
 def permute(x: Tensor, row_of: Tensor) -> tuple[Tensor]:
     """[N, K, H], whose rows are those of experts."""
     rows = x.new_zeros(row_of.numel() + 1, x.shape[1])
-    rows[row_of.masked_fill(row_of < 0, row_of.numel()).long()] = x.unsqueeze(1)
+    places, is_none = _rows_there(row_of, row_of.numel())
+    rows[places.masked_fill(is_none, row_of.numel())] = x.unsqueeze(1)
     return (rows[:-1].view(*row_of.shape, x.shape[1]),)
 
 
@@ -124,6 +131,6 @@ def combine(y: Tensor, row_of: Tensor, residual: Tensor | None) -> tuple[Tensor]
     """Summed in the order of a token's choices."""
     rows = wide(y.reshape(-1, y.shape[-1]))
     out = rows.new_zeros(len(row_of), y.shape[-1]) if residual is None else wide(residual).clone()
-    for row in row_of.unbind(1):
-        out += rows[row.clamp(min=0).long()].masked_fill((row < 0).unsqueeze(1), 0)
+    for places, is_none in (_rows_there(row, len(rows)) for row in row_of.unbind(1)):
+        out += rows[places].masked_fill(is_none.unsqueeze(1), 0)
     return (out.to(y.dtype),)

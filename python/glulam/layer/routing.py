@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor
 from cute_kernels.specs import PARAM_FORMS, ROUTING_EXPERTS, LayerSpec, Spec
 
 from ..calls.addressed import AddressedCall, Gradients, Like, check_dtype, forms
-from ..calls.checks import check_tensor, mismatch, runs_kernels, shape_text
+from ..calls.checks import check_plain, check_tensor, mismatch, runs_kernels, shape_text
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
 from ..host.device import Gpu
+from ..host.groups import with_spare_rows
+from ..host.plans import Plans
 from . import reference
 
 MAX_ROWS = 2**31 - 1
@@ -59,10 +61,13 @@ class Routing:
     logits: Tensor | None = None
     score: str | None = None
 
+    def __post_init__(self) -> None:
+        with_spare_rows(self.offs)
+
     @property
     def counts(self) -> Tensor:
         """int32 [num_experts], the rows of each expert; computed at every access."""
-        return self.offs.diff(prepend=self.offs.new_zeros(1))
+        return with_spare_rows(self.offs.diff(prepend=self.offs.new_zeros(1)))
 
     @classmethod
     def from_topk(cls, ids: Tensor, weights: Tensor, num_experts: int, first: int = 0) -> Routing:
@@ -137,11 +142,11 @@ def _number(op: str, name: str, value: Any, least: int, most: int, why: str) -> 
 
 def check_rule(
     op: str, experts: int, k: int, score: str, normalize: bool, num_groups: int, top_groups: int, scale: float,
-    name_of_k: str = "k",
+    name_of_k: str = "k", of: str = "",
 ) -> None:  # fmt: skip
-    """Raises ValueError or TypeError where `experts` cannot be chosen from like that."""
+    """Raise ValueError or TypeError where `experts` cannot be chosen from like that. `of`: who has them, for errors."""
     if not 1 <= experts <= MAX_EXPERTS:
-        raise ValueError(f"{op}: E = {experts} experts; 1 to {MAX_EXPERTS} are possible")
+        raise ValueError(f"{op}: {of}E = {experts} experts; 1 to {MAX_EXPERTS} are possible")
     if score not in SCORES:
         raise ValueError(f"{op}: score={score!r}; choose {', '.join(map(repr, SCORES))}")
     if not isinstance(normalize, bool):
@@ -169,6 +174,14 @@ def check_matrix(
     return rows, columns
 
 
+def check_row_of(op: str, name: str, row_of: Any, like: Any = None) -> None:
+    """Raise ValueError or TypeError where `Routing.row_of` is not int32 [N, K], contiguous, on the device of `like`."""
+    _, k = check_matrix(op, name, row_of, "N, K", like, (torch.int32,))
+    if k == 0:
+        raise ValueError(f"{op}: {name} has shape {shape_text(row_of.shape)}; a token has 1 choice or more")
+    check_plain(op, name, row_of)
+
+
 def check_choices(op: str, ids: Any, weights: Any, num_experts: Any, first: Any) -> None:
     """Raises ValueError or TypeError where these are not what `Routing.from_topk` takes."""
     shape = check_matrix(op, "ids", ids, "N, K", dtypes=(torch.int32, torch.int64))
@@ -192,6 +205,10 @@ class LayerCall(AddressedCall):
 
     family = "layer"
     trailing = 1
+
+    def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
+        """As of any call. A leading tensor of another rank has no plan: checks refuse it."""
+        return super().settled(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
     def spec(self, arch: str) -> Spec:
         return LayerSpec(self.kernel, arch=arch)
@@ -239,7 +256,7 @@ class RouteCall(_Choosing):
     def _check_choice(self) -> None:
         tokens, experts = self.sizes
         options = self.score, self.normalize, self.num_groups, self.top_groups, self.scale
-        check_rule(self.op, experts, self.k, *options)
+        check_rule(self.op, experts, self.k, *options, of="logits has ")
         if tokens * self.k > MAX_ROWS:
             raise ValueError(
                 f"{self.op}: {tokens} tokens of {self.k} experts are more than {MAX_ROWS} rows; split the batch"
@@ -329,6 +346,9 @@ class RowWeightsBackwardCall(LayerCall):
 
     def likes(self) -> Sequence[Like | None]:
         return [(self.row_of.shape, self.d_rows.dtype)]
+
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+        return {"bound": self.d_rows.numel()}
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), "k": self.row_of.shape[1]}

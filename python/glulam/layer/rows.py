@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
@@ -13,9 +13,13 @@ from ..calls.addressed import Gradients, Like, check_dtype, check_like, check_ve
 from ..calls.checks import check_tensor
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
+from ..errors import ARGUMENT_ERRORS
+from ..host.device import Gpu
 from ..mxfp8 import MXFP8Tensor
 from . import reference
-from .routing import LayerCall, Routing, check_matrix
+from .routing import LayerCall, Routing, check_matrix, check_row_of
+
+ROW_OF = "routing.row_of"
 
 
 def permute(x: Tensor, routing: Routing) -> Tensor:
@@ -60,7 +64,7 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
     row_of = _row_of("combine", routing)
     try:
         y = y.view(*row_of.shape, y.shape[1])
-    except Exception:
+    except ARGUMENT_ERRORS:
         check_rows_of(y, routing)
         raise
     sums: Tensor = combine_rows(y, row_of, residual, out=out)
@@ -69,6 +73,7 @@ def combine(y: Tensor, routing: Routing, residual: Tensor | None = None, *, out:
 
 def check_rows_of(y: Any, routing: Routing) -> None:
     """Raises ValueError or TypeError where y is not [T, H] of the routing's rows."""
+    check_row_of("combine", ROW_OF, routing.row_of)
     _, columns = check_matrix("combine", "y", y, "T, H")
     tokens, k = routing.row_of.shape
     why = f"{tokens} tokens chose {k} experts each"
@@ -93,11 +98,16 @@ def _row_of(op: str, routing: Any) -> Tensor:
         raise TypeError(
             f"{op}: routing is a {type(routing).__name__}; give what glulam.route or Routing.from_topk returned"
         )
-    return routing.row_of
+    row_of = routing.row_of
+    if row_of.__class__ is not Tensor or row_of.dim() != 2:
+        check_row_of(op, ROW_OF, row_of)
+    return row_of
 
 
 class _Moving(LayerCall):
     """What permute and combine have in common: a thread for each 16 bytes of a token."""
+
+    labels: ClassVar[dict[str, str]] = {"row_of": ROW_OF}
 
     unaligned = frozenset(("row_of",))
     differentiable = True
@@ -107,6 +117,7 @@ class _Moving(LayerCall):
         name, rows, device = self.leads, self.lead, self.lead.device
         check_dtype(self.op, name, rows)
         check_vectors(self.op, name, "H", rows)
+        check_row_of(self.op, ROW_OF, self.row_of)
         if self.row_of.device != device:
             raise ValueError(f"{self.op}: routing is on {self.row_of.device}, {name} on {device}; route on {device}")
 
@@ -140,6 +151,10 @@ class CombineCall(_Moving):
     op = kernel = "combine"
     leads = "y"
     trailing = 2
+
+    def numbers(self, gpu: Gpu) -> dict[str, Any]:
+        return {"bound": self.y[..., 0].numel()}
+
     on_cpu = staticmethod(reference.combine)
 
     def check_inputs(self) -> None:
