@@ -7,6 +7,7 @@ signature: widths, the function, memory. `text_of` shows the lines.
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Callable
 from types import CodeType, FunctionType, SimpleNamespace
@@ -19,8 +20,9 @@ from cute_kernels.signatures import ADDRESS, Argument
 
 from ..host import device as gpus
 from ..host import tickets, workspace
+from ..host.experts import ExpertList
 from .checks import ALIGNMENT_ELEMENTS
-from .memory import check_apart
+from .memory import check_apart, tensors_of
 
 LINE = 116
 TICKETS = "tickets.counters(device, index) if draws_tickets else 0"
@@ -226,6 +228,7 @@ def launch_nothing(*_: Any) -> None:
 
 
 _NAMES: dict[str, Any] = {
+    "__builtins__": builtins,  # C code that imports a module, as dispatch modes do, looks for them in a frame's globals
     "aligned_row": aligned_row,
     "gpus": gpus,
     "on": torch.cuda.device,
@@ -293,7 +296,8 @@ class Plan:
 
     def bare(self, *given: Any) -> Bare:
         """The launch that `run` would make of these."""
-        memory: list[Tensor] = [one for one in given if isinstance(one, Tensor)]
+        memory: list[Tensor] = [tensor for one in given for _, tensor in tensors_of("", one)]
+        memory += [one.table.values for one in given if isinstance(one, ExpertList)]
         passed: list[tuple[Any, ...]] = []
 
         def kept(tensor: Tensor) -> Tensor:

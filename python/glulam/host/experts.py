@@ -4,7 +4,8 @@ Gradients have tables of their own kind, since what is written was checked for m
 
 Building a table costs a host-to-device copy, so tables are kept, by the addresses that they hold. A table depends on
 addresses only; whether the tensors there still have the shapes that were checked is remembered apart from it, and
-forgotten as soon as one of the checked tensors dies, since its memory may then hold anything.
+forgotten as soon as one of the checked tensors dies, since its memory may then hold anything. A call holds the tables
+that it reads, so that another thread may drop them from the cache meanwhile.
 
 Tables and CUDA graphs: a table that a captured call used is never freed, since a replay may read it at any later
 time. That costs 8 bytes an expert for each list captured. A list that is first seen under capture gets a table of the
@@ -63,25 +64,46 @@ class GateUp(NamedTuple):
         return max(tensor.data_ptr() + tensor.nbytes for tensor in self)
 
 
-class Table:
-    """The addresses of a list, on the device: int64 [E], good for as long as it lives; and what was last found there.
-
-    It holds none of the tensors, so that weights die when they would.
+class _Checked(NamedTuple):
+    """The tensors of a list as they were when they were checked; see `Table.checked`.
 
     Attributes:
-        address: where it lies. It holds, for weights and gradients, offsets from the lowest expert in 16-byte units;
-            for biases, addresses.
-        mark: a number that no other table has.
-        shape, dtype: of one expert. The shape is None before any were checked, and once any of those has died.
-        lowest: index of the expert at the lowest address.
-        begin, end: addresses between which all experts lie.
-        ids: of the tensors, good for as long as all live.
+        shape, dtype: of each tensor.
+        lowest: index of the tensor at the lowest address.
+        begin, end: addresses between which all tensors lie.
+        ids: of the tensors, valid while all of them live.
+        alive: weak references, whose callbacks end the validity.
     """
 
-    __slots__ = (
-        "__weakref__", "_alive", "address", "begin", "dtype", "end", "ids", "index", "lowest", "mark", "shape",
-        "streams", "values",
-    )  # fmt: skip
+    shape: torch.Size
+    dtype: torch.dtype
+    lowest: int
+    begin: int
+    end: int
+    ids: list[int]
+    alive: tuple[weakref.ref[Tensor], ...]
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor is plain data of the shape and dtype that were checked."""
+        is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
+        return is_plain and tensor.shape == self.shape and tensor.dtype == self.dtype
+
+
+class Table:
+    """The addresses of a list, on the device: int64 [E], valid as long as this object lives.
+
+    The table holds none of the tensors, so that weights die when they would. Whoever passes its address to a kernel
+    holds the table until the kernel is enqueued: another thread may drop it from the cache at any time.
+
+    Attributes:
+        address: of the table. It holds, for weights and gradients, offsets from the lowest expert in 16-byte units;
+            for biases, addresses.
+        mark: a number that no other table has.
+        checked: the tensors that were last checked at these addresses; None before the first check, and once one of
+            them has died. Replaced as a whole, so that another thread sees all of it or nothing.
+    """
+
+    __slots__ = ("__weakref__", "address", "checked", "index", "mark", "streams", "values")
     _marks = itertools.count(1)
 
     def __init__(self, values: Tensor) -> None:
@@ -90,22 +112,18 @@ class Table:
         self.address = values.data_ptr()
         self.index = values.get_device()
         self.streams = {gpus.raw_stream(self.index)}
-        self.shape: Any = None
+        self.checked: _Checked | None = None
 
-    def note(self, tensors: Sequence[Tensor]) -> None:
-        """These were checked."""
+    def note(self, tensors: Sequence[Tensor]) -> _Checked:
+        """Remember tensors that were just checked."""
         addresses = list(map(_data_ptr, tensors))
-        self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
-        self.begin, self.end = min(addresses), max(addresses) + tensors[0].nbytes
-        self.lowest = addresses.index(self.begin)
-        self.ids = list(map(id, tensors))
+        begin, end = min(addresses), max(addresses) + tensors[0].nbytes
         this = weakref.ref(self)
-        self._alive = tuple(weakref.ref(tensor, lambda _: _forget(this)) for tensor in tensors)
-
-    def is_like(self, tensor: Tensor) -> bool:
-        """Whether a tensor is plain data of the shape and dtype that were checked."""
-        is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
-        return is_plain and tensor.shape == self.shape and tensor.dtype == self.dtype
+        alive = tuple(weakref.ref(tensor, lambda _: _forget(this)) for tensor in tensors)
+        self.checked = checked = _Checked(
+            tensors[0].shape, tensors[0].dtype, addresses.index(begin), begin, end, list(map(id, tensors)), alive
+        )
+        return checked
 
     def use(self) -> None:
         """Keep the table alive for the current stream's work, and for good where that work is being captured."""
@@ -120,7 +138,7 @@ class Table:
 def _forget(table: weakref.ref[Table]) -> None:
     """One of the tensors has died: its memory may hold anything from now on."""
     if (found := table()) is not None:
-        found.shape = None
+        found.checked = None
 
 
 class ExpertList:
@@ -133,19 +151,21 @@ class ExpertList:
         address: of the table.
         begin, end: addresses between which all experts lie.
         mark: a number of this list of addresses and no other, where a packed tensor has its address.
+        table: held here, so that it lives until the call's kernels are enqueued.
     """
 
-    __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "mark", "shape", "tensors")
+    __slots__ = ("address", "begin", "device", "dtype", "end", "index", "lowest", "mark", "shape", "table", "tensors")
 
-    def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table) -> None:
+    def __init__(self, kind: str, tensors: Sequence[Tensor], table: Table, checked: _Checked) -> None:
         self.tensors = tensors
+        self.table = table
         self.address, self.mark = table.address, table.mark
-        self.begin, self.end = table.begin, table.end
+        self.begin, self.end = checked.begin, checked.end
         self.index = table.index
         self.device = table.values.device
-        self.dtype = table.dtype
-        self.shape = ("list", len(tensors), *table.shape)
-        self.lowest = None if kind == "bias" else tensors[table.lowest].unsqueeze(0)
+        self.dtype = checked.dtype
+        self.shape = ("list", len(tensors), *checked.shape)
+        self.lowest = None if kind == "bias" else tensors[checked.lowest].unsqueeze(0)
 
     def is_contiguous(self) -> bool:
         return True
@@ -167,12 +187,13 @@ def known(kind: str, tensors: Sequence[Tensor]) -> Any:
     if first.__class__ not in gpus.PLAIN_TENSORS:  # a fake tensor has no address
         return tensors
     table = _tables.get((kind, tuple(map(_data_ptr, tensors))))
-    if table is None or not table.is_like(first):
+    checked = None if table is None else table.checked
+    if table is None or checked is None or not checked.fits(first):
         return tensors
-    if table.ids != list(map(id, tensors)) and not all(map(table.is_like, tensors)):  # other views of the same memory
+    if checked.ids != list(map(id, tensors)) and not all(map(checked.fits, tensors)):  # other views of the same memory
         return tensors
     table.use()
-    return ExpertList(kind, tensors, table)
+    return ExpertList(kind, tensors, table, checked)
 
 
 def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
@@ -182,8 +203,7 @@ def enter(kind: str, tensors: Sequence[Tensor]) -> ExpertList:
         CaptureError: pinned memory cannot be had under this capture.
     """
     table = _table(kind, tuple(map(_data_ptr, tensors)), tensors[0].device)
-    table.note(tensors)
-    return ExpertList(kind, tensors, table)
+    return ExpertList(kind, tensors, table, table.note(tensors))
 
 
 def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table:
@@ -195,18 +215,21 @@ def _table(kind: str, addresses: tuple[int, ...], device: torch.device) -> Table
     if gpus.is_capturing():
         return _captured_table(values, device)
     # A blocking copy: once it is done, streams other than this one may read the table too.
-    table = Table(gpus.apart(lambda: torch.tensor(values, dtype=torch.int64).to(device)))
+    made = Table(gpus.apart(lambda: torch.tensor(values, dtype=torch.int64, device="cpu").to(device)))
     with _lock:
-        while len(_tables) >= MAX_TABLES:
-            del _tables[next(iter(_tables))]
-        _tables[kind, addresses] = table
+        table = _tables.get((kind, addresses))  # another thread may have been faster
+        if table is None:
+            while len(_tables) >= MAX_TABLES:
+                del _tables[next(iter(_tables))]
+            table = _tables[kind, addresses] = made
+    table.use()
     return table
 
 
 def _captured_table(values: list[int], device: torch.device) -> Table:
     """A table in the graph's memory, filled by a copy that the graph makes; its host side is kept for good."""
     try:
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+        host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise CaptureError(
             "a list of expert tensors was first seen under CUDA graph capture, where its table cannot be made; call "

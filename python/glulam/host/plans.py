@@ -172,7 +172,7 @@ class Plans(Generic[PlanType]):
         for one, has_rows in zip(given, self._rowwise.get(options, ()), strict=False):
             if has_rows is not False:
                 kind, shape, *rest = one
-                if shape[: len(lead)] != lead if has_rows else not shape[0]:
+                if shape[: len(lead)] != lead if has_rows else not (shape and shape[0]):
                     return None
                 one = kind, shape[len(lead) :], *rest
             signature.append(one)

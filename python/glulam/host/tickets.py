@@ -90,7 +90,7 @@ def prepare(device: torch.device, index: int) -> None:
 
     def make() -> _OfGraphs:
         with gpus.other_stream(device):  # so that the host waits for the copy and for nothing else
-            memory = torch.zeros(MAX_GRAPH_SETS, NUM_COUNTERS, dtype=torch.int32).to(device)
+            memory = torch.zeros(MAX_GRAPH_SETS, NUM_COUNTERS, dtype=torch.int32, device="cpu").to(device)
         start = memory.data_ptr()
         return _OfGraphs(memory, iter(range(start, start + memory.nbytes, SET_BYTES)))
 
