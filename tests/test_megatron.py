@@ -218,6 +218,40 @@ def test_gradients_of_weights_later_and_in_main_grad() -> None:
     close(grads_of(late), grads_of(theirs))
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_frozen_experts_have_no_main_grad(later: bool) -> None:
+    """Megatron's data parallelism gives one to what requires a gradient."""
+    theirs, _ = pair()
+    wanted = run(theirs, SIZES)
+    ours = experts_of(integration.experts_spec(), changed(config(), delay_wgrad_compute=later))
+    ours.load_state_dict(theirs.state_dict())
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_(name[-1] not in "024")
+        if parameter.requires_grad:
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.ones_like(parameter), False
+    close(run(ours, SIZES), wanted)
+    if later:
+        ours.backward_dw()
+    of_experts = grads_of(theirs)
+    for name, parameter in ours.named_parameters():
+        layer, expert = integration.LAYERS[name.split(".")[1]], name[-1]
+        if parameter.requires_grad:
+            of_expert = of_experts[f"local_experts.{expert}.{layer}.weight"]
+            close({name: parameter.main_grad - 1}, {name: of_expert})
+        else:
+            assert parameter.grad is None and not hasattr(parameter, "main_grad")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_frozen_weights_leave_nothing_for_later(packed: bool) -> None:
+    """Megatron asks every layer for it."""
+    ours = experts_of(integration.experts_spec(packed), changed(config(), delay_wgrad_compute=True))
+    ours.requires_grad_(False)
+    assert run(ours, SIZES)["x"].any()
+    ours.backward_dw()
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
 def test_what_glulam_has_not_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="activation_func"):
         experts_of(integration.experts_spec(), changed(config(), activation_func=torch.tanh))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -202,14 +203,40 @@ class TestStateDicts:
         self.refused("qwen3 of transformers 5", {"experts.gate_up_proj": other}, "size mismatch for experts.fc1.weight")
 
     def test_a_choice_bias_of_16_bits(self) -> None:
-        """Loads as float32; assigned, it is used as such."""
+        """Loads as float32, assigned or not, where small updates are not rounded away."""
         state = {key: value.to(BF16) for key, value in some_state("deepseek").items()}
-        options = FAMILIES["deepseek"].options
-        for assign in (False, True):
-            module = made(**{**options, "dtype": BF16})
-            module.load_state_dict(state, assign=assign)
-            assert assign or module.choice_bias.dtype == F32
+        state["gate.e_score_correction_bias"].add_(1)
+        own = convert_state_dict(state, made(**FAMILIES["deepseek"].options))
+        for given, assign, device in itertools.product((state, own), (False, True), ("cpu", "meta")):
+            if device == "meta" and not assign:
+                continue
+            module = made(**{**FAMILIES["deepseek"].options, "dtype": BF16, "device": device})
+            module.load_state_dict(given, assign=assign)
+            assert module.choice_bias.dtype == F32
+            before = module.choice_bias.clone()
             module(batch(BF16))
+            module.update_choice_bias(1e-3, torch.arange(EXPERTS))
+            wanted = before + 1e-3 * (torch.arange(EXPERTS) < (EXPERTS - 1) / 2).float().mul(2).sub(1)
+            torch.testing.assert_close(module.choice_bias, wanted, rtol=0, atol=1e-6)
+        assert state["gate.e_score_correction_bias"].dtype == BF16
+
+    @pytest.mark.parametrize("assign", [False, True])
+    @pytest.mark.parametrize("scale_dtype", [torch.uint8, torch.float8_e8m0fnu])
+    def test_a_state_in_mxfp4_loads_twice(self, scale_dtype: torch.dtype, assign: bool) -> None:
+        """What is loaded is not written, be it assigned; scales may be bytes or 8-bit floats."""
+        of, *into = (MoE(64, 32, EXPERTS, 2, recipe="mxfp4_weight_only", dtype=BF16) for _ in range(3))
+        x = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(3)).to(BF16)
+        for layer in (of.experts.fc1, of.experts.fc2):
+            layer.weight_scale.random_(118, 124)
+        scales = {key: value.view(scale_dtype) for key, value in of.state_dict().items() if key.endswith("_scale")}
+        state = {**of.state_dict(), **scales}
+        before = copy.deepcopy(state)
+        with torch.no_grad():
+            for module in into:
+                module.load_state_dict(state, assign=assign)
+                assert same_bits(module(x), of(x)) and of(x).abs().max() > 0.01
+        for name, value in before.items():
+            assert torch.equal(state[name].view(torch.uint8), value.view(torch.uint8))
 
 
 class TestForward:

@@ -493,6 +493,145 @@ class TestDelay:
             module.backward_dw()
 
 
+FROZEN = {"between": [0, 2], "first": [0, 1], "last": [2, 3], "but one": [0, 1, 2], "around": [0, 3]}
+
+
+def freeze(module: nn.Module, experts: list[int]) -> dict[str, nn.Parameter]:
+    """Freeze the weights of these experts; return them by name."""
+    frozen = {n: p for n, p in module.named_parameters() if "weight" in n and int(n[-1]) in experts}
+    for parameter in frozen.values():
+        parameter.requires_grad_(False)
+    return frozen
+
+
+@pytest.mark.parametrize("experts", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("kind", MODULES)
+class TestFrozenExperts:
+    """Weights that require no gradient, beside those of other experts that do: the others' gradients are the same."""
+
+    def wanted(self, kind: str) -> dict[str, torch.Tensor]:
+        module = MODULES[kind](False)
+        module(batch(), splits=SIZES).square().sum().backward()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+    @pytest.mark.parametrize(("sizes", "delay"), [("list", False), ("splits", True), ("offs", False)])
+    def test_need_no_main_grad(self, kind: str, experts: list[int], sizes: str, delay: bool) -> None:
+        module = MODULES[kind](False, delay_wgrad=delay)
+        frozen = freeze(module, experts)
+        attach_main_grads(module, F64, 2.0, grad_added_to_main_grad=False)
+        for parameter in frozen.values():
+            del parameter.main_grad
+        groups = {
+            "list": {"splits": SIZES},
+            "splits": {"splits": torch.tensor(SIZES)},
+            "offs": {"offs": torch.tensor(SIZES).cumsum(0, dtype=torch.int32)},
+        }[sizes]
+        module(batch(), **groups).square().sum().backward()
+        if delay:
+            module.backward_dw()
+        wanted = self.wanted(kind)
+        for name, parameter in module.named_parameters():
+            if name in frozen:
+                assert parameter.grad is None and not parameter.grad_added_to_main_grad
+                assert not hasattr(parameter, "main_grad")
+            elif "weight" in name:
+                torch.testing.assert_close(parameter.main_grad, wanted[name] + 2.0)
+                assert parameter.grad_added_to_main_grad and parameter.grad is not None
+            else:
+                torch.testing.assert_close(parameter.grad, wanted[name])
+
+    def test_a_main_grad_of_theirs_is_left_alone(self, kind: str, experts: list[int]) -> None:
+        """Among experts that add and one that overwrites; whether theirs would fit is not asked."""
+        module = MODULES[kind](False)
+        attach_main_grads(module, F64, 2.0)
+        for name, parameter in (frozen := freeze(module, experts)).items():
+            if name.startswith(("weight", "fc1")):
+                parameter.main_grad = torch.full((3,), 2.0)
+        overwrites = [n for n, p in module.named_parameters() if "weight" in n and p.requires_grad][0]
+        dict(module.named_parameters())[overwrites].overwrite_main_grad = True
+        module(batch(), splits=SIZES).square().sum().backward()
+        wanted = self.wanted(kind)
+        for name, parameter in module.named_parameters():
+            if name in frozen:
+                assert (parameter.main_grad == 2.0).all()
+            elif "weight" in name:
+                torch.testing.assert_close(parameter.main_grad, wanted[name] + (0 if name == overwrites else 2.0))
+
+    @pytest.mark.parametrize("has_grads", [False, True])
+    def test_later(self, kind: str, experts: list[int], has_grads: bool) -> None:
+        module = MODULES[kind](False, delay_wgrad=True)
+        frozen = freeze(module, experts)
+        for name, parameter in module.named_parameters():
+            if "weight" in name and has_grads:
+                parameter.grad = torch.full_like(parameter, 2.0)
+        module(batch(), splits=SIZES).square().sum().backward()
+        module.backward_dw()
+        wanted, before = self.wanted(kind), 2.0 if has_grads else 0.0
+        for name, parameter in module.named_parameters():
+            if name in frozen:
+                assert (parameter.grad == 2.0).all() if has_grads else parameter.grad is None
+            elif "weight" in name:
+                torch.testing.assert_close(parameter.grad, wanted[name] + before)
+
+    def test_on_the_host_path(self, kind: str, experts: list[int], fake_gpu: FakeGpu) -> None:
+        """The kernels' groups: buffers of float32 by address, whose frozen neighbours are not written."""
+        module, plain = (MODULES[kind](False, dtype=BF16) for _ in range(2))
+        frozen = freeze(module, experts)
+        attach_main_grads(module, torch.float32, 2.0)
+        offs = torch.tensor(SIZES).cumsum(0, dtype=torch.int32)
+        for one in (module, plain):
+            one(batch(BF16), offs=offs).square().sum().backward()
+        wanted = dict(plain.named_parameters())
+        for name, parameter in module.named_parameters():
+            if name in frozen:
+                assert (parameter.main_grad == 2.0).all()
+            elif "weight" in name:
+                torch.testing.assert_close(parameter.main_grad, wanted[name].grad.float() + 2.0, rtol=0.02, atol=0.05)
+
+
+def test_a_trained_expert_without_main_grad_is_named_beside_frozen_ones() -> None:
+    module = linear(False)
+    freeze(module, [0, 2])
+    module.weight3.main_grad = torch.zeros_like(module.weight3.data)
+    with pytest.raises(ValueError, match="weight1 has no main_grad but others have; .*requires a gradient"):
+        module(batch(), splits=SIZES)
+
+
+def test_the_memory_of_frozen_experts_grows_with_the_trained_ones() -> None:
+    """Gradients that nobody asks for are made for no more experts than there are trained ones."""
+    module = GroupedLinear(64, H, OUT, packed=False, dtype=F64, delay_wgrad=True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name == "weight40")
+    module(batch(), splits=[0] * 30 + [ROWS - 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 1] + [0] * 22).sum().backward()
+    module.backward_dw()
+    assert module.weight40.grad.untyped_storage().nbytes() <= 2 * module.weight40.nbytes
+
+
+@LAYOUTS
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("main_grads", [False, True])
+@pytest.mark.parametrize("trained", ["fc1", "fc2"])
+def test_a_layer_that_is_frozen_as_a_whole(packed: bool, delay: bool, main_grads: bool, trained: str) -> None:
+    module, plain = mlp(packed, delay_wgrad=delay), mlp(packed)
+    attach_main_grads(module, F64, 2.0)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+        if "weight" in name and not (main_grads and parameter.requires_grad):
+            del parameter.main_grad
+    module(batch(), splits=SIZES).square().sum().backward()
+    plain(batch(), splits=SIZES).square().sum().backward()
+    if delay:
+        module.backward_dw()
+    wanted = dict(plain.named_parameters())
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+        elif "weight" in name and main_grads:
+            torch.testing.assert_close(parameter.main_grad, wanted[name].grad + 2.0)
+        else:
+            torch.testing.assert_close(parameter.grad, wanted[name].grad)
+
+
 class TestStateDicts:
     @pytest.mark.parametrize("kind", MODULES)
     @pytest.mark.parametrize("source", [True, False])

@@ -333,6 +333,29 @@ def test_a_checkpoint_of_gpt_oss_stays_in_mxfp4(gpt_oss_checkpoint: tuple[Path, 
 
 
 @pytest.mark.usefixtures("recipe_after")
+def test_a_checkpoint_of_gpt_oss_in_memory_is_not_written(gpt_oss_checkpoint: tuple[Path, Any]) -> None:
+    """Two models of one dictionary have the logits of the dequantised weights."""
+    folder, twin = gpt_oss_checkpoint
+    state = load_file(folder / "model.safetensors")
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    integration.register(recipe="mxfp4_weight_only")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    models = [
+        transformers.GptOssForCausalLM.from_pretrained(
+            None, config=copy.deepcopy(config), state_dict=dict(state), dtype=torch.bfloat16
+        )
+        for _ in range(2)
+    ]
+    assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in state)
+    twin.set_experts_implementation("glulam")
+    for model in models:
+        with torch.no_grad():
+            assert torch.equal(model.eval()(tokens()).logits, twin(tokens()).logits)
+    first, second = (model.model.layers[0].mlp.experts.down_proj for model in models)
+    assert first.dtype == torch.int32 and first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.usefixtures("recipe_after")
 def test_a_checkpoint_of_gpt_oss_is_dequantised_where_that_is_asked_for(gpt_oss_checkpoint: tuple[Path, Any]) -> None:
     folder, twin = gpt_oss_checkpoint
     asked = transformers.Mxfp4Config(dequantize=True)

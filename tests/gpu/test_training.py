@@ -168,6 +168,47 @@ def test_buffers_in_a_graph() -> None:
         torch.testing.assert_close(main.to(BF16), parameter.grad, rtol=0.01, atol=0.01)
 
 
+@pytest.mark.parametrize("frozen", [(0, 1, 5), (2, 3, 7), (1, 2, 3, 4, 5, 6, 7)], ids=str)
+def test_frozen_experts_in_a_graph(frozen: tuple[int, ...]) -> None:
+    """Trained experts' main_grads are those of a module without frozen ones, which have none; so in a replay."""
+    torch.manual_seed(5)
+    c = case([ROWS // EXPERTS] * EXPERTS, tail=0)
+    module, plain = (GroupedMLP(EXPERTS, HIDDEN, INTER, packed=False, device="cuda", dtype=BF16) for _ in range(2))
+    plain.load_state_dict(module.state_dict())
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(int(name[-1]) not in frozen)
+        if parameter.requires_grad:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+    offs, dy = c.offs, torch.randn_like(c.x)
+
+    def step() -> None:
+        module(c.x, offs=offs, row_scale=c.row_scale).backward(dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for sizes in (zipf(c.rows - 100, EXPERTS), zipf(c.rows, EXPERTS)[::-1]):
+        offs.copy_(torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32))
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.main_grad.fill_(1.0)
+        graph.replay()
+        plain.zero_grad()
+        plain(c.x, offs=offs, row_scale=c.row_scale).backward(dy)
+        wanted = dict(plain.named_parameters())
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                added = parameter.main_grad - 1.0
+                torch.testing.assert_close(added, wanted[name].grad.float(), rtol=0.01, atol=0.01)
+            else:
+                assert parameter.grad is None and not hasattr(parameter, "main_grad")
+
+
 def test_threads_and_streams() -> None:
     """Steps of several threads, each on its own stream: none sees another's intermediate."""
     cases = [case(zipf(400 + 90 * n, EXPERTS), seed=n) for n in range(6)]

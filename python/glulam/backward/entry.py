@@ -7,7 +7,7 @@ from typing import Any
 
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, refuse_out
-from ..errors import GradientNotSupported
+from ..errors import ARGUMENT_ERRORS, GradientNotSupported
 from ..host.experts import GateUp
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
@@ -75,7 +75,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             if result is not NotImplemented:
                 return result
         return apply(call, how.formula, targets)
-    except Exception:
+    except ARGUMENT_ERRORS:
         call.judge()  # so that the error names this operator and its arguments, not those that it is made of
         raise
 

@@ -213,7 +213,8 @@ def tensor_groups(op: str, offs: Tensor | None, splits: Any, x: Tensor) -> dict[
     if runs_kernels(x):
         return {"splits": group_sizes.on_device(op, splits, x.shape[0], x.device)}
     group_sizes.ends(op, None, splits, x.shape[0])
-    return {"splits": torch.as_tensor(splits, dtype=torch.int64)}
+    where = splits.device if isinstance(splits, Tensor) else "cpu"
+    return {"splits": torch.as_tensor(splits, dtype=torch.int64, device=where)}
 
 
 def scale_of_bias_grad(dy: Tensor, bias: Any, groups: dict[str, Any]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ..errors import ARGUMENT_ERRORS
 from ..host import experts
 from ..host.plans import unplanned
 from .arguments import GROUPS
@@ -73,11 +74,11 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
     inner.append("key, plan = look_up(given, options)")
     lines += indented(["if not unplanned():", *indented(inner)])
     lines += [
-        "except Exception:",
+        "except ARGUMENT_ERRORS:",
         "    key = plan = None  # an argument without a tensor's metadata, which checks name",
     ]
     run = ["try:", *indented(wrapped("return plan.run(", given, ")"))]
-    run += ["except Exception:", *indented(wrapped("kind(", everything, ").judge()")), "    raise"]
+    run += ["except ARGUMENT_ERRORS:", *indented(wrapped("kind(", everything, ").judge()")), "    raise"]
     lines += ["if plan is not None:", *indented(run)]
     lines += wrapped("call = kind(", everything, ")")
     lines.append(f"return call.answer(key, {{{', '.join(f'{name!r}: {other}' for name, other in renamed.items())}}})")
@@ -104,6 +105,7 @@ def operator(
             "ready": getattr(kind, "ready", None),
             "look_up": kind.plans.look_up,
             "otherwise": otherwise,
+            "ARGUMENT_ERRORS": ARGUMENT_ERRORS,
         }
         # What the text calls is in a closure: torch.compile takes globals for a module's.
         body = [f"def made({', '.join(names)}):", *indented(text_of(kind, function, unless).split("\n"))]

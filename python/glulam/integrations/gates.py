@@ -67,8 +67,8 @@ def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[
     """The clamped SwiGLU of a layout that has the function's values at three points, if there is one."""
 
     def at(gate: float, up: float) -> float:
-        parts = torch.full((1, POINTS), gate, dtype=torch.float64), torch.full((1, POINTS), up, dtype=torch.float64)
-        return float(function(join_halves(*parts, layout).to(device))[0, 0])
+        a, u = (torch.full((1, POINTS), value, dtype=torch.float64, device="cpu") for value in (gate, up))
+        return float(function(join_halves(a, u, layout).to(device))[0, 0])
 
     at_zero, at_one, at_far = at(1.0, 0.0), at(1.0, 1.0), at(1.0, FAR)
     slope = at_one - at_zero

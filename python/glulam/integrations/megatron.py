@@ -130,8 +130,10 @@ class GlulamMLP(MegatronModule):
         return self.mlp(rows, splits=tokens_per_expert, row_scale=scale), None
 
     def backward_dw(self) -> None:
-        """The gradients of the weights, where `delay_wgrad_compute`."""
-        self.mlp.backward_dw()
+        """Compute the gradients of the weights, with `delay_wgrad_compute`; nothing if all weights are frozen."""
+        weights = [weight for layer in LAYERS for weight in getattr(self.mlp, layer).parameter_list("weight")]
+        if any(weight.requires_grad for weight in weights):
+            self.mlp.backward_dw()
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

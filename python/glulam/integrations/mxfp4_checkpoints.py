@@ -2,7 +2,8 @@
 
 transformers' own quantizer of the method "mxfp4" makes 16-bit weights of them, or tensors of another package's kernels.
 The one here gives experts modules parameters of the checkpoint's names and shapes before it is loaded. Once it is, they
-become buffers in the order of kernels, in the same memory.
+become buffers in the order of kernels, one weight after another: loading takes the memory of one weight more. Nothing
+is written in place, since transformers takes over the tensors of a state dict that a caller has in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from ..mxfp4 import MXFP4Tensor
 from ..mxfp4.tensor import BLOCK_BYTES
+from ..mxfp4.words import words_of
 from ..recipes import MXFP4_WEIGHT_ONLY
 from ..scaled import BLOCK
 from .experts import NAME, SCALE, is_experts, keep, weight_names
@@ -70,8 +72,8 @@ class AsShipped(HfQuantizer):
                 blocks, scales = (getattr(experts, name + part).detach() for part in (BLOCKS, SCALES))
                 for part in (BLOCKS, SCALES):
                     delattr(experts, name + part)
-                w = MXFP4Tensor.from_blocks(blocks, scales).prepare_()
-                keep(experts, name, w.data, w.scale, MXFP4_WEIGHT_ONLY)
+                w = MXFP4Tensor.from_blocks(blocks, scales)
+                keep(experts, name, words_of(w.data), w.scale, MXFP4_WEIGHT_ONLY)
         return model
 
     def get_state_dict_and_metadata(self, model: Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..calls.checks import runs_kernels, shape_text
 from ..layer import Routing, moe, route
@@ -37,7 +39,7 @@ class MoE(Converts):
         score, normalize, scale, num_groups, top_groups: as of `glulam.route`.
         router_bias: whether logits have one, [E], that is trained (gpt-oss).
         choice_bias: whether there is a buffer, float32 [E], that is added to scores for the choice alone (DeepSeek-V3);
-            see `update_choice_bias`. It stays float32 when the module is cast.
+            see `update_choice_bias`. It stays float32 when the module is cast and when a state dict is loaded.
         router_dtype: of the router's parameters and logits, `dtype` by default.
         shared_intermediate_size: width of an expert that every token goes to; None: there is none.
         shared_gate: whether that one's output is multiplied by sigmoid(x g) (Qwen2-MoE).
@@ -47,8 +49,7 @@ class MoE(Converts):
             experts, the shared one included, as of `GroupedMLP`.
 
     `router` is a torch Linear, `experts` a GroupedMLP, `shared` one of a single expert or None, `shared_gate` a Linear
-    or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`; it
-    holds on to that forward's graph until the next one, and copies of the module have none.
+    or None. `routing` is that of the last forward, for `glulam.load_balancing_loss` and `glulam.router_z_loss`.
 
     State dicts of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss and DeepSeek-V3 blocks load by name: see `nn.dialects`.
 
@@ -57,7 +58,8 @@ class MoE(Converts):
     """
 
     choice_bias: Tensor | None
-    routing: Routing | None
+    _routing: Routing | None = None
+    _recomputed: weakref.ref[Routing] | None = None
 
     def __init__(
         self,
@@ -113,7 +115,21 @@ class MoE(Converts):
         self.shared_gate = nn.Linear(hidden_size, 1, False, **where) if shared_gate else None
         biases = torch.zeros(num_experts, device=device, dtype=torch.float32) if choice_bias else None
         self.register_buffer("choice_bias", biases)
-        self.routing = None
+        self.register_load_state_dict_pre_hook(_widen_choice_bias)  # type: ignore[no-untyped-call]
+
+    @property
+    def routing(self) -> Routing | None:
+        """The routing of the last forward, with its graph; None before the first one, and in a copy of the module.
+
+        While a checkpoint recomputes a forward, `routing` is that of the recomputation. The graph's nodes stay until
+        the next forward; what they saved is freed by a backward that does not retain it.
+        """
+        recomputed = None if self._recomputed is None else self._recomputed()
+        return self._routing if recomputed is None else recomputed
+
+    @routing.setter
+    def routing(self, routing: Routing | None) -> None:
+        self._routing, self._recomputed = routing, None
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear's, in all layers; the choice bias is zero."""
@@ -137,13 +153,28 @@ class MoE(Converts):
             shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
         tokens = x.reshape(-1, self.hidden_size).contiguous()
-        self.routing = routing = self.route(tokens, num_tokens)
+        routing = self.route(tokens, num_tokens)
         if self.parallel is None:
             y = self._experts(tokens, routing, None if self.shared is None else self._shared(tokens))
         else:
             shared = None if self.shared is None else self._shared
             y = self.parallel.layer(NAME, self.experts.recipe, self._of_ranks, tokens, routing, shared=shared)
-        return y.view(x.shape)
+        y = y.view(x.shape)
+        self._keep(routing, y)
+        return y
+
+    def _keep(self, routing: Routing, y: Tensor) -> None:
+        """Keep the routing of a forward that returns y.
+
+        A forward within a backward is a checkpoint's recomputation. No backward walks its graph, so everything saved
+        before the router would stay in memory as long as the module held the routing; y's graph holds it instead.
+        """
+        is_recomputed = not is_dynamo_compiling() and torch._C._current_graph_task_id() >= 0
+        if is_recomputed and y.grad_fn is not None:
+            y.grad_fn.metadata[NAME] = routing  # type: ignore[index]  # a dictionary of the node, for anyone's use
+            self._recomputed = weakref.ref(routing)
+        else:
+            self._routing, self._recomputed = routing, None
 
     def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
         """Of tokens [N, H], the sums over this module's experts, + residual."""
@@ -220,13 +251,22 @@ class MoE(Converts):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies have no routing: it belongs to a graph."""
-        return {**self.__dict__, "routing": None}
+        return {**self.__dict__, "_routing": None, "_recomputed": None}
 
     def extra_repr(self) -> str:
         return shown_options(
             MoE, hidden_size=self.hidden_size, num_experts=self.num_experts, top_k=self.top_k, **self.rule,
             choice_bias=self.choice_bias is not None, router_dtype=self.router_dtype, parallel=self.parallel,
         )  # fmt: skip
+
+
+def _widen_choice_bias(module: MoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cast the choice bias of a state dict, which load_state_dict(assign=True) takes as it is: in bfloat16 a bias of 1
+    does not change by an update of 1e-3.
+    """
+    key = f"{prefix}choice_bias"
+    if module.choice_bias is not None and isinstance(state.get(key), Tensor):
+        state[key] = state[key].float()
 
 
 def _check_parallel(parallel: Any, **sizes: int) -> None:

@@ -15,7 +15,7 @@ from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
 from ..mxfp4.codec import SCALE_BIAS
 from ..mxfp4.tensor import BLOCK_BYTES
 from ..mxfp4.words import WORD_DTYPE, bytes_of, words_of
-from ..scaled import BLOCK, SOURCE_DTYPES
+from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from .linear import GroupedLinear
 from .state import Move
 
@@ -64,8 +64,10 @@ class MXFP4Linear(GroupedLinear):
 
 
 def _read(layer: MXFP4Linear, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before it loads: bytes of its weight become words, on the device where they will lie."""
-    key = f"{prefix}weight"
+    """Make words of the bytes of a weight before it loads, on the device where they will lie, and bytes of scales."""
+    key, scale_key = f"{prefix}weight", f"{prefix}weight_scale"
+    if isinstance(scale := state.get(scale_key), Tensor) and scale.dtype == SCALE_DTYPE:
+        state[scale_key] = scale.view(torch.uint8)  # copy_ would convert the numbers, 0.5 to 0
     data = state.get(key)
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.dim() == 3 and not data.shape[2] % BLOCK_BYTES:
         state[key] = words_of(data if layer.weight.is_meta else data.to(layer.weight.device))

@@ -3,15 +3,17 @@
 The main_grad protocol of Megatron-style trainers: a weight that has a `main_grad` (of its dtype or float32) gets its
 gradient added to that by the kernel itself, or written where `overwrite_main_grad` is true; autograd gets none. Where
 the trainer has put `grad_added_to_main_grad` on the weight, autograd gets a dummy, so that hooks on `grad` run: of
-zeros where `zero_out_wgrad` is true, else uninitialised.
+zeros where `zero_out_wgrad` is true, else uninitialised. Experts that are frozen, one by one, get nothing and need no
+main_grad.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from ..backward import Targets, differentiate
 from ..backward.parts import backward_of
 from ..calls.checks import any_requires_grad, gradient_dtypes, shape_text
 from ..errors import CaptureError
+from ..host import device as gpus
 from ..ops.grouped_wgrad import grouped_wgrad
 
 Job = Callable[[], None]
@@ -112,41 +115,68 @@ def outside_traces(call: Any, targets: Targets) -> Any:
     return differentiate(call, targets=targets)
 
 
-def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
-    """Another way than autograd's for the gradient of weights, as its functions ask for it; None where there is none.
+class Experts(NamedTuple):
+    """The weights of a layer in one forward.
 
-    `name`: theirs, for errors. `put`: None: at once.
+    Attributes:
+        name: of the weights, for errors.
+        weights: one that is packed, or one for each expert.
+        trained: for each of these, whether it required a gradient in forward. At least one did.
+        packed: whether there is one weight for all experts.
     """
-    into_main = has_main_grads(name, weights, x)
+
+    name: str
+    weights: list[Any]
+    trained: tuple[bool, ...]
+    packed: bool
+
+    def trained_weights(self) -> list[Any]:
+        return list(itertools.compress(self.weights, self.trained))
+
+
+def grad_writer(name: str, weights: list[Any], packed: bool, x: Tensor, put: Put | None) -> Callable[..., Any] | None:
+    """Return what makes the gradients of weights instead of autograd, as a backward calls it; None: autograd does.
+
+    Args:
+        name, weights, packed: see `Experts`.
+        put: takes the work for later; None: it is done at once.
+    """
+    experts = Experts(name, weights, tuple([weight.requires_grad for weight in weights]), packed)
+    into_main = has_main_grads(experts, x)
     if not into_main and put is None:
         return None
     write = _write_main_grads if into_main else _write_grads
 
     def make(dy: Tensor, x: Tensor, groups: dict[str, Any]) -> Any:
-        job = functools.partial(write, name, weights, packed, dy, x, groups)
+        job = functools.partial(write, experts, dy, x, groups)
         if put is None:
             job()
         else:
             put(job)
-        return _dummies(weights, packed) if into_main else None
+        return _dummies(experts) if into_main else None
 
     return make
 
 
-def has_main_grads(name: str, weights: list[Any], x: Tensor) -> bool:
-    """Whether gradients go into main_grad buffers; these are checked.
+def has_main_grads(experts: Experts, x: Tensor) -> bool:
+    """Check the main_grad buffers of trained weights; return False if there are none.
 
     Raises:
-        ValueError, TypeError: only some weights have one, or one does not fit.
+        ValueError, TypeError: only some trained weights have a main_grad, or one does not fit.
     """
-    buffers: list[Any] = [getattr(weight, "main_grad", None) for weight in weights]
-    missing = [index for index, buffer in enumerate(buffers) if buffer is None]
-    if len(missing) == len(weights):
+    name, trained = experts.name, experts.trained_weights()
+    buffers: list[Any] = [getattr(weight, "main_grad", None) for weight in trained]
+    missing = [weight for weight, buffer in zip(trained, buffers, strict=True) if buffer is None]
+    if len(missing) == len(trained):
         return False
     if missing:
-        raise ValueError(f"{name}{missing[0]} has no main_grad but others have; give one to every expert or to none")
+        index = next(index for index, weight in enumerate(experts.weights) if weight is missing[0])
+        raise ValueError(
+            f"{name}{index} has no main_grad but others have; give one to every expert that requires a gradient, or to "
+            "none"
+        )
     valid = gradient_dtypes(x)
-    for weight, buffer in zip(weights, buffers, strict=True):
+    for weight, buffer in zip(trained, buffers, strict=True):
         if not isinstance(buffer, Tensor):
             raise TypeError(f"{name}.main_grad is a {type(buffer).__name__}; give a tensor like the weight")
         if buffer.shape != weight.shape or not buffer.is_contiguous():
@@ -162,20 +192,18 @@ def has_main_grads(name: str, weights: list[Any], x: Tensor) -> bool:
     return True
 
 
-def _write_main_grads(
-    name: str, weights: list[Any], packed: bool, dy: Tensor, x: Tensor, groups: dict[str, Any]
-) -> None:
+def _write_main_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
+    name, trained = experts.name, experts.trained_weights()
     try:
-        buffers = [weight.main_grad for weight in weights]
-        adds = tuple(not getattr(weight, "overwrite_main_grad", False) for weight in weights)
-        how = {"mask": _mask(adds, x.device)} if len(set(adds)) > 1 else {"accumulate": adds[0]}
-        grouped_wgrad(dy, x, **groups, out=buffers[0] if packed else buffers, **how)
+        buffers = [weight.main_grad for weight in trained]
+        adds = [not getattr(weight, "overwrite_main_grad", False) for weight in trained]
+        _write(experts, buffers, adds, dy, x, groups)
     except (
         ValueError,
         TypeError,
         AttributeError,
     ) as error:  # where main_grad has changed since forward
-        if not has_main_grads(name, weights, x):
+        if not has_main_grads(experts, x):
             raise ValueError(
                 f"{name}.main_grad was there in forward and is gone in backward; keep it until then"
             ) from error
@@ -184,30 +212,73 @@ def _write_main_grads(
         raise
 
 
-@functools.lru_cache(64)
-def _mask(adds: tuple[bool, ...], device: torch.device) -> Tensor:
-    """Kept, so that a graph that is captured after a first call copies nothing from the host."""
-    return torch.tensor(adds, device=device)
-
-
-def _write_grads(name: str, weights: list[Any], packed: bool, dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
-    grads = [weight.grad for weight in weights]
+def _write_grads(experts: Experts, dy: Tensor, x: Tensor, groups: dict[str, Any]) -> None:
+    trained = experts.trained_weights()
+    grads = [weight.grad for weight in trained]
     if all(grad is not None and grad.is_contiguous() and grad.dtype in gradient_dtypes(x) for grad in grads):
-        grouped_wgrad(dy, x, **groups, out=grads[0] if packed else grads, accumulate=True)
+        _write(experts, grads, [True] * len(grads), dy, x, groups)
         return
+    groups, is_trained = _groups_of(experts.trained, groups)
     dw = grouped_wgrad(dy, x, **groups)
-    for weight, grad in zip(weights, [dw] if packed else dw, strict=True):
-        if weight.requires_grad:
-            weight.grad = grad if weight.grad is None else weight.grad + grad
+    made = [dw] if experts.packed else itertools.compress(dw, is_trained)
+    for weight, grad in zip(trained, made, strict=True):
+        weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
-def _dummies(weights: list[Any], packed: bool) -> Any:
-    """What autograd gets where main_grad has the gradient."""
+def _write(
+    experts: Experts, buffers: list[Tensor], adds: list[bool], dy: Tensor, x: Tensor, groups: dict[str, Any]
+) -> None:  # fmt: skip
+    """Write gradients into the buffers of trained weights. `adds`: for each, whether its gradient is added there."""
+    groups, is_trained = _groups_of(experts.trained, groups)
+    out: Any = buffers[0] if experts.packed else buffers
+    if frozen := is_trained.count(False):
+        given, dropped = iter(zip(buffers, adds, strict=True)), iter(buffers[0].new_empty(frozen, *buffers[0].shape))
+        # Dropped gradients are added where the first buffer's is, since the same for all takes no mask.
+        pairs = [next(given) if one else (next(dropped), adds[0]) for one in is_trained]
+        out, adds = [list(values) for values in zip(*pairs, strict=True)]
+    how: dict[str, Any] = {"accumulate": adds[0]}
+    if len(set(adds)) > 1:
+        how = {"mask": _on_device(tuple(adds), torch.bool, x.device)}
+    grouped_wgrad(dy, x, **groups, out=out, **how)
+
+
+def _groups_of(trained: tuple[bool, ...], groups: dict[str, Any]) -> tuple[dict[str, Any], list[bool]]:
+    """Return groups of rows for grouped_wgrad, and for each whether it is a trained expert's.
+
+    Rows of frozen experts cannot be left out before those of a trained one. They make one group, whose gradient is
+    dropped and takes as much memory as one weight. Rows behind the last trained expert are in no group.
+    """
+    if all(trained):
+        return groups, list(trained)
+    ends = [e for e, (one, after) in enumerate(zip(trained, (*trained[1:], False), strict=True)) if one or after]
+    offs = groups["offs"] if "offs" in groups else groups["splits"].cumsum(0)
+    offs = offs.index_select(0, _on_device(tuple(ends), torch.int64, offs.device)).to(torch.int32)
+    return {**groups, "offs": offs, "splits": None}, [trained[end] for end in ends]
+
+
+_kept_for_graphs: dict[Any, Tensor] = {}
+
+
+def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that is kept, so that a graph captured after a first call copies nothing from the host."""
+    made = _made(values, dtype, device)
+    if made.is_cuda and gpus.is_capturing():  # replays read it, also after other values took its place
+        _kept_for_graphs[values, dtype, device] = made
+    return made
+
+
+@functools.lru_cache(1024)  # each layer may train other experts
+def _made(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return gpus.apart(lambda: torch.tensor(values, dtype=dtype, device=device))
+
+
+def _dummies(experts: Experts) -> Any:
+    """Return what autograd gets where main_grad has the gradient."""
     dummies: list[Tensor | None] = []
-    for weight in weights:
-        has_flag = hasattr(weight, "grad_added_to_main_grad")
+    for weight, is_trained in zip(experts.weights, experts.trained, strict=True):
+        has_flag = is_trained and hasattr(weight, "grad_added_to_main_grad")
         if has_flag:
             weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
         dummies.append(make(weight, requires_grad=False) if has_flag else None)
-    return dummies[0] if packed else dummies
+    return dummies[0] if experts.packed else dummies
