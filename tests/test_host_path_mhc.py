@@ -245,7 +245,8 @@ def test_every_operator_lists_the_addresses_of_its_kernel() -> None:
     checked = 0
     for kind in every(AddressedCall):
         if hasattr(kind, "operator"):
-            listed = (*[kind.labels.get(name, name) for name in kind.reads], *kind.returns)
+            of_kernel = {source: name for name, source in kind.sources.items()}
+            listed = (*[of_kernel.get(name, name) for name in kind.reads], *kind.returns)
             layer = (
                 LayerSpec(kind.kernel, experts=128 if kind.kernel in ROUTING else 0) if kind.family == "layer" else None
             )

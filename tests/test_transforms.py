@@ -35,8 +35,19 @@ def _good(operation: Operation) -> dict[str, Any]:
     return {name: value for name, value in operation.good("cpu").items() if name not in (*operation.outputs, "mask")}
 
 
-def _refused(name: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(GradientNotSupported, match=rf"\b{name}\b.*use torch\.autograd|has no gradient, and {name}"):
+OTHERWISE = {
+    "by index": "rows= has none",
+    "folded": "needed in 16 bits",
+    "moe": "transform of torch.func",
+    "combine": "transform of torch.func",
+}
+"""What refuses calls of these names first, in place of an argument: an option, or a step that the call is made of."""
+
+
+def _refused(name: str, call: Callable[[], Any], of: str = "") -> None:
+    ways = [rf"\b{name}\b.*use torch\.autograd", f"has no gradient, and {name}"]
+    ways += [words for part, words in OTHERWISE.items() if part in of]
+    with pytest.raises(GradientNotSupported, match="|".join(ways)):
         call()
 
 
@@ -70,11 +81,13 @@ def test_a_transform(operation: Operation, name: str, transform: Callable[..., A
         return first.float().sum()
 
     value = good[name][None] if transform is torch.func.vmap else good[name]
-    _refused(name, lambda: transform(of_one)(value))
+    _refused(name, lambda: transform(of_one)(value), operation.name)
 
 
 @pytest.mark.parametrize(
-    "operation", [operation for operation in OPERATIONS if operation.outputs], ids=lambda operation: operation.name
+    "operation",
+    [operation for operation in OPERATIONS if isinstance(operation.good("cpu").get("out"), Tensor)],
+    ids=lambda operation: operation.name,
 )
 def test_a_trained_output(operation: Operation) -> None:
     """Grad mode decides, as it does for torch's own functions with `out`."""
@@ -82,7 +95,8 @@ def test_a_trained_output(operation: Operation) -> None:
     operation.call(**good)
     (name,) = operation.outputs
     good[name] = good[name].clone().requires_grad_()
-    with pytest.raises(GradientNotSupported, match=rf"\b{name}\b"):
+    words = rf"\b{name}\b" + "|rows= has none" * ("by index" in operation.name)
+    with pytest.raises(GradientNotSupported, match=words):
         operation.call(**good)
     with torch.no_grad():
         operation.call(**good)

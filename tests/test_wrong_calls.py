@@ -19,6 +19,7 @@ from support.wrong_calls import (
     complaints,
     gradients_of,
     named,
+    unswept,
 )
 
 from glulam.host import device
@@ -33,6 +34,10 @@ def by_reference(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "KERNEL_DEVICE", "cuda")
         return call(**arguments)
+
+
+def test_every_parameter_of_every_public_function_is_swept() -> None:
+    assert not unswept()
 
 
 @each_operation

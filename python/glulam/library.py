@@ -111,7 +111,7 @@ def call(pending: Call) -> Any:
             arguments[listed] = list(arguments[listed])
     splits = arguments.get("splits")
     if splits is not None and not isinstance(splits, Tensor):
-        arguments["splits"] = torch.tensor(splits, dtype=torch.int64)
+        arguments["splits"] = torch.tensor(splits, dtype=torch.int64, device="cpu")
     return pending.assembled(getattr(torch.ops.glulam, pending.form)(**arguments))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,15 +32,24 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+OF_HOPPER = re.compile(r" mxfp8\b| folded\b|in_mxfp8|prepare_mxfp8")
+"""Tests of recipe "mxfp8" and of weights folded for it, by their names."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Portable kernels have no FP8 MMA."""
+    for item in items if config.getoption("--arch") == "portable" else ():
+        recipe = getattr(item, "callspec", None) and item.callspec.params.get("recipe")  # type: ignore[attr-defined]
+        if recipe == "mxfp8" or OF_HOPPER.search(item.name):
+            item.add_marker(pytest.mark.skip(reason="of Hopper's own kernels"))
+
+
 @contextmanager
 def what_it_can(item: pytest.Item) -> Iterator[None]:
-    """Portable kernels have no FP8 MMA, and tests that name one of Hopper's kernels find no such bundle."""
+    """Tests that name one of Hopper's kernels find no such bundle on portable kernels."""
     if item.config.getoption("--arch") != "portable":
         yield
         return
-    recipe = getattr(item, "callspec", None) and item.callspec.params.get("recipe")  # type: ignore[attr-defined]
-    if recipe == "mxfp8" or "grouped_mlp mxfp8" in item.name or "in_mxfp8" in item.name:
-        pytest.skip("of Hopper's own kernels")
     try:
         yield
     except (SpecError, BundleError, UnsupportedDevice) as refused:

@@ -201,3 +201,15 @@ def test_host_splits_are_refused_under_capture() -> None:
             captured(lambda splits=splits: glulam.grouped_mm(c.x, c.w1, splits=splits))
     torch.cuda.synchronize()
     assert glulam.grouped_mm(c.x, c.w1, splits=c.sizes).shape == (64, 2 * INTER)
+
+
+def test_a_list_first_seen_under_capture_with_a_default_device() -> None:
+    c = worst_case(300)
+    finite(c)
+    wanted = glulam.grouped_mm(c.x, c.w2.mT.contiguous(), offs=c.offs)
+    listed, offs, graph = [one.clone() for one in c.w2.mT.contiguous()], c.offs, torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.device("cuda"), torch.cuda.graph(graph):
+        y = glulam.grouped_mm(c.x, listed, offs=offs)
+    graph.replay()
+    assert same_bits(y[: c.rows], wanted[: c.rows])

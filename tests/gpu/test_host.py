@@ -136,7 +136,7 @@ def bad_arguments(c: Case) -> dict[str, tuple[type[Exception], str, dict[str, An
         "offs on the CPU": (ValueError, "offs is on cpu but x is on cuda:0", {"offs": c.offs.cpu()}),
         "row_scale on the CPU": (ValueError, "row_scale is on cpu", {"row_scale": c.row_scale.cpu()}),
         "x misaligned": (ValueError, "x starts 2 bytes after", {"x": flat[1:].view(c.x.shape)}),
-        "w1 not contiguous": (ValueError, "w1 is not contiguous", {"w1": c.w1.mT.contiguous().mT}),
+        "w1 not contiguous": (ValueError, "w1 is a transposed view", {"w1": c.w1.mT.contiguous().mT}),
         "x at odd strides": (ValueError, "x has rows", {"x": c.x.new_zeros(c.x.shape[0], HIDDEN + 4)[:, :HIDDEN]}),
         "out of another width": (ValueError, "out has shape", {"out": c.x.new_zeros(c.x.shape[0], HIDDEN + 8)}),
         "out of fewer rows": (ValueError, "out has shape", {"out": torch.zeros_like(c.x[:-1])}),

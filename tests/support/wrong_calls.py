@@ -1,13 +1,17 @@
 """Wrong calls: each argument of each public function, broken in every way that a caller may break one.
 
 A call must end in an exception that names the argument, or in the right result, whether it is the first of its kind or
-meets a plan that good calls made. `Operation` says what a good call is; `wrong_tensors` and `overlaps` break it.
+meets a plan that good calls made. Good calls are made from the functions' own parameters: a value for each name
+(`values`), those of some functions besides (`OWN`), and wrong values of options (`WRONG`). `unswept` names the
+parameters for which there is neither, so a new operator or parameter is swept or fails the tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +19,14 @@ import torch
 from torch import Tensor
 
 import glulam
-from glulam import mhc
+from glulam import GateUp, MXFP4Tensor, MXFP8Tensor, Routing, mhc
+from glulam.layer.choices import moe_of_choices
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
 SIZES = (24, 0, 40, 32)
-ROWS, EXPERTS, HIDDEN, INNER, WIDTH = sum(SIZES), len(SIZES), 128, 128, 128
+ROWS, EXPERTS, HIDDEN, INNER = sum(SIZES), len(SIZES), 128, 128
+STREAMS, TOKENS, CHOICES = 4, 20, 2
+COEFFICIENTS = STREAMS * (STREAMS + 2)
 OVERLAP = 16  # bytes that an output shares with an argument
 
 Arguments = dict[str, Any]
@@ -43,200 +50,272 @@ class Operation:
 
 def _numbers(device: str, seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) / 4).to(device, dtype)
+    return (torch.randn(shape, generator=generator, device="cpu") / 4).to(device, dtype)
+
+
+def _integers(device: str, seed: int, below: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(below, shape, generator=generator, device="cpu").to(device, dtype)
 
 
 def _offs(device: str) -> Tensor:
-    return torch.tensor(SIZES).cumsum(0).to(device, torch.int32)
+    return torch.tensor(SIZES, device="cpu").cumsum(0).to(device, torch.int32)
 
 
-def _scale(device: str) -> Tensor:
-    return _numbers(device, 9, ROWS, dtype=torch.float32).abs() + 0.5
+def _ids(device: str) -> Tensor:
+    return torch.stack([_integers("cpu", 20, EXPERTS, TOKENS), _integers("cpu", 21, EXPERTS, TOKENS)], 1).to(device)
 
 
-def _mm(device: str) -> Arguments:
+def _id_weights(device: str) -> Tensor:
+    return _numbers(device, 22, TOKENS, CHOICES, dtype=F32).abs() + 0.5
+
+
+def _routing(device: str) -> Routing:
+    return Routing.from_topk(_ids(device), _id_weights(device), EXPERTS)
+
+
+def values(device: str) -> Arguments:
+    """A right value for each parameter of this name, of T rows, N tokens, E experts and widths of 128."""
     return {
         "x": _numbers(device, 0, ROWS, HIDDEN),
-        "w": _numbers(device, 1, EXPERTS, WIDTH, HIDDEN),
-        "offs": _offs(device),
-        "bias": _numbers(device, 2, EXPERTS, WIDTH),
-        "bias_scale": _scale(device),
-        "out": _numbers(device, 3, ROWS, WIDTH),
-        "transpose_w": False,
-    }
-
-
-def _glu(device: str) -> Arguments:
-    return {
-        "x": _numbers(device, 0, ROWS, HIDDEN),
-        "w1": _numbers(device, 1, EXPERTS, 2 * INNER, HIDDEN),
-        "offs": _offs(device),
-        "bias": _numbers(device, 2, EXPERTS, 2 * INNER),
-        "row_scale": _scale(device),
-        "out": _numbers(device, 3, ROWS, INNER),
-        "activation": "swiglu",
-        "glu_layout": "concat",
-        "return_preact": False,
-    }
-
-
-def _mlp(device: str, recipe: str = "bf16") -> Arguments:
-    return {
-        "x": _numbers(device, 0, ROWS, HIDDEN),
-        "w1": _numbers(device, 1, EXPERTS, 2 * INNER, HIDDEN),
-        "w2": _numbers(device, 2, EXPERTS, HIDDEN, INNER),
-        "offs": _offs(device),
-        "row_scale": _scale(device),
-        "b1": _numbers(device, 3, EXPERTS, 2 * INNER),
-        "b2": _numbers(device, 4, EXPERTS, HIDDEN),
-        "out": _numbers(device, 5, ROWS, HIDDEN),
-        "activation": "swiglu",
-        "recipe": recipe,
-    }
-
-
-def _mlp_transposed(device: str) -> Arguments:
-    """Of w1 [E, H, 2I] and w2 [E, I, H]."""
-    good = _mlp(device)
-    weights = {name: good[name].mT.contiguous() for name in ("w1", "w2")}
-    return {**good, **weights, "transpose_w": True}
-
-
-def _mlp_of_lists(device: str) -> Arguments:
-    good = _mlp(device)
-    return {**good, **{name: list(good[name].unbind()) for name in ("w1", "w2", "b1", "b2")}}
-
-
-def _dglu(device: str) -> Arguments:
-    return {
-        "dy": _numbers(device, 0, ROWS, HIDDEN),
-        "w2": _numbers(device, 1, EXPERTS, HIDDEN, INNER),
-        "preact": _numbers(device, 2, ROWS, 2 * INNER),
-        "offs": _offs(device),
-        "row_scale": _scale(device),
-        "activation": "swiglu",
-        "transpose_w": False,
-    }
-
-
-def _wgrad(device: str) -> Arguments:
-    return {
-        "dy": _numbers(device, 0, ROWS, WIDTH),
-        "x": _numbers(device, 1, ROWS, HIDDEN),
+        "dy": _numbers(device, 1, ROWS, HIDDEN),
+        "y": _numbers(device, 2, TOKENS * CHOICES, HIDDEN),
+        "preact": _numbers(device, 3, ROWS, 2 * INNER),
+        "w": _numbers(device, 4, EXPERTS, HIDDEN, HIDDEN),
+        "w1": _numbers(device, 5, EXPERTS, 2 * INNER, HIDDEN),
+        "w2": _numbers(device, 6, EXPERTS, HIDDEN, INNER),
+        "b1": _numbers(device, 7, EXPERTS, 2 * INNER),
+        "b2": _numbers(device, 8, EXPERTS, HIDDEN),
+        "bias": _numbers(device, 9, EXPERTS, HIDDEN),
+        "row_scale": _numbers(device, 10, ROWS, dtype=F32).abs() + 0.5,
+        "bias_scale": _numbers(device, 11, ROWS, dtype=F32).abs() + 0.5,
         "offs": _offs(device),
         "mask": torch.tensor([True, False, False, True], device=device),
-        "out": _numbers(device, 2, EXPERTS, WIDTH, HIDDEN),
+        "out": _numbers(device, 12, ROWS, HIDDEN),
+        "routing": _routing(device),
+        "ids": _ids(device),
+        "weights": _id_weights(device),
+        "num_experts": EXPERTS,
+        "logits": _numbers(device, 13, TOKENS, EXPERTS, dtype=F32),
+        "num_tokens": torch.tensor([TOKENS - 3], dtype=torch.int32, device=device),
+        "k": CHOICES,
+        "h_pre": _numbers(device, 14, TOKENS, STREAMS, dtype=F32),
+        "h_post": _numbers(device, 15, TOKENS, STREAMS, dtype=F32),
+        "h_res": _numbers(device, 16, TOKENS, STREAMS, STREAMS, dtype=F32),
+        "weight": _numbers(device, 17, COEFFICIENTS, STREAMS * HIDDEN, dtype=F32),
+        "norm_weight": _numbers(device, 18, STREAMS * HIDDEN, dtype=F32) + 1,
+        **{f"alpha_{name}": _numbers(device, 19, 1, dtype=F32) + 1 for name in ("pre", "post", "res")},
     }
 
 
-def _bias_grad(device: str) -> Arguments:
-    return {"dy": _numbers(device, 0, ROWS, WIDTH), "offs": _offs(device), "row_scale": _scale(device)}
+def _layer(device: str) -> Arguments:
+    """Of tokens in place of rows."""
+    tokens = {name: _numbers(device, seed, TOKENS, HIDDEN) for seed, name in enumerate(("x", "residual", "out"), 30)}
+    return {**tokens, "y": values(device)["y"]}
 
 
-def _quantize(device: str) -> Arguments:
-    return {"x": _numbers(device, 0, ROWS, HIDDEN), "offs": _offs(device), "axis": "row", "block": "1x32"}
+def _streams(device: str) -> Arguments:
+    return {"x": _numbers(device, 40, TOKENS, STREAMS, HIDDEN), "bias": _numbers(device, 41, COEFFICIENTS, dtype=F32)}
 
 
-STREAMS, TOKENS = 4, 20
-_COEFFICIENTS = STREAMS * (STREAMS + 2)
+def _coefficients(device: str) -> tuple[Tensor, ...]:
+    """Buffers of h_pre, h_post and the logits."""
+    shapes = (STREAMS,), (STREAMS,), (STREAMS, STREAMS)
+    return tuple(_numbers(device, 42 + place, TOKENS, *shape, dtype=F32) for place, shape in enumerate(shapes))
 
 
-def _aggregate(device: str) -> Arguments:
-    return {
-        "x": _numbers(device, 0, TOKENS, STREAMS, WIDTH),
-        "h_pre": _numbers(device, 1, TOKENS, STREAMS, dtype=torch.float32),
-        "out": _numbers(device, 2, TOKENS, WIDTH),
-    }
+OWN: dict[str, Callable[[str], Arguments]] = {
+    "grouped_glu": lambda d: {"bias": values(d)["b1"]},
+    "grouped_wgrad": lambda d: {"out": _numbers(d, 50, EXPERTS, HIDDEN, HIDDEN)},
+    "moe": _layer,
+    "moe_of_choices": _layer,
+    "permute": _layer,
+    "combine": _layer,
+    "route": lambda d: {"bias": _numbers(d, 51, EXPERTS, dtype=F32)},
+    "load_balancing_loss": lambda d: {"routing": glulam.route(values(d)["logits"], CHOICES)},
+    "quantize_mxfp8": lambda d: {
+        "out": MXFP8Tensor(
+            torch.zeros(ROWS, HIDDEN, dtype=torch.float8_e4m3fn, device=d),
+            torch.ones(ROWS, HIDDEN // 32, device=d).to(torch.float8_e8m0fnu),
+        )
+    },
+    "quantize_mxfp4": lambda d: {
+        "out": MXFP4Tensor(
+            torch.zeros(EXPERTS, HIDDEN, HIDDEN // 2, dtype=torch.uint8, device=d),
+            torch.ones(EXPERTS, HIDDEN, HIDDEN // 32, device=d).to(torch.float8_e8m0fnu),
+        )
+    },
+    "aggregate": lambda d: {**_streams(d), "out": _numbers(d, 52, TOKENS, HIDDEN)},
+    "sinkhorn": lambda d: {name: values(d)["h_res"] for name in ("logits", "out")},
+    "post_mix": lambda d: {
+        "x": _numbers(d, 53, TOKENS, HIDDEN),
+        "bias": _numbers(d, 54, HIDDEN),
+        "residual": _streams(d)["x"],
+        "out": _numbers(d, 55, TOKENS, STREAMS, HIDDEN),
+    },
+    "project": lambda d: {**_streams(d), "out": _coefficients(d)},
+    "pre": _streams,
+}
+"""Values of parameters that mean something else there."""
 
-
-def _sinkhorn(device: str) -> Arguments:
-    made = [_numbers(device, seed, TOKENS, STREAMS, STREAMS, dtype=torch.float32) for seed in (0, 1)]
-    return {"logits": made[0], "iters": 5, "eps": 1e-6, "out": made[1]}
-
-
-def _post_mix(device: str) -> Arguments:
-    return {
-        "residual": _numbers(device, 0, TOKENS, STREAMS, WIDTH),
-        "h_res": _numbers(device, 1, TOKENS, STREAMS, STREAMS, dtype=torch.float32),
-        "h_post": _numbers(device, 2, TOKENS, STREAMS, dtype=torch.float32),
-        "x": _numbers(device, 3, TOKENS, WIDTH),
-        "bias": _numbers(device, 4, WIDTH),
-        "out": _numbers(device, 5, TOKENS, STREAMS, WIDTH),
-    }
-
-
-def _project(device: str) -> Arguments:
-    alphas = {f"alpha_{name}": _numbers(device, 6, 1) + 1 for name in ("pre", "post", "res")}
-    return {
-        "x": _numbers(device, 0, TOKENS, STREAMS, WIDTH),
-        "weight": _numbers(device, 1, _COEFFICIENTS, STREAMS * WIDTH),
-        **alphas,
-        "bias": _numbers(device, 2, _COEFFICIENTS),
-        "eps": 1e-6,
-    }
-
-
-def _project_normed(device: str) -> Arguments:
-    """With float32 parameters and an RMSNorm's weight."""
-    good = _project(device)
-    wide = {name: value.float() for name, value in good.items() if isinstance(value, Tensor) and name != "x"}
-    return {**good, **wide, "norm_weight": _numbers(device, 7, STREAMS * WIDTH, dtype=torch.float32) + 1}
-
-
-_ACTIVATION = {"activation": ("nothing", 3, None, ["swiglu"])}
-_GLU_LAYOUT = {"glu_layout": ("nothing", 3, None)}
-_NUMBERS = {name: ("7", None, float("nan"), [7.0], torch.tensor(7.0)) for name in ("limit", "alpha", "offset")}
-_SPLITS = {"splits": ("x", 3, [1, 2], [1.5] * EXPERTS, list(SIZES))}  # the last beside offs
-_MLP_WRONG = {
-    **_ACTIVATION,
-    **_GLU_LAYOUT,
-    **_NUMBERS,
-    **_SPLITS,
-    "recipe": ("nothing", 3, None),
-    "recompute": (2, "x"),
+_FLAG, _NUMBER = (2, "x", None), ("7", None, float("nan"), [7.0], torch.tensor(7.0, device="cpu"))
+WRONG: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("activation", "glu_layout", "recipe", "score", "axis", "block", "scale_layout"), ("x", 3, None)),
+    **dict.fromkeys(("limit", "alpha", "offset"), _NUMBER),
+    **dict.fromkeys(("transpose_w", "transpose_res", "recompute", "return_preact", "accumulate", "normalize"), _FLAG),
+    **dict.fromkeys(("row_scale_grad", "report"), _FLAG),
+    **dict.fromkeys(("eps", "sinkhorn_eps"), (-1.0, "x", None)),
+    "iters": (-1, 1.5, "x", None),
+    "splits": ("x", 3, [1, 2], [1.5] * EXPERTS, list(SIZES)),  # the last beside offs
+    "out_dtype": (3, torch.int32),
+    "parallel": ("x", 3, "world", "group"),
+    "k": (0, EXPERTS + 1, 1.5, "x", None),
+    "num_experts": (0, 2000, 1.5, "x", None),
+    "first": (-1, 1.5, "x", None),
+    "num_groups": (0, 3, 1.5, "x", None),
+    "top_groups": (0, 2, 1.5, "x", None),
+    "scale": ("x", None),
+    "max_error": ("x", None, -1.0),
+}
+"""Values of options that every function refuses."""
+LEGAL: dict[str, dict[str, tuple[str, ...]]] = {
+    "quantize_mxfp8": {"offs": ("one less", "one row less"), "x": ("one row less",)},
+    "permute": {"routing": ("one less",)},  # of K = 1, whose rows past the end nobody writes
+    "route": {"logits": ("on meta",)},  # where one tensor is all, the result is on meta
+    **dict.fromkeys(("prepare_mxfp8_weight", "quantize_mxfp4"), {"w": ("on meta",)}),
 }
 
-OPERATIONS = (
-    Operation("grouped_mm", glulam.grouped_mm, _mm, ("out",), {**_SPLITS, "transpose_w": (2, "x", None)}),
-    Operation(
-        "grouped_glu",
-        glulam.grouped_glu,
-        _glu,
-        ("out",),
-        {**_ACTIVATION, **_GLU_LAYOUT, **_NUMBERS, **_SPLITS, "return_preact": (2, "x")},
-    ),
-    Operation("grouped_mlp", glulam.grouped_mlp, _mlp, ("out",), _MLP_WRONG),
-    Operation("grouped_mlp transposed", glulam.grouped_mlp, _mlp_transposed, ("out",), {"transpose_w": (2, "x", None)}),
-    Operation("grouped_mlp of lists", glulam.grouped_mlp, _mlp_of_lists, ("out",)),
-    *(
-        Operation(f"grouped_mlp {recipe}", glulam.grouped_mlp, lambda d, r=recipe: _mlp(d, r), ("out",), _MLP_WRONG)  # type: ignore[misc]
-        for recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")
-    ),
-    Operation(
-        "grouped_dglu",
-        glulam.grouped_dglu,
-        _dglu,
-        (),
-        {**_ACTIVATION, **_NUMBERS, "row_scale_grad": (2, "x"), "transpose_w": (2, "x", None)},
-    ),
-    Operation("grouped_wgrad", glulam.grouped_wgrad, _wgrad, ("out",), {"accumulate": (2, "x"), "out_dtype": (3,)}),
-    Operation("grouped_bias_grad", glulam.grouped_bias_grad, _bias_grad, (), {"out_dtype": (3, torch.int32)}),
-    Operation(
-        "quantize_mxfp8",
-        glulam.quantize_mxfp8,
-        _quantize,
-        (),
-        {"axis": ("x", 3, None), "block": ("x", 3, None), "scale_layout": ("x", 3, None)},
-        {"offs": ("one less", "one row less"), "x": ("one row less",)},
-    ),
-    Operation("aggregate", mhc.aggregate, _aggregate, ("out",)),
-    Operation("sinkhorn", mhc.sinkhorn, _sinkhorn, ("out",), {"iters": (-1, 1.5, "x", None), "eps": (-1.0, "x", None)}),
-    Operation("post_mix", mhc.post_mix, _post_mix, ("out",), {"transpose_res": (2, "x")}),
-    Operation("project", mhc.project, _project, (), {"eps": (-1.0, "x", None)}),
-    Operation("project, normed", mhc.project, _project_normed),
-    Operation("pre", mhc.pre, _project, (), {"eps": (-1.0, "x", None), "iters": (-1, 1.5, "x", None)}),
-    Operation("pre, normed", mhc.pre, _project_normed),
-)
+# Variants of calls, whose arguments differ from those that parameters tell.
+
+
+def _transposed(good: Arguments) -> Arguments:
+    return {**good, **{n: good[n].mT.contiguous() for n in ("w", "w1", "w2") if n in good}, "transpose_w": True}
+
+
+def _of_lists(good: Arguments) -> Arguments:
+    lists = {name: list(good[name].unbind()) for name in ("w", "w1", "w2", "b1", "b2", "bias") if name in good}
+    return {**good, **lists, **{name: list(good[name]) for name in ("out",) if name in good and good[name].dim() == 3}}
+
+
+def _in_halves(good: Arguments) -> Arguments:
+    return {**good, "w1": GateUp(*(half.contiguous() for half in good["w1"].chunk(2, dim=1)))}
+
+
+def _by_index(*names: str) -> Callable[[Arguments], Arguments]:
+    """`names`: the operand that indices are of, and the parameter that takes them."""
+    of, rows = names
+
+    def changed(good: Arguments) -> Arguments:
+        device = str(good[of].device)
+        return {**good, of: good[of][:40].clone(), rows: _integers(device, 60, 40, ROWS)}
+
+    return changed
+
+
+def _quantised(good: Arguments, recipe: str, make: Callable[[Tensor], Any]) -> Arguments:
+    return {**good, **{name: make(good[name]) for name in ("w", "w1", "w2") if name in good}, "recipe": recipe}
+
+
+def _recipe(recipe: str) -> Callable[[Arguments], Arguments]:
+    return lambda good: {**good, "recipe": recipe}
+
+
+def _folded(good: Arguments) -> Arguments:
+    return _quantised(good, "mxfp8", glulam.prepare_mxfp8_weight)
+
+
+def _in_mxfp4(good: Arguments) -> Arguments:
+    return _quantised(good, "mxfp4_weight_only", glulam.quantize_mxfp4)
+
+
+def _in_mxfp8(good: Arguments) -> Arguments:
+    def blocks(w: Tensor) -> MXFP8Tensor:
+        made = glulam.quantize_mxfp8(w.flatten(0, 1))
+        return MXFP8Tensor(made.data.view(w.shape), made.scale.view(*w.shape[:2], -1))
+
+    return _quantised(good, "mxfp8_exact", blocks)
+
+
+def _without(*names: str) -> Callable[[Arguments], Arguments]:
+    return lambda good: {name: value for name, value in good.items() if name not in names}
+
+
+def _16_bit_parameters(good: Arguments) -> Arguments:
+    kept = ("x", "norm_weight")
+    narrow = {n: v.to(BF16) for n, v in good.items() if isinstance(v, Tensor) and n not in kept}
+    return _without("norm_weight")({**good, **narrow})
+
+
+_RECIPES = {recipe: _recipe(recipe) for recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")}
+_FORMATS = {"folded": _folded, "in MXFP8": _in_mxfp8, "in MXFP4": _in_mxfp4}
+_WEIGHTS = {"transposed": _transposed, "of lists": _of_lists}
+VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
+    "grouped_mm": {**_WEIGHTS, "by index": _by_index("x", "rows")},
+    "grouped_glu": {**_WEIGHTS, "in halves": _in_halves, "by index": _by_index("x", "rows")},
+    "grouped_mlp": {
+        **_WEIGHTS, "in halves": _in_halves, "by index": _by_index("x", "rows"), **_RECIPES, **_FORMATS,
+    },
+    "grouped_dglu": {**_WEIGHTS, "by index": _by_index("dy", "rows")},
+    "grouped_wgrad": {
+        "of lists": _of_lists, "x by index": _by_index("x", "x_rows"), "dy by index": _by_index("dy", "dy_rows"),
+    },
+    "grouped_bias_grad": {"by index": _by_index("dy", "rows")},
+    "moe": {**_WEIGHTS, "in halves": _in_halves, **_RECIPES, **_FORMATS},
+    "moe_of_choices": {"in halves": _in_halves, "mxfp8": _recipe("mxfp8")},
+    "project": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
+    "pre": {"without norm": _without("norm_weight"), "16-bit": _16_bit_parameters},
+    "route": {"without bias": _without("bias", "num_tokens")},
+}  # fmt: skip
+
+
+def _public() -> dict[str, Callable[..., Any]]:
+    """Public functions that take tensors."""
+    everything = {name: getattr(module, name) for module in (glulam, mhc) for name in module.__all__}
+    functions = {name: f for name, f in everything.items() if inspect.isfunction(f)}
+    functions["Routing.from_topk"] = Routing.from_topk
+    functions["moe_of_choices"] = moe_of_choices
+    return {name: function for name, function in functions.items() if _takes_tensors(function)}
+
+
+def _takes_tensors(function: Callable[..., Any]) -> bool:
+    hints = typing.get_type_hints(function)
+    kinds = [str(hint) for name, hint in hints.items() if name != "return"]
+    return any("Tensor" in kind or "Routing" in kind for kind in kinds)
+
+
+PUBLIC = _public()
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def _operations(name: str, function: Callable[..., Any]) -> Iterator[Operation]:
+    """One function's, as its parameters tell, and its variants."""
+    parameters = _parameters(function)
+    outputs = tuple(parameter for parameter in parameters if parameter == "out")
+    wrong = {parameter: WRONG[parameter] for parameter in parameters if parameter in WRONG}
+
+    def good(device: str) -> Arguments:
+        made = {**values(device), **OWN.get(name, lambda _: {})(device)}
+        return {parameter: made[parameter] for parameter in parameters if parameter in made}
+
+    legal = LEGAL.get(name, {})
+    yield Operation(name, function, good, outputs, wrong, legal)
+    for variant, change in VARIANTS.get(name, {}).items():
+        yield Operation(f"{name} {variant}", function, lambda device, c=change: c(good(device)), outputs, {}, legal)  # type: ignore[misc]
+
+
+OPERATIONS = tuple(operation for name, function in PUBLIC.items() for operation in _operations(name, function))
+
+
+def unswept() -> list[str]:
+    """Parameters of public functions that no good call has, and of which no wrong value is known."""
+    swept: dict[Any, set[str]] = {}
+    for operation in OPERATIONS:
+        swept.setdefault(operation.call, set()).update(operation.good("cpu"), operation.wrong)
+    missing = {name: [p for p in _parameters(f) if p not in swept[f]] for name, f in PUBLIC.items()}
+    return [f"{name}: {parameter}" for name, parameters in missing.items() for parameter in parameters]
 
 
 class Plain(Tensor):
@@ -269,69 +348,107 @@ def _freed(t: Tensor, begin: int = 0) -> Tensor:
 
 def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
     """What a caller may give in place of a tensor, with a word for it."""
-    yield "another dtype", t.to(torch.float64)
-    yield "an integer dtype", t.to(torch.int16)
-    yield "on meta", t.to("meta")
-    if t.device.type != "cpu":
-        yield "on the CPU", t.cpu()
-    yield "a string", "x"
-    yield "a number", 3.5
-    yield "an object", object()
-    yield "one less", t[:-1].clone() if t.dim() == 1 else t[..., :-1].clone()
-    yield "one row less", t[:-1]
-    yield "eight columns less", t[..., : max(t.shape[-1] - 8, 0)]
-    yield "of another rank", t[None]
-    yield "a scalar", t.flatten()[0]
-    yield "empty", t[:0]
-    if t.dim() > 1:
-        yield "transposed", t.mT.clone().mT
-        yield "sparse", t.to_sparse()
-    yield "every other", torch.stack((t, t), -1)[..., 0]
-    yield "expanded", t[:1].expand_as(t)
-    yield "misaligned", t.new_empty(t.numel() + 1)[1:].copy_(t.flatten()).view(t.shape)
-    if t.dtype != torch.bool:
-        yield "negated in the end", torch._neg_view(t)
-    yield "a lazy zero", torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device)
-    yield "freed", _freed(t)
-    yield "freed, not from its beginning", _freed(t, 64)
-    yield "of a plain subclass", t.as_subclass(Plain)
-    yield "of a wrapper", Wrapper(t)
-    if t.is_floating_point():
-        yield "a parameter", torch.nn.Parameter(t)
+    for word, make in _BREAKS.items():
+        try:
+            made = make(t)
+        except RuntimeError:
+            if t.itemsize > 1:  # torch has few operators for elements of 8 bits
+                raise
+            continue
+        if made is not None:
+            yield word, made
+
+
+_8_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+_BREAKS: dict[str, Callable[[Tensor], Any]] = {
+    "another dtype": lambda t: t.to(torch.float64),
+    "an integer dtype": lambda t: t.to(torch.int16),
+    "on meta": lambda t: t.to("meta"),
+    "on the CPU": lambda t: None if t.device.type == "cpu" else t.cpu(),
+    "a string": lambda _: "x",
+    "a number": lambda _: 3.5,
+    "an object": lambda _: object(),
+    "one less": lambda t: t[:-1].clone() if t.dim() == 1 else t[..., :-1].clone(),
+    "one row less": lambda t: t[:-1],
+    "eight columns less": lambda t: t[..., : max(t.shape[-1] - 8, 0)],
+    "of another rank": lambda t: t[None],
+    "a scalar": lambda t: t.flatten()[0],
+    "empty": lambda t: t[:0],
+    "no columns, empty": lambda t: t[..., :0],
+    "transposed": lambda t: t.mT.clone().mT if t.dim() > 1 else None,
+    "sparse": lambda t: t.to_sparse() if t.dim() > 1 else None,
+    "every other": lambda t: torch.stack((t, t), -1)[..., 0],
+    "expanded": lambda t: t[:1].expand_as(t),
+    "misaligned": lambda t: t.new_empty(t.numel() + 1)[1:].copy_(t.flatten()).view(t.shape),
+    "negated in the end": lambda t: None if t.dtype in (torch.bool, *_8_BIT_FLOATS) else torch._neg_view(t),
+    "a lazy zero": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
+    "freed": lambda t: _freed(t),
+    "freed, not from its beginning": lambda t: _freed(t, 64),
+    "of a plain subclass": lambda t: t.as_subclass(Plain),
+    "of a wrapper": lambda t: Wrapper(t),
+    "a parameter": lambda t: torch.nn.Parameter(t) if t.is_floating_point() else None,
+}
+
+
+def parts_of(value: Any) -> dict[Any, Tensor]:
+    """The tensors of an argument, by what `with_part` takes: of a list or tuple the second, of others all."""
+    if isinstance(value, Tensor):
+        return {"": value}
+    if isinstance(value, GateUp):
+        return dict(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return {1: value[1]}
+    if dataclasses.is_dataclass(value):
+        return {name: part for name, part in vars(value).items() if isinstance(part, Tensor)}
+    return {}
+
+
+def with_part(value: Any, name: Any, part: Any) -> Any:
+    """An argument one of whose tensors is another."""
+    if isinstance(value, Tensor):
+        return part
+    if isinstance(value, GateUp):
+        return value._replace(**{name: part})
+    if isinstance(value, (list, tuple)):
+        return type(value)([*value[:name], part, *value[name + 1 :]])
+    return dataclasses.replace(value, **{name: part})
 
 
 def overlaps(good: Arguments, out: str) -> Iterator[tuple[str, Arguments]]:
-    """Calls whose output shares its first bytes with the last of an argument."""
-    target = good[out]
-    for name, value in good.items():
-        values = value if isinstance(value, list) else [value]
-        if name == out or not isinstance(values[-1], Tensor):
-            continue
-        source = values[-1]
-        memory = torch.zeros(source.nbytes + target.nbytes, dtype=torch.uint8, device=target.device)
-        read = memory[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
-        begin = max(source.nbytes - OVERLAP, 0)
-        written = memory[begin : begin + target.nbytes].view(target.dtype).view(target.shape)
-        given: Any = [*values[:-1], read] if isinstance(value, list) else read
-        yield name, {**good, name: given, out: written}
+    """Calls with an output tensor whose first bytes are the last ones of an argument's."""
+    for its_part, target in parts_of(good[out]).items():
+        for name, value in good.items():
+            for part, source in parts_of(value).items() if name != out else ():
+                memory = torch.zeros(source.nbytes + target.nbytes, dtype=torch.uint8, device=target.device)
+                read = memory[: source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+                begin = max(source.nbytes - OVERLAP, 0)
+                written = memory[begin : begin + target.nbytes].view(target.dtype).view(target.shape)
+                given = {name: with_part(value, part, read), out: with_part(good[out], its_part, written)}
+                yield f"{its_part} over {name} {part}", {**good, **given}
 
 
 def wrong_calls(operation: Operation, good: Arguments) -> Iterator[tuple[str, str, Arguments]]:
     """The argument's name, a word for what is wrong, and all arguments."""
     for name, value in good.items():
-        if isinstance(value, Tensor):
-            for word, wrong in wrong_tensors(value):
-                if word not in operation.legal.get(name, ()):
-                    yield name, word, {**good, name: wrong}
-        elif isinstance(value, list):
-            for word, wrong in wrong_tensors(value[1]):
-                yield name, f"one {word}", {**good, name: [value[0], wrong, *value[2:]]}
+        for part, tensor in parts_of(value).items():
+            for word, wrong in wrong_tensors(tensor):
+                if word in operation.legal.get(name, ()):
+                    continue
+                try:
+                    broken = with_part(value, part, wrong)
+                except (ValueError, TypeError, RuntimeError):  # refused by the class of the argument
+                    continue
+                yield name, f"{part} {word}".strip(), {**good, name: broken}
+    parameters = inspect.signature(operation.call).parameters
+    for name in good:
+        if parameters[name].default is inspect.Parameter.empty:
+            yield name, "None", {**good, name: None}
     for name, values in operation.wrong.items():
         for wrong in values:
             yield name, repr(wrong), {**good, name: wrong}
     for out in operation.outputs:
-        for other, arguments in overlaps(good, out):
-            yield out, f"over {other}", arguments
+        for words, arguments in overlaps(good, out) if out in good else ():
+            yield out, words, arguments
 
 
 DISAGREE = ("dtype", "meta", "CPU", "less", "rank", "scalar", "empty")
@@ -339,8 +456,11 @@ DISAGREE = ("dtype", "meta", "CPU", "less", "rank", "scalar", "empty")
 
 
 def _flat(result: Any) -> list[Tensor]:
-    if isinstance(result, glulam.MXFP8Tensor):
+    """The tensors of a result, quantised ones as the numbers that they stand for."""
+    if hasattr(result, "dequantize") and not isinstance(result, Tensor):
         return [result.dequantize()]
+    if isinstance(result, Routing):
+        return [result.offs, result.row_of, result.weights]
     if isinstance(result, (tuple, list)):
         return [tensor for one in result if one is not None for tensor in _flat(one)]
     return [result.as_subclass(Tensor)]
@@ -348,8 +468,14 @@ def _flat(result: Any) -> list[Tensor]:
 
 def _on_cpu(value: Any) -> Any:
     """What a value says, as plain memory on the CPU; itself where it has none."""
-    if isinstance(value, list):
-        return [_on_cpu(one) for one in value]
+    if isinstance(value, (list, tuple)):
+        made = [_on_cpu(one) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if dataclasses.is_dataclass(value):
+        parts = {name: _on_cpu(part) for name, part in vars(value).items()}
+        copy = object.__new__(type(value))
+        copy.__dict__.update(parts)
+        return copy
     if not isinstance(value, Tensor) or isinstance(value, Wrapper) or value.is_meta or value.is_sparse:
         return value
     plain = value.as_subclass(Tensor).detach()
@@ -400,11 +526,23 @@ COLD, WARM, OF_OTHER_ROWS = BEFORE = ("cold", "warm", "of other rows")
 """What was called before: nothing, good calls, or good calls with fewer rows."""
 
 
+def _fewer_rows(value: Any) -> Any:
+    if isinstance(value, Routing) and value.logits is not None:
+        return glulam.route(value.logits[:-8], CHOICES)
+    if isinstance(value, Routing):
+        return Routing.from_topk(value.ids[:-8], value.weights[:-8], value.num_experts)
+    if isinstance(value, tuple) and not isinstance(value, GateUp):
+        return tuple(map(_fewer_rows, value))
+    if isinstance(value, MXFP8Tensor) and len(value.data) == ROWS:
+        return MXFP8Tensor(value.data[:-8], value.scale[:-8])
+    if isinstance(value, Tensor):
+        cut = {ROWS: 8, TOKENS: 8, TOKENS * CHOICES: 8 * CHOICES}.get(len(value) if value.dim() else 0)
+        return value[:-cut] if cut else value
+    return value
+
+
 def _with_fewer_rows(arguments: Arguments) -> Arguments:
-    return {
-        name: value[:-8] if isinstance(value, Tensor) and value.shape[:1] in ((ROWS,), (TOKENS,)) else value
-        for name, value in arguments.items()
-    }
+    return {name: _fewer_rows(value) for name, value in arguments.items()}
 
 
 def complaints(operation: Operation, device: str, reference: Callable[..., Any], before: str) -> list[str]:
@@ -432,7 +570,7 @@ TRAINED = {
     "grouped_mlp transposed": ("x", "w1", "w2", "offs", "row_scale"),
     "grouped_mlp mxfp8": ("x", "w1", "w2", "offs", "row_scale"),
     "post_mix": ("residual", "h_res", "h_post", "x", "bias"),
-    "project": ("x", "weight", "alpha_pre", "bias"),
+    "project 16-bit": ("x", "weight", "alpha_pre", "bias"),
 }
 """Operations with a gradient, and arguments that their backward reads."""
 STEPS = [(operation, name) for operation in OPERATIONS for name in TRAINED.get(operation.name, ())]

@@ -25,7 +25,6 @@ from .autograd import once_differentiable, usable, without_graph
 from .call import Call
 from .checks import (
     any_requires_grad,
-    check_alignment,
     check_tensor,
     is_transformed,
     refuse_out,
@@ -134,7 +133,7 @@ class AddressedCall(Call):
         cls.outputs = tuple(name for name in tensors if name in cls.returns)
         cls.reads = tuple(name for name in tensors if name not in cls.returns)
         cls.given = (*cls.reads, *cls.outputs)
-        cls.labels = {source: name for name, source in cls.sources.items()}
+        cls.labels = {**cls.labels, **{source: name for name, source in cls.sources.items()}}
         if len(cls.outputs) > 1:
             cls.labels |= {name: f"out[{place}]" for place, name in enumerate(cls.outputs)}
         cls.options = tuple(name for name in parameters if name not in tensors)
@@ -177,14 +176,6 @@ class AddressedCall(Call):
                     f"{self.op}: {label} is {buffer.dtype} {list(buffer.shape)}; it must be {dtype} {list(shape)}, as "
                     "the result is"
                 )
-
-    @classmethod
-    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
-        for name in cls.matrices:
-            if name in read:
-                check_alignment(op, name, read[name])
-        for name, out in zip(cls.outputs, outs, strict=False):
-            check_alignment(op, cls.labels.get(name, name), out)
 
     def _made_likes(self) -> list[Like | None]:
         return [like if is_wanted else None for like, is_wanted in zip(self.likes(), self.wanted(), strict=True)]

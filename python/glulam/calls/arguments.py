@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..activations import ActivationParams
 from ..choose.problem import Problem, dtype_name
+from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host import groups
 from ..host.groups import leading
@@ -67,7 +68,7 @@ class Arguments:
     op: ClassVar[str]
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     gradients: ClassVar[tuple[str, ...]] = ()
-    labels: ClassVar[dict[str, str]] = {}
+    labels: ClassVar[dict[str, str]] = {f"{name}_scale": f"{name}'s scale" for name in ("x", "w1", "w2")}
     torch_op: ClassVar[str]
 
     names: ClassVar[tuple[str, ...]]
@@ -128,7 +129,7 @@ class Arguments:
         """Of the leading argument: its columns, and a matrix of T rows, like which the others are."""
         name, lead = leading(self.op), self.lead
         _, columns = check_x(self.op, lead, dtypes)
-        check_indices(self.op, self.indices, lead, of=name)
+        check_indices(self.op, self.indices, lead, self.labels.get("rows", "rows"), name)
         return columns, lead if self.indices is None else lead.new_empty(self.num_rows, 0)
 
     def check_options(self) -> None:
@@ -147,11 +148,11 @@ class Arguments:
             check_bias(self.op, name, getattr(self, name), like, experts, width)
         for name in ("row_scale", "bias_scale"):
             if name in self.names:
-                check_scale(self.op, name, getattr(self, name), like)
+                check_scale(self.op, self.labels.get(name, name), getattr(self, name), like)
 
     def check_sizes(self, experts: int, counted: str) -> None:
         """Group sizes. `counted`: what has so many experts."""
-        check_groups(self.op, self.offs, self.splits, self.lead, experts, counted)
+        check_groups(self.op, self.offs, self.splits, self.lead, experts, counted, self.labels.get("offs", "offs"))
 
     def problem(self, experts: int, in_features: int, **fields: Any) -> Problem:
         """The problem of T rows, in the leading argument's dtype unless told otherwise."""
@@ -221,10 +222,17 @@ class Arguments:
         )
 
     def judge(self) -> None:
-        """Called where a launch failed: raises ValueError or TypeError where that is an argument's fault."""
+        """Check everything after a launch failed. Raise ValueError or TypeError if an argument is the cause, and
+        GradientNotSupported within a transform of torch.func, whose new tensors have no memory.
+        """
         self.check_plain()
         self.check()
         self.check_addresses()
+        if torch._C._are_functorch_transforms_active():
+            raise GradientNotSupported(
+                f"{self.op}: called within a transform of torch.func (grad, vjp, jvp, vmap), which it does not serve; "
+                "use torch.autograd (backward, grad) and a loop outside of the transform"
+            )
 
     def refuse_gradients(self) -> None:
         """For operators without a gradient: raises GradientNotSupported where an argument requires one."""

@@ -72,4 +72,4 @@ def once_differentiable(op: str, gradients: Sequence[Tensor | None]) -> tuple[Te
     """Where a graph of the backward is being made, gradients that raise once somebody walks it."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
-    return tuple(_Once.apply(op, torch.ones((), requires_grad=True), *gradients))  # type: ignore[no-untyped-call]
+    return tuple(_Once.apply(op, torch.ones((), device="cpu", requires_grad=True), *gradients))  # type: ignore[no-untyped-call]

@@ -79,6 +79,9 @@ class Call(Launching):
             key: of its plan; None where it has none.
             known: lists that are known and weights that were prepared, by the arguments that they stand for.
         """
+        lead: Any = self.lead
+        if lead is None:  # the key has no place for it, since optional arguments alone may be absent: checks name it
+            key = None
         is_planned = key is not None or not unplanned()
         if is_planned and torch.is_grad_enabled():
             if not self.differentiable:

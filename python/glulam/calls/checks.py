@@ -143,9 +143,25 @@ def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bo
     _same_device(op, name, tensor, x)
 
 
+def _remedy(name: str) -> str:
+    """What makes a tensor contiguous; a copy of an output would not be written."""
+    return "give a buffer that is" if name.startswith("out") else "call .contiguous()"
+
+
 def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
-        raise ValueError(f"{op}: {name} is not contiguous (strides {shape_text(tensor.stride())}); call .contiguous()")
+        strides = shape_text(tensor.stride())
+        raise ValueError(f"{op}: {name} is not contiguous (strides {strides}); {_remedy(name)}")
+
+
+def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
+    """Weights that are a transposed view: a contiguous copy of them may not be what the caller wants to multiply by."""
+    if not weights.is_contiguous() and weights.mT.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} is a transposed view (strides {shape_text(weights.stride())}); give the tensor without .mT: "
+            "as it is where torch's grouped_mm takes its .mT, since rows are multiplied by an expert's transpose here, "
+            "or with transpose_w=True where its experts are [inputs, outputs]"
+        )
 
 
 def gradient_dtypes(x: Tensor) -> tuple[torch.dtype, ...]:
@@ -180,7 +196,9 @@ def check_x(op: str, x: Any, dtypes: tuple[torch.dtype, ...] | None = None) -> t
 
 def check_width(op: str, name: str, width: int, on_gpu: bool) -> None:
     """A matrix dimension: positive, and on a GPU a multiple of 8."""
-    if width == 0 or (on_gpu and width % ALIGNMENT_ELEMENTS):
+    if width == 0:
+        raise ValueError(f"{op}: {name} has a dimension of 0 elements; give at least one")
+    if on_gpu and width % ALIGNMENT_ELEMENTS:
         raise ValueError(
             f"{op}: {name} has a dimension of {width} elements; it must be a positive multiple of "
             f"{ALIGNMENT_ELEMENTS} (16 bytes), so pad it with zeros"
@@ -192,7 +210,7 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
     rows, width = matrix.shape
     stride, inner = matrix.stride()
     if inner != 1 and width > 1:
-        raise ValueError(f"{op}: {name} has stride {inner} along its rows; it must be 1, so call .contiguous()")
+        raise ValueError(f"{op}: {name} has stride {inner} along its rows; it must be 1, so {_remedy(name)}")
     if isinstance(rows, int) and rows <= 1:
         return
     if stride < width:
@@ -200,7 +218,7 @@ def _check_rows(op: str, name: str, matrix: Tensor) -> None:
     if runs_kernels(matrix) and stride % ALIGNMENT_ELEMENTS:
         raise ValueError(
             f"{op}: {name} has rows {stride} elements apart; the distance must be a multiple of {ALIGNMENT_ELEMENTS} "
-            "(16 bytes), so pad the rows or call .contiguous()"
+            f"(16 bytes), so pad the rows or {_remedy(name)}"
         )
 
 
@@ -258,6 +276,10 @@ def _check_expert(
     if tensor.dim() != len(dims):
         raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}; give {shape_text(dims)}")
     _like_x(op, name, tensor, x, wide)
+    if empty := next((dim for dim, size in zip(dims, tensor.shape, strict=True) if not size and dim != "E"), None):
+        raise ValueError(f"{op}: {name} has shape {shape_text(tensor.shape)}, so {empty} = 0; give at least one")
+    if is_weight and not name.startswith("out"):
+        _refuse_transposed(op, name, tensor)
     _check_contiguous(op, name, tensor)
     # torch calls a tensor contiguous whatever the stride of a dimension of one element; kernels divide it by this.
     unit = min(ALIGNMENT_ELEMENTS, ALIGNMENT_BYTES // tensor.itemsize)
@@ -352,17 +374,21 @@ def count_groups(op: str, offs: Any, splits: Any, x: Tensor) -> int:
     return count
 
 
-def check_groups(op: str, offs: Any, splits: Any, x: Tensor, experts: int, counted: str = "") -> None:
+def check_groups(
+    op: str, offs: Any, splits: Any, x: Tensor, experts: int, counted: str = "", name: str = "offs"
+) -> None:
     """Exactly one of offs and splits, for `experts` groups. What they hold is not looked at.
 
-    `counted`: the argument that has that many experts, where the groups themselves do not tell.
+    Args:
+        counted: the argument that has that many experts, where the groups themselves do not tell.
+        name: what errors call offs.
     """
     if (offs is None) == (splits is None):
         got = "neither offs nor splits" if offs is None else "both offs and splits"
         raise ValueError(f"{op}: got {got}; give offs (cumulative ends, int32 [E]) or splits (row counts), not both")
     why = "there is one number for each expert" + (f" of {counted}" if counted else "")
     if splits is None:
-        _check_numbers(op, "offs", offs, "a tensor [E]", x, (torch.int32,), experts, why)
+        _check_numbers(op, name, offs, "a tensor [E]", x, (torch.int32,), experts, why)
     elif isinstance(splits, (list, tuple)):
         if len(splits) != experts:
             mismatch(op, "splits", (len(splits),), (experts,), why)

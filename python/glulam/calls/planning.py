@@ -9,11 +9,13 @@ from cute_kernels.signatures import Signature
 
 from ..choose import kernels
 from ..choose.problem import Problem
+from ..errors import ARGUMENT_ERRORS
 from ..host import device as gpus
 from ..host import groups, workspace
 from ..host.experts import ExpertList, GateUp
 from .arguments import Arguments
 from .launch import Bare, Made, Plan, Shape, launch_nothing
+from .memory import check_alignment, tensors_of
 
 
 class Launching(Arguments):
@@ -60,9 +62,18 @@ class Launching(Arguments):
         """Lines in front of the function's call."""
         return ()
 
-    @staticmethod
-    def look(op: str, outs: list[Any], **read: Any) -> None:
-        """Checks what no metadata tells of arguments that were not seen before."""
+    @classmethod
+    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+        """Check what metadata does not tell of arguments at new addresses: alignment, as `check_addresses` does.
+
+        A function checks the alignment of tensors, and not of what it takes by address. Lists were checked when their
+        tables were made.
+        """
+        given = [(cls.labels.get(name, name), read.get(name)) for name in (*cls.matrices, *cls.weights)]
+        given += [("out" if len(outs) == 1 else f"out[{place}]", out) for place, out in enumerate(outs)]
+        for name, value in given:
+            for label, tensor in () if value.__class__ is ExpertList else tensors_of(name, value):
+                check_alignment(op, label, tensor)
 
     def results(self, problem: Problem) -> Any:
         """What is returned: tensors that were given, or new ones, uninitialised."""
@@ -119,7 +130,7 @@ class Launching(Arguments):
     def run(self, plan: Any) -> Any:
         try:
             return plan.run(*[getattr(self, name) for name in self.given])
-        except Exception:
+        except ARGUMENT_ERRORS:
             self.judge()
             raise
 

@@ -60,10 +60,10 @@ def check_streams(op: str, name: str, value: Any) -> tuple[tuple[int, ...], int,
     return tuple(lead), n, width
 
 
-def check_eps(op: str, eps: Any) -> None:
-    check_number(op, "eps", eps)
+def check_eps(op: str, eps: Any, name: str = "eps") -> None:
+    check_number(op, name, eps)
     if not eps >= 0:
-        raise ValueError(f"{op}: eps is {eps}; it keeps a divisor above zero, so give a small positive number")
+        raise ValueError(f"{op}: {name} is {eps}; it keeps a divisor above zero, so give a small positive number")
 
 
 def check_iters(op: str, iters: Any, limit: int | None) -> None:

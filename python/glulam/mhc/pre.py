@@ -75,7 +75,7 @@ class PreCall(Projecting):
     def check_inputs(self) -> None:
         super().check_inputs()
         check_iters(self.op, self.iters, MAX_ITERS.get(self.x.shape[-2]))
-        check_eps(self.op, self.sinkhorn_eps)
+        check_eps(self.op, self.sinkhorn_eps, "sinkhorn_eps")
 
     def likes(self) -> Sequence[Like | None]:
         n, width = self.x.shape[-2:]

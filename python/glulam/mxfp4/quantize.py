@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import QuantizeMxfp4Spec
 
-from ..calls.checks import refuse_gradients, runs_kernels, shape_text
+from ..calls.checks import check_alignment, check_no_overlap, check_plain, refuse_gradients, runs_kernels, shape_text
 from ..calls.memory import readable
 from ..choose import kernels
 from ..choose.problem import dtype_name
@@ -91,6 +91,7 @@ def _check(w: Any, out: Any) -> None:
         raise ValueError(
             f"{op}: w has shape {shape_text(w.shape)}; give [..., N, K], K a multiple of {BLOCK}, so pad it with zeros"
         )
+    check_plain(op, "w", w)
     if torch.is_grad_enabled():
         refuse_gradients(op, w=w)
     if out is None:
@@ -105,3 +106,9 @@ def _check(w: Any, out: Any) -> None:
         raise ValueError(f"{op}: out is prepared, and results are not; give another, or quantise and call prepare_()")
     if not (out.data.is_contiguous() and out.scale.is_contiguous()):
         raise ValueError(f"{op}: out's data and scale must be contiguous")
+    for part in (out.data, out.scale):
+        check_plain(op, "out", part)
+        if not is_compiling() and not part.is_meta:
+            check_no_overlap(op, "out", part, "w", w)
+    if runs_kernels(w) and not is_compiling():
+        check_alignment(op, "out", out.data)

@@ -94,7 +94,7 @@ def _tables(device: torch.device) -> list[Tensor]:
     """For each pair, what bits of the word each of its bytes asks for, int32 [256]."""
     rows = []
     for bit in range(WORD_BITS):
-        pairs = _pairs(torch.tensor(1 << bit).to(WORD_DTYPE))
+        pairs = _pairs(torch.tensor(1 << bit, device="cpu").to(WORD_DTYPE))
         rows.append((sum(int(byte) << 8 * i for i, byte in enumerate(pairs)), 1 << bit))
     for bit in range(WORD_BITS):  # Gauss-Jordan elimination: row `bit` comes to make that bit of the pairs alone
         pivot = next(i for i in range(bit, WORD_BITS) if rows[i][0] >> bit & 1)
@@ -103,8 +103,8 @@ def _tables(device: torch.device) -> list[Tensor]:
         for i, row in enumerate(rows):
             if i != bit and row[0] >> bit & 1:
                 rows[i] = row[0] ^ made, row[1] ^ word
-    tables = torch.zeros(PAIRS, 256, dtype=torch.int64)
+    tables = torch.zeros(PAIRS, 256, dtype=torch.int64, device="cpu")
     for bit, (_, word) in enumerate(rows):
         pair, place = divmod(bit, 8)
-        tables[pair] ^= torch.where(torch.arange(256) >> place & 1 > 0, word, 0)
+        tables[pair] ^= torch.where(torch.arange(256, device="cpu") >> place & 1 > 0, word, 0)
     return list(tables.to(WORD_DTYPE).to(device))

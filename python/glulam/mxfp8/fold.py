@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
 from ffi_bridge import profiles
 
-from ..calls.checks import check_choice, runs_kernels, shape_text
+from ..calls.checks import check_choice, check_flag, check_number, check_plain, runs_kernels, shape_text
 from ..calls.memory import readable
 from ..choose import kernels
 from ..choose.problem import dtype_name
@@ -145,7 +145,19 @@ class FoldedWeights(NamedTuple):
 torch.serialization.add_safe_globals([FoldedWeights, FoldReport, Place])
 
 
-def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True) -> Any:
+@overload
+def prepare_mxfp8_weight(
+    w: Weight, *, axis: Literal["row", "col"] = "row", max_error: float = MAX_ERROR, report: bool = True
+) -> FoldedWeight: ...
+@overload
+def prepare_mxfp8_weight(
+    w: Weight, *, axis: Literal["both"], max_error: float = MAX_ERROR, report: bool = True
+) -> FoldedWeights: ...
+@overload
+def prepare_mxfp8_weight(w: Weight, *, axis: str, max_error: float = MAX_ERROR, report: bool = True) -> Any: ...
+def prepare_mxfp8_weight(
+    w: Weight, *, axis: str = "row", max_error: float = MAX_ERROR, report: bool = True
+) -> FoldedWeight | FoldedWeights:
     """Quantise expert weights to MXFP8 and fold their scales to one power of two a row; once, at load, or each step.
 
     On a GPU one kernel does it for an axis of a packed weight, or of each expert of a list. The report takes torch's
@@ -157,7 +169,7 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
         axis: the contraction: "row", along K, for y = x w^T; "col", along N, for the data gradient dx = dy w; "both".
         max_error: the largest `FoldReport.error_bound` to accept.
         report: False makes none, so that nothing is read back from a GPU, and then refuses nothing: a row with a NaN
-            or an Inf has one in its data or its scale is 2^127.
+            or an Inf has one in its data or its scale is 2^127. There is none of a weight on the meta device.
 
     Returns:
         FoldedWeight on w's device, or FoldedWeights (row, col) for "both".
@@ -168,11 +180,14 @@ def prepare_mxfp8_weight(w: Weight, *, axis: str = "row", max_error: float = MAX
         UnsupportedDevice, BundleError (RuntimeErrors): w is on a GPU, but there is no kernel for it.
     """
     check_choice(OP, "axis", axis, (*AXES, "both"))
+    check_number(OP, "max_error", max_error)
+    check_flag(OP, "report", report)
     if not max_error >= 0:
         raise ValueError(f"{OP}: max_error is {max_error!r}; give a number of at least 0")
     if axis == "both":
         return FoldedWeights(*(prepare_mxfp8_weight(w, axis=one, max_error=max_error, report=report) for one in AXES))
     pieces = _pieces(w, axis)
+    report = report and not pieces[0].is_meta
     with torch.no_grad():
         folded = _empty(pieces, axis)
         by_kernel = not isinstance(w, MXFP8Tensor) and runs_kernels(folded.data)
@@ -233,6 +248,9 @@ def _pieces(w: Any, axis: str) -> list[Tensor]:
             )
         if (matrix.shape, matrix.device) != (matrices[0].shape, matrices[0].device):
             raise ValueError(f"{OP}: w holds experts of different shapes or devices; all experts have one")
+        check_plain(OP, "w", matrix)
+    if isinstance(w, MXFP8Tensor):
+        check_plain(OP, "w", w.scale)
     return [matrix.detach()[None] if is_list else matrix.detach() for matrix in matrices]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,21 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Of data and scales of each copy, rows before columns."""
 
 
+@overload
+def quantize_mxfp8(
+    x: Tensor, *, axis: Literal["row", "col"] = "row", offs: Tensor | None = None, block: str = "1x32",
+    scale_layout: str = "plain", out: MXFP8Tensor | None = None,
+) -> MXFP8Tensor: ...  # fmt: skip
+@overload
+def quantize_mxfp8(
+    x: Tensor, *, axis: Literal["both"], offs: Tensor | None = None, block: str = "1x32",
+    scale_layout: str = "plain", out: None = None,
+) -> MXFP8Copies: ...  # fmt: skip
+@overload
+def quantize_mxfp8(
+    x: Tensor, *, axis: str = "row", offs: Tensor | None = None, block: str = "1x32",
+    scale_layout: str = "plain", out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
+) -> Any: ...  # fmt: skip
 def quantize_mxfp8(
     x: Tensor,
     *,
@@ -35,7 +50,7 @@ def quantize_mxfp8(
     block: str = "1x32",
     scale_layout: str = "plain",
     out: MXFP8Tensor | Sequence[MXFP8Tensor] | None = None,
-) -> Any:
+) -> MXFP8Tensor | Sequence[MXFP8Tensor]:
     """x in MXFP8: E4M3 elements and a power of two for each 32 of them along an axis. One kernel that reads x once.
 
     A block's scale is the least power of two not below amax / 448; elements are rounded to nearest even. A NaN makes

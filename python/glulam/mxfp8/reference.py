@@ -19,7 +19,7 @@ E4M3_NAN = 0x7F
 
 def scale_exponents(amax: Tensor) -> Tensor:
     """The E8M0 bytes, uint8, of blocks whose greatest magnitudes are `amax`, float32."""
-    quotient = amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32)
+    quotient = amax * torch.tensor(1 / E4M3_MAX, dtype=torch.float32, device="cpu")
     bits = quotient.view(torch.int32)
     exponent, mantissa = bits >> F32_MANTISSA_BITS, bits & F32_MANTISSA
     tiny = (exponent == 0) & (mantissa <= F32_TWO_TO_MINUS_127)

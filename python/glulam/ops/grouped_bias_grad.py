@@ -25,6 +25,7 @@ from ..calls.checks import (
     refuse_gradients,
     runs_kernels,
 )
+from ..errors import ARGUMENT_ERRORS
 from ..host.groups import Splits, part_of
 from .grouped_wgrad import grouped_wgrad
 
@@ -67,7 +68,7 @@ def grouped_bias_grad(
         with nullcontext() if is_dynamo_compiling() else part_of(OP):
             weights = _weights(dy, len(dy if rows is None else rows), row_scale)
             by_column = grouped_wgrad(weights, dy, offs=offs, splits=splits, x_rows=rows, out_dtype=sum_dtype)
-    except Exception:
+    except ARGUMENT_ERRORS:
         _check(dy, offs, splits, rows, row_scale, out_dtype)
         raise
     sums = by_column[:, 0] if row_scale is None else by_column.sum(dim=1)
@@ -76,7 +77,7 @@ def grouped_bias_grad(
 
 def _check(dy: Any, offs: Any, splits: Any, rows: Any, row_scale: Any, out_dtype: Any) -> None:
     """Says in this operator's words which argument does not fit."""
-    given = {"dy": dy, "offs": offs, "splits": splits, "row_scale": row_scale}
+    given = {"dy": dy, "offs": offs, "splits": splits, "rows": rows, "row_scale": row_scale}
     for name, tensor in given.items():
         if isinstance(tensor, Tensor):
             check_plain(OP, name, tensor)

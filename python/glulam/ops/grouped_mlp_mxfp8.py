@@ -360,8 +360,9 @@ class Mxfp8MlpCall(Call):
         wanted = Problem("quantize_mxfp8", problem.dtype, rows, 1, columns, axis="row", rounded=True)
         return {"round": kernels.serving(wanted, gpus.gpu(self.lead.get_device())).at(rows).function}
 
-    @staticmethod
-    def look(op: str, outs: list[Any], **read: Any) -> None:
+    @classmethod
+    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+        super().look(op, outs, **read)
         x, scale = read["x"], read.get("x_scale")
         if scale is not None and len(scale) != len(x):
             mismatch(op, "x's scale", scale.shape, (len(x), scale.shape[1]), "x has so many rows")

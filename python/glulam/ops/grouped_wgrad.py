@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -115,6 +115,18 @@ class GroupedWgradCall(Call):
         return {"dtype": self.result_dtype, "accumulate": int(self.accumulate)}
 
 
+@overload
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, *, offs: Tensor | None = None, splits: Splits | None = None, dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None, out: Tensor | None = None, accumulate: bool = False, mask: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, *, offs: Tensor | None = None, splits: Splits | None = None, dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None, out: Sequence[Tensor], accumulate: bool = False, mask: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Sequence[Tensor]: ...  # fmt: skip
 @operator(GroupedWgradCall)
 def grouped_wgrad(
     dy: Tensor,
@@ -128,7 +140,7 @@ def grouped_wgrad(
     accumulate: bool = False,
     mask: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Any:
+) -> Tensor | Sequence[Tensor]:
     """dw_e = dy_e^T x_e, contracting the rows of each expert's group: the gradient of w in y = x w_e^T.
 
     Rows are sorted by expert. Rows behind the last group are not read into a result. Every element is summed in one
