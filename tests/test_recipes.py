@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -562,3 +563,69 @@ class TestExplain:
         with pytest.raises(TypeError, match="the dtype is float16"):
             shapes = (512, 64), (8, 128, 64), (8, 64, 64)
             glulam.explain("grouped_mlp", *shapes, dtype=torch.float16, recipe="mxfp8_exact")
+
+
+class TestWritesThatNoVersionCounts:
+    """Quantised copies of 16-bit weights after writes through `.data`, as averaged weights and weight syncs do."""
+
+    @staticmethod
+    def change(mlp: glulam.nn.GroupedMLP, how: str) -> None:
+        for p in mlp.parameters():
+            if how == "scaled":
+                p.data.mul_(0.5)
+            elif how == "one expert copied":
+                one = p.data if p.dim() == 2 else p.data[-1]
+                one.copy_(one.flip(0).clone())
+            else:
+                p.data.lerp_(torch.ones_like(p), 0.25)
+
+    @pytest.mark.parametrize("how", ["scaled", "one expert copied", "averaged"])
+    @pytest.mark.parametrize("packed", [True, False])
+    @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact", "mxfp8_weight_only"])
+    def test_are_seen_in_evaluation(self, recipe: str, packed: bool, how: str, anywhere: Any) -> None:
+        mlp = glulam.nn.GroupedMLP(4, 64, 32, recipe=recipe, packed=packed, dtype=torch.bfloat16).eval()
+        x, offs = torch.randn(24, 64).bfloat16(), torch.tensor([6, 12, 18, 24], dtype=torch.int32)
+        with torch.no_grad():
+            before = [mlp(x, offs=offs) for _ in range(2)]
+            self.change(mlp, how)
+            after, wanted = mlp(x, offs=offs), copy.deepcopy(mlp)(x, offs=offs)
+        assert torch.equal(*before) and torch.equal(after, wanted) and not torch.equal(before[0], after)
+
+    @pytest.mark.parametrize("recipe", ["mxfp8_exact", "mxfp4_weight_only"])
+    def test_are_seen_in_inference_tensors(self, recipe: str, anywhere: Any) -> None:
+        with torch.inference_mode():
+            w1, w2 = torch.randn(4, 64, 64).bfloat16(), torch.randn(4, 64, 32).bfloat16()
+            x, offs = torch.randn(24, 64).bfloat16(), torch.tensor([6, 12, 18, 24], dtype=torch.int32)
+            before = glulam.grouped_mlp(x, w1, w2, offs=offs, recipe=recipe)
+            w2.mul_(2)
+            after = glulam.grouped_mlp(x, w1, w2, offs=offs, recipe=recipe)
+        assert torch.equal(after, 2 * before) and before.any()
+
+    @pytest.mark.parametrize("of", [lambda mlp: [mlp], lambda mlp: [list(mlp.parameters())], lambda mlp: []])
+    def test_of_one_element_are_told(self, of: Any, anywhere: Any) -> None:
+        """A write that no sample of 4096 of these elements need see."""
+        mlp = glulam.nn.GroupedMLP(4, 128, 128, recipe="mxfp8_exact", dtype=torch.bfloat16).eval()
+        x, offs = torch.randn(24, 128).bfloat16(), torch.tensor([6, 12, 18, 24], dtype=torch.int32)
+        with torch.no_grad():
+            before = mlp(x, offs=offs)
+            mlp.fc2.weight.data[1, 2, 3] += 100
+            glulam.refresh_weights(*of(mlp))
+            after, wanted = mlp(x, offs=offs), copy.deepcopy(mlp)(x, offs=offs)
+        assert not torch.equal(before, after) and torch.equal(after, wanted)
+
+    def test_refresh_takes_nothing_else(self) -> None:
+        with pytest.raises(TypeError, match="refresh_weights: got a str"):
+            glulam.refresh_weights("fc1.weight")
+
+    def test_a_storage_where_another_one_lay(self, anywhere: Any) -> None:
+        """FSDP frees storages and allocates them again: at an address there may be another weight of the same shape."""
+        held = (ctypes.c_char * (2 * 4 * 64 * 64)).from_buffer(bytearray(2 * 4 * 64 * 64))
+        x, w1 = torch.randn(24, 64).bfloat16(), torch.randn(4, 128, 64).bfloat16()
+        offs = torch.tensor([6, 12, 18, 24], dtype=torch.int32)
+        views = [torch.frombuffer(held, dtype=torch.bfloat16, count=4 * 64 * 64).view(4, 64, 64) for _ in range(2)]
+        assert views[0].data_ptr() == views[1].data_ptr() and views[0]._version == views[1]._version
+        torch.frombuffer(held, dtype=torch.bfloat16, count=4 * 64 * 64).copy_(torch.randn(4 * 64 * 64))
+        first = glulam.grouped_mlp(x, w1, views[0], offs=offs, recipe="mxfp8_exact")
+        torch.frombuffer(held, dtype=torch.bfloat16, count=4 * 64 * 64)[5] += 100  # between two sampled elements
+        second = glulam.grouped_mlp(x, w1, views[1], offs=offs, recipe="mxfp8_exact")
+        assert not torch.equal(first, second)

@@ -17,6 +17,7 @@ from .host.experts import GateUp
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
 from .mxfp4 import MXFP4Tensor, quantize_mxfp4
 from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
+from .mxfp8.prepared import refresh_weights
 from .ops.grouped_bias_grad import grouped_bias_grad
 from .ops.grouped_dglu import GluGradients, grouped_dglu
 from .ops.grouped_glu import grouped_glu
@@ -62,6 +63,7 @@ __all__ = [
     "quantize_mxfp4",
     "quantize_mxfp8",
     "recipes",
+    "refresh_weights",
     "route",
     "router_z_loss",
     "tune",

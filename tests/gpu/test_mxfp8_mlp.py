@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -267,6 +268,28 @@ def test_no_call_waits_for_the_device() -> None:
                 glulam.grouped_mlp(c.x, c.w1, c.w2, offs=offs, recipe=recipe)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_exact", "mxfp8_weight_only"])
+def test_writes_through_data_are_seen_in_evaluation(recipe: str, packed: bool) -> None:
+    """By calls on any stream; a captured graph keeps the weights of its capture."""
+    options = {"recipe": recipe, "packed": packed, "dtype": BF16, "device": "cuda"}
+    mlp = glulam.nn.GroupedMLP(4, 128, 64, **options).eval()
+    x, offs = torch.randn(64, 128, device="cuda").to(BF16), torch.tensor([16, 16, 40, 64], device="cuda").int()
+    before, graph = mlp(x, offs=offs), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = mlp(x, offs=offs)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for parameter in mlp.parameters():
+                parameter.data.mul_(0.5)
+            after, wanted = mlp(x, offs=offs), copy.deepcopy(mlp)(x, offs=offs)
+        stream.synchronize()
+        assert same_bits(after, wanted) and not same_bits(after, before)
+    graph.replay()
+    assert same_bits(captured, before)
 
 
 def test_near_bf16_at_a_models_size() -> None:

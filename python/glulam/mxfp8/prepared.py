@@ -7,8 +7,11 @@ each call, is not prepared anew. What was prepared goes once the weight's memory
 Optimizers need not advance it: torch's fused ones do not, nor do those that copy into parameters through `.data`, as
 sharded ones. So the step of any torch.optim.Optimizer makes a new version of every weight that requires a gradient.
 
-What is written to a weight through `.data` at another time is not seen, nor is what is written to an inference tensor,
-which has no version. Call `clear` after either.
+Writes through `.data` at another time (averaged weights, weights sent by a trainer), and writes to an inference tensor,
+which has no version, show in a sample: before each use outside of graphs and of training, SAMPLED elements from all
+over a weight are compared with those that were prepared. On a GPU the host waits for the comparison, so for all that
+the stream has queued; there only Parameters and inference tensors are compared, since other tensors are written in
+ways that advance their version. After a write that leaves the sample as it was, call `refresh_weights`.
 
 CUDA graphs. A replay runs no Python, so no version is looked at. A weight that is not trained is prepared before the
 capture, and the graph goes on with that. A weight that is trained changes between replays, or within them where the
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,6 +44,9 @@ from .tensor import MXFP8Tensor
 
 FOLDED_ROWS, FOLDED_COLUMNS = AXES
 BLOCKS, FOUR_BITS = "1x32", "mxfp4"
+SAMPLED = 4096
+"""Elements of a weight that are compared before it is used again."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 FORMS = (FOLDED_ROWS, FOLDED_COLUMNS, BLOCKS, FOUR_BITS)
 """How a weight is prepared: folded along an axis of `prepare_mxfp8_weight`, or by rows with a scale for 32, in MXFP8 or
 MXFP4."""
@@ -58,16 +64,20 @@ class _Entry:
     """What was prepared of one version, in the capture `capture` or in none.
 
     `trains`: whether the weight was ever seen to require a gradient; `step`: `steps` as it was prepared.
-    `streams`: on which it may be read; others wait for `ready`.
+    `streams`: on which it may be read; others wait for `ready`. `sample`: of the weight; None where its
+    gradient was being recorded, or a graph captured.
     """
 
-    __slots__ = ("capture", "dtype", "index", "prepared", "ready", "shape", "step", "streams", "trains", "versions")
+    __slots__ = (
+        "capture", "dtype", "index", "prepared", "ready", "sample", "shape", "step", "streams", "trains", "versions",
+    )  # fmt: skip
     steps: ClassVar[int] = 0
     """That optimizers took in this process."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False, capture: Any = None
-    ) -> None:
+        self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False, capture: Any = None,
+        sample: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
         self.versions = [_version(tensor) for tensor in tensors]
         self.trains = trains or any(tensor.requires_grad for tensor in tensors)
@@ -75,6 +85,7 @@ class _Entry:
         self.prepared = prepared
         self.capture = capture
         self.index = prepared.data.get_device() if runs_kernels(prepared.data) else None
+        self.sample = sample
         self.streams = {self._stream()}
         self.ready = torch.cuda.current_stream(prepared.data.device).record_event() if prepared.data.is_cuda else None
 
@@ -88,6 +99,12 @@ class _Entry:
         is_like = self.shape == tensors[0].shape and self.dtype == tensors[0].dtype
         return is_like and self.versions == [_version(tensor) for tensor in tensors]
 
+    def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the weight's sample is what it was, if it is compared. Call `use` before, for the current stream."""
+        if self.sample is None:  # prepared in training
+            return False
+        return not _is_compared(tensors) or torch.equal(self.sample, _sample(tensors))
+
     def use(self) -> Prepared:
         """Ready for the current stream, and alive until its work is done."""
         stream = self._stream()
@@ -96,7 +113,7 @@ class _Entry:
         if self.ready is not None:
             current = torch.cuda.current_stream(self.prepared.data.device)
             current.wait_event(self.ready)
-            for tensor in self.prepared:
+            for tensor in (*self.prepared, *([] if self.sample is None else [self.sample])):
                 tensor.record_stream(current)
         self.streams.add(stream)
         return self.prepared
@@ -126,6 +143,12 @@ class _Weight:
         self.trained_by_graph = False
         self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors at these addresses are of the storages that were prepared: one that was freed and allocated
+        again, as FSDP does, may lie where another one did.
+        """
+        return all(memory() is one.untyped_storage() for memory, one in zip(self.memory, tensors, strict=True))
+
 
 class PreparedWeights:
     """See above. A weight `w` is [E, N, K], or a list of E tensors [N, K]; or float8_e4m3fn with `scale` [E, N, K/32].
@@ -140,22 +163,36 @@ class PreparedWeights:
 
     def __len__(self) -> int:
         """How many were prepared outside of graphs, one for each form."""
-        return sum(len(weight.entries) for weight in self._weights.values())
+        return sum(len(weight.entries) for weight in list(self._weights.values()))
 
     def clear(self) -> None:
         """Forget all weights; what a captured graph reads stays."""
         with self._lock:
             self._weights.clear()
 
-    def find(self, form: str, w: Any, scale: Tensor | None) -> Prepared | None:
-        """What was prepared of this version of a weight, ready for the current stream."""
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """Forget every weight that one of these tensors is part of."""
+        addresses = set(map(Tensor.data_ptr, tensors))
+        with self._lock:
+            for key in [key for key in self._weights if not addresses.isdisjoint(key)]:
+                del self._weights[key]
+
+    def find(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared | None:
+        """What was prepared of this version of a weight, ready for the current stream, and compared with its sample.
+
+        Args:
+            trained: a gradient is being recorded; the weight is not compared with its sample.
+        """
         tensors = _tensors(w, scale)
         weight = self._weights.get(tuple(map(Tensor.data_ptr, tensors)))
         entry = None if weight is None else weight.entries.get(form)
-        if weight is None or entry is None or not entry.is_of(tensors) or weight.trained_by_graph:
+        if weight is None or entry is None or weight.trained_by_graph:
+            return None
+        if not (weight.is_of(tensors) and entry.is_of(tensors)):
             return None
         if entry.index is None or not gpus.is_capturing():
-            return entry.use()
+            prepared = entry.use()
+            return prepared if trained or entry.is_unchanged(tensors) else None
         if not any(kept is entry.prepared for kept in self._kept_for_graphs):
             self._kept_for_graphs.append(entry.prepared)
         return entry.prepared  # a capture begins when the device is idle, so it is ready
@@ -175,7 +212,7 @@ class PreparedWeights:
         capturing = _is_capturing(tensors)
         if trained and capturing:
             return self._of_graph(form, w, scale)
-        if found := self.find(form, w, scale):
+        if found := self.find(form, w, scale, trained):
             return found
         if capturing:
             raise CaptureError(
@@ -186,8 +223,14 @@ class PreparedWeights:
         old = weight.entries.pop(form, None)
         trains = old is not None and old.trains
         del old  # so that its memory can serve
-        prepared = gpus.apart(lambda: prepare(form, w, scale, report=not trained))
-        weight.entries[form] = _Entry(tensors, prepared, trains)
+
+        def make() -> tuple[Prepared, Tensor | None]:
+            in_training = trained and any(tensor.requires_grad for tensor in tensors)
+            is_sampled = not in_training and not tensors[0].is_meta and all(map(Tensor.is_contiguous, tensors))
+            return prepare(form, w, scale, report=not trained), _sample(tensors) if is_sampled else None
+
+        prepared, sample = gpus.apart(make)
+        weight.entries[form] = _Entry(tensors, prepared, trains, sample=sample)
         return prepared
 
     def _of_graph(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
@@ -205,13 +248,61 @@ class PreparedWeights:
         """What is kept of these, until the memory of one of them is gone, which may hold anything from then on."""
         addresses, weights = tuple(map(Tensor.data_ptr, tensors)), self._weights
         with self._lock:
-            if addresses not in weights:
-                weights[addresses] = _Weight(tensors, lambda _: weights.pop(addresses, None))
-            return weights[addresses]
+            weight = weights.get(addresses)
+            if weight is None or not weight.is_of(tensors):
+                weight = weights[addresses] = _Weight(tensors, lambda _: weights.pop(addresses, None))
+            return weight
 
 
 PREPARED = PreparedWeights()
 """Of this process."""
+
+
+def refresh_weights(*weights: Any) -> None:
+    """Make what recipes keep of 16-bit weights anew, at the next use of each.
+
+    Operators see almost every write to a weight by themselves: in-place operations, steps of optimizers, and what is
+    written through `.data` by a sample of the weight's elements. Call this after a write through `.data` of a few
+    elements only. CUDA graphs that were captured keep the weights of their capture.
+
+    Args:
+        weights: tensors, lists of tensors, or modules, of which all parameters and buffers are meant; none: everything.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not weights:
+        PREPARED.clear()
+    for weight in weights:
+        PREPARED.forget(list(_all_tensors(weight)))
+
+
+def _all_tensors(weight: Any) -> Iterator[Tensor]:
+    if isinstance(weight, torch.nn.Module):
+        yield from (*weight.parameters(), *weight.buffers())
+    elif isinstance(weight, (list, tuple)):
+        for one in weight:
+            yield from _all_tensors(one)
+    elif isinstance(weight, Tensor):
+        yield weight
+    else:
+        raise TypeError(f"refresh_weights: got a {type(weight).__name__}; give tensors, lists of tensors or modules")
+
+
+def _is_compared(tensors: Sequence[Tensor]) -> bool:
+    """Whether writes may pass by the version counters of these tensors. On the CPU a comparison waits for nobody."""
+    return any(isinstance(one, torch.nn.Parameter) or one.is_inference() or not one.is_cuda for one in tensors)
+
+
+def _sample(tensors: Sequence[Tensor]) -> Tensor:
+    """The bits of SAMPLED elements, evenly spaced, of all tensors together; of tensors of several dtypes, as int32."""
+    each = max(1, SAMPLED // len(tensors))
+    parts = []
+    for tensor in tensors:
+        bits = tensor.detach().view(_BITS[tensor.itemsize]).flatten()
+        step = max(1, len(bits) // each) | 1  # odd, so that it goes through all columns
+        parts.append(bits[::step])
+    return torch.cat([part.to(torch.int32) for part in parts] if len({p.dtype for p in parts}) > 1 else parts)
 
 
 def _tensors(w: Any, scale: Tensor | None) -> list[Tensor]:
