@@ -8,13 +8,16 @@ import io
 import itertools
 import os
 import pickle
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.criterion import same_bits
+from support.rank_layers import forward_in_steps, in_steps, ways_of, with_choices
 from support.ranks import run_ranks
 from torch import Tensor
 
@@ -29,6 +32,7 @@ from glulam.distributed import (
     shard_state_dict,
 )
 from glulam.distributed.owners import Owners
+from glulam.host import groups
 from glulam.nn import MoE
 
 BF16, F16, F64 = torch.bfloat16, torch.float16, torch.float64
@@ -127,6 +131,98 @@ def what_goes_where() -> None:
     y = ep.combine(y_here, handle, residual)
     chosen = (weights * (ids >= 0)).sum(1, keepdim=True)
     torch.testing.assert_close(y, x * chosen + residual)
+
+
+def sums_or_rows() -> None:
+    """combine takes both, told apart by shape, or by `summed` where a token has one choice and so one row."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    w1, w2 = weights_of()
+    for k in (TOP_K, 1):
+        ep = ExpertParallel(None, EXPERTS, k, HIDDEN, MOST, dtype=F64)
+        own = slice(ep.first, ep.first + ep.num_local)
+        for kind, place in (("all", 0), ("all", 1), ("some", 2), ("one", 0), ("none", 2)):
+            counts = COUNTS[place]
+            each = [with_choices(inputs(r, counts[r], kind), k) for r in range(world)]
+            mixes = [some(counts[r], HIDDEN, seed=40 + r) for r in range(world)]
+            whole = layer_results([torch.cat(parts) for parts in zip(*each, strict=True)], w1, w2, torch.cat(mixes))
+            begin = sum(counts[:rank])
+            mine = slice(begin, begin + counts[rank])
+            wanted = [*(part[mine] for part in whole[:4]), *(part[own] for part in whole[4:])]
+            for way in ways_of(k):
+                given = [*each[rank], mixes[rank]], w1[own], w2[own], ep, *way
+                got = in_steps(*given)
+                for one, exact in zip(got, wanted, strict=True):
+                    torch.testing.assert_close(one, exact, rtol=1e-10, atol=1e-10)
+                assert same_bits(forward_in_steps(*given), got[0])
+
+
+def neither_sums_nor_rows() -> None:
+    """The error names both shapes, or that of `summed`; nothing was sent, and the call can be made again."""
+    rank = dist.get_rank()
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    x, ids, weights, _ = inputs(rank, 5, "all")
+    x_here, here, handle = ep.dispatch(x, ids, weights)
+    tokens, rows = len(x_here), TOP_K * len(x_here)
+    sums_text, rows_text = rf"\[{tokens}, H\], a sum for each token here", rf"\[{rows}, H\], a row for each"
+    for y_here, summed, error, text in (
+        (x.new_zeros(rows + 1, HIDDEN), None, ValueError, f"{sums_text} or {rows_text}"),
+        (x.new_zeros(tokens), None, ValueError, f"{sums_text} or {rows_text}"),
+        (x.new_zeros(rows, HIDDEN), True, ValueError, f"it must be {sums_text}, since summed=True"),
+        (x.new_zeros(tokens, HIDDEN), False, ValueError, f"it must be {rows_text}.*, since summed=False"),
+        (x.new_zeros(HIDDEN, tokens).mT, None, ValueError, r"not contiguous .*call .contiguous\(\)"),
+        (x.new_zeros(tokens, HIDDEN), 1, TypeError, "summed is 1; give True or False"),
+        ([1.0], None, TypeError, r"y_here is a list; give a tensor \[tokens here, H\] or \[T, H\]"),
+    ):
+        with pytest.raises(error, match=f"^combine: .*{text}"):
+            ep.combine(y_here, handle, summed=summed)
+    assert ep.combine(glulam.combine(glulam.permute(x_here, here), here), handle).shape == x.shape
+
+
+def spare_rows() -> None:
+    """A routing that leaves rows without an expert causes no warning: that is what the ranks' routings are like."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    own = slice(ep.first, ep.first + ep.num_local)
+    w1, w2 = (w[own] for w in weights_of())
+    x, ids, weights, _ = inputs(ep.rank, 7, "some")
+    groups.forget_warnings()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*the groups end at row")
+        for name in ("offs", "splits"):
+            x_here, here, handle = ep.dispatch(x.requires_grad_(), ids, weights)
+            assert int(here.offs[-1]) < len(here.token_of_row)
+            by = {name: here.offs if name == "offs" else here.counts}
+            y_here = glulam.grouped_mlp(glulam.permute(x_here, here), w1, w2, row_scale=here.weight_of_row, **by)
+            ep.combine(y_here, handle).sum().backward()
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
+
+
+def the_page_s_first_example() -> None:
+    """It defines all that it uses, and its ways give one result."""
+    text = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", lambda *_, **__: None)
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))
+        exec(text, names)
+    x, y, in_three_steps, by_rows = (names[name] for name in ("x", "y", "in_three_steps", "by_rows"))
+    assert x.shape == y.shape and 0 < float(y.detach().float().norm()) < float("inf")
+    assert same_bits(y.detach(), in_three_steps.detach()) and same_bits(y.detach(), by_rows.detach())
+
+
+def with_a_default_device() -> None:
+    """The device that torch makes tensors on by default is none of a layer's business."""
+    rank = dist.get_rank()
+    tokens = [*inputs(rank, 6, "some"), some(6, HIDDEN, seed=rank)]
+    w1, w2 = weights_of()
+    results = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+            own = slice(ep.first, ep.first + ep.num_local)
+            results.append(in_steps(tokens, w1[own], w2[own], ep, "sums"))
+    assert all(map(same_bits, *results)) and results[0][0].abs().max() > 0.1
 
 
 def bad_input_ends_everywhere() -> None:
@@ -357,6 +453,11 @@ def everything() -> None:
     ranks_that_disagree()
     against_one_process()
     what_goes_where()
+    sums_or_rows()
+    neither_sums_nor_rows()
+    spare_rows()
+    the_page_s_first_example()
+    with_a_default_device()
     bad_input_ends_everywhere()
     modules()
     copies_of_modules()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +13,23 @@ from support.fake_gpu import FakeGpu, install
 from support.rank_layers import (
     BF16,
     COUNTS,
+    HIDDEN,
     MOST,
+    TOP_K,
     assert_like_one,
     cast,
     folded,
     forward,
+    forward_in_steps,
     in_16_bits,
+    in_steps,
     inputs,
     layer,
     layers,
     ranks_of,
+    ways_of,
     weights_of,
+    with_choices,
 )
 from support.virtual_ranks import VirtualRank, each
 from torch import Tensor
@@ -67,6 +75,76 @@ def test_the_layer(world: int, kind: str, played: pytest.MonkeyPatch) -> None:
     for results, tokens in made:
         if sum(map(len, (given[0] for given in tokens))):
             assert_like_one(results, tokens, w1, w2)
+
+
+@pytest.mark.parametrize("k", [TOP_K, 1])
+@pytest.mark.parametrize("world", [1, 3])
+def test_combine_of_sums_and_of_rows(world: int, k: int, played: pytest.MonkeyPatch) -> None:
+    """Both are told apart by shape, or by `summed` where a token has one choice and so one row."""
+    w1, w2 = weights_of()
+    ranks, made = ranks_of(world, k=k, device="cpu"), []
+    for kind, counts in (("all", COUNTS[0]), ("some", COUNTS[1]), ("one", COUNTS[0]), ("none", COUNTS[2])):
+        tokens = [with_choices(inputs(counts[rank], rank, kind), k) for rank in range(world)]
+        for form, summed in ways_of(k):
+
+            def step(ep: VirtualRank, function: Any, tokens: Any = tokens, way: Any = (form, summed)) -> Any:
+                return function(tokens[ep.rank], w1[ep.own], w2[ep.own], ep, *way)
+
+            results = each(ranks, partial(step, function=in_steps))
+            alone = each(ranks, partial(step, function=forward_in_steps))
+            assert all(same_bits(y, trained[0]) for y, trained in zip(alone, results, strict=True))
+            made.append((results, tokens))
+    for ep in ranks:
+        ep.check()
+    played.undo()
+    forget_plans()
+    for results, tokens in made:
+        if sum(map(len, (given[0] for given in tokens))):
+            assert_like_one(results, tokens, w1, w2)
+
+
+def test_combine_refuses_what_kernels_would_misread(played: pytest.MonkeyPatch) -> None:
+    """Shapes, and dtypes, which all_to_all would move; nothing was sent, so that the right call is still possible."""
+    (ep,) = ranks_of(1, device="cpu")
+    x, ids, weights, residual, _ = inputs(30, 0, "all")
+
+    def zeros(rows: int, width: int = HIDDEN, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.zeros(rows, width, dtype=dtype)
+
+    with torch.no_grad():
+        _, _, handle = ep.dispatch(x, ids, weights)
+        shapes = rf"\[{MOST}, H\], a sum for each token here or \[{TOP_K * MOST}, H\], a row for each of their choices"
+        for y_here, error, text in (
+            (zeros(30), ValueError, rf"y_here has shape \[30, {HIDDEN}\]; it must be {shapes}"),
+            (zeros(MOST, 64), ValueError, rf"y_here has shape \[{MOST}, 64\]; it must be \[{MOST}, {HIDDEN}\]"),
+            (zeros(TOP_K * MOST, 64), ValueError, rf"must be \[{TOP_K * MOST}, {HIDDEN}\], since hidden_size"),
+            (zeros(MOST, dtype=torch.float32), TypeError, "y_here is torch.float32; it must be torch.bfloat16"),
+            (zeros(TOP_K * MOST, dtype=torch.float32), TypeError, "y_here is torch.float32; it must be torch.bfloat16"),
+        ):
+            with pytest.raises(error, match=f"^combine: .*{text}"):
+                ep.combine(y_here, handle)
+        assert torch.equal(ep.combine(zeros(MOST), handle, residual), residual)
+        for wrong, error, text in (
+            (residual[1:], ValueError, r"residual has shape \[29, 128\]; it must be \[30, 128\]"),
+            (residual.float(), TypeError, "residual is torch.float32"),
+        ):
+            with pytest.raises(error, match=f"^combine: .*{text}"):
+                ep.combine(zeros(MOST), handle, wrong)
+
+
+def test_another_default_device(played: pytest.MonkeyPatch) -> None:
+    """What the device writes errors to is memory of the host, whatever torch makes tensors on by default."""
+    w1, w2 = weights_of()
+    tokens = inputs(30, 0, "all")
+    (wanted,) = layers(ranks_of(1, device="cpu"), [tokens], w1, w2)
+    with torch.device("meta"):
+        ranks = ranks_of(2, timeout=0.3, device="cpu")
+        (alone,) = ranks_of(1, device="cpu")
+    assert all(ep._way._state[STATE.index("mirror")] for ep in (alone, *ranks))
+    assert all(map(same_bits, layer(tokens, w1, w2, alone), wanted))
+    ranks[0].dispatch(*tokens[:3])
+    with pytest.raises(PeerError, match="rank 1 did not come"):
+        ranks[0].check()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])

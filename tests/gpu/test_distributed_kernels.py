@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.criterion import assert_close, same_bits
-from support.rank_layers import in_16_bits
+from support.rank_layers import forward_in_steps, in_16_bits, in_steps, inputs, layer, near, ways_of, with_choices
 from support.ranks import run_ranks
 from torch import Tensor
 
@@ -68,6 +68,26 @@ def against_one_process(transport: str) -> None:
             assert not got_part[wanted == 0].any()
             if wanted.any():
                 assert_close(got_part, wanted, same, rows=1)
+
+
+def sums_or_rows(transport: str) -> None:
+    """The layer in three steps: by sums its bits, by rows what is near."""
+    rank = dist.get_rank()
+    w1 = (some(EXPERTS, 2 * INTER, HIDDEN, seed=1) * HIDDEN**-0.5).cuda()
+    w2 = (some(EXPERTS, HIDDEN, INTER, seed=2) * INTER**-0.5).cuda()
+    for k in (TOP_K, 1):
+        ep = ExpertParallel(None, EXPERTS, k, HIDDEN, MOST, dtype=BF16, transport=transport)
+        own = slice(ep.first, ep.first + ep.num_local)
+        for counts in COUNTS:
+            tokens = (*counts, 17, 0)[rank]
+            given = [t.cuda() for t in with_choices(inputs(tokens, rank, "some"), k)]
+            wanted = layer(given, w1[own], w2[own], ep)
+            assert not tokens or (wanted[0] - given[3]).abs().max() > 0.01
+            for form, summed in ways_of(k):
+                steps = given, w1[own], w2[own], ep, form, summed
+                assert all(map(same_bits if form == "sums" else near, in_steps(*steps), wanted))
+                assert near(forward_in_steps(*steps), wanted[0])
+        ep.check()
 
 
 @torch.no_grad()
@@ -200,13 +220,13 @@ def a_rank_ends_within_a_call() -> None:
     os._exit(0)  # NCCL would wait for the one that ended
 
 
-@pytest.mark.parametrize("function", [against_one_process, in_mxfp8, with_a_shared_expert])
+@pytest.mark.parametrize("function", [against_one_process, sums_or_rows, in_mxfp8, with_a_shared_expert])
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks_of_gloo(world: int, function: Callable[[str], None]) -> None:
     run_ranks(world, function, "all_to_all")
 
 
-@pytest.mark.parametrize("function", [against_one_process, in_mxfp8, with_a_shared_expert])
+@pytest.mark.parametrize("function", [against_one_process, sums_or_rows, in_mxfp8, with_a_shared_expert])
 @pytest.mark.parametrize("transport", ["symmetric", "all_to_all"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_of_nccl(world: int, transport: str, function: Callable[[str], None]) -> None:

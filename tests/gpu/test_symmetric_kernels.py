@@ -20,13 +20,18 @@ from support.rank_layers import (
     cast,
     folded,
     forward,
+    forward_in_steps,
     in_16_bits,
+    in_steps,
     inputs,
     layer,
     layers,
+    near,
     ranks_of,
     some,
+    ways_of,
     weights_of,
+    with_choices,
 )
 from support.virtual_ranks import VirtualRank, each, virtual_ranks
 from torch import Tensor
@@ -69,6 +74,61 @@ def test_without_gradients_the_bits_are_those_with() -> None:
     made = each(ranks, lambda ep: forward(tokens[ep.rank], w1, w2, ep))
     for y, (wanted, *_) in zip(made, trained, strict=True):
         assert same_bits(y, wanted)
+
+
+@pytest.mark.parametrize("k", [TOP_K, 1])
+def test_combine_of_sums_and_of_rows(k: int) -> None:
+    """Both are told apart by shape, or by `summed` where a token has one choice and so one row."""
+    w1, w2 = (w.cuda() for w in weights_of())
+    for ranks in (ranks_of(1, k=k), ranks_of(3, k=k)):  # one rank first, which loads torch's kernels
+        for kind, counts in (("all", COUNTS[0]), ("some", COUNTS[1]), ("one", COUNTS[0]), ("none", COUNTS[2])):
+            tokens = [[t.cuda() for t in with_choices(inputs(counts[ep.rank], ep.rank, kind), k)] for ep in ranks]
+            for form, summed in ways_of(k):
+
+                def step(ep: VirtualRank, function: Any, tokens: Any = tokens, way: Any = (form, summed)) -> Any:
+                    return function(tokens[ep.rank], w1[ep.own], w2[ep.own], ep, *way)
+
+                trained = each(ranks, partial(step, function=in_steps))
+                alone = each(ranks, partial(step, function=forward_in_steps))
+                assert all(near(y, results[0]) for y, results in zip(alone, trained, strict=True))
+                if sum(counts[: len(ranks)]):
+                    assert_like_one(trained, tokens, w1, w2)
+        for ep in ranks:
+            ep.check()
+
+
+@pytest.mark.parametrize("k", [TOP_K, 1])
+@pytest.mark.parametrize("function", [forward_in_steps, in_steps])
+def test_graphs_of_sums_and_of_rows(function: Any, k: int) -> None:
+    """Captured forward alone, and with backward, and replayed for other routings and numbers of tokens."""
+    w1, w2 = (w.cuda() for w in weights_of())
+    ranks = ranks_of(2, k=k)
+    held = [[t.cuda() for t in with_choices(inputs(MOST, rank, "none"), k)] for rank in range(2)]
+
+    def step(ep: VirtualRank, way: Any) -> list[Tensor]:
+        made = function(held[ep.rank], w1[ep.own], w2[ep.own], ep, *way)
+        return [made] if isinstance(made, Tensor) else made
+
+    for way in ways_of(k):
+        of = partial(step, way=way)
+        each(ranks, of)
+        graphs, results = [], []
+        for ep in ranks:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=ep.stream):
+                results.append(of(ep))
+            graphs.append(graph)
+        for place, kind in enumerate(("all", "some", "one", "none")):
+            for rank in range(2):
+                new = with_choices(inputs(MOST, rank, kind, seed=100 * place), k)
+                for old, tensor in zip(held[rank], new, strict=True):
+                    old.copy_(tensor)
+                held[rank][1][MOST - 7 * place - rank :] = -1
+            torch.cuda.synchronize()
+            each(ranks, lambda ep, graphs=graphs: graphs[ep.rank].replay())
+            replayed = [[tensor.clone() for tensor in made] for made in results]
+            for made, eager in zip(replayed, each(ranks, of), strict=True):
+                assert all(map(same_bits, made, eager)) and not torch.isnan(made[0]).any()
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])

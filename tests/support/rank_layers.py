@@ -12,7 +12,7 @@ from torch import Tensor
 
 import glulam
 from glulam import Routing
-from glulam.distributed import parallel
+from glulam.distributed import ExpertParallel, parallel
 from glulam.distributed.window import Sizes
 
 from .criterion import assert_close
@@ -67,8 +67,56 @@ def layer(given: list[Tensor], w1: Tensor, w2: Tensor, parallel: Any = None) -> 
     return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
 
 
-def ranks_of(world: int, dtype: torch.dtype = BF16, **options: Any) -> list[VirtualRank]:
-    return virtual_ranks(EXPERTS, Sizes(world, MOST, TOP_K, HIDDEN, dtype), **options)
+@torch.enable_grad()
+def in_steps(
+    given: list[Tensor], w1: Tensor, w2: Tensor, ep: ExpertParallel, form: str, summed: bool | None = None
+) -> list[Tensor]:  # fmt: skip
+    """`layer` by dispatch, own experts and combine of their results in a form: "sums" or "rows"."""
+    x, ids, weights, residual, mix = given
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weights, residual, w1, w2)]
+    y = _in_steps(leaves, ids, ep, form, summed)
+    y.backward(mix)
+    return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+
+
+@torch.no_grad()
+def forward_in_steps(
+    given: list[Tensor], w1: Tensor, w2: Tensor, ep: ExpertParallel, form: str, summed: bool | None = None
+) -> Tensor:  # fmt: skip
+    """The result of `in_steps` alone."""
+    x, ids, weights, residual, _ = given
+    return _in_steps([x, weights, residual, w1, w2], ids, ep, form, summed)
+
+
+def _in_steps(leaves: list[Tensor], ids: Tensor, ep: ExpertParallel, form: str, summed: bool | None) -> Tensor:
+    x, weights, residual, w1, w2 = leaves
+    x_here, here, handle = ep.dispatch(x, ids, weights)
+    if form == "sums":
+        y_here = glulam.moe(x_here, here, w1, w2)
+    else:
+        rows = glulam.permute(x_here, here)
+        y_here = glulam.grouped_mlp(rows, w1, w2, offs=here.offs, row_scale=here.weight_of_row)
+    return ep.combine(y_here, handle, residual, summed=summed)
+
+
+def near(one: Tensor, other: Tensor) -> bool:
+    """Results of the same sums in 16 bits, whose products other kernels may have made."""
+    return bool((one.double() - other.double()).norm() <= 0.02 * other.double().norm())
+
+
+def ways_of(k: int) -> list[tuple[str, bool | None]]:
+    """What `combine` can be given of tokens with k choices: a form, and `summed`."""
+    return [("sums", None), ("rows", None)] if k > 1 else [("sums", None), ("sums", True), ("rows", False)]
+
+
+def with_choices(given: list[Tensor], k: int) -> list[Tensor]:
+    """Inputs whose tokens have their first k choices alone."""
+    x, ids, weights, *rest = given
+    return [x, ids[:, :k].contiguous(), weights[:, :k].contiguous(), *rest]
+
+
+def ranks_of(world: int, dtype: torch.dtype = BF16, k: int = TOP_K, **options: Any) -> list[VirtualRank]:
+    return virtual_ranks(EXPERTS, Sizes(world, MOST, k, HIDDEN, dtype), **options)
 
 
 @torch.no_grad()

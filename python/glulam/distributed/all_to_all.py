@@ -119,7 +119,7 @@ class _Rows(Exchange):
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
         """gloo's by way of the host, since it moves no memory of GPUs."""
         by_host = out.is_cuda and dist.get_backend(self.transport.group) == "gloo"
-        received = torch.empty(out.shape, dtype=out.dtype) if by_host else out
+        received = torch.empty(out.shape, dtype=out.dtype, device="cpu") if by_host else out
         sent = rows.cpu() if by_host else rows
         self.transport.swap(phase, received, sent.contiguous(), num_out, num_in)
         return out.copy_(received) if by_host else out

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..host import device as gpus
+
 FEW_TOKENS = 256
 """Up to here. A graph of 64 tokens on two H100: the layer of Qwen2-57B-A14B, whose shared expert is wide, takes 800 us
 where it took 821, DeepSeek-V3's 3850 and 3864. Of 4096 tokens the shared expert's tiles take turns with those of the
@@ -24,7 +26,8 @@ class Beside:
     """`work` of x: of few tokens, on a GPU and without gradients, beside whatever the current stream gets from here on;
     else in its turn.
 
-    What it makes lies in memory of its own stream, where nothing begins before the current one has come as far as here.
+    What it makes lies in memory of its own stream, which other threads, and other current streams of this one, share:
+    that memory goes back only when the current stream has read it.
     """
 
     def __init__(self, work: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -36,10 +39,13 @@ class Beside:
         """What work makes, for the current stream once that has joined."""
         if self._begin is None:
             return self._work(self._x)
-        side = _stream(self._x.device)
+        side, current = _stream(self._x.device), torch.cuda.current_stream(self._x.device)
         side.wait_event(self._begin)
         with torch.cuda.stream(side):
-            return self._work(self._x)
+            made = self._work(self._x)
+        if not gpus.is_capturing():  # within a graph only its own work follows
+            made.record_stream(current)
+        return made
 
     def join(self) -> None:
         if self._begin is not None:

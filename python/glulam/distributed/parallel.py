@@ -12,15 +12,15 @@ from torch import Tensor
 
 from .. import recipes
 from ..calls.addressed import WIDTH_MULTIPLE
-from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_tensor
+from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_flag, check_tensor, shape_text
 from ..errors import GradientNotSupported
 from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
-from ..layer.rows import check_rows_of, combine
+from ..layer.rows import combine
 from ..mxfp8 import MXFP8Tensor
 from ..recipes import Recipe
 from .all_to_all import AllToAll
 from .beside import Beside
-from .exchange import DISPATCH, Collect, Dispatch, Handle, PeerError
+from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
 from .symmetric import MAX_TOKENS, Symmetric
@@ -40,6 +40,13 @@ class ExpertParallel:
 
         ep = ExpertParallel(group, num_experts, top_k, hidden_size, max_tokens, dtype=torch.bfloat16)
         y = glulam.moe(x, glulam.route(logits, top_k), w1, w2, parallel=ep)      # w1, w2: of own experts
+
+    The same in three steps; in place of `moe`, any function that returns a result for each token here will do:
+
+        routing = glulam.route(logits, top_k)
+        x_here, routing_here, handle = ep.dispatch(x, routing.ids, routing.weights)
+        y_here = glulam.moe(x_here, routing_here, w1, w2)
+        y = ep.combine(y_here, handle)
 
     A token goes once to each rank that has an expert of its; results are added on that rank first, in the order of the
     choices, and then in the order of ranks, both in float32 and rounded once: the same bits in every run of a group.
@@ -202,26 +209,36 @@ class ExpertParallel:
     def _check_tokens(self, x: Any) -> None:
         check_tokens(DISPATCH, x, self.hidden_size, self.max_tokens, self.dtype)
 
-    def combine(self, y_here: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
-        """Sums of experts' rows, on the ranks that their tokens came from. Differentiable.
+    def combine(
+        self, y_here: Tensor, handle: Handle, residual: Tensor | None = None, *, summed: bool | None = None
+    ) -> Tensor:
+        """Send results of own experts back to the ranks that the tokens came from, and add them there. Differentiable.
 
         Args:
-            y_here: [T, H], rows of `routing_here`'s experts, as of `grouped_mlp` with its weights as row_scale.
-            handle: of the dispatch. residual: [N, H], added to the sums.
+            y_here: contiguous; sums or rows, with the weights of choices applied in both. symmetric: in the object's
+                dtype; the gradient of sums has the gaps of x_here.
+                Sums: [R, H], one for each row of x_here, as `glulam.moe(x_here, routing_here, ...)` returns.
+                Rows: [T, H], T = R top_k, one for each row of routing_here, as `grouped_mlp` returns when called with
+                `offs=routing_here.offs, row_scale=routing_here.weight_of_row`. Each token's rows are added here first.
+            handle: of the dispatch.
+            residual: [N, H], added to the sums.
+            summed: True: y_here holds sums. False: rows. None: its shape tells which. With top_k = 1 the two shapes are
+                equal, but rows lie by expert and sums by token: None then means sums, so give False for rows.
 
         Returns:
             [N, H]: residual[n] + the sum over ranks of their sums.
 
         Raises:
-            ValueError, TypeError: as of `glulam.combine`.
+            ValueError, TypeError: an argument that does not fit. Nothing was sent unless it is the residual.
         """
+        if _holds_sums(y_here, handle.here, summed):
+            return self.collect(y_here, handle, residual)
         if torch.is_grad_enabled() and any_requires_grad(y_here, residual):
             return self.collect(combine(y_here, handle.here), handle, residual)
-        check_rows_of(y_here, handle.here)
         return handle.exchange.back_rows(y_here, handle.here, residual)
 
     def collect(self, sums: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
-        """The same of sums over own experts [R, H], as `glulam.moe` of x_here and routing_here makes them."""
+        """`combine` of sums [R, H], whose shape is not checked."""
         out: Tensor = Collect.apply(sums, residual, handle.exchange)  # type: ignore[no-untyped-call]
         return out
 
@@ -246,7 +263,7 @@ class ExpertParallel:
         made = experts(x_here, here, is_summed)
         if beside:
             beside.join()
-        return self.collect(made, handle, residual) if is_summed else self.combine(made, handle, residual)
+        return self.combine(made, handle, residual, summed=is_summed)
 
     def _as_sent(self, op: str, recipe: str | Recipe, x: Tokens) -> Tokens:
         """A layer's tokens as they travel: by recipe, sizes, grad mode and x's own form, so alike on all ranks."""
@@ -267,3 +284,21 @@ class ExpertParallel:
     def __repr__(self) -> str:
         last = self.first + self.num_local - 1
         return f"{NAME}(rank {self.rank} of {self.world}, experts {self.first} to {last} of {self.num_experts})"
+
+
+def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
+    """True if y_here has a row for each token of `here`, False if for each choice. Raises ValueError or TypeError if it
+    has neither, or not what `summed` says.
+    """
+    check_tensor(COMBINE, "y_here", y_here, "a tensor [tokens here, H] or [T, H]", here.row_of)
+    tokens, k = here.row_of.shape
+    wanted = {True: (tokens, "a sum for each token here"), False: (tokens * k, "a row for each of their choices")}
+    if summed is not None:
+        check_flag(COMBINE, "summed", summed)
+        wanted = {summed: wanted[summed]}
+    found = [is_summed for is_summed, (rows, _) in wanted.items() if y_here.dim() == 2 and len(y_here) == rows]
+    if not found:
+        shapes = " or ".join(f"[{rows}, H], {what}" for rows, what in wanted.values())
+        why = "" if summed is None else f", since summed={summed}"
+        raise ValueError(f"{COMBINE}: y_here has shape {shape_text(y_here.shape)}; it must be {shapes}{why}")
+    return found[0]

@@ -16,12 +16,14 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import LayerSpec
 from cute_kernels.windows import MAX_TOKENS, STATE, STATUSES, failure
 
+from ..calls.addressed import check_like
+from ..calls.checks import check_tensor
 from ..choose import kernels
 from ..choose.problem import dtype_name
 from ..host import device as gpus
 from ..layer.routing import Routing
 from ..scaled import E8M0_NAN
-from .exchange import WHY, Exchange, PeerError
+from .exchange import COMBINE, WHY, Exchange, PeerError
 from .tokens import Tokens, status_of
 from .window import Sizes, Window
 
@@ -60,7 +62,7 @@ class Symmetric:
         self.window, self._held, self.sizes = window, held, sizes
         device = window.rows.device
         self.kernels = _Kernels(device, sizes.dtype)
-        self._mirror = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._mirror = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._error = ctypes.c_int64.from_address(self._mirror.data_ptr())
         self._state = torch.zeros(len(STATE), dtype=torch.int64, device=device)
         self._state[STATE.index("mirror")] = self._mirror.data_ptr()
@@ -164,11 +166,13 @@ class _Slots(Exchange):
         return self.transport.window.rows.clone()
 
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
+        self._check_back(sums, of_a_token=1)
         self._send_back(sums, is_summed=1)
         return self._add(residual)
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
         """Rows are added on their way."""
+        self._check_back(y, of_a_token=self.transport.sizes.top_k)
         self._send_back(y, is_summed=0)
         return self._add(residual)
 
@@ -181,6 +185,7 @@ class _Slots(Exchange):
         self.transport.kernels.launch(
             "row_weights_backward", d_rows=self.transport.window.weight_gradients.data_ptr(),
             row_of=self.weight_places.data_ptr(), d_weights=made.data_ptr(), tokens=tokens, k=k,
+            bound=self.transport.window.weight_gradients.numel(),
         )  # fmt: skip
         return self._add(None), made
 
@@ -193,6 +198,13 @@ class _Slots(Exchange):
         """Where what comes back lies, as kernels take it."""
         tensors = {"sum_rows": self.sum_rows, "weight_places": self.weight_places, "handle": self.handle}
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _check_back(self, y: Tensor, of_a_token: int) -> None:
+        """Raise ValueError or TypeError where y is not what the kernel reads at its address."""
+        sizes = self.transport.sizes
+        shape, why = (of_a_token * sizes.rows, sizes.hidden_size), f"hidden_size is {sizes.hidden_size}"
+        like = self.transport.window.sums
+        check_tensor(COMBINE, "y_here", y, "a tensor [T, H]", like, dtypes=(sizes.dtype,), shape=shape, why=why)
 
     def _send_back(self, y: Tensor, is_summed: int, d_weights: Tensor | None = None) -> None:
         assert self.row_of is not None
@@ -208,10 +220,11 @@ class _Slots(Exchange):
         """Sums over ranks, in their order."""
         sums = self.transport.window.sums
         tokens, world = self.sum_rows.shape
-        residual = None if residual is None else residual.contiguous()
+        if residual is not None:
+            check_like(COMBINE, "residual", residual, (tokens, sums.shape[1]), sums, "it is added to the tokens' sums")
         out = sums.new_empty(tokens, sums.shape[1])
         self.transport.kernels.launch(
             "combine", y=sums.data_ptr(), row_of=self.sum_rows.data_ptr(), out=out.data_ptr(), tokens=tokens,
-            residual=0 if residual is None else residual.data_ptr(), k=world, width=sums.shape[1],
+            residual=0 if residual is None else residual.data_ptr(), k=world, width=sums.shape[1], bound=len(sums),
         )  # fmt: skip
         return out
