@@ -66,6 +66,17 @@ class Problem(Protocol):
     def weights(self) -> tuple[tuple[int, int], ...]: ...
 
 
+def three_digits(number: float) -> str:
+    """Format a number with three significant digits, or all of those before the point, and no exponent."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def rows_in_words(problem: Problem) -> str:
+    """Say how many rows an expert has on average."""
+    average = three_digits(problem.rows / problem.experts)
+    return f"{problem.rows} rows over {problem.experts} experts are {average} an expert"
+
+
 class Reasons(NamedTuple):
     """Why a rule takes a tile, and why not each of the others."""
 

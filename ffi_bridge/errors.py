@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-REMEDY = "run `glulam build`"
+from pathlib import Path
+
+from cute_kernels.specs import ARCHS
+
+
+def remedy(place: Path, options: str = "") -> str:
+    """Name the command that builds a bundle anew. `place`: its folder <root>/<arch>, or a file in that folder.
+
+    Without `--arch` a build makes the bundle for the machine it runs on, which may be another one.
+    """
+    arch = next((f" --arch {name}" for name in (place.name, place.parent.name) if name in ARCHS), "")
+    return f"run `glulam build{arch}{options}`"
 
 
 class BundleError(RuntimeError):

@@ -16,7 +16,7 @@ from typing import Any
 from cute_kernels.specs import Spec
 
 from . import toolchain
-from .errors import REMEDY, BundleDamaged, BundleMissing, ToolchainError
+from .errors import BundleDamaged, BundleMissing, ToolchainError, remedy
 from .manifest import Manifest, checked, opened_library
 from .profiles import profile_of
 
@@ -98,7 +98,8 @@ class Bundle:
                 raise
             except RuntimeError as error:
                 why = " ".join(str(error).split())
-                raise BundleDamaged(f"damaged bundle: {library} does not load here ({why}); {REMEDY}") from error
+                told = f"damaged bundle: {library} does not load here ({why}); {remedy(library)}"
+                raise BundleDamaged(told) from error
 
     def names(self) -> list[str]:
         """Every function's name, sorted."""
@@ -109,7 +110,7 @@ class Bundle:
 
     def _remedy(self, name: str) -> str:
         if profile := profile_of(self.manifest.arch, name):
-            return f"profile {profile!r} has it: run `glulam build --profile {profile}`"
+            return f"profile {profile!r} has it: {remedy(self.folder, f' --profile {profile}')}"
         return "compile it with `glulam.compile`"
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -125,7 +126,7 @@ class Bundle:
             function: Callable[..., Any] = self._module.get_function(name)
         except AttributeError as error:
             library = self.folder / self.manifest.library
-            raise BundleDamaged(f"damaged bundle: {library} has no function {name}; {REMEDY}") from error
+            raise BundleDamaged(f"damaged bundle: {library} has no function {name}; {remedy(library)}") from error
         self.given_out.add(name)
         return function
 

@@ -16,7 +16,7 @@ from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
 from . import host, toolchain, trust
-from .errors import REMEDY, BundleDamaged, BundleForeign, BundleMissing, BundleOutdated
+from .errors import BundleDamaged, BundleForeign, BundleMissing, BundleOutdated, remedy
 from .resources import KernelResources
 
 FORMAT = "glulam-bundle"
@@ -159,7 +159,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def _damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
-    raise BundleDamaged(f"damaged bundle: {path} {what}; {REMEDY}") from cause
+    raise BundleDamaged(f"damaged bundle: {path} {what}; {remedy(path)}") from cause
 
 
 def _shown(value: Any) -> str:
@@ -189,7 +189,7 @@ def _content(path: Path) -> bytes:
         with trust.opened(path) as handle, open(handle, "rb", closefd=False) as file:
             content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise BundleMissing(f"no bundle: {path} does not exist; {REMEDY}") from None
+        raise BundleMissing(f"no bundle: {path} does not exist; {remedy(path)}") from None
     except OSError as error:
         _damaged(path, f"cannot be read ({error.strerror or error})", error)
     if len(content) > _MAX_BYTES:
@@ -204,7 +204,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         _damaged(path, f"cannot be read ({error})", error)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise BundleForeign(f"foreign bundle: {path} was not written by `glulam build`; {REMEDY}")
+        raise BundleForeign(f"foreign bundle: {path} was not written by `glulam build`; {remedy(path)}")
     return data
 
 
@@ -222,7 +222,7 @@ def read(folder: Path) -> Manifest:
     schema = data.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         raise BundleOutdated(
-            f"outdated bundle: {path} has manifest schema {_shown(schema)}, this Glulam reads {SCHEMA}; {REMEDY}"
+            f"outdated bundle: {path} has manifest schema {_shown(schema)}, this Glulam reads {SCHEMA}; {remedy(path)}"
         )
     if absent := _FIELDS.keys() - data.keys():
         _damaged(path, f"is incomplete: it has no {min(absent)}")
@@ -247,7 +247,7 @@ def _check_versions(manifest: Manifest, folder: Path) -> None:
         if manifest.versions[name] != installed[name]:
             raise BundleOutdated(
                 f"outdated bundle: {folder} was built with {name} {manifest.versions[name]}, "
-                f"installed is {installed[name]}; {REMEDY}"
+                f"installed is {installed[name]}; {remedy(folder)}"
             )
 
 
@@ -259,7 +259,8 @@ def _check_needs(manifest: Manifest, folder: Path) -> None:
 def _check_host(manifest: Manifest, folder: Path) -> None:
     if manifest.host != host.BASELINE:
         raise BundleOutdated(
-            f"outdated bundle: {folder} is for {manifest.host} CPUs, this Glulam builds for {host.BASELINE}; {REMEDY}"
+            f"outdated bundle: {folder} is for {manifest.host} CPUs, this Glulam builds for {host.BASELINE}; "
+            f"{remedy(folder)}"
         )
     if why := host.unfit():
         raise BundleForeign(
@@ -278,7 +279,8 @@ def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] 
     for package, present in wanted.items():
         if manifest.sources[package] != present:
             raise BundleOutdated(
-                f"outdated bundle: {folder} was built from other sources of {package} than the installed; {REMEDY}"
+                f"outdated bundle: {folder} was built from other sources of {package} than the installed; "
+                f"{remedy(folder)}"
             )
 
 
@@ -308,11 +310,11 @@ def check(
     """The manifest in `folder` after every check that needs the manifest alone; arguments and errors as of `verify`."""
     manifest = read(folder)
     if manifest.arch != arch:
-        raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {REMEDY}")
+        raise BundleForeign(f"foreign bundle: {folder} is for {manifest.arch}, wanted {arch}; {remedy(folder)}")
     library = form.fullmatch(manifest.library)
     if library is None or library["arch"] != arch:
         named = _shown(manifest.library)
-        raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {REMEDY}")
+        raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {remedy(folder)}")
     _check_versions(manifest, folder)
     _check_host(manifest, folder)
     _check_needs(manifest, folder)

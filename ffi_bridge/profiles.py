@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cute_kernels.arch import FOLDERS
 from cute_kernels.chains import stages_of
@@ -33,18 +34,38 @@ def shipped_specs(arch: str, profile: str = "full", only: Sequence[str] = ()) ->
     if profile not in configs.PROFILES:
         raise ValueError(f"profile={profile!r} is none of {arch}; choose one of: {', '.join(configs.PROFILES)}")
     specs: list[Spec] = configs.shipped_specs(arch, profile)
-    return matching(specs, only, f"profile {profile!r}")
+    return matching(specs, only, f"profile {profile!r} of {arch}", functools.partial(_profiles_with, arch))
 
 
-def matching(specs: Sequence[Spec], only: Sequence[str], where: str) -> list[Spec]:
+def _profiles_with(arch: str, pattern: str) -> str:
+    """Say how many functions of each profile match a pattern."""
+    configs = importlib.import_module(CONFIGS[arch])
+    names = {profile: [spec.name for spec in configs.shipped_specs(arch, profile)] for profile in configs.PROFILES}
+    found = {profile: len(fnmatch.filter(names[profile], pattern)) for profile in names}
+    if not any(found.values()):
+        shortest = min((name for each in names.values() for name in each), key=len)
+        return f"no other profile has one; names are as {shortest!r}"
+    return "; ".join(f"profile {profile!r} has {number}" for profile, number in found.items() if number)
+
+
+def matching(
+    specs: Sequence[Spec],
+    only: Sequence[str],
+    where: str,
+    instead: Callable[[str], str] = lambda pattern: "see `glulam info`",
+) -> list[Spec]:
     """Those whose names match one of the patterns, or all where there is none.
 
+    Args:
+        where: the place of the specs, for the message.
+        instead: the message's advice about a pattern that matches nothing.
+
     Raises:
-        ValueError: a pattern matches nothing; the message says so of `where` the specs are.
+        ValueError: a pattern matches nothing.
     """
     for pattern in only:
         if not fnmatch.filter([spec.name for spec in specs], pattern):
-            raise ValueError(f"only={pattern!r} matches no function of {where}; see `glulam info`")
+            raise ValueError(f"only={pattern!r} matches no function of {where}; {instead(pattern)}")
     return [spec for spec in specs if not only or any(fnmatch.fnmatch(spec.name, pattern) for pattern in only)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import toolchain
-from .errors import REMEDY, BundleForeign
+from .errors import BundleForeign, remedy
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -34,12 +34,12 @@ class Trust:
         if found.st_uid not in self.owners:
             raise BundleForeign(
                 f"foreign bundle: {path} belongs to uid {found.st_uid}, neither to this user (uid {os.geteuid()}) "
-                f"nor to root; {REMEDY} as this user"
+                f"nor to root; {remedy(path)} as this user"
             )
         if found.st_mode & _OTHERS_WRITE & ~self.shared:
             raise BundleForeign(
                 f"foreign bundle: others can write {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
-                f"run `chmod go-w` on it if all in it is yours, else {REMEDY} into another folder"
+                f"run `chmod go-w` on it if all in it is yours, else {remedy(path)} into another folder"
             )
 
     @contextlib.contextmanager

@@ -333,6 +333,59 @@ class TestPreferences:
         assert choose(MM, ARCH).spec != SPEC and known.clear_preferences() == 0
         assert (tmp_path / "elsewhere" / path.name).exists()
 
+    def test_dropping_one_keeps_the_others_and_those_of_other_versions(self) -> None:
+        prefer(GLU_SPEC)
+        path = prefer(SPEC)
+        data = json.loads(path.read_text())
+        data["sections"].append(copy.deepcopy(data["sections"][0]))
+        data["sections"][1]["stamp"]["versions"]["glulam"] = "0.0.1"
+        data["sections"][1]["layers"][0]["problem"]["temperature"] = 3
+        path.write_text(json.dumps(data))
+        assert choose(MM, ARCH).spec == SPEC
+        assert known.drop_preference(SPEC.name)
+        assert choose(MM, ARCH).spec == shipped_choice(MM, ARCH).spec, "in this process, too"
+        assert known.read_preferences().preferred == {family_of(GLU_SPEC): GLU_SPEC}
+        assert data["sections"][1] in json.loads(path.read_text())["sections"]
+        text = path.read_text()
+        assert not known.drop_preference(SPEC.name) and path.read_text() == text
+
+    def test_the_last_one_dropped_leaves_a_file_of_none(self) -> None:
+        path = prefer(SPEC)
+        assert known.drop_preference(SPEC.name) and not known.read_preferences().ignored
+        assert known.clear_preferences() == 0 and not path.exists()
+
+    def test_one_that_was_dropped_does_not_come_back(self) -> None:
+        for spec in (SPEC, GLU_SPEC):
+            prefer(spec)
+        assert all(known.drop_preference(spec.name) for spec in (SPEC, GLU_SPEC))
+        prefer(GroupedMmSpec())
+        assert known.read_preferences().preferred == {family_of(SPEC): GroupedMmSpec()}
+
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), NotImplementedError("no locks")])
+    def test_what_cannot_be_written_stays(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        path = prefer(SPEC)
+        text = path.read_text()
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(tables, "write", fail)
+        with pytest.raises(OSError, match=f"{path} cannot be written: (No space left|no locks)"):
+            known.write_preference(GroupedMmSpec())
+        with pytest.raises(OSError, match=f"{path} cannot be written: (No space left|no locks)"):
+            known.drop_preference(SPEC.name)
+        assert path.read_text() == text
+        with pytest.warns(RuntimeWarning, match="in this process alone .*cannot be written"):
+            known.prefer(GLU_SPEC)
+
+    def test_one_that_is_not_compiled_here_is_named_with_the_line_that_drops_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prefer(SPEC)
+        monkeypatch.setattr(loadable, "is_loadable", lambda spec: False)
+        with pytest.warns(RuntimeWarning, match=f"or run `glulam cache forget {SPEC.name}`"):
+            assert choose(MM, ARCH).spec != SPEC
+
     def test_what_is_not_kept_replaces_nothing(self) -> None:
         path = prefer(SPEC)
         text = path.read_text()

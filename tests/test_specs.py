@@ -315,7 +315,8 @@ def test_a_row_of_the_command_line_for_every_shipped_function() -> None:
     from ffi_bridge.manifest import Function
     from glulam.command.bundle import _cells
 
-    rows = [list(_cells(Function(to_dict(spec), ())).values()) for spec in shipped_specs()]
+    functions = {spec.name: Function(to_dict(spec), ()) for spec in shipped_specs()}
+    rows = [list(_cells(functions, name).values()) for name in functions]
     assert len({len(row) for row in rows}) == 1
     assert ["mhc", "float16", "-", "-", "-", "aggregate, n=4"] in [row[:6] for row in rows]
 

@@ -29,7 +29,7 @@ from glulam.choose.table import Point
 from glulam.host import device
 from glulam.host.tickets import NUM_COUNTERS
 from glulam.tuner import candidates as space
-from glulam.tuner import entry, routing
+from glulam.tuner import entry, report, routing
 from glulam.tuner.session import Options, decide
 from glulam.tuner.tensors import launches_of, num_bytes, of_rows
 from glulam.tuner.timing import Summary
@@ -397,6 +397,14 @@ class TestTable:
         for other in (rows_of(MM, 5000), dataclasses.replace(rows_of(MM, 16), experts=17)):
             assert not choose(other, ARCH, GPU).is_tuned
         assert not choose(rows_of(MM, 16), ARCH).is_tuned, "without a GPU's name no table holds"
+
+    def test_its_numbers_are_written_out(self) -> None:
+        point = Point(1048576, "a", "b", 2.0, {"a": {"u": 123456.0}, "b": {"u": 246912.4}})
+        layer = tables.Layer(tables.layer_of(MM), {}, (point, dataclasses.replace(point, rows_per_expert=1.5)))
+        assert [row[:3] for row in report.rows_of(layer)] == [
+            ("1048576", "246912", "123456"),
+            ("1.5", "246912", "123456"),
+        ]
 
     def test_between_sizes_times_are_interpolated(self, places: Path) -> None:
         a, b = space.candidates(rows_of(MM, 16), ARCH)[-2:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons
+from ..arch import Gemm, Problem, Reasons, rows_in_words
 from ..gemms import GemmPolicy
 from ..specs import GemmSpec, Spec
 from ..tiles import SpecError, TileConfig
@@ -40,8 +40,7 @@ def reasons(problem: Problem, tile: TileConfig) -> Reasons:
         return Reasons(f"every {problem.op} of this form has one kernel, whatever the number of rows", ())
     limits = {SMALL: f"at most {MOST_ROWS}", LARGE: f"more than {MOST_ROWS}"}
     (other,) = (each for each in TILES if each is not tile)
-    average = problem.rows / problem.experts
-    why = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert, {limits[tile]}: {tile.name}"
+    why = f"{rows_in_words(problem)}, {limits[tile]}: {tile.name}"
     return Reasons(why, (f"{other.name}: for {limits[other]} rows an expert",))
 
 

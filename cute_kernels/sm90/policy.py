@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..arch import Gemm, Problem, Reasons
+from ..arch import Gemm, Problem, Reasons, rows_in_words
 from ..formats import DECODED
 from ..tiles import CLUSTERS, TILE_K, TILE_M, TILE_N, SpecError, TileConfig
 from . import cost
@@ -118,9 +118,8 @@ def _rows_in_words(problem: Problem, tile: TileConfig) -> Reasons:
     limits = MOST_ROWS[problem.operands]
     spans = dict(zip(limits, itertools.starmap(_span, itertools.pairwise((0, *limits.values()))), strict=True))
     why_not = [f"{other.name}: for {span} rows an expert" for other, span in spans.items() if other is not tile]
-    average = problem.rows / problem.experts
-    why = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert, {spans[tile]}"
-    return Reasons(f"{why}: {tile.name}", tuple(why_not))
+    why = f"{rows_in_words(problem)}, {spans[tile]}: {tile.name}"
+    return Reasons(why, tuple(why_not))
 
 
 def _span(above: float, most: float) -> str:

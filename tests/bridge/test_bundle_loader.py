@@ -135,7 +135,7 @@ def test_a_bad_bundle_is_named_with_its_remedy_and_never_executed(bundle_copy: P
         load("sm_90a", bundle_copy)
     message = str(refused.value)
     assert words in message
-    assert "run `glulam build`" in message
+    assert "run `glulam build --arch sm_90a`" in message
     assert str(bundle_copy / "sm_90a") in message
     assert "\n" not in message
 

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
+import torch
+import typer
 from typer.testing import CliRunner, Result
 
 import ffi_bridge
-from cute_kernels.specs import GroupedMmSpec
+from cute_kernels.arch import FOLDERS
+from cute_kernels.chains import stages_of
+from cute_kernels.shipped import PROFILES
+from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec
 from cute_kernels.tiles import TileConfig
-from ffi_bridge import CompileError, ToolchainError, build, jit, link, loader, profiles, toolchain
-from glulam.choose import kernels, known, loadable
+from ffi_bridge import CompileError, ToolchainError, build, cache, jit, link, loader, manifest, profiles, toolchain
+from ffi_bridge.worker import Worker
+from glulam.choose import kernels, known, loadable, records, specs
 from glulam.choose import table as tables
 from glulam.choose.problem import Problem
-from glulam.choose.shipped import TILED
+from glulam.choose.shipped import TILED, family_of
 from glulam.command import cli, doctor
-from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
+from glulam.host import device
+from toys import REPOSITORY, TOY_SPECS, TOY_TRACER, rewrite
 
 H200 = doctor.Gpu("NVIDIA H200", (9, 0), "sm_90a")
 A100 = doctor.Gpu("NVIDIA A100", (8, 0), None)
@@ -56,7 +66,10 @@ def test_build_builds_the_shipped_specs_where_it_is_told(tmp_path: Path, monkeyp
     ("arguments", "message"),
     [
         (["build", "--arch", "sm_90a", "--out", "/proc/none/here"], "/proc/none"),
-        (["info", "--bundle", "/nowhere"], "/nowhere/sm_90a/manifest.json does not exist; run `glulam build`"),
+        (
+            ["info", "--bundle", "/nowhere"],
+            "/nowhere/sm_90a/manifest.json does not exist; run `glulam build --arch sm_90a`",
+        ),
     ],
 )
 def test_what_a_user_can_mend_is_a_message_not_a_traceback(arguments: list[str], message: str) -> None:
@@ -89,6 +102,36 @@ def test_info_of_one_operator(toy_bundle: Path) -> None:
     assert "│ grouped_glu " not in output
 
 
+def test_info_of_an_operator_that_is_not_there_lists_those_that_are(toy_bundle: Path) -> None:
+    result = _run("info", "--bundle", str(toy_bundle), "--op", "nope")
+    assert result.exit_code == 1
+    (line,) = result.output.splitlines()
+    assert "'nope'" in line and line.endswith("it has those of grouped_glu, grouped_mm, grouped_wgrad")
+
+
+def _taken(spec: Spec) -> list[str]:
+    """Registers and KB of shared memory of a spec's toy kernels: one a stage, of a grouped_wgrad two."""
+    number = len(stages_of(spec)) + (spec.op == "grouped_wgrad")
+    return [" + ".join([each] * number) for each in ("14", "0.5")]
+
+
+def test_info_shows_what_a_functions_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "PACKAGES", ("toy_kernels",))
+    build.build([GroupedMlpSpec()], tmp_path, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
+    output = _run("info", "--bundle", str(tmp_path), "--op", "grouped_mlp").output
+    (row,) = [line for line in output.splitlines() if "│ grouped_mlp " in line]
+    registers, kilobytes = [cell.strip() for cell in row.strip("│").split("│")][-2:]  # their first lines
+    assert registers.startswith("14 + 14") and kilobytes.startswith("0.5 + 0.5")
+
+
+@pytest.mark.parametrize("arch", FOLDERS)
+@pytest.mark.parametrize("command", ["info", "explain LAYER --rows 8"])
+def test_advice_builds_the_architecture_that_was_asked_for(place: Path, command: str, arch: str) -> None:
+    """Without `--arch`, a build makes this machine's own."""
+    result = _run(*command.replace("LAYER", " ".join(["grouped_mm", *LAYER])).split(), "--arch", arch)
+    assert f"/{arch}/manifest.json does not exist; run `glulam build --arch {arch}`" in result.output
+
+
 def test_info_of_a_damaged_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (library,) = (bundle_copy / "sm_90a").glob("*.so")
     library.write_bytes(b"")
@@ -100,13 +143,26 @@ def test_info_of_a_damaged_bundle(bundle_copy: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, toy_bundle: Path, tmp_path: Path) -> Callable[..., Result]:
-    """Runs `glulam doctor` on a machine with the given GPU and driver, a sound bundle and an empty cache."""
+    """Runs `glulam doctor` on a machine with the given GPU, driver and PCI devices, a sound bundle and an empty cache.
+
+    pci: vendor and class of each device.
+    """
     monkeypatch.setenv(loader.ENV_BUNDLE, str(toy_bundle))
     monkeypatch.setenv(jit.ENV_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor, "_PCI", tmp_path / "pci")
 
-    def run(gpu: doctor.Gpu | None, driver: tuple[int, int] | None = (13, 0)) -> Result:
+    def run(
+        gpu: doctor.Gpu | None,
+        driver: tuple[int, int] | None = (13, 0),
+        pci: tuple[tuple[str, str], ...] = (),
+    ) -> Result:
         monkeypatch.setattr(doctor, "find_gpu", lambda torch: gpu)
         monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+        for number, (vendor, kind) in enumerate(pci):
+            folder = tmp_path / "pci" / f"0000:0{number}:00.0"
+            folder.mkdir(parents=True)
+            (folder / "vendor").write_text(f"{vendor}\n")
+            (folder / "class").write_text(f"{kind}\n")
         return _run("doctor")
 
     return run
@@ -126,6 +182,27 @@ def test_doctor_without_a_gpu(machine: Callable[..., Result]) -> None:
     assert "ok   compiling    works here, with or without a GPU" in result.output
     assert _finding(result, "bundle").startswith("ok   bundle       3 sm_90a functions in")
     assert "usable on the CPU only: calls run the CPU reference; compiling kernels works." in result.output
+
+
+OTHERS = (("0x8086", "0x030000"), ("0x10de", "0x068000"))  # a display of another vendor, a bridge of NVIDIA's
+
+
+@pytest.mark.parametrize("driver", [None, (12, 4)])
+def test_doctor_asks_for_a_driver_only_where_there_is_a_card(
+    machine: Callable[..., Result], driver: tuple[int, int] | None
+) -> None:
+    without = machine(None, driver, OTHERS)
+    assert without.exit_code == 0 and "install driver" not in without.output
+    assert _finding(without, "driver").startswith("note") and "no NVIDIA card" in _finding(without, "driver")
+
+
+@pytest.mark.parametrize("driver", [None, (12, 4)])
+def test_doctor_asks_for_a_driver_for_a_card_that_torch_does_not_see(
+    machine: Callable[..., Result], driver: tuple[int, int] | None
+) -> None:
+    result = machine(None, driver, (*OTHERS, ("0x10de", "0x030200")))
+    assert result.exit_code == 0, result.output
+    assert "-> install driver 580 or later" in _finding(result, "driver")
 
 
 def test_doctor_on_a_gpu(machine: Callable[..., Result]) -> None:
@@ -185,7 +262,7 @@ def test_doctor_without_a_bundle(
     finding = _finding(result, "bundle")
     assert finding.startswith(mark)
     assert "does not exist" in finding
-    assert "-> run `glulam build`" in finding
+    assert "-> run `glulam build --arch sm_90a`" in finding
 
 
 def test_doctor_without_torch(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,13 +306,21 @@ def test_doctor_with_other_versions(machine: Callable[..., Result], monkeypatch:
     assert '-> run `pip install "nvidia-cutlass-dsl[cu13]>=4.7.1,<4.9"`' in _finding(result, "run time")
 
 
-def test_the_console_script_runs() -> None:
+@pytest.mark.parametrize("module", ["glulam", "glulam.command.cli"])
+def test_the_command_runs_as_a_module(module: str) -> None:
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "python"), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "glulam.command.cli", "--help"]
+    command = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
+    assert "Usage: glulam " in done.stdout
     for command in ("build", "info", "doctor"):
         assert command in done.stdout
+
+
+@pytest.mark.parametrize("command", ["", "compile ", "cache ", "cache list "])
+def test_help_has_a_short_option(command: str) -> None:
+    short, long = (_run(*command.split(), option) for option in ("-h", "--help"))
+    assert short.exit_code == 0 and short.output == long.output and "Usage:" in short.output
 
 
 LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
@@ -247,6 +332,11 @@ LAYER = ["--experts", "8", "--in-features", "64", "--out-features", "64"]
         ("build --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("info --arch sm_75", "'--arch': 'sm_75' is not one of sm_90a"),
         ("build --jobs 0", "'--jobs'"),
+        *(("build --profile foo", f"{profile} (") for profile in PROFILES),
+        ("build --only grouped_mm_f16_*", "matches no function of profile 'bf16' of sm_90a; profile 'full' has 6"),
+        ("build --arch sm_80 --only *_f16_*", "of profile 'bf16' of sm_80; profile 'full' has "),
+        ("build --profile full --only nope*", "of profile 'full' of sm_90a; no other profile has one; names are as '"),
+        ("cache forget nope", "nope is not preferred; no kernel is"),
         ("compile", "give an operator (grouped_mm, grouped_glu, grouped_mlp, grouped_dglu, grouped_wgrad) or --tuned"),
         ("compile grouped_mm --tuned", "one of the two"),
         ("compile conv", "'conv' is not one of grouped_mm, grouped_glu"),
@@ -317,6 +407,8 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 SPEC = GroupedMmSpec(tile=TileConfig(128, 128, 64))
+OPERATORS = _run("compile", "nonsense").output.rstrip().rpartition("is not one of ")[2].split(", ")
+"""What `glulam compile` takes, in its own words."""
 
 
 def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,39 +416,262 @@ def test_compile_compiles_what_its_help_lists(place: Path, monkeypatch: pytest.M
     monkeypatch.setattr(jit, "get", lambda spec: made.append(spec.op))
     monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
     listed = " ".join(_run("compile", "--help").output.replace("\u2502", " ").split())
-    for op in TILED:
+    for op in OPERATORS:
         result = _run("compile", op)
         assert result.exit_code == 0, result.output
         assert op in listed
-    assert made == list(TILED) and "..." not in listed and "fold_mxfp8" not in listed
+    assert made == OPERATORS == list(TILED) and "..." not in listed and "fold_mxfp8" not in listed
 
 
-@pytest.mark.parametrize("failure", ["not kept", "does not compile"])
-def test_a_kernel_that_is_not_there_replaces_no_preference(
-    place: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+def _default(op: str) -> Spec:
+    """What `glulam compile OP` makes."""
+    return specs.spec_of(op, {"tile": (128, 128, 64)})
+
+
+@pytest.fixture(scope="module")
+def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with a toy kernel for each operator of `glulam compile`. Not to be changed: that of `compiler` is."""
+    folder = tmp_path_factory.mktemp("toy_cache")
+    (folder / "work").mkdir()
+    with pytest.MonkeyPatch.context() as patch, Worker(folder / "work", TOY_TRACER) as worker:
+        patch.setenv(jit.ENV_CACHE, str(folder / "cache"))
+        patch.setattr(jit, "_functions", {})
+        for op in OPERATORS:
+            jit.get(_default(op), tracer=TOY_TRACER, worker=worker)
+    return folder / "cache"
+
+
+@pytest.fixture
+def compiler(place: Path, toy_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a machine whose compiler makes toy kernels, and has made those of `toy_cache`."""
+    key_of, get, find = cache.cache_key, jit.get, cache.find
+    monkeypatch.setattr(cache, "cache_key", lambda spec, tracer=None, behind=None: key_of(spec, TOY_TRACER, behind))
+    monkeypatch.setattr(jit, "get", lambda spec: get(spec, tracer=TOY_TRACER))
+    monkeypatch.setattr(cache, "find", lambda spec, tracer=None: find(spec, TOY_TRACER))
+    monkeypatch.setattr(jit, "_functions", {})
+    monkeypatch.setattr(loadable, "_from_cache", {})
+    return shutil.copytree(toy_cache, place / "cache")
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_a_compiled_kernel_serves_from_then_on(compiler: Path, op: str) -> None:
+    spec = _default(op)
+    result = _run("compile", op)
+    assert result.exit_code == 0, result.output
+    made, served, undo = result.output.splitlines()
+    registers, kilobytes = _taken(spec)
+    assert made.startswith(f"{spec.name}: in {compiler}, ")
+    assert made.endswith(f" s; {registers} registers, {kilobytes} KB of shared memory")
+    assert served.startswith(f"serves from now on: every {op} on sm_90a of dtype bfloat16")
+    assert served.endswith(", whatever the shape") and undo == f"undo with: glulam cache forget {spec.name}"
+    assert known.read_preferences().preferred == {family_of(spec): spec}
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def _damage_manifests_once_loaded(patch: pytest.MonkeyPatch, place: Path) -> None:
+    is_loadable = loadable.is_loadable
+
+    def damaging(spec: Any) -> bool:
+        found = is_loadable(spec)
+        for file in (place / "cache").glob("*/*/manifest.json"):
+            rewrite(file, b"")
+        return found
+
+    patch.setattr(loadable, "is_loadable", damaging)
+
+
+def _close_output(patch: pytest.MonkeyPatch) -> None:
+    echo = typer.echo
+    patch.setattr(typer, "echo", lambda text, err=False: echo(text, err=True) if err else _raise(BrokenPipeError())())
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FAILURES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], Any], str]] = {
+    "it does not compile": (lambda patch, _: patch.setattr(jit, "get", _raise(CompileError("spills"))), "spills"),
+    "a tool is missing": (lambda patch, _: patch.setattr(jit, "get", _raise(ToolchainError("no cc"))), "no cc"),
+    "the disk is full": (lambda patch, _: patch.setattr(jit, "get", _raise(FULL)), "No space left"),
+    "it is not kept": (lambda patch, _: patch.setattr(loadable, "is_loadable", lambda spec: False), "not kept in"),
+    "its manifest is damaged": (_damage_manifests_once_loaded, "damaged bundle"),
+    "the output is closed": (lambda patch, _: _close_output(patch), ""),
+    "the table cannot be locked": (
+        lambda _, place: (place / "cache" / "preferred" / ".kernels.json.lock").mkdir(),
+        "not preferred after all",
+    ),
+    "the disk has no locks": (
+        lambda patch, _: patch.setattr(filelock, "FileLock", _raise(NotImplementedError("no locks here"))),
+        "kernels.json cannot be written: no locks here",
+    ),
+    "the table cannot be written": (
+        lambda patch, _: patch.setattr(records, "write", _raise(FULL)),
+        "kernels.json cannot be written: No space left on device",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_compile_that_fails_leaves_what_is_preferred(
+    compiler: Path, place: Path, monkeypatch: pytest.MonkeyPatch, op: str, failure: str
 ) -> None:
-    def get(spec: Any) -> Any:
-        if failure == "does not compile":
-            raise CompileError("it does not compile")
-        return lambda *_: None
-
-    known.prefer(GroupedMmSpec())
-    (before,) = known.folder().glob("*.json")
-    content = before.read_bytes()
-    monkeypatch.setattr(jit, "get", get)
-    result = _run("compile", "grouped_mm")
+    for other in OPERATORS:
+        known.prefer(specs.spec_of(other, {"tile": (128, 192, 64)}))
+    (compiler / "preferred" / ".kernels.json.lock").unlink(missing_ok=True)
+    table, before = known.folder() / known.FILE, known.read_preferences().preferred
+    content = table.read_bytes()
+    inject, words = FAILURES[failure]
+    with monkeypatch.context() as patch:
+        inject(patch, place)
+        result = _run("compile", op)
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1].startswith("glulam: ") and failure in result.output
-    assert f"in {place / 'cache'}, " not in result.output
-    assert list(known.folder().glob("*.json")) == [before] and before.read_bytes() == content
+    error = result.output.splitlines()[-1]
+    assert error.startswith("glulam: ") and words in error and "Traceback" not in result.output
+    assert table.read_bytes() == content and list(known.folder().glob("*.json")) == [table]
+    assert known.read_preferences().preferred == before
 
 
-def _write_table(path: Path, gpu: str) -> None:
-    problem = Problem("grouped_mm", "bfloat16", 0, 8, 64, 0, 64)
-    us = {SPEC.name: {"uniform": 1.0}, "another": {"uniform": 2.0}}
-    points = (tables.Point(4.0, SPEC.name, "another", 2.0, us),)
-    layer = tables.Layer(tables.layer_of(problem), {SPEC.name: SPEC}, points)
+def test_a_folder_of_preferences_that_is_never_read_is_not_written(compiler: Path, place: Path) -> None:
+    (place / "elsewhere").mkdir()
+    (compiler / "preferred").symlink_to(place / "elsewhere")
+    result = _run("compile", "grouped_mm")
+    assert result.exit_code == 1 and "its folder is a link" in result.output
+    assert not list((place / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ("grouped_mm", "dtype bfloat16, weights [E, N, K]"),
+        ("grouped_mm --dtype float16 --transpose-w", "dtype float16, weights [E, K, N]"),
+        (
+            "grouped_mlp --activation geglu --glu-layout interleaved",
+            "dtype bfloat16, activation geglu, glu_layout interleaved, no stored preactivation, weights [E, N, K]",
+        ),
+        (
+            "grouped_glu --activation silu --save-preact",
+            "dtype bfloat16, activation silu, stored preactivation, weights [E, N, K]",
+        ),
+        (
+            "grouped_dglu",
+            "dtype bfloat16, activation swiglu, glu_layout concat, weights [E, N, K], no gradient of x",
+        ),
+        ("grouped_wgrad --out-dtype float32", "dtype bfloat16, out_dtype float32"),
+    ],
+)
+def test_compile_says_which_calls_its_kernel_serves(
+    place: Path, monkeypatch: pytest.MonkeyPatch, options: str, form: str
+) -> None:
+    monkeypatch.setattr(jit, "get", lambda spec: None)
+    monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
+    op = options.split()[0]
+    told = _run("compile", *options.split()).output
+    assert f"serves from now on: every {op} on sm_90a of {form}, whatever the shape\n" in told
+
+
+def test_what_is_not_preferred_is_not_said_to_serve(compiler: Path) -> None:
+    result = _run("compile", "grouped_mm", "--no-prefer")
+    assert result.exit_code == 0 and len(result.output.splitlines()) == 1
+    assert not known.read_preferences().preferred
+
+
+class TestForget:
+    @pytest.fixture(autouse=True)
+    def kernels_are_there(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(jit, "get", lambda spec: None)
+        monkeypatch.setattr(loadable, "is_loadable", lambda spec: True)
+
+    def test_the_line_that_compile_prints_drops_its_preference_alone(self) -> None:
+        for op in OPERATORS:
+            before = known.read_preferences().preferred
+            told = _run("compile", op).output
+            others = _run("compile", *("grouped_mm" if op != "grouped_mm" else "grouped_glu", "--dtype", "float16"))
+            assert others.exit_code == 0
+            (undo,) = [line for line in told.splitlines() if line.startswith("undo with: ")]
+            result = _run(*undo.removeprefix("undo with: glulam ").split())
+            assert result.exit_code == 0 and len(result.output.splitlines()) == 1, result.output
+            left = known.read_preferences().preferred
+            assert family_of(_default(op)) not in left and before.items() <= left.items() and len(left) > 0
+
+    def test_one_that_takes_anothers_place_names_it(self) -> None:
+        assert "in place of" not in _run("compile", "grouped_mm").output
+        assert "in place of" not in _run("compile", "grouped_mm").output
+        told = _run("compile", "grouped_mm", "--tile", "64x128x64").output
+        assert f"in place of: {SPEC.name}\n" in told
+        result = _run("cache", "forget", SPEC.name)
+        assert result.exit_code == 1 and f"{SPEC.name} is not preferred; preferred are grouped_mm_" in result.output
+
+    def test_the_kernel_is_served_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "find", lambda spec: kernels.Kernel(print, "jit"))
+        layer = ["explain", "grouped_mm", *LAYER, "--rows", "8"]
+        shipped = _run(*layer).output
+        _run("compile", "grouped_mm", "--tile", "64x256x64")
+        kernels.forget_choices()
+        assert "made it the preferred kernel" in _run(*layer).output
+        name = specs.spec_of("grouped_mm", {"tile": (64, 256, 64)}).name
+        assert _run("cache", "forget", name).exit_code == 0
+        assert _run(*layer).output == shipped
+
+    def test_a_table_that_cannot_be_written_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _run("compile", "grouped_mm")
+        content = (known.folder() / known.FILE).read_bytes()
+        monkeypatch.setattr(records, "write", _raise(FULL))
+        result = _run("cache", "forget", SPEC.name)
+        assert result.exit_code == 1 and "No space left" in result.output
+        assert (known.folder() / known.FILE).read_bytes() == content
+
+    def test_a_preference_without_a_kernel_is_listed(self) -> None:
+        _run("compile", "grouped_mm")
+        assert f"preferred but not compiled here: {SPEC.name}\n" in _run("cache", "list").output
+
+
+def test_an_empty_cache_is_told_in_a_sentence(place: Path) -> None:
+    result = _run("cache", "list")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"no compiled kernels in {place / 'cache'}; `glulam compile` makes one\n")
+    assert not set("┏┃│└") & set(result.output)
+
+
+def test_a_cache_is_listed_under_its_whole_path(compiler: Path) -> None:
+    output = _run("cache", "list").output
+    assert output.startswith(f"compiled kernels in {compiler}:\n") and _default("grouped_mlp").name in output
+
+
+def _write_table(path: Path, gpu: str, chosen: Spec = SPEC) -> None:
+    """A table in which a kernel serves a layer of its operator."""
+    is_mlp = chosen.op == "grouped_mlp"
+    width, activation = (64, "swiglu") if is_mlp else (0, "none")
+    problem = Problem(chosen.op, "bfloat16", 0, 8, 64, width, 64, activation)
+    us = {chosen.name: {"uniform": 1.0}, "another": {"uniform": 2.0}}
+    points = (tables.Point(4.0, chosen.name, "another", 2.0, us),)
+    layer = tables.Layer(tables.layer_of(problem), {chosen.name: chosen}, points)
     tables.write(path, [tables.section(tables.stamp_of(gpu), layer)])
+
+
+class TestTuned:
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(device, "gpu", lambda index: device.Gpu("NVIDIA Fake", "sm_90a", index))
+
+    def test_every_kernel_that_a_table_asks_for_is_compiled(self, compiler: Path, place: Path) -> None:
+        wanted = [_default(op) for op in ("grouped_mlp", "grouped_mm")]
+        for spec in wanted:
+            _write_table(place / "tuned" / "a.json", "NVIDIA Fake", spec)
+        result = _run("compile", "--tuned")
+        assert result.exit_code == 0, result.output
+        assert {line.split(":")[0] for line in result.output.splitlines()} == {spec.name for spec in wanted}
+        assert result.output.count(" KB of shared memory") == 2
+        assert not known.read_preferences().preferred
+
+    def test_without_a_table_it_says_so(self, place: Path) -> None:
+        result = _run("compile", "--tuned")
+        assert result.exit_code == 0 and result.output.startswith("no table chooses a kernel for NVIDIA Fake; ")
 
 
 class TestExplain:
@@ -364,7 +679,20 @@ class TestExplain:
         result = _run("explain", "grouped_mm", *LAYER, "--rows", "8,4096")
         assert result.exit_code == 0, result.output
         assert "8 rows: grouped_mm on sm_90a: grouped_mm_bf16_nt_" in result.output
-        assert "4096 rows: grouped_mm on sm_90a" in result.output and "run `glulam build`" in result.output
+        assert "4096 rows: grouped_mm on sm_90a" in result.output
+        assert "run `glulam build --arch sm_90a`" in result.output
+
+    @pytest.mark.parametrize("arch", FOLDERS)
+    @pytest.mark.parametrize("op", ["grouped_mm", "grouped_glu", "grouped_mlp"])
+    def test_numbers_are_written_out(self, place: Path, monkeypatch: pytest.MonkeyPatch, op: str, arch: str) -> None:
+        monkeypatch.setattr(kernels, "find", lambda spec: kernels.Kernel(print, "shipped"))
+        sizes = ["--experts", "8", "--in-features", "4096", "--rows-per-expert", "1,1024,4096,1048576", "--arch"]
+        width = ["--out-features", "4096"] if op == "grouped_mm" else ["--intermediate", "4096"]
+        result = _run("explain", op, *sizes, arch, *width)
+        assert result.exit_code == 0, result.output
+        for rows in (1, 1024, 4096, 1048576):
+            assert f"why      {8 * rows} rows over 8 experts are {rows} an expert" in result.output
+        assert "e+" not in result.output
 
     def test_a_table_of_the_gpu_that_is_named(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _write_table(place / "tuned" / "a.json", "NVIDIA Fake")

@@ -128,6 +128,7 @@ def test_holds_the_bundle_and_the_packages_only(wheels: list[Path]) -> None:
     assert re.fullmatch(r"glulam/_bundle/sm_90a/libglulam_sm_90a-[0-9a-f]{16}\.so", library)
     assert described == "glulam/_bundle/sm_90a/manifest.json"
     assert {"cute_kernels/tracing.py", "cute_kernels/sm90/configs.py", "glulam/command/cli.py"} <= set(names)
+    assert {"glulam/py.typed", "ffi_bridge/py.typed"} <= set(names)
 
 
 def test_asks_for_the_ranges_that_the_loader_takes(wheels: list[Path]) -> None:

@@ -105,7 +105,7 @@ def compile(spec: Spec | None = None, /, *, prefer: bool = True, **fields: Any) 
     asked for is checked first; the kernel is then compiled in a helper process and kept in the cache on disk, where
     later processes find both the kernel and the preference. Nothing is compiled where the bundle or the cache has it.
     A kernel that could not be kept is preferred in this process alone, and later ones go on with what they preferred.
-    `glulam cache clear` undoes it, and so does preferring a spec that ships.
+    `glulam cache forget NAME` undoes it, and so does preferring a spec that ships.
 
     Args:
         spec: a spec of `cute_kernels.specs`; or instead of it keywords:

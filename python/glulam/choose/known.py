@@ -9,6 +9,8 @@ compiled is passed over as well: choosing never compiles.
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import re
 import threading
@@ -139,16 +141,17 @@ def _read(paths: Iterable[Path], gpu: str, remedies: tuple[str, str, str]) -> He
 
 def _known(gpu: str = "") -> Held:
     """What tables said of a GPU when it was first asked for, or without a name the preferences."""
-    if gpu not in _held:
-        with _lock:
-            if gpu not in _held:
-                held = read_tables(gpu) if gpu else read_preferences()
-                for line in held.ignored:
-                    warnings.warn(line, RuntimeWarning, stacklevel=6)
-                if not gpu:
-                    _preferred.update({**held.preferred, **_preferred})
-                _held[gpu] = held
-    return _held[gpu]
+    if (held := _held.get(gpu)) is not None:
+        return held
+    with _lock:
+        if (held := _held.get(gpu)) is None:
+            held = read_tables(gpu) if gpu else read_preferences()
+            for line in held.ignored:
+                warnings.warn(line, RuntimeWarning, stacklevel=6)
+            if not gpu:
+                _preferred.update({**held.preferred, **_preferred})
+            _held[gpu] = held
+        return held
 
 
 def ignored(gpu: str = "") -> tuple[str, ...]:
@@ -167,10 +170,14 @@ def ignore_preferences() -> None:
     _held[""] = Held({}, ())
 
 
-def _sections(path: Path) -> list[Section]:
-    """What of a file of preferences is worth keeping."""
+def _sections(path: Path, dropped: str = "") -> list[Section]:
+    """What of a file of preferences is worth keeping: all but the preference for the kernel `dropped`."""
     with contextlib.suppress(ValueError):
-        return table.content(path).sections if _is_ours(path) else []
+        sections = table.content(path).sections if _is_ours(path) else []
+        return [
+            Section(each.stamp, {key: layer for key, layer in each.layers.items() if dropped not in layer.kernels})
+            for each in sections
+        ]
     return []
 
 
@@ -184,10 +191,54 @@ def prefer(spec: Spec, keep: bool = True) -> None:
     why_not = "its kernel was not kept"
     if keep:
         try:
-            return table.write(folder() / FILE, [table.preference(spec)], _sections)
+            return write_preference(spec)
         except OSError as error:
-            why_not = f"{records.shown(folder() / FILE)} cannot be written: {error.strerror}"
+            why_not = str(error)
     warnings.warn(f"{spec.name} is preferred in this process alone ({why_not})", RuntimeWarning, stacklevel=3)
+
+
+def write_preference(spec: Spec) -> None:
+    """Let `spec` serve every problem of its family in later processes.
+
+    Raises:
+        OSError: what is preferred cannot be written, and stays as it was.
+    """
+    _rewrite(folder() / FILE, [table.preference(spec)])
+
+
+def _rewrite(path: Path, added: list[Section], dropped: str = "") -> None:
+    """Add sections to a file of preferences, and drop the preference for the kernel `dropped`. Raises OSError."""
+    try:
+        if os.path.islink(folder()):
+            raise OSError(errno.ELOOP, "its folder is a link, which is never read")
+        table.write(path, added, functools.partial(_sections, dropped=dropped))
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        why = getattr(error, "strerror", None) or error
+        raise OSError(f"{records.shown(path)} cannot be written: {why}") from error
+
+
+def drop_preference(name: str) -> bool:
+    """Drop the preference for the kernel of this name, here and on disk, and keep the kernel and all others.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        OSError: what is preferred cannot be written, and stays as it was.
+    """
+    paths = {path for layer, path in read_preferences().layers.values() if name in layer.kernels}
+    for path in paths:
+        _rewrite(path, [], dropped=name)
+    forget()
+    return bool(paths)
+
+
+def _count(path: Path) -> int:
+    """How many preferences a file holds, damaged ones among them; 1 where it cannot be told."""
+    with contextlib.suppress(ValueError):
+        sections, wrong = table.content(path)
+        return sum(len(section.layers) for section in sections) + len(wrong)
+    return 1
 
 
 def clear_preferences() -> int:
@@ -199,7 +250,7 @@ def clear_preferences() -> int:
     """
     removed = 0
     for path in filter(_is_ours, _preferences()):
-        removed += sum(len(section.layers) for section in _sections(path)) or 1
+        removed += _count(path)
         path.unlink(missing_ok=True)
     forget()
     return removed
@@ -207,11 +258,11 @@ def clear_preferences() -> int:
 
 def _is_there(spec: Spec, otherwise: str) -> bool:
     """Whether a kernel can be had without compiling; a warning says once what happens otherwise."""
-    if spec not in _loadable:
-        _loadable[spec] = loadable.is_loadable(spec)
-        if not _loadable[spec]:
+    if (found := _loadable.get(spec)) is None:
+        found = _loadable[spec] = loadable.is_loadable(spec)
+        if not found:
             warnings.warn(otherwise, RuntimeWarning, stacklevel=6)
-    return _loadable[spec]
+    return found
 
 
 def preferred(problem: Problem, shipped: Spec) -> Spec | None:
@@ -226,10 +277,10 @@ def preferred(problem: Problem, shipped: Spec) -> Spec | None:
 
 def _preferred_of(families: Iterable[Spec]) -> Iterator[Spec]:
     """What is preferred for families, and can be had."""
-    for spec in [_preferred[family] for family in families if family in _preferred]:
+    for spec in [spec for family in families if (spec := _preferred.get(family)) is not None]:
         otherwise = (
             f"the preferred kernel {spec.name} is not in the cache of this version of Glulam, the shipped one serves; "
-            f"compile it again with `glulam.compile`, or {CLEAR}"
+            f"compile it again with `glulam.compile`, or run `glulam cache forget {spec.name}`"
         )
         if _is_there(spec, otherwise):
             yield spec

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
-from cute_kernels.arch import room
+from cute_kernels.arch import room, rows_in_words, three_digits
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
@@ -133,8 +133,7 @@ def _serving(forms: Mapping[str, tuple[str, ...]], name: str) -> list[str]:
 
 
 def microseconds(us: float) -> str:
-    """Three significant digits."""
-    return f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
+    return f"{three_digits(us)} us"
 
 
 def estimated_rows(problem: Problem) -> int:
@@ -159,9 +158,7 @@ def shipped_choice(problem: Problem, arch: str) -> Choice:
         return Choice(spec_on(problem, arch, tile), why, (*why_not, *here.advice(problem)))
     parts = changed(problem, rows=estimated_rows(problem)).parts
     best, *others = times.estimates(parts, here.tiles(problem), arch)
-    average = problem.rows / problem.experts
-    rows = f"{problem.rows} rows over {problem.experts} experts are {average:.3g} an expert"
-    why = f"{rows}: {best.tile.name} takes about {microseconds(best.us)}, {best.source}"
+    why = f"{rows_in_words(problem)}: {best.tile.name} takes about {microseconds(best.us)}, {best.source}"
     why_not = tuple(
         f"{one.tile.name}: about {microseconds(one.us)}, {one.us / best.us:.2f} times as long" for one in others
     )

@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from cute_kernels.tiles import SpecError
 from ffi_bridge import BundleError, CompileError, ToolchainError
+from ffi_bridge.manifest import Function
 
 from ..choose import records, specs
 from ..errors import UnsupportedDevice
@@ -50,6 +51,7 @@ app = typer.Typer(
     cls=_OneLineErrors,
     add_completion=False,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of every command
     help="Fused grouped-GEMM kernels for mixture-of-experts layers.",
 )
 cache_app = typer.Typer(
@@ -143,11 +145,11 @@ def parsed(help: str, form: str, metavar: str, parse: Callable[[str], Any], defa
     return row(help, Any, default, parser=parser, metavar=metavar)
 
 
-def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "") -> Row:
-    """One of these words."""
+def word(help: str, words: Iterable[str], default: Any = None, metavar: str = "", told: str = "") -> Row:
+    """One of these words. `told`: the words as a mistake is answered; default, the words themselves."""
     choices = list(words)
     return parsed(
-        help, f"one of {', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
+        help, f"one of {told or ', '.join(choices)}", metavar or f"[{'|'.join(choices)}]",
         lambda text: choices[choices.index(text)], default,
     )  # fmt: skip
 
@@ -189,3 +191,14 @@ def show(*parts: str | Table) -> None:
 
 def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
+
+
+def resources(functions: Mapping[str, Function], name: str) -> tuple[str, str]:
+    """Registers, and KB of shared memory, of the device kernels that a function of a manifest launches.
+
+    A function of several stages has no kernels of its own.
+    """
+    stages = functions[name].stages or (name,)
+    kernels = [kernel for stage in stages if stage in functions for kernel in functions[stage].kernels]
+    registers = " + ".join(str(kernel.registers) for kernel in kernels)
+    return registers, " + ".join(f"{(kernel.static_smem + kernel.dynamic_smem) / 1024:.1f}" for kernel in kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from ffi_bridge import profiles, toolchain
 from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
-from .app import command, count, flag, megabytes, row, show, word
+from ..choose import records
+from .app import command, count, flag, megabytes, resources, row, show, word
 from .doctor import find_gpu, installed_torch
 
 ARCHS = word("Architecture, repeatable; default: this GPU's, or sm_90a.", profiles.CONFIGS)._replace(
     kind=list[str] | None
 )
+PROFILES = {"demo": "what the demo calls", "bf16": "all but float16", "full": "what a wheel has"}
+IN_WORDS = ", ".join(f"{name} ({meaning})" for name, meaning in PROFILES.items())
 
 
 def archs_here() -> list[str]:
@@ -30,11 +34,11 @@ def archs_here() -> list[str]:
 @command(
     "build",
     arch=ARCHS,
-    profile=row("demo: what the demo calls; bf16: all but float16; full: what a wheel has.", str, "bf16"),
+    profile=word(f"{IN_WORDS}.", PROFILES, "bf16", told=IN_WORDS),
     only=row("Functions by name, as 'grouped_mm_bf16_*'; repeatable; default: all.", list[str] | None),
     jobs=count("Compile processes; default: one a CPU."),
     out=row("Bundle folder; default: inside the installed package.", Path | None),
-    keep=flag("Leave a bundle as it is that has these functions."),
+    keep=flag("Do nothing where the bundle has these functions already."),
 )
 def build(
     arch: list[str] | None, profile: str, only: list[str] | None, jobs: int | None, out: Path | None, keep: bool
@@ -57,9 +61,10 @@ def _tile(stage: dict[str, Any]) -> str:
     return f"{tile['m']}x{tile['n']}x{tile['k']} {cluster} {tile['schedule'][:4]}"
 
 
-def _cells(function: Function) -> dict[str, str]:
+def _cells(functions: Mapping[str, Function], name: str) -> dict[str, str]:
     """What `info` shows of a function. A composed one's stages are the specs in its spec."""
-    spec, kernels = function.spec, function.kernels
+    spec = functions[name].spec
+    registers, kilobytes = resources(functions, name)
     stages = [value for value in spec.values() if isinstance(value, dict) and "tile" in value] or [spec]
     first = stages[0]
     flags = [name for stage in stages for name, value in stage.items() if value is True]
@@ -72,8 +77,8 @@ def _cells(function: Function) -> dict[str, str]:
         "layout": first.get("glu_layout", "-"),
         "tile": " + ".join(dict.fromkeys(_tile(stage) for stage in stages)),
         "options": ", ".join(flags) or "-",
-        "registers": " + ".join(str(kernel.registers) for kernel in kernels),
-        "smem KB": " + ".join(f"{(kernel.static_smem + kernel.dynamic_smem) / 1024:.1f}" for kernel in kernels),
+        "registers": registers,
+        "smem KB": kilobytes,
     }
 
 
@@ -85,13 +90,17 @@ def _cells(function: Function) -> dict[str, str]:
 )
 def info(arch: list[str] | None, op: str | None, bundle: Path | None) -> None:
     """Show what the bundle contains; nothing of it is loaded."""
+    ops: set[str] = set()
     there = [one for one in profiles.CONFIGS if (bundle_root(bundle) / one).is_dir()]
     for one in arch or there or archs_here():
         folder = bundle_root(bundle) / one
         manifest = verify(folder, one)
-        functions = manifest.functions.values()
+        functions = manifest.functions
+        ops |= {function.spec["op"] for function in functions.values()}
+        rows = [_cells(functions, name) for name in functions if op in (None, functions[name].spec["op"])]
+        if op is not None and not rows:
+            continue
         table = Table(title=f"{manifest.arch}: {len(functions)} functions")
-        rows = [_cells(function) for function in functions if op in (None, function.spec["op"])]
         for heading in rows[0] if rows else ():
             table.add_column(heading, justify="right" if heading in ("registers", "smem KB") else "left")
         for cells in rows:
@@ -105,3 +114,6 @@ def info(arch: list[str] | None, op: str | None, bundle: Path | None) -> None:
             f"built by  {versions}",
             f"runs with {ranges}, on any {manifest.host} CPU",
         )
+    if op is not None and op not in ops:
+        root = records.shown(bundle_root(bundle))
+        raise ValueError(f"{root} has no function of operator {op!r}; it has those of {', '.join(sorted(ops))}")

@@ -11,7 +11,7 @@ from rich.table import Table
 from ffi_bridge import cache, objects
 
 from ..choose import known, loadable, records
-from .app import command, flag, megabytes, show
+from .app import REQUIRED, command, flag, megabytes, row, show
 
 
 def _size(found: Sequence[cache.Entry]) -> str:
@@ -34,16 +34,26 @@ def cache_list() -> None:
     """Show every kernel in the cache, its state, which are preferred, and how many objects of builds there are."""
     stored = known.read_preferences()
     preferred = list(stored.preferred.values())
-    grid = Table(title=records.shown(cache.cache_root()))
+    found, root = list(cache.entries()), records.shown(cache.cache_root())
+    grid = Table()
     for heading in ("kernel", "state", ""):
         grid.add_column(heading, overflow="fold")
     grid.add_column("KB", justify="right")
-    for kept in cache.entries():
+    for kept in found:
         name = kept.spec.name if kept.spec else records.shown(kept.name)
         mark = "preferred" if kept.spec in preferred and kept.state == "sound" else ""
         grid.add_row(name, kept.state, mark, f"{kept.size / 1024:.0f}")
-    shipped = [f"preferred from the bundle: {spec.name}" for spec in preferred if loadable.in_bundle(spec)]
-    show(grid, _summary(list(objects.entries())), *shipped, *stored.ignored)
+    if found:
+        show(f"compiled kernels in {root}:", grid)
+    else:
+        show(f"no compiled kernels in {root}; `glulam compile` makes one")
+    sound = [kept.spec for kept in found if kept.state == "sound"]
+    elsewhere = [
+        f"preferred {'from the bundle' if loadable.in_bundle(spec) else 'but not compiled here'}: {spec.name}"
+        for spec in preferred
+        if spec not in sound
+    ]
+    show(_summary(list(objects.entries())), *elsewhere, *stored.ignored)
 
 
 @command("cache verify")
@@ -58,6 +68,16 @@ def cache_verify() -> None:
     typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
     typer.echo(_summary(stored))
     raise typer.Exit(int(any(kept.state == "damaged" for kept in (*found, *stored))))
+
+
+@command("cache forget", name=row("As `glulam cache list` names it.", str, REQUIRED)._replace(positional=True))
+def cache_forget(name: str) -> None:
+    """Drop the preference for one kernel, which stays in the cache; calls get what serves them otherwise."""
+    preferred = [spec.name for spec in known.read_preferences().preferred.values()]
+    if not known.drop_preference(name):
+        others = f"preferred are {', '.join(preferred)}" if preferred else "no kernel is"
+        raise ValueError(f"{records.shown(name)} is not preferred; {others}")
+    typer.echo(f"{name} is preferred no more; calls get what a tuned table says, else what ships")
 
 
 @command(

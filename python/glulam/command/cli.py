@@ -1,4 +1,4 @@
-"""The command `glulam`: `python -m glulam.command.cli`, or the console script of that name."""
+"""The command `glulam`: the console script of that name, or `python -m glulam`."""
 
 from __future__ import annotations
 

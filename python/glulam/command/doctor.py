@@ -8,12 +8,14 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 
 from cute_kernels.arch import serving
 from ffi_bridge import BundleError, ToolchainError, build, cache, jit, loader, profiles, toolchain
+from ffi_bridge.errors import remedy
 
 from ..choose import known, records
 from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, TESTED_ON, arch_of, state_of, supported
@@ -23,6 +25,8 @@ _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
 _OLDEST_DRIVER = (13, 0)  # the DSL's run-time library is CUDA 13's
 _INSTALL_TORCH = "pip install 'torch>=2.11'"
 _INSTALL_DRIVER = "install driver 580 or later"
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor, and what classes of display controllers begin with
 
 
 class Check(NamedTuple):
@@ -78,6 +82,16 @@ def driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
+def has_nvidia_card() -> bool:
+    """Whether the PCI bus shows an NVIDIA GPU, which needs no driver."""
+    for card in _PCI.glob("*"):
+        with contextlib.suppress(OSError):
+            vendor, kind = (card / "vendor").read_text().strip(), (card / "class").read_text()
+            if vendor == _NVIDIA and kind.startswith(_DISPLAY):
+                return True
+    return False
+
+
 def _check_torch(torch: Any | None) -> Finding:
     if torch is None:
         return "bad", "not installed", _INSTALL_TORCH
@@ -105,13 +119,17 @@ def _check_gpu(gpu: Gpu | None) -> Finding:
     return "ok", finding
 
 
-def _check_driver(driver: tuple[int, int] | None, worst: str) -> Finding:
-    if driver is None:
-        return worst, "no NVIDIA driver", f"{_INSTALL_DRIVER} to use a GPU"
-    found = f"CUDA {driver[0]}.{driver[1]}"
-    if driver < _OLDEST_DRIVER:
-        return worst, f"{found} is too old: the kernels need CUDA 13.0", _INSTALL_DRIVER
-    return "ok", f"runs {found}"
+def _check_driver(driver: tuple[int, int] | None, gpu: Gpu | None) -> Finding:
+    """A driver is of use where there is a card for it."""
+    state = "bad" if gpu else "note"
+    if driver and driver >= _OLDEST_DRIVER:
+        return "ok", f"runs CUDA {driver[0]}.{driver[1]}"
+    finding = "no NVIDIA driver"
+    if driver:
+        finding = f"CUDA {driver[0]}.{driver[1]} is too old: the kernels need CUDA 13.0"
+    if gpu or has_nvidia_card():
+        return state, finding, _INSTALL_DRIVER
+    return state, f"{finding}; no NVIDIA card is seen"
 
 
 def _check_tvm_ffi() -> Finding:
@@ -131,7 +149,7 @@ def _check_bundle(arch: str) -> Finding:
     except (BundleError, ToolchainError):
         raise
     except Exception as error:  # a library that is sound but does not load here: say why, whatever the reason
-        raise BundleError(f"{arch} does not load: {error}; glulam build") from error
+        raise BundleError(f"{arch} does not load: {error}; {remedy(loader.bundle_root() / arch)}") from error
     return "ok", f"{len(bundle.names())} {arch} functions in {bundle.folder}"
 
 
@@ -158,7 +176,9 @@ def _check_cache() -> Finding:
 
 def _check_preferences() -> Finding:
     stored = known.read_preferences()
-    return _with_ignored(f"{len(stored.layers)} kernels of `glulam compile` serve their forms", stored.ignored)
+    count = len(stored.layers)
+    summary = f"{count} kernels of `glulam compile` serve instead of what ships" if count else "none"
+    return _with_ignored(summary, stored.ignored)
 
 
 def _check_tables(gpu: Gpu | None) -> Finding:
@@ -185,7 +205,7 @@ def examine() -> Iterator[Check]:
     checks: list[tuple[str, str, Any, tuple[Any, ...]]] = [  # name, the state if it raises, what checks, of what
         ("torch", "bad", _check_torch, (torch,)),
         ("GPU", "bad", _check_gpu, (gpu,)),
-        ("driver", needed, _check_driver, (driver_version(), needed)),
+        ("driver", needed, _check_driver, (driver_version(), gpu)),
         ("TVM-FFI", "bad", _check_tvm_ffi, ()),
         ("run time", "bad", _check_runtime, ()),
         *(("bundle", needed, _check_bundle, (arch,)) for arch in archs),

@@ -12,19 +12,19 @@ import typer
 from rich.table import Table
 
 from cute_kernels.arch import FOLDERS
-from cute_kernels.specs import ACTIVATIONS, DTYPES, GLU_LAYOUTS, Spec
+from cute_kernels.specs import ACTIVATIONS, DTYPES, GATED, GLU_LAYOUTS, GroupedDgluSpec, GroupedMlpSpec, Spec
 from cute_kernels.tiles import CLUSTERS, TILE_K
 from ffi_bridge import cache, manifest, profiles
 
 from .. import explanation
 from ..choose import kernels, known, loadable, records, specs, table
 from ..choose.problem import changed
-from ..choose.shipped import TILED
+from ..choose.shipped import TILED, family_of
 from ..host import device as gpus
 from ..tuner import entry, report
 from ..tuner import tune as run_tuner
 from ..tuner.session import Options
-from .app import REQUIRED, command, count, flag, option, parsed, row, say_error, show, word
+from .app import REQUIRED, command, count, flag, option, parsed, resources, row, say_error, show, word
 
 INTERRUPTED = 130  # as shells report it
 
@@ -53,9 +53,14 @@ FORM = {
     "activation": word("As swiglu (default), geglu, silu.", ACTIVATIONS, metavar="NAME"),
     "glu_layout": word("Default: concat.", GLU_LAYOUTS),
     "save_preact": flag("Of a grouped_glu: store the preactivation."),
-    "transpose_w": flag("Forward contracts over weights' rows."),
+    "transpose_w": flag("Weights are [E, K, N]."),
     "out_dtype": word("Of a grouped_wgrad: that of x, or float32.", (*DTYPES, "float32"), metavar="NAME"),
 }
+FLAGS = {
+    "save_preact": ("no stored preactivation", "stored preactivation"),
+    "transpose_w": ("weights [E, N, K]", "weights [E, K, N]"),
+}
+"""What a form's flag means for calls, where it is not given and where it is."""
 SIZES = {
     "experts": count("", REQUIRED),
     "in_features": count("Columns of x (of a grouped_dglu: of dy).", REQUIRED),
@@ -92,7 +97,7 @@ def _given(op: str, options: Mapping[str, Any]) -> dict[str, Any]:
     cluster=word("CTAs along both.", CLUSTERS_BY_NAME, "1x1"),
     schedule=word("", ("cooperative", "pingpong"), "cooperative"),
     **FORM,
-    prefer=row("Let it serve every call of its form from now on.", bool, True),
+    prefer=row("Use it for every later call of this form, whatever the shape.", bool, True),
     tuned=flag("Instead: all kernels that tables for this GPU choose."),
 )  # fmt: skip
 def compile_kernel(
@@ -107,19 +112,35 @@ def compile_kernel(
         return
     if not torch.cuda.is_available():
         raise ValueError("--tuned needs the GPU whose tables are meant; torch sees none")
-    for spec in known.tuned_specs(gpus.gpu(torch.cuda.current_device()).name):
+    gpu = gpus.gpu(torch.cuda.current_device()).name
+    wanted = known.tuned_specs(gpu)
+    for spec in wanted:
         _compile(spec, prefer=False)
+    if not wanted:
+        typer.echo(f"no table chooses a kernel for {gpu}; `glulam tables` shows what is read")
 
 
 def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
+    """Make a kernel and, last of all, prefer it: where anything fails, what is preferred stays as it was."""
     start = time.perf_counter()
-    made = kernels.compile(spec, **fields, prefer=prefer)
+    made = kernels.compile(spec, **fields, prefer=False)
     seconds = time.perf_counter() - start
     root = records.shown(cache.cache_root())
     if not loadable.is_loadable(made):
         raise OSError(f"{made.name} was compiled, but not kept in {root}: nothing changed")
     where = "in the bundle" if loadable.in_bundle(made) else f"in {root}"
     typer.echo(f"{made.name}: {where}, {seconds:.2f} s{_resources(made)}")
+    if not prefer:
+        return
+    typer.echo(f"serves from now on: {_calls_of(made)}, whatever the shape")
+    before = known.read_preferences().preferred.get(family_of(made), made)
+    if before != made:
+        typer.echo(f"in place of: {before.name}")
+    typer.echo(f"undo with: glulam cache forget {made.name}")
+    try:
+        known.write_preference(made)
+    except OSError as error:
+        raise OSError(f"not preferred after all, calls get what they got before: {error}") from error
 
 
 def _resources(spec: Spec) -> str:
@@ -127,10 +148,20 @@ def _resources(spec: Spec) -> str:
     folder = cache.cache_root() / cache.cache_key(spec) / spec.arch
     if not folder.is_dir():
         return ""
-    (function,) = manifest.read(folder).functions.values()
-    registers = " + ".join(str(kernel.registers) for kernel in function.kernels)
-    kilobytes = " + ".join(f"{(kernel.static_smem + kernel.dynamic_smem) / 1024:.0f}" for kernel in function.kernels)
+    registers, kilobytes = resources(manifest.read(folder).functions, spec.name)
     return f"; {registers} registers, {kilobytes} KB of shared memory"
+
+
+def _calls_of(spec: Spec) -> str:
+    """Say which calls a preferred kernel serves."""
+    part: Any = spec.fc1 if isinstance(spec, GroupedMlpSpec) else spec
+    form = {name: getattr(part, name) for name in FORM if hasattr(part, name)}
+    if form.get("activation") not in GATED:
+        form.pop("glu_layout", None)
+    words = [FLAGS[name][value] if name in FLAGS else f"{name} {value}" for name, value in form.items()]
+    if isinstance(spec, GroupedDgluSpec) and spec.dgrad is None:
+        words.append("no gradient of x")
+    return f"every {spec.op} on {spec.arch} of {', '.join(words)}"
 
 
 @command(

@@ -20,14 +20,14 @@ def describe(layer: Layer) -> str:
 
 def _us(point: Point, name: str) -> str:
     us = point.mean_us(name)
-    return "-" if us is None else f"{us:.4g}"
+    return "-" if us is None else f"{us:.0f}" if us >= 1000 else f"{us:.4g}"
 
 
 def rows_of(layer: Layer) -> list[tuple[str, ...]]:
     """A line a point: rows an expert, microseconds of the shipped and of the chosen kernel, gain, the latter's name."""
     return [
         (
-            f"{point.rows_per_expert:g}",
+            f"{point.rows_per_expert:.15g}",
             _us(point, point.shipped),
             _us(point, point.chosen),
             f"{point.gain:.3f}" if point.chosen != point.shipped else "-",
