@@ -14,7 +14,8 @@ PROFILE ?= bf16
 BUILD = $(BIN)/glulam build --keep $(if $(JOBS),--jobs $(JOBS))
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than installing them.
-UV ?= $(shell command -v uv 2>/dev/null)
+# The virtual environment has a uv of its own, to test requirements with: that is not what the user installs by.
+UV ?= $(filter-out $(abspath $(BIN)/uv),$(shell command -v uv 2>/dev/null))
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -23,8 +24,12 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(INSTALLED)
 	$(BUILD) --profile demo
 	$(BIN)/python -m glulam.demo $(ARGS)
+	@echo "Next: $(BIN)/glulam doctor (after 'source $(BIN)/activate': glulam doctor)"
 
-train: build
+# A machine without a GPU trains on the CPU, by torch's operators alone.
+train: $(INSTALLED)
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BUILD) --profile $(PROFILE); fi
 	$(BIN)/python examples/train_moe.py $(ARGS)
 
 # One OpenMP thread a worker: two workers of two threads each on two cores are up to 100 times slower.
@@ -75,5 +80,6 @@ $(VENV)/.installed-%: requirements/%.txt $(INSTALLED)
 # transformers' own tests are in its source distribution alone. Where that cannot be had, they are skipped.
 $(TRANSFORMERS): requirements/test.txt $(TESTABLE)
 	rm -rf $@ && mkdir $@
-	-$(BIN)/python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest $@ $$(grep ^transformers $<) \
+	-grep ^transformers $< >$@/pin.txt \
+	  && $(BIN)/python -m pip download --no-deps --no-build-isolation --no-binary :all: --dest $@ -r $@/pin.txt \
 	  && tar -xzf $@/*.tar.gz -C $@ --strip-components 1 && rm $@/*.tar.gz

@@ -49,6 +49,23 @@ def part_of(tokens: Tensor, parallel: ExpertParallel) -> Tensor:
     return tokens.chunk(parallel.world)[parallel.rank]
 
 
+@torch.no_grad()
+def whole(model: nn.Module, parallel: ExpertParallel | None, of_gradients: bool = False) -> dict[str, Tensor]:
+    """Parameters by name, or their gradients, with the experts of all ranks. Every rank calls it."""
+    found = {}
+    own = expert_parameters(model)
+    for name, parameter in model.named_parameters():
+        value = parameter.grad if of_gradients else parameter.detach()
+        assert value is not None
+        if parallel is not None and name in own:
+            everyones = value.new_zeros(parallel.num_experts, *value.shape[1:])
+            everyones[parallel.first : parallel.first + parallel.num_local] = value
+            dist.all_reduce(everyones, group=parallel.group)
+            value = everyones
+        found[name] = value
+    return found
+
+
 def mean(value: Tensor, parallel: ExpertParallel) -> Tensor:
     """Over ranks, in place."""
     dist.all_reduce(value, group=parallel.group)

@@ -4,14 +4,14 @@
 
 The same model is trained from the same weights on the same bytes in the same order: by torch's own operators, by
 torch's in two other orders of the same products, and by Glulam. Training multiplies rounding errors, so that curves
-part without any fault. How far, the three runs of torch say; Glulam's must lie as close as they do.
+part without any fault. Two things are judged instead: at the weights that Glulam's run passes through, its gradients
+must be as close to torch's as torch's other orders are (gradient_check.py), and its loss of held-out text as low.
 
-`--recipe mxfp8` also trains with the experts' data path in MXFP8, whose curve lies apart by its own, larger rounding:
-what is judged there is the loss of held-out text.
+`--recipe mxfp8` also trains with the experts' data path in MXFP8. It rounds more, so only its held-out loss is judged.
 
     torchrun --nproc-per-node 4 examples/train_moe.py --expert-parallel 4
 
-also trains with the experts spread over 4 ranks, each of which has a quarter of every batch; the curve is the same.
+also trains with the experts spread over 4 ranks, each of which has a quarter of every batch.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script, onl
 
 import glulam
 from examples import expert_parallel, training_curves
+from examples.gradient_check import GradientCheck
 from examples.moe_model import LanguageModel, Layer, Size, glulam_layer, mixture, parallel_layer, torch_layer
 from examples.stdlib_text import Text, read_text
 from glulam.demo import choose_device, few_threads
@@ -132,7 +133,8 @@ class Trainer:
         """The bytes from each start on; all on the device."""
         self.tokens.copy_(text[starts[:, None] + self.positions])
 
-    def step(self) -> None:
+    def backward(self) -> Tensor:
+        """Compute the gradients, cut to norm `MOST_NORM`; returns the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         parallel = self.parallel
         tokens = self.tokens if parallel is None else expert_parallel.part_of(self.tokens, parallel)
@@ -143,8 +145,12 @@ class Trainer:
         else:
             expert_parallel.finish_gradients(self.model, parallel, MOST_NORM)
             loss = expert_parallel.mean(loss.detach(), parallel)
+        return loss.detach()
+
+    def step(self) -> None:
+        loss = self.backward()
         self.optimizer.step()
-        self.loss.copy_(loss.detach())
+        self.loss.copy_(loss)
 
     def captured_step(self) -> Callable[[], None]:
         """The step as one launch, captured on the stream that it ran on before. Capturing does not run it."""
@@ -174,8 +180,13 @@ def new_trainer(run: Run, setup: Setup, seed: int, device: str) -> Trainer:
     return Trainer(model, model.parameters(), setup, device, parallel)
 
 
-def train(trainer: Trainer, run: Run, setup: Setup, text: Text, seed: int, progress: Progress) -> dict[str, Any]:
-    """The record of one run: its loss at each step, the held-out loss at the end, and the median time a step."""
+def train(
+    trainer: Trainer, run: Run, setup: Setup, text: Text, seed: int, progress: Progress,
+    check: GradientCheck | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The record of one run: its loss at each step, the held-out loss at the end, the median time a step, and what
+    `check` found at some of them.
+    """
     device = text.train.device.type
     starts = torch.randint(
         len(text.train) - setup.size.context, (setup.steps, setup.batch), generator=torch.Generator().manual_seed(seed)
@@ -188,8 +199,13 @@ def train(trainer: Trainer, run: Run, setup: Setup, text: Text, seed: int, progr
             advance = trainer.captured_step()
         trainer.load(text.train, starts[number])
         trainer.rate.fill_(learning_rate(setup, number))
+        checked = check if check is not None and number % check.every == 0 else None
+        if checked:
+            last += seconds_of(checked.before, trainer)
         advance()
         losses[number] = trainer.loss
+        if checked:
+            last += seconds_of(checked.after, trainer)
         if (number + 1) % REPORT_EVERY == 0 or number + 1 == setup.steps:
             loss, now = float(trainer.loss), time.perf_counter()
             times.append((now - last) / (number + 1 - progress.tasks[task].completed))
@@ -197,17 +213,43 @@ def train(trainer: Trainer, run: Run, setup: Setup, text: Text, seed: int, progr
             last = now
     held_out = trainer.held_out_loss(text.held_out)
     record = {"run": run.name, "loss": losses.tolist(), "held_out": held_out, "step_ms": statistics.median(times) * 1e3}
+    if check is not None:
+        record["gradients"] = check.result()
     return record if run.recipe == "bf16" else {**record, "recipe": run.recipe}
+
+
+def seconds_of(part: Callable[[Trainer], None], trainer: Trainer) -> float:
+    """The time of a part that does not belong to the training step."""
+    on_gpu = trainer.loss.is_cuda
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    part(trainer)
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def train_all(setup: Setup, runs: list[Run], seed: int, device: str, console: Console) -> list[dict[str, Any]]:
     """The records of the runs, in turn, and one of what they share."""
     text = Text(*(part.to(device) for part in read_text()))
+
+    def trained(run: Run) -> dict[str, Any]:
+        trainer, check = new_trainer(run, setup, seed, device), check_of(run, setup, seed, device)
+        return train(trainer, run, setup, text, seed, bars, check)
+
     # The default stream cannot be captured.
     stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
     with progress_bars(console) as bars, stream:
-        records = [train(new_trainer(run, setup, seed, device), run, setup, text, seed, bars) for run in runs]
+        records = [trained(run) for run in runs]
     return [*records, shared_record(setup, seed, text)]
+
+
+def check_of(run: Run, setup: Setup, seed: int, device: str) -> GradientCheck | None:
+    """None for torch's own runs, and for recipes that round more than torch does."""
+    if run in TORCH or run.recipe != "bf16":
+        return None
+    return GradientCheck(new_trainer(TORCH[0], setup, seed, device), [peer.layer for peer in TORCH], setup.steps)
 
 
 def progress_bars(console: Console) -> Progress:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
@@ -57,3 +58,58 @@ def test_what_is_tested_and_linted_with_one_package_uses_one_version() -> None:
 )
 def test_a_target_compiles_what_it_runs_and_no_more(tmp_path: Path, target: str, profiles: list[str]) -> None:
     assert re.findall(r"glulam build --keep +--profile (\w+)", commands(tmp_path, target, "UV=")) == profiles
+
+
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$LOG"
+case "$*" in
+  *cuda.is_available*) exit "$NO_GPU" ;;
+  *pip*) cat "$(dirname "$0")/../transformers/pin.txt" >> "$LOG"; exit 1 ;;
+esac
+"""
+
+
+def run(folder: Path, target: str, no_gpu: int = 0) -> tuple[str, list[str]]:
+    """What `make target` says, and the programs that it runs, where all is installed: stand-ins, which log."""
+    (programs := folder / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "glulam"):
+        (programs / name).write_text(PROGRAM)
+        (programs / name).chmod(0o755)
+    for kind in ("run", "test"):
+        (folder / ".venv" / f".installed-{kind}").touch()
+    command = ["make", "--no-print-directory", f"VENV={folder}/.venv", "UV=", target.format(folder=folder)]
+    environment = {"PATH": os.environ["PATH"], "LOG": str(folder / "log"), "NO_GPU": str(no_gpu)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout, (folder / "log").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("no_gpu", "builds"), [(1, 0), (0, 1)])
+def test_training_compiles_kernels_where_a_gpu_can_launch_them(tmp_path: Path, no_gpu: int, builds: int) -> None:
+    _, ran = run(tmp_path, "train", no_gpu)
+    assert sum(line.startswith("glulam build") for line in ran) == builds
+    assert ran[-1].startswith("python examples/train_moe.py")
+
+
+def test_the_demo_ends_with_the_next_line_to_type(tmp_path: Path) -> None:
+    said, ran = run(tmp_path, "demo")
+    assert ran[-1].startswith("python -m glulam.demo")
+    assert said.splitlines()[-1].startswith(f"Next: {tmp_path}/.venv/bin/glulam doctor")
+
+
+def test_the_tests_of_transformers_are_of_the_version_that_is_installed(tmp_path: Path) -> None:
+    """pip reads the pin with its marker."""
+    _, ran = run(tmp_path, "{folder}/.venv/transformers")
+    (pip, pin) = ran
+    assert pip.startswith("python -m pip download") and pip.endswith(f"-r {tmp_path}/.venv/transformers/pin.txt")
+    assert Requirement(pin).name == "transformers"
+    assert pin in (REPOSITORY / "requirements/test.txt").read_text().splitlines()
+
+
+def test_a_uv_of_the_virtual_environment_installs_nothing(tmp_path: Path) -> None:
+    (uv := tmp_path / ".venv/bin/uv").parent.mkdir(parents=True)
+    uv.touch()
+    uv.chmod(0o755)
+    command = ["make", "--dry-run", f"VENV={tmp_path}/.venv", "demo"]
+    environment = {"PATH": f"{uv.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    assert "-m pip install" in done.stdout and str(uv) not in done.stdout

@@ -12,8 +12,8 @@ from ffi_bridge import __version__
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
-MOST_LINES = 130
-FIRST, LAYER, GRAPH = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MOST_LINES = 150
+FIRST, LAYER, MODULE, GRAPH = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_it_is_short() -> None:
@@ -38,6 +38,28 @@ def test_the_layer_runs() -> None:
     tokens, y = names["tokens"], names["y"]
     assert isinstance(tokens, torch.Tensor) and isinstance(y, torch.Tensor)
     assert y.shape == tokens.shape and 0 < float(y.float().norm()) < float("inf")
+
+
+def test_the_module_learns() -> None:
+    names: dict[str, object] = {}
+    exec(FIRST + LAYER + MODULE, names)
+    layer = names["layer"]
+    assert isinstance(layer, torch.nn.Module)
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    assert len(gradients) == 3 and all(gradient is not None and gradient.norm() > 0 for gradient in gradients)
+
+
+def test_commands_of_an_installation_name_where_it_is() -> None:
+    """A clone's programs are in .venv, and nothing puts them on the path; a wheel's are where pip installs them."""
+    built = README[README.index("## From source") : README.index("## How it fits together")]
+    for line in re.findall(r"^ {4}(.*)$", built, re.MULTILINE):
+        assert not re.match(r"(glulam|python|torchrun|pip) ", line), line
+    assert ".venv/bin/glulam doctor" in built and "source .venv/bin/activate" in built
+
+
+def test_every_page_is_listed() -> None:
+    listed = set(re.findall(r"^- \[(docs/\S+)\]", README, re.MULTILINE))
+    assert listed == {f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md")}
 
 
 @pytest.mark.gpu

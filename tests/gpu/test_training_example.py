@@ -55,6 +55,14 @@ def test_every_run_learns(runs: dict[str, dict[str, Any]]) -> None:
         assert run["loss"][0] > 5.5 and run["loss"][-1] < 3.7 and run["held_out"] < 3.7
 
 
+def test_gradients_are_torchs_but_for_rounding(runs: dict[str, dict[str, Any]]) -> None:
+    """Eager and replayed, at the weights that the run passes through."""
+    checked = [run["gradients"] for run in runs.values() if "gradients" in run]
+    assert len(checked) == 2
+    for found in checked:
+        assert found["steps"] == SETUP.steps and found["times"] <= training_curves.GRADIENTS_ALLOWED, found
+
+
 def test_the_curves_lie_over_each_other(runs: dict[str, dict[str, Any]]) -> None:
     torchs, ours, replayed, *_ = (run["loss"] for run in runs.values())
     assert training_curves.distance(ours, torchs).largest < FURTHEST

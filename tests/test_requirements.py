@@ -1,0 +1,53 @@
+"""The pins of requirements/*.txt can be installed together, on every Python that Glulam supports.
+
+uv resolves them from the index's metadata; nothing is downloaded to install. pip cannot: it evaluates markers for the
+Python that runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REQUIREMENTS = Path(__file__).parents[1] / "requirements"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+PLATFORM = "x86_64-manylinux_2_28"  # of the wheel
+UNREACHABLE = ("Failed to fetch", "network was disabled", "Check that the index URL")
+UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+pytestmark = pytest.mark.skipif(UV is None, reason="there is no uv to resolve requirements with")
+
+
+def resolve(files: list[Path], python: str) -> subprocess.CompletedProcess[str]:
+    """Resolve all files in one step, from wheels alone: make asks for a C compiler, and no package's build for more.
+
+    Skips the test if the index cannot be reached.
+    """
+    command = [str(UV), "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--only-binary", ":all:"]
+    command += ["--python", sys.executable, "--python-version", python, "--python-platform", PLATFORM, *map(str, files)]
+    environment = {"UV_HTTP_RETRIES": "1", **os.environ}  # an unreachable index takes a second, not ten
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode and any(sign in done.stderr for sign in UNREACHABLE):
+        pytest.skip("the package index cannot be reached")
+    return done
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_all_requirements_resolve_together(python: str) -> None:
+    done = resolve(sorted(REQUIREMENTS.glob("*.txt")), python)
+    assert done.returncode == 0, done.stderr
+    assert {"torch", "pytest", "mypy"} <= set(re.findall(r"^([\w-]+)==", done.stdout, re.MULTILINE))
+
+
+def test_a_pin_that_torch_excludes_is_found(tmp_path: Path) -> None:
+    shutil.copytree(REQUIREMENTS, tmp_path, dirs_exist_ok=True)
+    pins = tmp_path / "test.txt"
+    pins.write_text(re.sub(r"^triton==.*$", "triton==3.9.0", pins.read_text(), flags=re.MULTILINE))
+    done = resolve(sorted(tmp_path.glob("*.txt")), "3.12")
+    assert done.returncode == 1 and "triton==3.9.0" in done.stderr
