@@ -29,6 +29,8 @@ Written by `python -m perf report` from the JSON files beside it; do not edit. M
 distance between the 10th and the 90th percentile. In brackets: the peer's time over ours, above 1 we are faster.
 A rate is in brackets a share of the machine's limit that binds first: cuBLAS 8192^3 or a device copy, same run.
 Contestants take turns within one run. Random data, BF16, SwiGLU, no bias; a row scale in the backward only.
+Each section names its commit and a hash of its kernels' sources. Later commits may have other kernels, so that numbers
+of two sections, as of an H100 and an H200, are not to be compared where these differ.
 `training-curves` is one training run after another, of `examples/train_moe.py` on real text, and `megatron-*` of
 `examples/train_megatron.py`.
 """
