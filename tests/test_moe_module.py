@@ -551,3 +551,18 @@ def test_blocks_see_every_tensor() -> None:
         for key in state:
             changed = {**state, key: moe_blocks.some_state(name)[key].flip(0) * 1.5}
             assert not block(name, changed, x).allclose(want), (name, key)
+
+
+@pytest.mark.parametrize(
+    "router, error, words",
+    [
+        (nn.Sequential(nn.Linear(64, 8)), TypeError, "router is a Sequential without a weight; give a torch.nn.Linear"),
+        (nn.Linear(64, 4), ValueError, r"router.weight has shape \[4, 64\]; it must be \[8, 64\]"),
+        (nn.Bilinear(8, 64, 8), ValueError, r"router.weight has shape \[8, 8, 64\]; it must be \[8, 64\]"),
+    ],
+)
+def test_a_router_that_does_not_fit_is_named(router: nn.Module, error: type[Exception], words: str) -> None:
+    layer = MoE(64, 32, 8, 2)
+    layer.router = router  # type: ignore[assignment]
+    with pytest.raises(error, match=words):
+        layer(torch.zeros(3, 64))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.checks import runs_kernels, shape_text
+from ..calls.checks import mismatch, runs_kernels, shape_text
 from ..layer import Routing, moe, route
 from ..layer.few_tokens import route_few, routes_few
 from ..layer.moe import moe_call, rows_of_experts
@@ -192,12 +192,23 @@ class MoE(Converts):
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""
-        dtype, weight, weight_bias = self.router_dtype or tokens.dtype, self.router.weight, self.router.bias
+        weight, weight_bias = self._router()
+        dtype = self.router_dtype or tokens.dtype
         bias = None if self.choice_bias is None else self.choice_bias.float()
         options = {"bias": bias, "num_tokens": num_tokens, **self.rule}
         if routes_few(tokens, weight, weight_bias, dtype):
             return route_few(tokens, weight, weight_bias, self.top_k, dtype, **options)
         return route(_linear(tokens, self.router, dtype), self.top_k, **options)
+
+    def _router(self) -> tuple[Tensor, Tensor | None]:
+        """The router's parameters. Raises TypeError or ValueError where it is no Linear of this module's sizes."""
+        weight = getattr(self.router, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"{NAME}: router is a {type(self.router).__name__} without a weight; give a torch.nn.Linear")
+        if weight.shape != (self.num_experts, self.hidden_size):
+            wanted = self.num_experts, self.hidden_size
+            mismatch(NAME, "router.weight", weight.shape, wanted, "it has a row of hidden_size for each expert")
+        return weight, getattr(self.router, "bias", None)
 
     def _shared(self, tokens: Tensor) -> Tensor:
         """What the shared expert makes of all tokens: a group of its own, whose rows the gate scales."""
