@@ -389,6 +389,31 @@ class TestMm:
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
             glulam.grouped_mm(**call)
 
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda scale: scale[:3], r"w's scale has shape \[3, 80, 3\].*\[4, 80, 3\]"),
+            (lambda scale: scale[..., :2].contiguous(), r"w's scale has shape \[4, 80, 2\]"),
+            (lambda scale: scale[:0], r"w's scale has shape \[0, 80, 3\]"),
+            (lambda scale: scale.float(), r"w's scale is torch\.float32"),
+            (lambda scale: scale.view(torch.uint8), r"w's scale is torch\.uint8"),
+        ],
+    )
+    @pytest.mark.parametrize("prepared", [False, True])
+    def test_scales_that_do_not_fit(self, anywhere: FakeGpu | None, change: Any, message: str, prepared: bool) -> None:
+        """As functions of pytrees make them, which check nothing; also after the right call was planned."""
+        x, w = torch.zeros(8, 96, dtype=BF16), random_tensor(4, 80, 96)
+        if prepared:
+            w.prepare_()
+        offs = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+        glulam.grouped_mm(x, w, offs=offs)
+        bad = MXFP4Tensor.unchecked(w.data, change(w.scale))
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError), match=message):
+                glulam.grouped_mm(x, bad, offs=offs)
+        if anywhere is not None:
+            assert len(anywhere.launches) == 1
+
     def test_float16_is_refused_on_a_gpu(self, fake_gpu: FakeGpu) -> None:
         with pytest.raises(TypeError, match="takes bfloat16"):
             glulam.grouped_mm(torch.zeros(8, 96, dtype=torch.float16), random_tensor(4, 80, 96), splits=[2] * 4)
@@ -447,6 +472,60 @@ class TestModule:
                 getattr(spec, "operands", None) == "mxfp4_weight_only" or hasattr(spec, "fc1")
                 for spec in anywhere.specs
             )
+
+    @pytest.mark.parametrize("glu_layout", ["interleaved", "concat"])
+    def test_scales_in_8_bit_floats_are_bytes(self, glu_layout: str) -> None:
+        state = gpt_oss_state(8, 96, 64)
+        state["experts.down_proj_scales"][0, 0] = 100  # 2^-27, 0 as an integer
+        floats = {key: value.view(E8M0) if key.endswith("_scales") else value for key, value in state.items()}
+        one, other = (
+            glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, glu_layout=glu_layout, recipe="mxfp4_weight_only") for _ in range(2)
+        )
+        one.load_state_dict(state)
+        other.load_state_dict(floats)
+        for fc in ("fc1", "fc2"):
+            assert same(
+                one.experts.get_submodule(fc).experts("weight"), other.experts.get_submodule(fc).experts("weight")
+            )
+
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.int32, torch.int8, torch.int64])
+    @pytest.mark.parametrize(
+        "part", ["gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"]
+    )
+    def test_a_checkpoint_in_another_dtype_is_refused(self, part: str, dtype: torch.dtype, strict: bool) -> None:
+        state = gpt_oss_state(8, 96, 64)
+        state[f"experts.{part}"] = state[f"experts.{part}"].to(dtype)
+        module = glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, recipe="mxfp4_weight_only")
+        with pytest.raises(TypeError, match=rf"experts\.{part} is {dtype}"):
+            module.load_state_dict(state, strict=strict)
+
+    @pytest.mark.parametrize("strict", [True, False])
+    @pytest.mark.parametrize(
+        ("key", "dtype"),
+        [
+            ("fc1.weight_scale", torch.float32), ("fc2.weight_scale", BF16), ("fc1.weight_scale", torch.int32),
+            ("fc1.weight", torch.int8), ("fc2.weight", torch.float32), ("fc2.weight", BF16),
+            ("fc1.weight", torch.int64),
+        ],
+    )  # fmt: skip
+    def test_its_own_state_in_another_dtype_is_refused(self, key: str, dtype: torch.dtype, strict: bool) -> None:
+        """Of the words' shape, too; weights stay as they were."""
+        module = glulam.nn.GroupedMLP(3, 64, 32, recipe="mxfp4_weight_only", dtype=BF16)
+        state = {name: torch.zeros_like(value) for name, value in module.state_dict().items()}
+        for like in (state[key], dict(module.named_buffers())[key]):
+            before = dict(module.named_buffers())[key].clone()
+            with pytest.raises(RuntimeError, match=rf"{key} is {dtype}"):
+                module.load_state_dict({**state, key: torch.ones(like.shape, dtype=dtype)}, strict=strict)
+            assert torch.equal(dict(module.named_buffers())[key], before)
+
+    @pytest.mark.parametrize("part", ["gate_up_proj_blocks", "down_proj_scales"])
+    def test_a_part_that_is_missing_is_named(self, part: str) -> None:
+        state = gpt_oss_state(8, 96, 64)
+        del state[f"experts.{part}"]
+        module = glulam.nn.MoE(96, 64, 8, 2, **GPT_OSS, recipe="mxfp4_weight_only")
+        with pytest.raises(RuntimeError, match="(?s)Missing.*experts.fc1.weight.*Unexpected.*experts.down_proj"):
+            module.load_state_dict(state)
 
     def test_its_state_is_that_of_checkpoints(self) -> None:
         """Bytes, whatever order kernels read; also where a module on the meta device takes tensors as they are."""

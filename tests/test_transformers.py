@@ -6,10 +6,13 @@ import copy
 import importlib
 import importlib.metadata
 import json
+import pickle
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +260,68 @@ def test_weights_are_quantised_in_place(name: str, recipe: str, caplog: pytest.L
 
 
 @pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_weight_only", "mxfp4_weight_only"])
+def test_threads_may_make_the_first_call_at_once(recipe: str) -> None:
+    """One quantises the weights, the others wait for it and have the same logits."""
+    first = model_of("GptOss", intermediate_size=HIDDEN).to(torch.bfloat16).eval()
+    first.set_experts_implementation("glulam")
+    models = [copy.deepcopy(first) for _ in range(8)]
+    integration.register(recipe=recipe)
+    with torch.no_grad():
+        wanted = first(tokens()).logits
+    assert bool(wanted.isfinite().all()) and float(wanted.float().abs().max()) > 0.1
+    threads = 4
+
+    def call(model: Any, barrier: threading.Barrier) -> Tensor:
+        barrier.wait()
+        with torch.no_grad():
+            logits: Tensor = model(tokens()).logits
+        return logits
+
+    with ThreadPoolExecutor(threads) as pool:
+        for model in models:
+            barrier = threading.Barrier(threads)
+            for made in [pool.submit(call, model, barrier) for _ in range(threads)]:
+                assert torch.equal(made.result(), wanted)
+
+
+@pytest.mark.usefixtures("recipe_after")
+def test_quantised_experts_can_be_pickled() -> None:
+    experts = experts_of("Qwen3MoeExperts", moe_intermediate_size=64).to(torch.bfloat16).eval()
+    given = {key: value.detach() for key, value in routed().items()}
+    given["hidden_states"] = given["hidden_states"].bfloat16()
+    integration.register(recipe="mxfp8_weight_only")
+    with torch.no_grad():
+        wanted = run_once(experts, "glulam", given)
+        assert torch.equal(run_once(pickle.loads(pickle.dumps(experts)), "glulam", given), wanted)
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_weight_only", "mxfp4_weight_only"])
+def test_state_of_quantised_experts_is_never_converted(recipe: str) -> None:
+    """8-bit floats load as the bytes that they are; weights in 16 bits, which may have the same shape, are refused."""
+    first, second = (
+        experts_of("Qwen3MoeExperts", moe_intermediate_size=64).to(torch.bfloat16).eval() for _ in range(2)
+    )
+    wide, given = first.state_dict(), {key: value.detach() for key, value in routed().items()}
+    given["hidden_states"] = given["hidden_states"].bfloat16()
+    with torch.no_grad():
+        second.down_proj.mul_(-3)
+        integration.register(recipe=recipe)
+        wanted, before = run_once(first, "glulam", given), run_once(second, "glulam", given)
+        with pytest.raises(RuntimeError, match=r"down_proj is torch\.bfloat16"):
+            second.load_state_dict(wide, strict=False)
+        assert torch.equal(run_once(second, "glulam", given), before) and not torch.equal(before, wanted)
+        state = first.state_dict()
+        for name, value in state.items():
+            if value.dtype == torch.uint8:
+                state[name] = value.view(torch.float8_e8m0fnu if name.endswith("scale") else torch.float8_e4m3fn)
+        copy.deepcopy(second).load_state_dict(first.state_dict())
+        second.load_state_dict(state)
+        assert torch.equal(run_once(second, "glulam", given), wanted)
+
+
+@pytest.mark.usefixtures("recipe_after")
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "mxfp8_weight_only", "mxfp4_weight_only"])
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "OpenAIPrivacyFilterExperts"])
 def test_few_tokens_are_one_call(name: str, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +420,63 @@ def test_a_checkpoint_of_gpt_oss_in_memory_is_not_written(gpt_oss_checkpoint: tu
     assert first.dtype == torch.int32 and first.data_ptr() != second.data_ptr()
 
 
+def changed(folder: Path, change: dict[str, Any]) -> None:
+    """Write a checkpoint anew, with other tensors by the ends of their names; None: without them."""
+    state = load_file(folder / "model.safetensors")
+    for end, make in change.items():
+        for name in [name for name in state if name.endswith(end)]:
+            tensor = state.pop(name)
+            if make is not None:
+                state[name] = make(tensor)
+    save_file(state, folder / "model.safetensors")
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_scales_of_a_checkpoint_in_8_bit_floats_are_bytes(
+    gpt_oss_checkpoint: tuple[Path, Any], in_memory: bool
+) -> None:
+    folder, twin = gpt_oss_checkpoint
+    changed(folder, {"_scales": lambda scales: scales.view(torch.float8_e8m0fnu)})
+    integration.register(recipe="mxfp4_weight_only")
+    given: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    if in_memory:
+        state, config = load_file(folder / "model.safetensors"), transformers.AutoConfig.from_pretrained(folder)
+        given = {"pretrained_model_name_or_path": None, "state_dict": state, "config": config}
+    model = transformers.GptOssForCausalLM.from_pretrained(**given, dtype=torch.bfloat16).eval()
+    twin.set_experts_implementation("glulam")
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(model)(tokens()).logits, twin(tokens()).logits)
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int8])
+@pytest.mark.parametrize("part", ["layers.1.mlp.experts.down_proj_scales", "layers.0.mlp.experts.gate_up_proj_blocks"])
+def test_parts_of_a_checkpoint_in_another_dtype_are_refused(
+    gpt_oss_checkpoint: tuple[Path, Any], part: str, dtype: torch.dtype
+) -> None:
+    folder, _twin = gpt_oss_checkpoint
+    changed(folder, {part: lambda tensor: tensor.to(dtype)})
+    integration.register(recipe="mxfp4_weight_only")
+    with pytest.raises(TypeError, match=rf"{part} is {dtype}"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize(
+    "parts", [["1.mlp.experts.down_proj_scales"], ["0.mlp.experts.gate_up_proj_blocks"], ["_blocks", "_scales"]]
+)
+@pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}])
+def test_parts_that_a_checkpoint_has_not_are_named(
+    gpt_oss_checkpoint: tuple[Path, Any], parts: list[str], options: dict[str, Any]
+) -> None:
+    folder, _twin = gpt_oss_checkpoint
+    changed(folder, dict.fromkeys(parts))
+    integration.register(recipe="mxfp4_weight_only")
+    with pytest.raises(ValueError, match=f"the checkpoint has no .*{parts[0]}"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+
+
 @pytest.mark.usefixtures("recipe_after")
 def test_a_checkpoint_of_gpt_oss_is_dequantised_where_that_is_asked_for(gpt_oss_checkpoint: tuple[Path, Any]) -> None:
     folder, twin = gpt_oss_checkpoint
@@ -429,6 +551,29 @@ def test_gates_are_told_by_what_they_compute(name: str, layout: str) -> None:
         assert found == Form(name, layout, params if name == CLAMPED else ActivationParams())
 
 
+@pytest.mark.parametrize("layout", GLU_LAYOUTS)
+@pytest.mark.parametrize("limit", [50.0, 60.0, 100.0, 1000.0, 7000.0, 1e6])
+def test_a_large_limit_is_found(limit: float, layout: str) -> None:
+    """SwiGLU that is clamped far out is plain SwiGLU nearly everywhere."""
+    for params in (ActivationParams(limit, 1.0, 0.0), ActivationParams(limit, 1.702, 1.0)):
+        found = gate_of(lambda h, p=params: activate(h, CLAMPED, layout, p), CPU)
+        assert found is not None and found.activation == CLAMPED and found.glu_layout == layout
+        torch.testing.assert_close(tuple(found.params), tuple(params), rtol=1e-8, atol=1e-8)
+
+
+def test_gates_that_compute_in_float32_are_found() -> None:
+    for params in (ActivationParams(7.0, 1.702, 1.0), ActivationParams(100.0, 1.0, 0.0)):
+        found = gate_of(lambda h, p=params: activate(h.float(), CLAMPED, "concat", p), CPU)
+        assert found is not None and found.activation == CLAMPED
+        torch.testing.assert_close(tuple(found.params), tuple(params), rtol=1e-5, atol=1e-5)
+    for name in (name for name in GATED if name != CLAMPED):
+        found = gate_of(lambda h, n=name: activate(h.float(), n, "concat", ActivationParams()), CPU)
+        assert found == Form(name, "concat", ActivationParams())
+    for name in UNGATED:
+        found = activation_of(lambda h, n=name: activate(h.float(), n, "concat", ActivationParams()), CPU)
+        assert found == Form(name, "concat", ActivationParams())
+
+
 @pytest.mark.parametrize("name", UNGATED)
 def test_activations_are_told_by_what_they_compute(name: str) -> None:
     assert activation_of(lambda h: activate(h, name, "concat", ActivationParams()), CPU) == Form(
@@ -443,15 +588,37 @@ def test_activations_are_told_by_what_they_compute(name: str) -> None:
         lambda a, u: torch.nn.functional.silu(a) * (u + 0.5).clamp(-2, 2),
         lambda a, u: torch.nn.functional.silu(a).clamp(max=1.5) * u.clamp(-1.5, 1.5),
         lambda a, u: torch.nn.functional.silu(a) * u * 1.001,
+        lambda a, u: torch.nn.functional.silu(a) * u.clamp(-100, 100),
+        lambda a, u: torch.nn.functional.silu(a) * u.clamp(min=-1000),
+        lambda a, u: torch.nn.functional.silu(a.clamp(max=100)) * u,
+        lambda a, u: torch.nn.functional.silu(a.clamp(max=1e6)) * u.clamp(-60, 60),
+        lambda a, u: torch.nn.functional.gelu(a) * u.clamp(-100, 100),
+        lambda a, u: torch.nn.functional.silu(a) * torch.where(a > 60, 0, u),
+        lambda a, u: torch.nn.functional.silu(a) * (u if len(u) > 1 else 2 * u),
+        lambda a, u: torch.nn.functional.silu(a) * (u if len(u) < 200 else 2 * u),
+        lambda a, u: torch.nn.functional.silu(a) * (u if u.shape[1] < 100 else 2 * u),
     ],
 )
 def test_what_is_nearly_one_is_none(gate: Any) -> None:
     assert gate_of(lambda h: gate(*h.chunk(2, dim=1)), CPU) is None
 
 
+@pytest.mark.parametrize("limit", [60.0, 100.0, 1000.0, 1e6])
+@pytest.mark.parametrize("name", UNGATED)
+def test_a_clamped_activation_without_a_gate_is_none(name: str, limit: float) -> None:
+    clamped = lambda h: activate(h.clamp(max=limit), name, "concat", ActivationParams())  # noqa: E731
+    assert activation_of(clamped, CPU) is None
+
+
 def test_a_version_that_was_not_tested_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "6.1.0")
     with pytest.warns(RuntimeWarning, match=r"transformers 6.1.0 was not tested with Glulam; 5.17, 5.23 were"):
+        integration.register()
+
+
+def test_a_package_without_a_version_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: None)
+    with pytest.warns(RuntimeWarning, match="transformers of unknown version was not tested with Glulam"):
         integration.register()
 
 

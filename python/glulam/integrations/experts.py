@@ -10,6 +10,7 @@ from torch import Tensor
 from ..mxfp4 import MXFP4Tensor
 from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..mxfp8.layout import DATA_DTYPE
+from ..nn.mxfp4_linear import refusal
 from ..recipes import Recipe
 from ..scaled import SCALE_DTYPE
 
@@ -31,10 +32,28 @@ def weight_names(experts: Any) -> tuple[str, str]:
 
 
 def keep(experts: Any, name: str, data: Tensor, scale: Tensor, recipe: Recipe) -> None:
-    """Keep a weight in a recipe's format, as buffers: 8-bit floats as bytes."""
+    """Keep a weight in a recipe's format, as buffers: 8-bit floats as bytes, and so in state dicts."""
+    if not hasattr(experts, "glulam_recipe"):
+        experts.register_load_state_dict_pre_hook(_read)
     for part, tensor in ((name, data), (name + SCALE, scale)):
         experts.register_buffer(part, tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
     experts.glulam_recipe = recipe
+
+
+def _read(
+    experts: Any, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any, _unexpected: Any,
+    errors: list[str],
+) -> None:  # fmt: skip
+    """Make bytes of 8-bit floats before they load: copy_ would convert the numbers. Other dtypes are an error."""
+    for name in weight_names(experts):
+        for part, floats in ((name, DATA_DTYPE), (name + SCALE, SCALE_DTYPE)):
+            key, own = prefix + part, experts._buffers[part]
+            value = state.get(key)
+            if isinstance(value, Tensor) and value.dtype == floats and own.dtype == torch.uint8:
+                state[key] = value.view(torch.uint8)
+            elif message := refusal(key, value, (own.dtype,)):
+                errors.append(message)
+                state[key] = own
 
 
 def parameter(experts: Any, name: str) -> Any:

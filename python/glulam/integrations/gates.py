@@ -1,7 +1,8 @@
 """Which of Glulam's activations a foreign function is, told by what it computes and not by its name.
 
-A function is asked for its values at gates and ups far apart, in float64, and is an activation where it has that one's
-values at all of them. A clamped SwiGLU's numbers follow from three values: with s(g) = sigmoid(alpha g) g,
+A function is called with gates and ups from 0 to `FAR`, in float64. It is an activation if it returns that activation's
+values for all of them, in tensors of several numbers of rows and columns. A clamped SwiGLU's numbers follow from three
+values: with s(g) = sigmoid(alpha g) g,
 
     f(1, 0) = s(1) offset,  f(1, 1) = s(1) (1 + offset),  f(1, far) = s(1) (limit + offset)
 """
@@ -11,20 +12,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.specs import GATED, GLU_LAYOUTS, UNGATED
 
-from ..activations import ActivationParams, activate, join_halves
+from ..activations import ActivationParams, activate, join_halves, split_halves
 
 Function = Callable[[Tensor], Tensor]
 
 CLAMPED = "clamped_swiglu"
-FAR = 1e4  # beyond any limit of a clamp
+FAR = 1e8  # beyond any limit of a clamp; its cube is a float32
+UNCLAMPED = 0.999 * FAR
 POINTS, REACH = 64, 30.0
+NEAREST_FAR = 4.0  # beyond offsets: float32 loses digits where up + offset is nearly 0 and the gate is large
+UP_OF_ONE = 10.0  # up to which the tolerance is absolute
+FAR_ROWS, MANY_ROWS = 16, 300
 TOLERANCE = 1e-5  # functions may compute in float32
 DIGITS = 9  # of what follows from values in float64
 
@@ -52,15 +57,36 @@ def activation_of(function: Function, device: torch.device) -> Form | None:
 
 
 def _equal(function: Function, forms: Iterable[Form], device: torch.device) -> Form | None:
-    gate = torch.linspace(-REACH, REACH, 2 * POINTS, dtype=torch.float64, device=device)
-    # Interleaved layouts have blocks of 32: 64 columns are enough to tell them apart.
-    h = torch.stack([gate, gate.flip(0) * 1.7, gate.roll(POINTS // 3) + 0.25])
-    got = function(h)
+    probes = _probes(device)
+    values = [function(h) for h in probes]
     for form in forms:
-        wanted = activate(h, form.activation, form.glu_layout, form.params)
-        if got.shape == wanted.shape and torch.allclose(got.to(wanted.dtype), wanted, TOLERANCE, TOLERANCE):
+        if all(_is_value(got, h, form) for h, got in zip(probes, values, strict=True)):
             return form
     return None
+
+
+def _probes(device: torch.device) -> list[Tensor]:
+    """Preactivations [T, 2I] of several T and I: near points, and far ones of either sign beside each other."""
+    where: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    near = torch.linspace(-REACH, REACH, 2 * POINTS, **where)
+    sizes = torch.logspace(math.log10(NEAREST_FAR), math.log10(FAR), POINTS, **where)
+    far, generator = torch.cat((sizes, -sizes)), torch.Generator("cpu").manual_seed(0)
+    orders = [torch.randperm(len(far), generator=generator, device="cpu").to(device) for _ in range(FAR_ROWS)]
+    mixed = [far[order] for order in orders]
+    # Interleaved layouts have blocks of 32: 64 columns are enough to tell them apart.
+    h = torch.stack([near, near.flip(0) * 1.7, near.roll(POINTS // 3) + 0.25, *mixed])
+    return [h, h[:1], h.repeat(-(-MANY_ROWS // len(h)), 1), torch.cat((h, h.flip(0)), dim=1)]
+
+
+def _is_value(got: Tensor, h: Tensor, form: Form) -> bool:
+    """Whether a form has these values at preactivations h."""
+    wanted = activate(h, form.activation, form.glu_layout, form.params)
+    if got.shape != wanted.shape:
+        return False
+    scale = torch.ones_like(wanted)
+    if form.activation in GATED:  # 1e-7 of a gate's value in float32 becomes 1e-7 of up
+        scale = (split_halves(h, form.glu_layout)[1].abs() / UP_OF_ONE).clamp(min=1.0)
+    return torch.allclose(got.to(wanted.dtype) / scale, wanted / scale, TOLERANCE, TOLERANCE)
 
 
 def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[Form]:
@@ -75,5 +101,5 @@ def _clamped(function: Function, layout: str, device: torch.device) -> Iterator[
     if 0.0 < slope < 1.0:
         offset = at_zero / slope
         reached = at_far / slope - offset
-        numbers = math.inf if reached > FAR / 2 else reached, math.log(slope / (1.0 - slope)), offset
+        numbers = math.inf if reached > UNCLAMPED else reached, math.log(slope / (1.0 - slope)), offset
         yield Form(CLAMPED, layout, ActivationParams(*(round(number, DIGITS) for number in numbers)))

@@ -21,6 +21,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from ..mxfp4 import MXFP4Tensor
 from ..mxfp4.tensor import BLOCK_BYTES
 from ..mxfp4.words import words_of
+from ..nn.mxfp4_linear import SCALE_DTYPES, refusal
 from ..recipes import MXFP4_WEIGHT_ONLY
 from ..scaled import BLOCK
 from .experts import NAME, SCALE, is_experts, keep, weight_names
@@ -28,6 +29,9 @@ from .experts import NAME, SCALE, is_experts, keep, weight_names
 METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
 """What a checkpoint calls the parts of a weight, behind its name."""
+DTYPES = {BLOCKS: (torch.uint8,), SCALES: SCALE_DTYPES}
+DTYPE_PLAN = "_get_dtype_plan"
+"""A model's method: which dtypes transformers converts a checkpoint's tensors to, by parts of their names."""
 
 
 def use(as_shipped: bool) -> None:
@@ -65,8 +69,12 @@ class AsShipped(HfQuantizer):
                 for part, shape in ((BLOCKS, (columns // BLOCK, BLOCK_BYTES)), (SCALES, (columns // BLOCK,))):
                     data = torch.empty(count, rows, *shape, dtype=torch.uint8, device=weight.device)
                     experts.register_parameter(name + part, Parameter(data, requires_grad=False))
+        plan, kept = getattr(model, DTYPE_PLAN), dict.fromkeys((rf"{part}$" for part in DTYPES), None)
+        setattr(model, DTYPE_PLAN, lambda dtype: plan(dtype) | kept)  # else scales become uint8 by value
 
     def _process_model_after_weight_loading(self, model: Module, **_: Any) -> Module:
+        delattr(model, DTYPE_PLAN)
+        _check_parts(model)
         for _name, experts in _experts_of(model):
             for name in weight_names(experts):
                 blocks, scales = (getattr(experts, name + part).detach() for part in (BLOCKS, SCALES))
@@ -86,6 +94,23 @@ class AsShipped(HfQuantizer):
                 state[key + BLOCKS] = stored["data"].unflatten(-1, (-1, BLOCK_BYTES))
                 state[key + SCALES] = stored["scale"]
         return state, {}
+
+
+def _check_parts(model: Module) -> None:
+    """Raise ValueError for parts of weights that were not loaded, TypeError for those of a wrong dtype."""
+    missing, wrong = [], []
+    for path, experts in _experts_of(model):
+        for name in weight_names(experts):
+            for part, dtypes in DTYPES.items():
+                key, value = f"{path}.{name}{part}", getattr(experts, name + part)
+                if message := refusal(key, value, dtypes):
+                    wrong.append(message)
+                elif not (value.is_meta or getattr(value, "_is_hf_initialized", False)):
+                    missing.append(key)
+    if missing:
+        raise ValueError(f"glulam: the checkpoint has no {', '.join(missing)} of the model's shape")
+    if wrong:
+        raise TypeError(f"glulam: {'; '.join(wrong)}")
 
 
 def _experts_of(model: Module) -> Iterator[tuple[str, Any]]:

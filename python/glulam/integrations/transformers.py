@@ -13,7 +13,9 @@ format when they are first used.
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -42,6 +44,9 @@ the graph once.
 RECIPES = (recipes.BF16, recipes.MXFP8, recipes.MXFP8_WEIGHT_ONLY, recipes.MXFP4_WEIGHT_ONLY)
 _log = logging.getLogger(__name__)
 _recipe: Recipe = BF16
+_locks: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
+"""A lock for each experts module, outside of the module: locks can be neither copied nor pickled."""
+_lock_of_locks = threading.Lock()
 
 
 class Plan(NamedTuple):
@@ -111,8 +116,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     """
     plan = plan_of(experts)
     if plan.in_16_bits and _recipe is not BF16:
-        _quantise(experts, _recipe)
-        plan = plan_of(experts)
+        plan = _quantise(experts, _recipe)
     given = dict(plan.options)
     read = parameter if plan.in_16_bits else quantised
     (fc1, fc2), given_dtype = plan.weights, hidden_states.dtype
@@ -137,9 +141,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _quantise(experts: Any, recipe: Recipe) -> None:
-    """Keep a module's weights in a recipe's format, as buffers in place of its parameters. Raises as
-    `experts_forward`.
+def _quantise(experts: Any, recipe: Recipe) -> Plan:
+    """Keep a module's weights in a recipe's format, as buffers in place of its parameters, and return the new plan.
+
+    Threads that call a module at once wait for the first of them. Raises as `experts_forward`.
     """
     if is_dynamo_compiling():
         raise RuntimeError("glulam: call the model once before it is compiled: its experts' weights are not quantised")
@@ -148,18 +153,30 @@ def _quantise(experts: Any, recipe: Recipe) -> None:
             f"glulam: recipe {recipe.name!r} keeps quantised weights alone, which have no gradient; call model.eval(), "
             "or train with register(recipe='bf16')"
         )
-    before = after = 0
-    with torch.no_grad():
-        for name in weight_names(experts):
-            weight = getattr(experts, name).detach()
-            matrices = weight.mT if experts.is_transposed else weight
-            made = prepare(prepared_form(recipe.name), matrices, None, report=False)
+    with _lock_of(experts):
+        if not (plan := plan_of(experts)).in_16_bits:
+            return plan
+        names, made, before = weight_names(experts), [], 0
+        with torch.no_grad():
+            for name in names:
+                weight = getattr(experts, name).detach()
+                matrices = weight.mT if experts.is_transposed else weight
+                made.append(prepare(prepared_form(recipe.name), matrices, None, report=False))
+                before += weight.nbytes
+        for name, (data, scale) in zip(names, made, strict=True):
             delattr(experts, name)
-            keep(experts, name, made.data, made.scale, recipe)
-            after += made.data.nbytes + made.scale.nbytes
-            before += weight.nbytes
-    del experts.glulam_plan
+            keep(experts, name, data, scale, recipe)
+        # Set last: threads read buffers without the lock once the plan says that they are there.
+        plan = experts.glulam_plan = _new_plan(experts)
+    after = sum(data.nbytes + scale.nbytes for data, scale in made)
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
+    return plan
+
+
+def _lock_of(experts: Any) -> threading.RLock:
+    """The lock under which a module's weights are exchanged and its plan is found."""
+    with _lock_of_locks:
+        return _locks.setdefault(experts, threading.RLock())
 
 
 def plan_of(experts: Any) -> Plan:
@@ -173,6 +190,11 @@ def plan_of(experts: Any) -> Plan:
 
 
 def _new_plan(experts: Any) -> Plan:
+    with _lock_of(experts):
+        return _found_plan(experts)
+
+
+def _found_plan(experts: Any) -> Plan:
     form, weights = _form_of(experts), weight_names(experts)
     recipe = getattr(experts, "glulam_recipe", BF16)
     options = {
@@ -185,7 +207,10 @@ def _new_plan(experts: Any) -> Plan:
 
 
 def _kept_plan(experts: Any) -> Plan:
-    plan = experts.glulam_plan = _new_plan(experts)
+    with _lock_of(experts):
+        plan: Plan | None = getattr(experts, "glulam_plan", None)  # another thread may have been here
+        if plan is None:
+            plan = experts.glulam_plan = _new_plan(experts)
     return plan
 
 

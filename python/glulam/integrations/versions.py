@@ -8,7 +8,7 @@ import warnings
 
 def warn_if_untested(package: str, known: tuple[str, ...]) -> None:
     """One line where the installed version is none of these minor versions. The package is installed."""
-    version = importlib.metadata.version(package)
+    version = importlib.metadata.version(package) or "of unknown version"  # None where metadata have no version
     if ".".join(version.split(".")[:2]) not in known:
         tested = f"{', '.join(known)} {'were' if len(known) > 1 else 'was'}"
         warnings.warn(f"{package} {version} was not tested with Glulam; {tested}", RuntimeWarning, stacklevel=3)

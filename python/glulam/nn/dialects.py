@@ -9,11 +9,13 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
+from .mxfp4_linear import SCALE_DTYPES, refusal, scale_bytes
 from .state import PACKED_RANKS, Move, alike
 
 RENAMES = {
@@ -84,7 +86,10 @@ FORMS: dict[str, tuple[Form, ...]] = {
 
 
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
-    """Of entries that have these keys, to the names of `block`, the nn.MoE at `prefix`."""
+    """Of entries that have these keys, to the names of `block`, the nn.MoE at `prefix`.
+
+    Blocks and scales in MXFP4 that are no bytes raise TypeError when they are moved.
+    """
     for theirs, ours in RENAMES.items():
         path, _, last = ours.rpartition(".")
         has_one = getattr(getattr(block, path) if path else block, last, None) is not None
@@ -106,13 +111,25 @@ def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any
     found = []
     for name, source in form.items():
         rank = PACKED_RANKS[name.split(".")[1]] - (not source.packed) + source.in_blocks
-        make = partial(_joined, source=source, rank=rank, glu_layout=mlp.call_options["glu_layout"])
         for expert in range(1 if source.packed else mlp.fc1.num_experts):
+            old = [prefix + key.format(expert) for key in source.keys]
             new = f"{prefix}{part}.{name}" + ("" if source.packed else str(expert))
-            found.append(Move([prefix + key.format(expert) for key in source.keys], [new], make))
+            make: Any = partial(_joined, source=source, rank=rank, glu_layout=mlp.call_options["glu_layout"])
+            if form is GPT_OSS_IN_MXFP4 and not name.endswith("bias"):
+                dtypes = (torch.uint8,) if source.in_blocks else SCALE_DTYPES
+                make = partial(_joined_bytes, key=old[0], dtypes=dtypes, make=make)
+            found.append(Move(old, [new], make))
     spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *form["fc2.weight"].keys))
     there = {key for key in keys if key.startswith(spaces)}
     return found if there == {key for move in found for key in move.old} else []
+
+
+def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], make: Any) -> list[Tensor] | None:
+    """Join the blocks or the scales of MXFP4 weights, as bytes. Raises TypeError where they have another dtype."""
+    if message := refusal(key, parts[0], dtypes):
+        raise TypeError(f"state dict: {message}")
+    joined: list[Tensor] | None = make([scale_bytes(part) if isinstance(part, Tensor) else part for part in parts])
+    return joined
 
 
 def _joined(parts: list[Any], source: Source, rank: int, glu_layout: str) -> list[Tensor] | None:

@@ -19,13 +19,17 @@ from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from .linear import GroupedLinear
 from .state import Move
 
+SCALE_DTYPES = torch.uint8, SCALE_DTYPE
+WEIGHT_DTYPES = torch.uint8, WORD_DTYPE
+
 
 class MXFP4Linear(GroupedLinear):
     """A GroupedLinear with buffers `weight` [E, N, K/8] int32 and `weight_scale` [E, N, K/32] uint8, those of an
     MXFP4Tensor that is prepared.
 
-    State dicts have `weight` as bytes, uint8 [E, N, K/2]. One with a `weight` [E, N, K] in 16 bits or float32, and no
-    `weight_scale`, is quantised as it loads.
+    State dicts have `weight` as bytes, uint8 [E, N, K/2]; those that are loaded may also have the words themselves, and
+    scales in float8_e8m0fnu. A `weight` [E, N, K] in 16 bits or float32 without a `weight_scale` is quantised as it
+    loads; any other dtype is an error of load_state_dict.
     """
 
     weight_names = ("weight", "weight_scale")
@@ -63,11 +67,34 @@ class MXFP4Linear(GroupedLinear):
             yield [Move([whole], [whole, scale], _quantized)]
 
 
-def _read(layer: MXFP4Linear, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Make words of the bytes of a weight before it loads, on the device where they will lie, and bytes of scales."""
-    key, scale_key = f"{prefix}weight", f"{prefix}weight_scale"
-    if isinstance(scale := state.get(scale_key), Tensor) and scale.dtype == SCALE_DTYPE:
-        state[scale_key] = scale.view(torch.uint8)  # copy_ would convert the numbers, 0.5 to 0
+def refusal(key: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Say why an entry of a state dict is no part of a quantised weight; "" if its dtype is one of `dtypes`."""
+    if not isinstance(value, Tensor) or value.dtype in dtypes:
+        return ""
+    wanted = " or ".join(map(str, dtypes))
+    return f"{key} is {value.dtype}; it must be {wanted}, since parts of a quantised weight are never converted"
+
+
+def scale_bytes(scale: Tensor) -> Tensor:
+    """Scales as bytes: copy_ would convert the numbers, 0.5 to 0."""
+    return scale.view(torch.uint8) if scale.dtype == SCALE_DTYPE else scale
+
+
+def _read(
+    layer: MXFP4Linear, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, _missing: Any,
+    _unexpected: Any, errors: list[str],
+) -> None:  # fmt: skip
+    """Make words of the bytes of a weight before it loads, on the device where they will lie, and bytes of scales.
+
+    An entry of another dtype is an error, and the layer keeps what it has.
+    """
+    key, scale_key = (prefix + name for name in layer.weight_names)
+    for name, own, dtypes in ((key, layer.weight, WEIGHT_DTYPES), (scale_key, layer.weight_scale, SCALE_DTYPES)):
+        if message := refusal(name, state.get(name), dtypes):
+            errors.append(message)
+            state[name] = own
+    if isinstance(scale := state.get(scale_key), Tensor):
+        state[scale_key] = scale_bytes(scale)
     data = state.get(key)
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.dim() == 3 and not data.shape[2] % BLOCK_BYTES:
         state[key] = words_of(data if layer.weight.is_meta else data.to(layer.weight.device))

@@ -189,11 +189,12 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
     check_width(call.op, name, shape[1], runs_kernels(call.lead))
     if scale is not None:
         folded = recipe.folds and scale.dim() == 2
-        _check_scale(call.op, name, scale, shape[:2] if folded else (*shape[:2], -(-shape[2] // BLOCK)), first)
+        check_scale(call.op, name, scale, shape[:2] if folded else (*shape[:2], -(-shape[2] // BLOCK)), first)
     return shape
 
 
-def _check_scale(op: str, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
+def check_scale(op: str, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
+    """Check the scales of an argument's data: their dtype, shape, device and contiguity."""
     if scale.dtype != SCALE_DTYPE:
         raise TypeError(f"{op}: {name}'s scale is {scale.dtype}; it must be {SCALE_DTYPE}")
     if tuple(scale.shape) != tuple(shape):
@@ -269,7 +270,7 @@ class Mxfp8MlpCall(Call):
         if self.x_scale is None:
             return
         rows, columns = self.x.shape
-        _check_scale(self.op, "x", self.x_scale, (rows, -(-columns // BLOCK)), self.x)
+        check_scale(self.op, "x", self.x_scale, (rows, -(-columns // BLOCK)), self.x)
         if not self.x.is_contiguous():
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 

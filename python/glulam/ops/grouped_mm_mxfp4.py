@@ -28,6 +28,8 @@ from ..mxfp8.mlp_reference import Values
 from ..mxfp8.prepared import FOUR_BITS, PREPARED, Prepared, is_prepared
 from ..recipes import MXFP4_WEIGHT_ONLY
 from ..reference import take_rows
+from ..scaled import BLOCK
+from .grouped_mlp_mxfp8 import check_scale
 
 
 class Mxfp4MmCall(Call):
@@ -56,6 +58,7 @@ class Mxfp4MmCall(Call):
         k = numbers * elements_of(self.w.dtype)
         if k != columns:
             mismatch(self.op, "w", (experts, n, k), (experts, n, columns), f"x has {columns} columns")
+        check_scale(self.op, "w", self.w_scales, (experts, n, -(-k // BLOCK)), self.w)
         on_gpu = runs_kernels(self.x)
         check_width(self.op, "w", n, on_gpu)
         recipes.check_fits(self.op, MXFP4_WEIGHT_ONLY, dtype_name(self.x.dtype), on_gpu)
