@@ -69,7 +69,7 @@ class Start(NamedTuple):
 
 
 def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
-    """Divide exp(logits - rowmax) by its columns' largest elements, and put columns that are too small to sleep."""
+    """Divide exp(logits - rowmax) by its columns' largest elements, and put columns to sleep that are too small."""
     m0, first = cute.make_rmem_tensor(n * n, Float32), cute.make_rmem_tensor(n, Float32)
     sleep = cute.make_rmem_tensor(n, Int32)
     for i in range(n):
@@ -78,20 +78,34 @@ def _start(logits: cute.Tensor, eps: Float32, n: int) -> Start:
             largest = cute.arch.fmax(largest, logits[i * n + j])
         for j in range(n):
             m0[i * n + j] = logits[i * n + j] - largest
-    growth = -cute.math.log(cute.arch.fmax(eps, Float32(LEAST_EPS)), fastmath=True)
+    peaks, lowest = cute.make_rmem_tensor(n, Float32), Float32(0.0)
     for j in range(n):
         peak = m0[j]
         for i in range(1, n):
             peak = cute.arch.fmax(peak, m0[i * n + j])
-        peak = cute.arch.fmax(peak, Float32(LOWEST))
+        peaks[j] = cute.arch.fmax(peak, Float32(LOWEST))
+        lowest = cute.arch.fmin(lowest, peaks[j])
         for i in range(n):
-            m0[i * n + j] = cute.math.exp(m0[i * n + j] - peak, fastmath=True)
-        sleeps = (peak < DEEPEST) & (eps >= LEAST_EPS)
-        rounds = cute.arch.fmin((DEEPEST - peak) / cute.arch.fmax(growth, Float32(1 / NEVER)), Float32(NEVER))
-        sleep[j] = select(sleeps, rounds.to(Int32) + 1, Int32(0))
-        awake = peak + Float32(sleep[j]) * growth
-        first[j] = cute.math.exp(select(sleeps, awake, cute.arch.fmax(peak, Float32(DEEPEST))), fastmath=True)
+            m0[i * n + j] = cute.math.exp(m0[i * n + j] - peaks[j], fastmath=True)
+        first[j] = cute.math.exp(cute.arch.fmax(peaks[j], Float32(DEEPEST)), fastmath=True)
+    sleep.fill(0)
+    _put_to_sleep(first, sleep, peaks, lowest, eps, n)
     return Start(m0, first, sleep)
+
+
+@cute.jit
+def _put_to_sleep(
+    first: cute.Tensor, sleep: cute.Tensor, peaks: cute.Tensor, lowest: Float32, eps: Float32, n: cutlass.Constexpr[int]
+):
+    """Let columns whose peak is below DEEPEST begin later, by the factor that they have come to by then."""
+    if (lowest < DEEPEST) & (eps >= LEAST_EPS):
+        growth = -cute.math.log(eps, fastmath=True)
+        for j in cutlass.range_constexpr(n):
+            rounds = (DEEPEST - peaks[j]) / cute.arch.fmax(growth, Float32(1 / NEVER))
+            rounds = cute.arch.fmin(cute.arch.fmax(rounds, Float32(-1.0)), Float32(NEVER)).to(Int32) + 1
+            sleep[j] = select(peaks[j] < DEEPEST, rounds, Int32(0))
+            awake = cute.math.exp(peaks[j] + Float32(sleep[j]) * growth, fastmath=True)
+            first[j] = select(sleep[j] > 0, awake, first[j])
 
 
 def _balance(m0: cute.Tensor, ours: cute.Tensor, theirs: cute.Tensor, strides: tuple[int, int], n: int, eps: Float32):
@@ -161,6 +175,13 @@ def _through_maximum(start: Start, h: cute.Tensor, n: int):
             h[i * n + j] = h[i * n + j] - share * is_largest[j]
 
 
+def _keep(factors: cute.Tensor, u: cute.Tensor, v: cute.Tensor, k: Int32, n: int):
+    """Store the factors after iteration k, for backward."""
+    for i in range(n):
+        factors[((2 * k) * n + i) * THREADS] = u[i]
+        factors[((2 * k + 1) * n + i) * THREADS] = v[i]
+
+
 class Sinkhorn(Invariant):
     """Forward, for matrices of n x n in any of PARAM_FORMS."""
 
@@ -225,12 +246,14 @@ class SinkhornBackward(Invariant):
             start = _start(values, eps, self.n)
             m0, (u, v), (_, begin) = start.m0, start.factors(self.n), start.factors(self.n)
             factors = cute.make_tensor(cute.arch.get_dyn_smem(Float32, 16) + thread, cute.make_layout(UNBOUNDED))
-            for k in cutlass.range(iters):
+            asleep = cutlass.min(start.longest_sleep(self.n), iters)
+            for k in cutlass.range(asleep):
                 balance(m0, u, v, eps, self.n)
                 _wake(start, v, k + 1, self.n)
-                for i in cutlass.range_constexpr(self.n):
-                    factors[((2 * k) * self.n + i) * THREADS] = u[i]
-                    factors[((2 * k + 1) * self.n + i) * THREADS] = v[i]
+                _keep(factors, u, v, k, self.n)
+            for k in cutlass.range(asleep, iters):
+                balance(m0, u, v, eps, self.n)
+                _keep(factors, u, v, k, self.n)
             for i in cutlass.range_constexpr(size):
                 q[i] = q[i] * (u[i // self.n] * v[i % self.n])
             for done in cutlass.range(iters):
