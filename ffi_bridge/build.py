@@ -16,7 +16,7 @@ from pathlib import Path
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, to_dict
 
-from . import host, toolchain, trust
+from . import folders, host, toolchain, trust
 from . import manifest as manifests
 from .chains import compile_chains
 from .compiler import KernelArtifact
@@ -253,7 +253,7 @@ def build(
     sources = {package: toolchain.sources_hash(package)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk_told(out, "free some space, or build into a folder on another disk"))
-        out.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folders.make(out)
         _check_target(out / arch)
         stack.enter_context(only_builder(out))
         sweep(out, SCRATCH)

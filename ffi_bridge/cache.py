@@ -9,7 +9,7 @@ of the same kind, and a manifest beside a .o instead of a library (`objects.py`)
     <root>/<key>/<arch>/         an entry: library and manifest
     <root>/<2 digits>.lock       held while an entry is made or removed whose key's digest begins so
     <root>/<key>.damaged/        an entry that was put aside
-    <root>/.glulam-compile-*/    a compile in progress
+    <root>/.glulam-compile-*/    a compile in progress, or its copy where others may rename what lies in <root>
     <root>/objects/              the same for objects
 
 Whatever else lies there is somebody's own: it is neither counted nor touched.
@@ -32,7 +32,7 @@ from typing import Any
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import chains, host, loader, manifest, sources, toolchain
+from . import chains, folders, host, loader, locks, manifest, sources, toolchain
 from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
@@ -109,10 +109,10 @@ def find(spec: Spec, tracer: str | None = None) -> Callable[..., Any] | None:
 
 def make_root(root: Path) -> None:
     """Makes the cache's folder, and marks it as Glulam's unless somebody's own files lie there already."""
-    root.mkdir(parents=True, exist_ok=True)
+    folders.make(root)
     if not os.path.lexists(root / MARKER) and all(_is_our_name(path) for path in root.iterdir()):
-        with contextlib.suppress(FileExistsError), (root / MARKER).open("x") as marker:
-            marker.write(_MARK)
+        with contextlib.suppress(FileExistsError), folders.opened(root) as at:
+            folders.write(MARKER, at, _MARK.encode())
 
 
 def _is_our_name(path: Path) -> bool:
@@ -137,22 +137,8 @@ def make_entry(work: Path, arch: str) -> Path:
 
 @contextlib.contextmanager
 def exclusive(root: Path, key: str, timeout: float = -1) -> Iterator[None]:
-    """One process at a time for one key, and for the few that share its lock; a process that dies lets go.
-
-    The file stays: who waits for it holds it open already, and would lock another than who comes after.
-
-    Raises:
-        filelock.Timeout: after `timeout` seconds; negative: never.
-        OSError: the file cannot be opened, or leads elsewhere.
-    """
-    import filelock
-
-    path = lock_of(root, key)
-    with contextlib.suppress(FileNotFoundError):
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # older filelocks empty what they open
-            raise PermissionError(f"{path} is no plain file; remove it")
-    with filelock.FileLock(path).acquire(timeout=timeout):
+    """One process at a time for one key, and for the few keys that share its lock. Raises as `locks.locked`."""
+    with locks.locked(lock_of(root, key), timeout):
         yield
 
 

@@ -23,7 +23,7 @@ from .cache import COMPILING, DAMAGED, ENV_CACHE, cache_key, cache_root
 from .compiler import KernelArtifact
 from .errors import BundleError, BundleForeign, BundleMissing, CompileError
 from .objects import Store
-from .scratch import full_disk_told, scratch, sweep
+from .scratch import full_disk_told, install, private_scratch, sweep
 from .worker import Worker
 
 __all__ = ["ENV_CACHE", "cache_key", "cache_root", "get"]
@@ -116,8 +116,9 @@ def _fill(spec: Spec, key: str, root: Path, maker: Maker) -> Callable[..., Any]:
     except BundleError as error:
         _quarantine(entry, error)
     sweep(root, COMPILING)
-    with full_disk_told(root, f"free some, or set {ENV_CACHE} to another disk"), scratch(root, COMPILING) as work:
-        maker.compile_into(work, spec).rename(entry)
+    remedy = f"free some, or set {ENV_CACHE} to another disk"
+    with full_disk_told(root, remedy), private_scratch(root, COMPILING) as work:
+        install(maker.compile_into(work, spec), entry, COMPILING)
     try:
         return cache.load(entry, spec, maker.tracer)
     except BundleForeign as error:  # a file system without owners, or on which others can write everything

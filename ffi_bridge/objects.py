@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from cute_kernels.specs import Spec, to_dict
 
-from . import cache, host, sources, toolchain
+from . import cache, folders, host, sources, toolchain
 from . import manifest as manifests
 from .compiler import KernelArtifact
 from .errors import BundleError, CompileError
 from .manifest import Function, Manifest
-from .scratch import scratch, sweep
+from .scratch import install, private_scratch, sweep
 from .worker import Worker
 
 UNUSED_S = 30 * 86400.0
@@ -154,10 +154,11 @@ class Store:
     def _make_folder(self) -> None:
         root = self.folder.parent
         cache.make_root(root)
-        is_new = not self.folder.exists()
+        with contextlib.suppress(FileExistsError), folders.opened(root) as at:
+            mode = stat.S_IMODE(os.fstat(at).st_mode)  # shared if the cache is: each entry is checked
+            with folders.made(self.folder.name, at, mode):
+                pass
         cache.make_root(self.folder)
-        if is_new:
-            self.folder.chmod(stat.S_IMODE(root.stat().st_mode))  # shared if the cache is: each entry is checked
 
     def _check_unchanged(self, spec: Spec, process: Worker) -> None:
         """Neither since the key was taken nor since the process began, which imports each module once."""
@@ -170,7 +171,7 @@ class Store:
     def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:
         behind = self.behind(spec)
         entry = self.folder / cache.cache_key(spec, behind=behind)
-        with scratch(self.folder, cache.COMPILING) as work:
+        with private_scratch(self.folder, cache.COMPILING) as work:
             inner = cache.make_entry(work, spec.arch)
             content = artifact.object_file.read_bytes()
             file = inner / manifests.object_name(spec.arch)
@@ -191,7 +192,7 @@ class Store:
             ).write(inner)
             if os.path.lexists(entry):
                 cache.discard(entry)  # `take` found it damaged
-            inner.parent.rename(entry)
+            install(inner.parent, entry, cache.COMPILING)
 
     def _tell(self, error: Exception) -> None:
         if not self._quiet:

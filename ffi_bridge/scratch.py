@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import folders
 from .errors import CompileError
 
 MARKER = ".glulam-scratch"
@@ -32,6 +34,60 @@ def scratch(root: Path, prefix: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def private_scratch(root: Path, prefix: str) -> Iterator[Path]:
+    """A `scratch` folder that no other user can exchange for another.
+
+    It lies in `root`, or in the folder for temporary files if others may rename what lies in `root`.
+    """
+    place = Path(os.path.realpath(root))
+    if not folders.only_ours(place):
+        place = _place_for_temporary_files()
+        sweep(place, prefix)
+    with scratch(place, prefix) as folder:
+        yield folder
+
+
+def _place_for_temporary_files() -> Path:
+    """The first place that others cannot exchange, else the first: in a user namespace "/" may have no known owner."""
+    places = [Path(os.path.realpath(place)) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp")]
+    return next((place for place in places if place.is_dir() and folders.only_ours(place)), places[0])
+
+
+def install(made: Path, target: Path, prefix: str) -> None:
+    """Move `made`, a folder of folders of files in a `private_scratch` of the target's folder, to `target`.
+
+    If others may rename what lies in the target's folder, `made` is copied to it: each name is made inside the open
+    folder above it, so that all that is written lies in folders of this user's. Raises OSError.
+    """
+    root = Path(os.path.realpath(target.parent))
+    if made.parent.parent == root:
+        made.rename(root / target.name)
+        return
+    name = f"{prefix}{secrets.token_hex(8)}"
+    with folders.opened(root) as at:
+        try:
+            with folders.made(name, at, 0o700) as work:
+                try:
+                    folders.write(MARKER, work, b"")
+                    _copy(made, made.name, work)
+                    os.rename(made.name, target.name, src_dir_fd=work, dst_dir_fd=at)
+                finally:
+                    folders.empty(work)
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(name, dir_fd=at)
+
+
+def _copy(source: Path, name: str, at: int) -> None:
+    with folders.made(name, at) as inner:
+        for path in source.iterdir():
+            if path.is_dir():
+                _copy(path, path.name, inner)
+            else:
+                folders.write(path.name, inner, path.read_bytes())
 
 
 def _is_ours(folder: Path) -> bool:

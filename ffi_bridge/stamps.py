@@ -2,17 +2,21 @@
 
     <cache root>/validated/<arch>/<64 digits>.stamp
 
-The digits stand for the name of the GPU and the content of the library, so a stamp holds for no other build. That the
-file is there says all; what is asked of its owner and of who may write it is what is asked of a bundle (`trust`).
+The digits stand for the name of the GPU and the content of the library, so a stamp holds for no other build. It counts
+if its text is that of a stamp, and if nobody except this user and root can write it or the two folders that it lies in.
+The cache's root may be shared: no link below the root is followed, neither to read a stamp nor to leave one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
-from . import cache, trust
+from . import cache, folders, trust
 from .errors import BundleError
 
 FOLDER = "validated"
@@ -23,20 +27,73 @@ def _file(arch: str, gpu: str, library: str) -> Path:
     return cache.cache_root() / FOLDER / arch / f"{digits}.stamp"
 
 
+def _text(arch: str, gpu: str, library: str) -> bytes:
+    return f"`glulam validate` passed on a {gpu} with the {arch} library {library}.\n".encode()
+
+
+@contextlib.contextmanager
+def _opened(arch: str, make: bool = False) -> Iterator[int]:
+    """Give a descriptor of the folder of an architecture's stamps. Raises OSError, BundleForeign."""
+    path = cache.cache_root()
+    with contextlib.ExitStack() as stack:
+        at = stack.enter_context(folders.opened(path))
+        for name in (FOLDER, arch):
+            path /= name
+            if make:
+                with contextlib.suppress(FileExistsError), folders.made(name, at):
+                    pass
+            at = stack.enter_context(trust.ours().opened(path, at, folder=True))
+        yield at
+
+
 def is_there(arch: str, gpu: str, library: str) -> bool:
-    """Whether the library of this sha256 was validated here on a GPU of this name."""
-    with contextlib.suppress(BundleError, OSError), trust.opened(_file(arch, gpu, library)):
-        return True
+    """Return True if the library of this sha256 was validated here on a GPU of this name."""
+    text = _text(arch, gpu, library)
+    with (
+        contextlib.suppress(BundleError, OSError),
+        _opened(arch) as at,
+        trust.ours().opened(_file(arch, gpu, library), at) as handle,
+    ):
+        return os.pread(handle, len(text) + 1, 0) == text
     return False
 
 
-def leave(arch: str, gpu: str, library: str) -> Path:
-    """Says so from now on, whatever the umask. Raises OSError where the cache's folder cannot be written."""
-    file = _file(arch, gpu, library)
+def check_place(arch: str) -> None:
+    """Make the folder of an architecture's stamps, or raise OSError if `leave` could not leave one."""
     cache.make_root(cache.cache_root())
-    for folder in (file.parent.parent, file.parent):
-        folder.mkdir(exist_ok=True)
-        folder.chmod(0o755)
-    file.write_text(f"`glulam validate` passed on a {gpu} with the {arch} library {library}.\n")
-    file.chmod(0o644)
+    with _place(arch) as at:
+        name = _temporary()
+        folders.write(name, at, b"")
+        os.unlink(name, dir_fd=at)
+
+
+@contextlib.contextmanager
+def _place(arch: str) -> Iterator[int]:
+    with contextlib.ExitStack() as stack:
+        try:
+            at = stack.enter_context(_opened(arch, make=True))
+        except (BundleError, NotADirectoryError) as error:
+            raise PermissionError(
+                f"no stamp can be left in {cache.cache_root() / FOLDER / arch}: one of the last two folders is a link, "
+                f"is another user's, or others can write it; remove it, or set {cache.ENV_CACHE} to another folder"
+            ) from error
+        yield at
+
+
+def _temporary() -> str:
+    return f".{secrets.token_hex(8)}.new"
+
+
+def leave(arch: str, gpu: str, library: str) -> Path:
+    """Say so from now on, whatever the umask. Raises OSError if the cache's folder cannot be written or trusted."""
+    file, name = _file(arch, gpu, library), _temporary()
+    cache.make_root(cache.cache_root())
+    with _place(arch) as at:
+        try:
+            folders.write(name, at, _text(arch, gpu, library))
+            os.rename(name, file.name, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=at)
+            raise
     return file

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from . import toolchain
 from .errors import BundleForeign, remedy
-
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+from .folders import OTHERS_WRITE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Trust:
                 f"foreign bundle: {path} belongs to uid {found.st_uid}, neither to this user (uid {os.geteuid()}) "
                 f"nor to root; {remedy(path)} as this user"
             )
-        if found.st_mode & _OTHERS_WRITE & ~self.shared:
+        if found.st_mode & OTHERS_WRITE & ~self.shared:
             raise BundleForeign(
                 f"foreign bundle: others can write {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
                 f"run `chmod go-w` on it if all in it is yours, else {remedy(path)} into another folder"
@@ -63,18 +62,23 @@ class Trust:
             os.close(handle)
 
 
+def ours() -> Trust:
+    """What is asked of files that this user or root wrote, and nobody else can write."""
+    return Trust(frozenset((os.geteuid(), 0)))
+
+
 def of(root: Path) -> Trust:
     """What is asked of the bundle in `root`: this user's or root's, written by nobody else.
 
     The bundle inside the installed package is as good as the Python files beside it, which run already: whoever
     owns the package's folder may own it, and it may be as writable.
     """
-    own = frozenset((os.geteuid(), 0))
+    own = ours()
     for package in toolchain.package_folders("glulam"):
         if os.path.realpath(root) == os.path.realpath(package / "_bundle"):
             beside = package.stat()
-            return Trust(own | {beside.st_uid}, beside.st_mode & _OTHERS_WRITE, follows=True)
-    return Trust(own)
+            return Trust(own.owners | {beside.st_uid}, beside.st_mode & OTHERS_WRITE, follows=True)
+    return own
 
 
 @contextlib.contextmanager

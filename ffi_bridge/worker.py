@@ -18,6 +18,8 @@ from . import sources
 from .compiler import KernelArtifact
 from .errors import CompileError
 
+# `-m` would import from the working directory, and `-P`, which forbids that, is not in Python 3.10.
+_START = "import sys; sys.path[:] = filter(None, sys.path); from ffi_bridge.compiler import main; main()"
 _LAST_WORDS = 2000  # characters of the process's standard error that an error message quotes
 
 
@@ -34,7 +36,7 @@ class Worker:
     """One compile process, for one architecture. Not thread-safe: a thread owns a worker.
 
     Args:
-        directory: where objects and the process's log go; also its working directory.
+        directory: where objects and the process's log go; also its working directory, which it does not import from.
         tracer: "module:function" that turns a spec into a traced function; default, the one that the kernels name
             for each spec.
 
@@ -48,7 +50,7 @@ class Worker:
         self._tracer = tracer
         self._log = tempfile.TemporaryFile("w+", dir=self._directory)  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ffi_bridge.compiler"],
+            [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -288,7 +288,7 @@ class TestPreferences:
             assert choose(MM, ARCH).spec == SPEC and choose(GLU, ARCH).spec != GLU_SPEC
         assert len(seen) == 1
 
-    @pytest.mark.parametrize("content", [b"\xff", b"[]", b'{"format": "glulam-tuned", "schema": 1}'])
+    @pytest.mark.parametrize("content", [b'{"format": "glulam-preferred"}', b'{"format": "glulam-tuned", "schema": 1}'])
     def test_a_damaged_file_is_replaced_by_the_next_preference(self, content: bytes) -> None:
         path = prefer(GLU_SPEC)
         path.write_bytes(content)

@@ -378,7 +378,7 @@ def test_a_cache_that_cannot_be_used_costs_one_warning(
     if hindrance == "a file in the way":
         root.write_text("in the way")
     elif hindrance == "a full disk":
-        monkeypatch.setattr(objects, "scratch", _fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        monkeypatch.setattr(objects, "private_scratch", _fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     else:
         monkeypatch.setattr(cache, "exclusive", _fail(NotImplementedError("no locks here")))
     with pytest.warns(RuntimeWarning, match=f"objects are not kept in {root}/objects.* set {cache.ENV_CACHE}") as told:

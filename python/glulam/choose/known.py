@@ -171,9 +171,15 @@ def ignore_preferences() -> None:
 
 
 def _sections(path: Path, dropped: str = "") -> list[Section]:
-    """What of a file of preferences is worth keeping: all but the preference for the kernel `dropped`."""
+    """What of a file of preferences is worth keeping: all but the preference for the kernel `dropped`.
+
+    Raises:
+        OSError: `glulam compile` did not write the file, so it is not replaced.
+    """
+    if not _is_ours(path):
+        raise FileExistsError(errno.EEXIST, "`glulam compile` did not write it; move it elsewhere")
     with contextlib.suppress(ValueError):
-        sections = table.content(path).sections if _is_ours(path) else []
+        sections = table.content(path).sections
         return [
             Section(each.stamp, {key: layer for key, layer in each.layers.items() if dropped not in layer.kernels})
             for each in sections

@@ -153,7 +153,7 @@ def write(path: Path, text: str) -> None:
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(made, 0o644)
+            os.fchmod(handle, 0o644)
         os.replace(made, path)
     except BaseException:
         with contextlib.suppress(OSError):

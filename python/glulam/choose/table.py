@@ -15,12 +15,13 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_kernels.specs import Spec, to_dict
-from ffi_bridge import __version__, toolchain
+from ffi_bridge import __version__, folders, locks, toolchain
 
 from . import records, shipped, specs
 from .problem import Problem
@@ -339,9 +340,7 @@ def _indented(value: Any, depth: int = 0) -> str:
 
 def write(path: Path, sections: Sequence[Section], read: Callable[[Path], list[Section]] = read) -> None:
     """Adds sections to a file, which other processes may be doing as well. Raises OSError, and what `read` raises."""
-    import filelock
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(path.with_name(f".{path.name}.lock")):
-        known = read(path) if path.exists() else []
+    folders.make(path.parent)
+    with locks.locked(path.with_name(f".{path.name}.lock")):
+        known = read(path) if os.path.lexists(path) else []
         records.write(path, text(merged([*known, *sections])))

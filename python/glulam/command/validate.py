@@ -65,6 +65,8 @@ def validate(device: int, only: list[str] | None, limit: int, jobs: int, out: Pa
     manifest = verify(bundle_root() / arch, arch)
     described = [from_dict(function.spec) for function in manifest.functions.values()]
     specs = profiles.matching(described, only or (), f"the {arch} bundle")
+    if not only:
+        stamps.check_place(arch)  # now, rather than after all functions ran
     machine, found, shown = _machine(arch, index, manifest), [], console()
     shown.print(f"{machine.gpu}, {arch}: {len(specs)} functions; results are torch's in float64 on the CPU")
     for number, outcome in enumerate(outcomes(manifest, index, specs, float(limit), jobs), 1):

@@ -1,0 +1,88 @@
+"""Folders made and opened so that no other user can turn them elsewhere, and nobody else can write what was made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+MODE = 0o755
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def make(folder: Path) -> None:
+    """Make a folder and its parents where they are missing. Whatever the umask, others cannot write what is made."""
+    try:
+        os.mkdir(folder, MODE)
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        make(folder.parent)
+        with contextlib.suppress(FileExistsError):  # another process may have been faster
+            os.mkdir(folder, MODE)
+    except OSError:  # not FileExistsError alone: a file system that cannot be written names that first
+        if not folder.is_dir():
+            raise
+
+
+def only_ours(folder: Path) -> bool:
+    """True if nobody except this user and root can rename or replace what lies in `folder`, or a folder on the way.
+
+    Args:
+        folder: an absolute path without symbolic links.
+    """
+    for path in (folder, *folder.parents):
+        found = path.lstat()
+        is_shared = found.st_mode & OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or is_shared:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def opened(folder: Path | str, at: int | None = None) -> Iterator[int]:
+    """Give a descriptor of a folder; with `at`, of the folder of that name in the open one, which may not be a link."""
+    handle = os.open(folder, _FLAGS if at is None else _FLAGS | os.O_NOFOLLOW, dir_fd=at)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def made(name: str, at: int, mode: int = MODE) -> Iterator[int]:
+    """Make a folder in the open folder `at`, of this mode whatever the umask, and give a descriptor of it.
+
+    Raises:
+        PermissionError: something else has taken its place.
+        OSError: it cannot be made, say because it exists.
+    """
+    os.mkdir(name, mode & MODE, dir_fd=at)
+    with opened(name, at) as handle:
+        found = os.fstat(handle)
+        if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE or os.listdir(handle):
+            raise PermissionError(f"the new folder {name} was exchanged by another user, or its owner is not kept")
+        os.fchmod(handle, mode)
+        yield handle
+
+
+def write(name: str, at: int, content: bytes) -> None:
+    """Make a file in the open folder `at` that everybody can read and its owner can write. Raises OSError."""
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=at)
+    with open(handle, "wb") as file:
+        file.write(content)
+        os.fchmod(handle, 0o644)
+
+
+def empty(at: int) -> None:
+    """Remove all that lies in the open folder `at`; links are removed, never followed. Raises OSError."""
+    for name in os.listdir(at):
+        try:
+            os.unlink(name, dir_fd=at)
+        except IsADirectoryError:
+            with opened(name, at) as inner:
+                empty(inner)
+            os.rmdir(name, dir_fd=at)
