@@ -204,7 +204,8 @@ class MoE(Converts):
         """The router's parameters. Raises TypeError or ValueError where it is no Linear of this module's sizes."""
         weight = getattr(self.router, "weight", None)
         if not isinstance(weight, Tensor):
-            raise TypeError(f"{NAME}: router is a {type(self.router).__name__} without a weight; give a torch.nn.Linear")
+            kind = type(self.router).__name__
+            raise TypeError(f"{NAME}: router is a {kind} without a weight; give a torch.nn.Linear")
         if weight.shape != (self.num_experts, self.hidden_size):
             wanted = self.num_experts, self.hidden_size
             mismatch(NAME, "router.weight", weight.shape, wanted, "it has a row of hidden_size for each expert")
