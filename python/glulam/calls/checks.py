@@ -144,7 +144,7 @@ def _like_x(op: str, name: str, tensor: Tensor | ExpertList, x: Tensor, wide: bo
 
 
 def _remedy(name: str) -> str:
-    """What makes a tensor contiguous; a copy of an output would not be written."""
+    """Say how to get a contiguous tensor; a copy of an output would not be written."""
     return "give a buffer that is" if name.startswith("out") else "call .contiguous()"
 
 
@@ -155,7 +155,7 @@ def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
 
 
 def _refuse_transposed(op: str, name: str, weights: Tensor) -> None:
-    """Weights that are a transposed view: a contiguous copy of them may not be what the caller wants to multiply by."""
+    """Refuse weights that are a transposed view: a contiguous copy may not be what the caller wants to multiply by."""
     if not weights.is_contiguous() and weights.mT.is_contiguous():
         raise ValueError(
             f"{op}: {name} is a transposed view (strides {shape_text(weights.stride())}); give the tensor without .mT: "

@@ -84,7 +84,7 @@ class _Checked(NamedTuple):
     alive: tuple[weakref.ref[Tensor], ...]
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor is plain data of the shape and dtype that were checked."""
+        """Return True for plain data of the shape and dtype that were checked."""
         is_plain = tensor.__class__ in gpus.PLAIN_TENSORS and tensor.is_contiguous() and not tensor.is_neg()
         return is_plain and tensor.shape == self.shape and tensor.dtype == self.dtype
 

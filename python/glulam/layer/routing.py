@@ -207,7 +207,7 @@ class LayerCall(AddressedCall):
     trailing = 1
 
     def settled(self, key: Hashable, plans: Plans[Any]) -> tuple[Problem, Any] | None:
-        """As of any call. A leading tensor of another rank has no plan: checks refuse it."""
+        """Find a plan as any call does. A leading tensor of another rank has none: checks refuse it."""
         return super().settled(key, plans) if self.lead.dim() == 1 + self.trailing else None
 
     def spec(self, arch: str) -> Spec:

@@ -100,7 +100,7 @@ class _Entry:
         return is_like and self.versions == [_version(tensor) for tensor in tensors]
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the weight's sample is what it was, if it is compared. Call `use` before, for the current stream."""
+        """Compare the weight with its sample, where writes may be unseen. Call `use` before, for the current stream."""
         if self.sample is None:  # prepared in training
             return False
         return not _is_compared(tensors) or torch.equal(self.sample, _sample(tensors))
@@ -144,8 +144,8 @@ class _Weight:
         self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors at these addresses are of the storages that were prepared: one that was freed and allocated
-        again, as FSDP does, may lie where another one did.
+        """Return True if tensors at these addresses are of the storages that were prepared: a storage that was freed
+        and allocated again, as FSDP does, may lie where another one did.
         """
         return all(memory() is one.untyped_storage() for memory, one in zip(self.memory, tensors, strict=True))
 
@@ -174,8 +174,9 @@ class PreparedWeights:
         """Forget every weight that one of these tensors is part of."""
         addresses = set(map(Tensor.data_ptr, tensors))
         with self._lock:
-            for key in [key for key in self._weights if not addresses.isdisjoint(key)]:
-                del self._weights[key]
+            for key in list(self._weights):  # a weight whose memory goes leaves the dictionary at any time
+                if not addresses.isdisjoint(key):
+                    self._weights.pop(key, None)
 
     def find(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared | None:
         """What was prepared of this version of a weight, ready for the current stream, and compared with its sample.
@@ -261,9 +262,10 @@ PREPARED = PreparedWeights()
 def refresh_weights(*weights: Any) -> None:
     """Make what recipes keep of 16-bit weights anew, at the next use of each.
 
-    Operators see almost every write to a weight by themselves: in-place operations, steps of optimizers, and what is
-    written through `.data` by a sample of the weight's elements. Call this after a write through `.data` of a few
-    elements only. CUDA graphs that were captured keep the weights of their capture.
+    Operators see almost every write to a weight by themselves: in-place operations, steps of optimizers, and, by a
+    sample of the elements, writes through `.data`; on a GPU the latter of Parameters and inference tensors alone. Call
+    this after a write through `.data` of a few elements, or to another tensor on a GPU. CUDA graphs that were captured
+    keep the weights of their capture.
 
     Args:
         weights: tensors, lists of tensors, or modules, of which all parameters and buffers are meant; none: everything.
@@ -290,7 +292,7 @@ def _all_tensors(weight: Any) -> Iterator[Tensor]:
 
 
 def _is_compared(tensors: Sequence[Tensor]) -> bool:
-    """Whether writes may pass by the version counters of these tensors. On the CPU a comparison waits for nobody."""
+    """Return True if writes may pass by the version counters of these tensors, or if comparing waits for nobody."""
     return any(isinstance(one, torch.nn.Parameter) or one.is_inference() or not one.is_cuda for one in tensors)
 
 
