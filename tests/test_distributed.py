@@ -8,8 +8,10 @@ import io
 import itertools
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,158 @@ def bad_input_ends_everywhere() -> None:
     assert ep.dispatch(x, ids, weights)[0].shape[1] == HIDDEN, "the next call goes on"
 
 
+def refusal(bad: bool, error: type[Exception], text: str, others: str) -> Any:
+    """What the bad rank's call raises, and what it raises on the others."""
+    return pytest.raises(error, match=text) if bad else pytest.raises(PeerError, match=others)
+
+
+def made_by(ep: ExpertParallel, seed: int = 0) -> Tensor:
+    """A layer's result, which differs if ranks are out of step."""
+    w1, w2 = (w[ep.first : ep.first + ep.num_local] for w in weights_of())
+    x, ids, weights, _ = inputs(ep.rank + seed, 5, "all")
+    return glulam.moe(x, Routing.from_topk(ids, weights, EXPERTS), w1, w2, parallel=ep)
+
+
+def arguments_that_do_not_fit_here() -> None:
+    """Whatever is wrong on one rank is told to the others before anything is sent, and the next call is right."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    module = MoE(HIDDEN, INTER, EXPERTS, TOP_K, parallel=ep, dtype=F64)
+    bad = ep.rank == 1
+    w1, w2 = (w[ep.first : ep.first + ep.num_local] for w in weights_of())
+    x, ids, weights, residual = inputs(ep.rank, 5, "all")
+    routing = Routing.from_topk(ids, weights, EXPERTS)
+    fewer = Routing.from_topk(ids[1:], weights[1:], EXPERTS)
+    wanted = made_by(ep)
+    for change, error, text in (
+        ({"w1": w1[1:]}, ValueError, "w1|w2"),
+        ({"w2": w2.float()}, TypeError, "w2"),
+        ({"w1": list(w1)[1:], "w2": list(w2)}, ValueError, "w"),
+        ({"b1": w1[:, 0]}, ValueError, "b1"),
+        ({"activation": "smoke"}, ValueError, "activation"),
+        ({"recipe": "smoke"}, ValueError, "recipe"),
+        ({"routing": fewer}, ValueError, "x has 5 tokens, but routing is of 4"),
+        ({"routing": None}, TypeError, "routing is a NoneType"),
+        ({"out": x}, ValueError, "out is given, and so is parallel"),
+        ({"x": x.float()}, TypeError, "x is torch.float32"),
+    ):
+        given: dict[str, Any] = {"x": x, "routing": routing, "w1": w1, "w2": w2, **(change if bad else {})}
+        for _ in range(2):
+            with refusal(bad, error, text, "^dispatch: the tokens of rank 1 were refused"):
+                glulam.moe(**given, parallel=ep)
+        assert torch.equal(made_by(ep), wanted)
+    with refusal(bad, ValueError, r"x is \[5, 3\]", "^dispatch: the tokens of rank 1 were refused"):
+        module(x[:, :3] if bad else x)
+    for wrong, error in ((residual[1:], ValueError), (residual.float(), TypeError)):
+        with refusal(bad, error, "residual", "^combine: rank 1 failed between dispatch and combine"):
+            glulam.moe(x, routing, w1, w2, residual=wrong if bad else residual, parallel=ep)
+    assert torch.equal(made_by(ep), wanted) and module(x).shape == x.shape
+
+
+def experts_that_fail() -> None:
+    """After a dispatch the others are told in place of a combine, and the next call is right."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    x, ids, weights, _ = inputs(ep.rank, 5, "all")
+    routing, bad = Routing.from_topk(ids, weights, EXPERTS), ep.rank == 1
+
+    def experts(x: Tensor, here: Routing, is_summed: bool) -> Tensor:
+        if bad and len(x):
+            raise torch.cuda.OutOfMemoryError("no memory for experts")
+        return x if is_summed else glulam.permute(x, here)
+
+    wanted = made_by(ep)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            with refusal(bad, RuntimeError, "no memory for experts", "^combine: rank 1 failed between dispatch and"):
+                ep.layer("moe", "bf16", experts, {}, x, routing)
+            assert torch.equal(made_by(ep), wanted)
+
+
+def ranks_out_of_step() -> None:
+    """No rank takes the bytes of one operation for another's: all are told which ones met, and the object ends."""
+    bad = dist.get_rank() == 1
+    x, ids, weights, _ = inputs(dist.get_rank(), 5, "all")
+    leaf = x.clone().requires_grad_()
+
+    def skip_combine(ep: ExpertParallel) -> None:
+        x_here, _, handle = ep.dispatch(x, ids, weights)
+        ep.dispatch(x, ids, weights) if bad else ep.combine(x_here, handle)
+
+    def skip_backward(ep: ExpertParallel) -> None:
+        x_here, _, handle = ep.dispatch(leaf, ids, weights)
+        y = ep.combine(x_here, handle)
+        made_by(ep) if bad else y.sum().backward()
+
+    def dispatch_twice(ep: ExpertParallel) -> None:
+        handles = [ep.dispatch(x, ids, weights) for _ in range(2)]
+        x_here, _, handle = handles[bad]
+        ep.combine(x_here, handle)
+
+    def another_object(ep: ExpertParallel) -> None:
+        other = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+        made_by(ep)
+        made_by(other)
+        made_by(other if bad else ep)
+
+    for step, text in (
+        (skip_combine, r"rank \d is in (dispatch|combine of dispatch 1) \(operation 2\), this rank in "),
+        (skip_backward, r"rank \d is in (dispatch|backward of combine of dispatch 1) \(operation 3\), this rank in "),
+        (dispatch_twice, r"rank \d is in combine of dispatch \d \(operation 3\), this rank in combine of dispatch \d "),
+        (another_object, r"rank \d is in a call of another ExpertParallel"),
+    ):
+        ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+        with pytest.raises(PeerError, match=text + ".*all ranks must make the same calls in one order"):
+            step(ep)
+        if step is not another_object:
+            with pytest.raises(PeerError, match="make a new object on all ranks"):
+                made_by(ep)
+            with pytest.raises(PeerError, match="make a new object on all ranks"):
+                ep.check()
+
+
+def rows_in_other_forms() -> None:
+    """Weights travel in float32 whatever ranks give; other results than the other ranks' are refused on each."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    bad = ep.rank == 1
+    x, ids, weights, _ = inputs(ep.rank, 5, "all")
+    exact = weights.bfloat16().to(F64)
+    _, here, _ = ep.dispatch(x, ids, exact)
+    for given in (exact.bfloat16() if bad else exact.float(), exact if bad else exact.bfloat16()):
+        assert torch.equal(ep.dispatch(x, ids, given)[1].weights, here.weights) and here.weights.abs().max() > 0.1
+    with refusal(bad, TypeError, "weights is torch.int32", "the tokens of rank 1 were refused"):
+        ep.dispatch(x, ids, weights.int() if bad else weights)
+    for change in (lambda y: y.float(), lambda y: torch.cat([y, y], 1)):
+        x_here, _, handle = ep.dispatch(x, ids, weights)
+        with pytest.raises(PeerError, match=r"^combine: rank \d sends rows of \d+ torch.float\d\d, this rank rows of "):
+            ep.combine(change(x_here) if bad else x_here, handle)
+    leaf, trained = x.clone().requires_grad_(), weights.clone().requires_grad_(bad)
+    x_here, _, handle = ep.dispatch(leaf, ids, trained)
+    with pytest.raises(
+        PeerError, match="^backward of dispatch: rank . sends rows of .* with gradients of weights|this ra"
+    ):
+        ep.combine(x_here, handle).sum().backward()
+    made_by(ep)
+
+
+def two_threads() -> None:
+    """A thread that comes while another is in a layer is refused, and the object ends on every rank."""
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=F64)
+    x, ids, weights, _ = inputs(ep.rank, 5, "all")
+    routing, bad = Routing.from_topk(ids, weights, EXPERTS), ep.rank == 1
+    made_by(ep)
+
+    def experts(x: Tensor, here: Routing, _: bool) -> Tensor:
+        if bad and len(x):
+            with ThreadPoolExecutor(1) as threads, pytest.raises(RuntimeError, match="two threads used one object"):
+                threads.submit(made_by, ep).result()
+        return x
+
+    with refusal(bad, RuntimeError, "two threads used one object", "^combine: rank 1 failed"):
+        ep.layer("moe", "bf16", experts, {}, x, routing)
+    if bad:
+        with pytest.raises(PeerError, match="two threads used one object.*; make a new object|make new ones"):
+            ep.check()
+
+
 def modules() -> None:
     """nn.MoE, with state dicts of whole models, packed or not, and its gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -403,6 +557,9 @@ def bad_options() -> None:
     ):
         with pytest.raises(error, match=text):
             ExpertParallel(None, **{**sizes, **options, **change})
+        bad = dist.get_rank() == 1
+        with refusal(bad, error, text, "ExpertParallel: the options of rank 1 were refused: .*" + re.escape(text)):
+            ExpertParallel(None, **{**sizes, **options, **(change if bad else {})})
     ep = ExpertParallel(None, **sizes, **options)
     with pytest.raises(ValueError, match="top_k is 2, and that of parallel 3"):
         MoE(HIDDEN, INTER, EXPERTS, 2, parallel=ep)
@@ -459,6 +616,11 @@ def everything() -> None:
     the_page_s_first_example()
     with_a_default_device()
     bad_input_ends_everywhere()
+    arguments_that_do_not_fit_here()
+    experts_that_fail()
+    ranks_out_of_step()
+    rows_in_other_forms()
+    two_threads()
     modules()
     copies_of_modules()
     without_gradients()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -316,4 +318,59 @@ def test_a_rank_that_is_refused(played: pytest.MonkeyPatch) -> None:
     each(ranks, part)
     for ep in ranks:
         with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
+            ep.dispatch(x, ids, weights)
+
+
+def test_experts_that_fail(played: pytest.MonkeyPatch) -> None:
+    """The others are told at once, in place of a combine, rather than after a time-out."""
+    ranks = ranks_of(2, timeout=600, device="cpu")
+    x, ids, weights, *_ = inputs(MOST, 0, "all")
+    routing = glulam.Routing.from_topk(ids, weights, ranks[0].num_experts)
+
+    @torch.no_grad()
+    def part(ep: VirtualRank) -> None:
+        def experts(x: Tensor, here: glulam.Routing, _: bool) -> Tensor:
+            if ep.rank == 1 and len(x):
+                raise RuntimeError("no memory for experts")
+            return x.new_zeros(len(here.token_of_row), HIDDEN)
+
+        if ep.rank == 1:
+            with pytest.raises(RuntimeError, match="no memory for experts"):
+                ep.layer("moe", "bf16", experts, {}, x, routing)
+        else:
+            assert ep.layer("moe", "bf16", experts, {}, x, routing).isnan().any()
+
+    each(ranks, part)
+    with pytest.raises(PeerError, match="rank 1 was in another operation, or its experts failed"):
+        ranks[0].check()
+
+
+def test_arguments_that_do_not_fit_here(played: pytest.MonkeyPatch) -> None:
+    """They are checked before tokens are sent: a rank whose experts are too few refuses, and the others are told so."""
+    w1, w2 = weights_of()
+    ranks = ranks_of(2, timeout=600, device="cpu")
+    tokens = [inputs(COUNTS[0][rank], rank, "all") for rank in range(2)]
+
+    def part(ep: VirtualRank) -> None:
+        if ep.rank == 1:
+            with pytest.raises(ValueError, match="w1|w2"):
+                forward(tokens[1], w1[1:], w2, ep)
+        else:
+            with contextlib.suppress(PeerError):  # on a GPU the host would not know yet
+                forward(tokens[0], w1, w2, ep)
+
+    each(ranks, part)
+    with pytest.raises(PeerError, match="tokens of rank 1 were refused"):
+        ranks[0].check()
+
+
+def test_two_threads(played: pytest.MonkeyPatch) -> None:
+    """The second is refused, and the object ends."""
+    (ep,) = ranks_of(1, device="cpu")
+    x, ids, weights, *_ = inputs(MOST, 0, "all")
+    told = pytest.raises(RuntimeError, match="two threads used one object at once")
+    with ep._way.turn, ThreadPoolExecutor(1) as threads, told:
+        threads.submit(ep.dispatch, x, ids, weights).result()
+    for _ in range(2):
+        with pytest.raises((RuntimeError, PeerError)):
             ep.dispatch(x, ids, weights)

@@ -1,5 +1,5 @@
-"""Transport by torch.distributed's all-to-all: any back end, any number of nodes. The host learns how many rows each
-rank sends; that is the one synchronisation.
+"""Transport by torch.distributed's all-to-all: any back end, any number of nodes. Each operation begins with a header
+(`headers`), for which the host waits; that of a dispatch says how many rows each rank sends.
 
 A rank is sent the tokens that have an expert there, each once, in their order: ranks are the experts of a `Routing` of
 their own, which says who is sent where, and by whose rows what comes back is added.
@@ -7,59 +7,66 @@ their own, which says who is sent where, and by whose rows what comes back is ad
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cute_kernels.windows import STATUSES
-
 from ..layer.routing import Routing
 from ..layer.rows import combine_rows
 from ..mxfp8 import MXFP8Tensor
-from .exchange import COMBINE, DISPATCH, WHY, Exchange, PeerError
+from .exchange import COMBINE, DISPATCH, Exchange, PeerError
+from .headers import Headers
 from .owners import Owners
-from .tokens import FORM, Tokens
+from .tokens import FORM, Tokens, status_of
+from .turn import Turn
 
 
 class AllToAll:
-    """Between the ranks of a group of torch.distributed."""
+    """Between the ranks of a group of torch.distributed.
+
+    Args:
+        identity: a number of the object that its ranks agreed on.
+    """
 
     name = "all_to_all"
 
-    def __init__(self, group: Any, owners: Owners) -> None:
-        self.group, self.owners = group, owners
+    def __init__(self, group: Any, owners: Owners, identity: int) -> None:
+        self.group, self.owners, self.turn = group, owners, Turn()
+        self.back_end = dist.get_backend(group)
+        self.headers = Headers(self._swap_headers, owners.world, identity, self.turn)
 
-    def begin(self, ids: Tensor, status: str) -> _Rows:
-        """An exchange of the tokens whose choices are ids [N, K]; `status`, of STATUSES: what they are."""
+    def begin(self, ids: Tensor, x: Tokens) -> _Rows:
+        """An exchange of tokens x, whose choices are ids [N, K]."""
+        self.headers.check()
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
-        num_received, theirs = self._exchange_counts(num_sent, status)
-        refused = [rank for rank, one in enumerate(theirs) if one == "refused"]
-        other = [rank for rank, one in enumerate(theirs) if one != status]
-        if refused or other:
-            why, (rank, *_) = ("refused", refused) if refused else ("other form", other)
-            raise PeerError(f"{DISPATCH}: {WHY[why].format(rank)}")
-        return _Rows(self, sent, num_sent, num_received)
+        like = x if isinstance(x, Tensor) else x.data
+        num_received = self.headers.agree(DISPATCH, like, num_sent, status=status_of(x))
+        return _Rows(self, sent, num_sent, num_received, self.headers.number)
 
     def refuse(self) -> None:
         """In place of an exchange: the other ranks' tokens get no answer."""
-        self._exchange_counts([0] * self.owners.world, "refused")
+        self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
-        """A call raises what went wrong in it."""
+        """Raise the PeerError of an operation after which the ranks are no more in step."""
+        self.headers.check()
 
-    def _exchange_counts(self, counts: list[int], status: str) -> tuple[list[int], list[str]]:
-        """How many rows each rank will send, and its status, given how many are for each and the own one."""
-        pairs = [(count, STATUSES.index(status)) for count in counts]
-        mine = torch.tensor(pairs, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
-        theirs = torch.empty_like(mine)
-        self.swap(DISPATCH, theirs, mine)
-        received, statuses = theirs.mT.tolist()
-        return received, [STATUSES[one] for one in statuses]
+    @contextlib.contextmanager
+    def sending(self, phase: str) -> Iterator[None]:
+        """Rows follow a header: if this rank fails here, others wait for the rest until their time-out."""
+        try:
+            yield
+        except Exception as error:
+            self.headers.end(f"{phase}: this rank failed while rows were on their way ({type(error).__name__})")
+            raise
 
     def swap(
         self, phase: str, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None
@@ -67,10 +74,27 @@ class AllToAll:
         """torch.distributed's all-to-all, of as many rows from and to each rank. What it raises becomes a PeerError."""
         try:
             dist.all_to_all_single(out, rows, num_out, num_in, group=self.group)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise PeerError(
                 f"{phase}: a rank has ended, or did not come within the group's time-out: {error}"
             ) from error
+
+    def _swap_headers(self, phase: str, mine: Tensor) -> Tensor:
+        """With NCCL on a stream of its own, so that the host does not wait for the experts' kernels."""
+        if self.back_end != "nccl":
+            theirs = torch.empty_like(mine)
+            self.swap(phase, theirs, mine)
+            return theirs
+        with torch.cuda.stream(_side_stream(torch.cuda.current_device())):
+            mine = mine.cuda()
+            theirs = torch.empty_like(mine)
+            self.swap(phase, theirs, mine)
+            return theirs.cpu()
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 @dataclasses.dataclass
@@ -79,15 +103,29 @@ class _Rows(Exchange):
 
     Attributes:
         sent: a Routing of own tokens, whose experts are ranks. num_sent, num_received: rows to and from each rank.
+        number: of the dispatch, among the object's operations.
     """
 
     transport: AllToAll
     sent: Routing
     num_sent: list[int]
     num_received: list[int]
+    number: int
+
+    @property
+    def turn(self) -> Turn:  # type: ignore[override]
+        return self.transport.turn
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sent.row_of)
+
+    def fail(self) -> None:
+        self.transport.headers.tell(COMBINE, "failed", self.number)
 
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
-        return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
+        with self.transport.sending(DISPATCH):
+            return self._tokens_forth(x), self._forth(DISPATCH, weights), self._forth(DISPATCH, ids)
 
     def _tokens_forth(self, x: Tokens) -> Tokens:
         """Those in MXFP8 as bytes, since neither torch nor back ends move all 8-bit floats."""
@@ -97,14 +135,26 @@ class _Rows(Exchange):
         return MXFP8Tensor.unchecked(data, scale, *FORM)
 
     def forth(self, d_out: Tensor) -> Tensor:
-        return self._forth(f"backward of {COMBINE}", d_out)
+        phase = f"backward of {COMBINE}"
+        self._agree(phase, d_out, self.num_sent, self.num_received)
+        with self.transport.sending(phase):
+            return self._forth(phase, d_out)
 
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
-        return self._sums(COMBINE, sums, residual)
+        self._agree(COMBINE, sums, self.num_received, self.num_sent)
+        with self.transport.sending(COMBINE):
+            return self._sums(COMBINE, sums, residual)
 
     def gradients_back(self, d_x: Tensor, d_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         phase = f"backward of {DISPATCH}"
-        return self._sums(phase, d_x, None), None if d_weights is None else self._of_weights(phase, d_weights)
+        self._agree(phase, d_x, self.num_received, self.num_sent, has_weights=d_weights is not None)
+        with self.transport.sending(phase):
+            return self._sums(phase, d_x, None), None if d_weights is None else self._of_weights(phase, d_weights)
+
+    def _agree(
+        self, phase: str, rows: Tensor, sent: list[int], received: list[int], has_weights: bool = False
+    ) -> None:  # fmt: skip
+        self.transport.headers.agree(phase, rows, sent, received, answers=self.number, has_weights=has_weights)
 
     def _forth(self, phase: str, of_tokens: Tensor) -> Tensor:
         rows = of_tokens.index_select(0, self.sent.token_of_row[: sum(self.num_sent)])
@@ -118,7 +168,7 @@ class _Rows(Exchange):
 
     def _swap(self, phase: str, out: Tensor, rows: Tensor, num_out: list[int], num_in: list[int]) -> Tensor:
         """gloo's by way of the host, since it moves no memory of GPUs."""
-        by_host = out.is_cuda and dist.get_backend(self.transport.group) == "gloo"
+        by_host = out.is_cuda and self.transport.back_end == "gloo"
         received = torch.empty(out.shape, dtype=out.dtype, device="cpu") if by_host else out
         sent = rows.cpu() if by_host else rows
         self.transport.swap(phase, received, sent.contiguous(), num_out, num_in)

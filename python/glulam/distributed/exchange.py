@@ -13,15 +13,17 @@ from torch.autograd.function import once_differentiable
 from ..layer.routing import Routing
 from ..layer.rows import combine
 from .tokens import Tokens
+from .turn import Turn
 
 DISPATCH, COMBINE = "dispatch", "combine"
 """Phases, as errors call them."""
 WHY = {
     "refused": "the tokens of rank {} were refused, as its own error says",
+    "failed": "rank {} failed between dispatch and combine, as its own error says",
     "other form": "rank {} has tokens in another form; give 16-bit ones on all ranks or MXFP8 on all, and record "
     "gradients on all or none",
 }
-"""Why what a rank sent does not count, by `windows.REASONS`."""
+"""Why what a rank sent does not count, by `windows.REASONS` and `headers.SAID`."""
 
 
 class PeerError(RuntimeError):
@@ -32,10 +34,17 @@ class Exchange(abc.ABC):
     """One dispatch, and the way back. What it sends forth is by token; what comes here lies by rank and then by token.
 
     Attributes:
+        turn: of the ExpertParallel; whoever calls a method below holds it.
+        tokens: N, how many of this rank were dispatched.
         row_of: of the Routing here, once there is one.
     """
 
+    turn: Turn
     row_of: Tensor | None = None
+
+    @property
+    @abc.abstractmethod
+    def tokens(self) -> int: ...
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
@@ -48,6 +57,10 @@ class Exchange(abc.ABC):
     @abc.abstractmethod
     def back(self, sums: Tensor, residual: Tensor | None) -> Tensor:
         """Of own tokens [N, H], the sums over ranks of those that come back for them, + residual."""
+
+    @abc.abstractmethod
+    def fail(self) -> None:
+        """In place of `back`: tell the other ranks that this one failed."""
 
     def back_rows(self, y: Tensor, here: Routing, residual: Tensor | None) -> Tensor:
         """`back` of rows of experts [T, H]."""
@@ -72,7 +85,8 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:
         ctx.exchange = exchange
-        x_here, weights_here, ids_here = exchange.dispatch(x, weights, ids)
+        with exchange.turn:
+            x_here, weights_here, ids_here = exchange.dispatch(x, weights, ids)
         ctx.mark_non_differentiable(ids_here)
         return x_here, weights_here, ids_here
 
@@ -80,7 +94,8 @@ class Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor, d_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         of_x, of_weights, *_ = ctx.needs_input_grad
-        sums, of_choices = ctx.exchange.gradients_back(d_x, d_weights if of_weights else None)
+        with ctx.exchange.turn:
+            sums, of_choices = ctx.exchange.gradients_back(d_x, d_weights if of_weights else None)
         return sums if of_x else None, of_choices, None, None
 
 
@@ -90,10 +105,15 @@ class Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, residual: Tensor | None, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.back(sums, residual)
+        with exchange.turn:
+            return exchange.back(sums, residual)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         of_sums, of_residual, _ = ctx.needs_input_grad
-        return ctx.exchange.forth(d_out) if of_sums else None, d_out if of_residual else None, None
+        d_sums = None
+        if of_sums:
+            with ctx.exchange.turn:
+                d_sums = ctx.exchange.forth(d_out)
+        return d_sums, d_out if of_residual else None, None

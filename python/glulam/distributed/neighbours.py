@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from ..errors import UnsupportedDevice
 from ..host import device as devices
+from .exchange import PeerError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -57,30 +59,49 @@ def _untested(index: int) -> str:
     return f"kernels between GPUs were never run on a {gpu.name}, and `glulam validate` cannot try them on one"
 
 
-def agree(group: Any, transport: str, sizes: tuple[Any, ...], unfit: str) -> str:
-    """The transport of all ranks: the one asked for, or the best. Every rank calls it.
+def agree(
+    group: Any, transport: str, sizes: tuple[Any, ...], unfit: str, error: Exception | None = None
+) -> tuple[str, int]:
+    """The transport of all ranks, asked for or the best, and a number of this object. Every rank calls it.
 
     Args:
         sizes: that must be every rank's. unfit: why they do not fit the symmetric transport; empty where they do.
+        error: what is wrong with this rank's options, which is raised once the others know.
 
     Raises:
         ValueError: a rank has other sizes, or asks for another transport, or "symmetric" cannot work; on every rank.
+        PeerError: another rank's options are wrong, or it does not come.
     """
-    world = dist.get_world_size(group)
-    everyone: list[Any] = [None] * world
     mine = (transport, *map(str, sizes))
-    dist.all_gather_object(everyone, (mine, (_host(), _gpu())), group=group)
-    for rank, (theirs, _) in enumerate(everyone):
+    everyone = _gathered(group, (mine, (_host(), _gpu()), secrets.randbits(62), str(error or "")))
+    if error is not None:
+        raise error
+    for rank, (_, _, _, wrong) in enumerate(everyone):
+        if wrong:
+            raise PeerError(f"ExpertParallel: the options of rank {rank} were refused: {wrong}")
+    for rank, (theirs, *_) in enumerate(everyone):
         if theirs != everyone[0][0]:
             raise ValueError(
                 f"ExpertParallel: rank {rank} gives {', '.join(theirs)}, and rank 0 {', '.join(everyone[0][0])}; all "
                 "ranks must give the same"
             )
+    identity = everyone[0][2]
     if transport == "all_to_all":
-        return transport
-    verdicts: list[Any] = [None] * world
-    dist.all_gather_object(verdicts, unfit or _why_not(group, [place for _, place in everyone]), group=group)
+        return transport, identity
+    verdicts = _gathered(group, unfit or _why_not(group, [place for _, place, *_ in everyone]))
     why = next((verdict for verdict in verdicts if verdict), "")
     if why and transport == "symmetric":
         raise ValueError(f'ExpertParallel: transport="symmetric" cannot work: {why}; choose "all_to_all" or "auto"')
-    return "all_to_all" if why else "symmetric"
+    return "all_to_all" if why else "symmetric", identity
+
+
+def _gathered(group: Any, mine: Any) -> list[Any]:
+    """What each rank gives. Raises PeerError if a rank does not come."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise PeerError(
+            f"ExpertParallel: a rank has ended, or made no ExpertParallel within the group's time-out: {error}"
+        ) from error
+    return everyone

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -11,27 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import recipes
-from ..calls.addressed import WIDTH_MULTIPLE
+from ..calls.addressed import WIDTH_MULTIPLE, check_like
 from ..calls.checks import KERNEL_DTYPES, any_requires_grad, check_flag, check_tensor, shape_text
-from ..errors import GradientNotSupported
 from ..layer.routing import MAX_EXPERTS, MAX_K, MAX_ROWS, Routing
 from ..layer.rows import combine
 from ..mxfp8 import MXFP8Tensor
 from ..recipes import Recipe
 from .all_to_all import AllToAll
 from .beside import Beside
-from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Handle, PeerError
+from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Exchange, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
 from .symmetric import MAX_TOKENS, Symmetric
-from .tokens import Tokens, as_read, check_tokens, in_mxfp8, quantizes, refuse_gradients, status_of
+from .tokens import FORM, Tokens, as_read, check_tokens, in_mxfp8, quantizes, refuse_gradients
 from .window import Sizes, shared_window
 
 __all__ = ["ExpertParallel", "PeerError"]
 NAME = "ExpertParallel"
 TRANSPORTS = ("auto", "symmetric", "all_to_all")
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of choices' weights."""
 MAX_RANKS = MAX_K
 """A token's rows from other ranks are added as those of its choices are."""
+MOST_TRIED = 64
 
 
 class ExpertParallel:
@@ -68,8 +72,12 @@ class ExpertParallel:
     Attributes:
         rank, world; first, num_local: the first expert here, and how many there are. transport: the one chosen.
 
+    One thread at a time uses an object: of two at once the second gets a RuntimeError, and the object ends, since other
+    ranks may have served their threads in another order.
+
     Raises:
         ValueError, TypeError: options that cannot work, or are not all ranks'.
+        PeerError: another rank's options cannot work, or it does not come.
         RuntimeError: torch.distributed was not initialised.
     """
 
@@ -83,31 +91,19 @@ class ExpertParallel:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError(f"{NAME}: this process is not in the group; give one that it is in")
-        sizes = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "max_tokens": max_tokens}
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{NAME}: {name} is {value!r}; give an integer")
-            most = {"num_experts": MAX_EXPERTS, "top_k": min(MAX_K, num_experts)}.get(name, math.inf)
-            if not 1 <= value <= most:
-                raise ValueError(
-                    f"{NAME}: {name} is {value}; it must be 1 {'or more' if most == math.inf else f'to {most}'}"
-                )
-        if self.world > min(num_experts, MAX_RANKS):
-            raise ValueError(
-                f"{NAME}: {self.world} ranks for {num_experts} experts; there may be at most {MAX_RANKS}, and one for "
-                "each expert, so give a smaller group"
-            )
-        if transport not in TRANSPORTS:
-            raise ValueError(f"{NAME}: transport={transport!r}; choose {' or '.join(map(repr, TRANSPORTS))}")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"{NAME}: dtype is {dtype!r}; give that of tokens, as torch.bfloat16")
+        options = {"num_experts": num_experts, "top_k": top_k, "hidden_size": hidden_size, "max_tokens": max_tokens}
+        window, error = Sizes(self.world, max_tokens, top_k, hidden_size, dtype), None
+        try:
+            _check_options(options, self.world, transport, dtype)
+        except (ValueError, TypeError) as refused:
+            error = refused
+        unfit = "" if error else self._unfit(window)
+        self.transport, identity = agree(self.group, transport, (num_experts, *window), unfit, error)
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
         self.max_tokens, self.dtype = max_tokens, dtype
         self.owners = Owners(num_experts, self.world)
         self.first, self.num_local = self.owners.first(self.rank), self.owners.count(self.rank)
-        window = Sizes(self.world, max_tokens, top_k, hidden_size, dtype)
-        self.transport = agree(self.group, transport, (num_experts, *window), self._unfit(window))
-        self._way: AllToAll | Symmetric = AllToAll(self.group, self.owners)
+        self._way: AllToAll | Symmetric = AllToAll(self.group, self.owners, identity)
         if self.transport == Symmetric.name:
             device = torch.device("cuda", torch.cuda.current_device())
             shared = shared_window(self.group, window, device)
@@ -175,36 +171,47 @@ class ExpertParallel:
             PeerError: another rank's arguments did not fit, or are in another form than here, or it did not come;
                 symmetric: in a call before.
         """
-        return self._dispatch(lambda: x, ids, weights)
+        return self._dispatch(lambda: self._checked(x, ids, weights), ids, weights)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What is done before a dispatch: if it raises, the other ranks' dispatch ends in a PeerError that says so."""
+        with self._way.turn:
+            try:
+                yield
+            except Exception:
+                self._way.refuse()
+                raise
 
     def _dispatch(self, tokens: Callable[[], Any], ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
-        """`tokens`: what makes x, and may raise what `dispatch` does of it."""
-        try:
-            x = tokens()
-            self._check(x, ids, weights)
-        except (ValueError, TypeError, GradientNotSupported):
-            self._way.refuse()
-            raise
-        ours = ids.contiguous()
-        if ours.dtype is not torch.int32:
-            ours = ours.where((ours >= 0) & (ours < self.num_experts), -1).int()
-        exchange = self._way.begin(ours, status_of(x))
-        if isinstance(x, MXFP8Tensor):
-            x_here, weights_here, ids_here = exchange.dispatch(x, weights, ours)
-        else:
-            x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
-        here = Routing.from_topk(ids_here, weights_here, self.num_local, self.first)
+        """`tokens`: what makes x, checked, and may raise."""
+        with self._way.turn:
+            with self.refusing():
+                x = tokens()
+                ours = ids.contiguous()
+                if ours.dtype is not torch.int32:
+                    ours = ours.where((ours >= 0) & (ours < self.num_experts), -1).int()
+                weights = weights.to(torch.promote_types(self.dtype, torch.float32))  # one dtype on all ranks
+            exchange = self._way.begin(ours, x)
+            if isinstance(x, MXFP8Tensor):
+                x_here, weights_here, ids_here = exchange.dispatch(x, weights, ours)
+            else:
+                x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
+            with _told(exchange):
+                here = Routing.from_topk(ids_here, weights_here, self.num_local, self.first)
         exchange.row_of = here.row_of
         return x_here, here, Handle(exchange, here)
 
-    def _check(self, x: Any, ids: Any, weights: Any) -> None:
+    def _checked(self, x: Any, ids: Any, weights: Any) -> Any:
+        """x. Raises what `dispatch` does of its arguments."""
         self._check_tokens(x)
         op, shape = DISPATCH, (x.shape[0], self.top_k)
         integers = torch.int32, torch.int64
         why = "x has N tokens, which choose top_k experts each"
         check_tensor(op, "ids", ids, "a tensor [N, K]", x, dtypes=integers, shape=shape, why=why)
-        check_tensor(op, "weights", weights, "a tensor [N, K]", x, shape=shape, why=why)
+        check_tensor(op, "weights", weights, "a tensor [N, K]", x, dtypes=FLOATING, shape=shape, why=why)
         refuse_gradients(op, x, weights)
+        return x
 
     def _check_tokens(self, x: Any) -> None:
         check_tokens(DISPATCH, x, self.hidden_size, self.max_tokens, self.dtype)
@@ -229,13 +236,20 @@ class ExpertParallel:
             [N, H]: residual[n] + the sum over ranks of their sums.
 
         Raises:
-            ValueError, TypeError: an argument that does not fit. Nothing was sent unless it is the residual.
+            ValueError, TypeError: an argument that does not fit. Nothing was sent, so that the call can be made again.
+            PeerError: another rank failed since the dispatch, is in another operation, sends another dtype or width, or
+                does not come.
         """
-        if _holds_sums(y_here, handle.here, summed):
-            return self.collect(y_here, handle, residual)
-        if torch.is_grad_enabled() and any_requires_grad(y_here, residual):
-            return self.collect(combine(y_here, handle.here), handle, residual)
-        return handle.exchange.back_rows(y_here, handle.here, residual)
+        is_summed = _check_back(y_here, handle, summed, residual)
+        return self._combine(y_here, handle, residual, is_summed)
+
+    def _combine(self, y_here: Tensor, handle: Handle, residual: Tensor | None, is_summed: bool) -> Tensor:
+        with self._way.turn:
+            if is_summed:
+                return self.collect(y_here, handle, residual)
+            if torch.is_grad_enabled() and any_requires_grad(y_here, residual):
+                return self.collect(combine(y_here, handle.here), handle, residual)
+            return handle.exchange.back_rows(y_here, handle.here, residual)
 
     def collect(self, sums: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
         """`combine` of sums [R, H], whose shape is not checked."""
@@ -243,27 +257,65 @@ class ExpertParallel:
         return out
 
     def layer(
-        self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], x: Tokens,
-        routing: Routing, residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
+        self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
+        x: Tokens, routing: Routing, residual: Tensor | None = None, shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Tokens to `experts` of a recipe, and what it makes of x_here and routing_here back to the tokens: with
         gradients sums, without rows, which are added on their way. `shared` makes the residual of x, while rows are on
-        their way.
+        their way. `given`: the arguments that `experts` has besides.
+
+        If this rank raises, the other ranks' call ends in a PeerError: before anything was sent where an argument is
+        the cause, else in place of their combine.
         """
+        with self._way.turn:
+            beside = None if shared is None else Beside(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
+            tokens = functools.partial(self._tokens_of_layer, op, recipe, experts, given, x, routing)
+            x_here, here, handle = self._dispatch(tokens, routing.ids, routing.weights)
+            with _told(handle.exchange):
+                if beside:
+                    residual = beside.run()
+                is_summed = _by_sums(x_here)
+                made = experts(x_here, here, is_summed)
+                if beside:
+                    beside.join()
+                _check_back(made, handle, is_summed, residual)
+            return self._combine(made, handle, residual, is_summed)
+
+    def _tokens_of_layer(
+        self, op: str, recipe: str | Recipe, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any],
+        x: Tokens, routing: Routing,
+    ) -> Tokens:  # fmt: skip
+        """A layer's tokens as they travel. Raises what is wrong with them, with the routing or with the experts."""
         if (routing.first, routing.num_experts) != (0, self.num_experts):
             raise ValueError(
                 f"{op}: routing is to {routing.num_experts} experts from {routing.first} on; with parallel give one to "
                 f"all {self.num_experts}"
             )
-        beside = None if shared is None else Beside(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
-        x_here, here, handle = self._dispatch(lambda: self._as_sent(op, recipe, x), routing.ids, routing.weights)
-        if beside:
-            residual = beside.run()
-        is_summed = torch.is_grad_enabled() and isinstance(x_here, Tensor)
-        made = experts(x_here, here, is_summed)
-        if beside:
-            beside.join()
-        return self.combine(made, handle, residual, summed=is_summed)
+        sent: Tokens = self._checked(self._as_sent(op, recipe, x), routing.ids, routing.weights)
+        self._try_experts(experts, given, sent, routing)
+        return sent
+
+    def _try_experts(
+        self, experts: Callable[[Any, Routing, bool], Tensor], given: Mapping[str, Any], x: Tokens, routing: Routing
+    ) -> None:
+        """Let experts check their arguments, by a call of no tokens; once for what they are."""
+        key = isinstance(x, Tensor), torch.is_grad_enabled(), *map(_kind, given.values())
+        if key in self._tried:
+            return
+        nobody = x[:0] if isinstance(x, Tensor) else MXFP8Tensor.unchecked(x.data[:0], x.scale[:0], *FORM)
+        ids = routing.ids.new_empty(0, self.top_k, dtype=torch.int32)
+        weights = routing.weights.new_empty(0, self.top_k, dtype=torch.float32)
+        here = Routing.from_topk(ids, weights, self.num_local, self.first)
+        with torch.no_grad():
+            experts(nobody, here, _by_sums(x))
+        if len(self._tried) > MOST_TRIED:
+            self._tried.clear()
+        self._tried.add(key)
+
+    @functools.cached_property
+    def _tried(self) -> set[Any]:
+        """Kinds of arguments that experts took."""
+        return set()
 
     def _as_sent(self, op: str, recipe: str | Recipe, x: Tokens) -> Tokens:
         """A layer's tokens as they travel: by recipe, sizes, grad mode and x's own form, so alike on all ranks."""
@@ -286,6 +338,28 @@ class ExpertParallel:
         return f"{NAME}(rank {self.rank} of {self.world}, experts {self.first} to {last} of {self.num_experts})"
 
 
+def _check_options(sizes: dict[str, Any], world: int, transport: Any, dtype: Any) -> None:
+    """Raise ValueError or TypeError for an option of ExpertParallel that cannot work."""
+    num_experts = sizes["num_experts"]
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{NAME}: {name} is {value!r}; give an integer")
+        most = {"num_experts": MAX_EXPERTS, "top_k": min(MAX_K, num_experts)}.get(name, math.inf)
+        if not 1 <= value <= most:
+            raise ValueError(
+                f"{NAME}: {name} is {value}; it must be 1 {'or more' if most == math.inf else f'to {most}'}"
+            )
+    if world > min(num_experts, MAX_RANKS):
+        raise ValueError(
+            f"{NAME}: {world} ranks for {num_experts} experts; there may be at most {MAX_RANKS}, and one for each "
+            "expert, so give a smaller group"
+        )
+    if transport not in TRANSPORTS:
+        raise ValueError(f"{NAME}: transport={transport!r}; choose {' or '.join(map(repr, TRANSPORTS))}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"{NAME}: dtype is {dtype!r}; give that of tokens, as torch.bfloat16")
+
+
 def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
     """True if y_here has a row for each token of `here`, False if for each choice. Raises ValueError or TypeError if it
     has neither, or not what `summed` says.
@@ -302,3 +376,35 @@ def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
         why = "" if summed is None else f", since summed={summed}"
         raise ValueError(f"{COMBINE}: y_here has shape {shape_text(y_here.shape)}; it must be {shapes}{why}")
     return found[0]
+
+
+@contextlib.contextmanager
+def _told(exchange: Exchange) -> Iterator[None]:
+    """What is done between a dispatch and its combine: if it raises, the other ranks learn so in place of a combine."""
+    try:
+        yield
+    except Exception:
+        exchange.fail()
+        raise
+
+
+def _by_sums(x: Tokens) -> bool:
+    """Whether a layer's experts make sums of tokens: with gradients, which rows in MXFP8 have not."""
+    return torch.is_grad_enabled() and isinstance(x, Tensor)
+
+
+def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any) -> bool:
+    """Whether y_here holds sums. Raises ValueError or TypeError for what `combine` does not take."""
+    is_summed = _holds_sums(y_here, handle.here, summed)
+    if residual is not None:
+        shape = handle.exchange.tokens, y_here.shape[1]
+        check_like(COMBINE, "residual", residual, shape, y_here, "it is added to the tokens' sums")
+    return is_summed
+
+
+def _kind(value: Any) -> Any:
+    """What decides whether experts take an argument, as far as it is told at once: of a list its first alone."""
+    if isinstance(value, (list, tuple)):
+        return type(value), len(value), *map(_kind, value[:1])
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else (type(value), shape, getattr(value, "dtype", None), value.device)

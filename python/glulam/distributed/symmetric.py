@@ -16,7 +16,6 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import LayerSpec
 from cute_kernels.windows import MAX_TOKENS, STATE, STATUSES, failure
 
-from ..calls.addressed import check_like
 from ..calls.checks import check_tensor
 from ..choose import kernels
 from ..choose.problem import dtype_name
@@ -25,6 +24,7 @@ from ..layer.routing import Routing
 from ..scaled import E8M0_NAN
 from .exchange import COMBINE, WHY, Exchange, PeerError
 from .tokens import Tokens, status_of
+from .turn import SHARED, Turn
 from .window import Sizes, Window
 
 __all__ = ["MAX_TOKENS", "Symmetric"]
@@ -59,7 +59,7 @@ class Symmetric:
     """For tests: what was received is overwritten where no rank may need it any more."""
 
     def __init__(self, window: Window, held: Any, rank: int, num_experts: int, sizes: Sizes) -> None:
-        self.window, self._held, self.sizes = window, held, sizes
+        self.window, self._held, self.sizes, self.turn = window, held, sizes, Turn()
         device = window.rows.device
         self.kernels = _Kernels(device, sizes.dtype)
         self._mirror = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
@@ -86,18 +86,22 @@ class Symmetric:
         self._state[STATE.index("timeout")] = int(seconds * 1e9)
 
     def check(self) -> None:
-        """Raise the PeerError of what the device found in calls before this one."""
+        """Raise the PeerError of what the device found in calls before this one, or RuntimeError of two threads."""
         if error := self._error.value:
             rank, reason, phase, number = failure(error)
             what = {
                 "late": f"rank {rank} did not come within {self._timeout:g} s",
-                "elsewhere": f"rank {rank} was in another operation; all ranks must make the same calls in one order",
+                "elsewhere": f"rank {rank} was in another operation, or its experts failed; all ranks must make the "
+                "same calls in one order",
                 **{name: text.format(rank) for name, text in WHY.items()},
             }[reason]
             raise PeerError(f"{phase}, operation {number}: {what}; results since then are NaN, so make a new object")
+        if self.turn.was_shared:
+            self.refuse()
+            raise RuntimeError(SHARED)
 
-    def begin(self, ids: Tensor, status: str) -> _Slots:
-        """An exchange of the tokens whose choices are ids [N, K]; `status`, of STATUSES: what they are."""
+    def begin(self, ids: Tensor, x: Tokens) -> _Slots:
+        """An exchange of tokens x, whose choices are ids [N, K]."""
         self.check()
         (tokens, k), world = ids.shape, self.sizes.world
         empty = ids.new_empty
@@ -152,9 +156,21 @@ class _Slots(Exchange):
     weight_places: Tensor
     keeps: bool
 
+    @property
+    def turn(self) -> Turn:  # type: ignore[override]
+        return self.transport.turn
+
+    @property
+    def tokens(self) -> int:
+        return len(self.sum_rows)
+
+    def fail(self) -> None:
+        """By a dispatch in place of the combine that the other ranks are in."""
+        self.transport.refuse()
+
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
         """Views of the window, which the next dispatch overwrites, unless they are kept."""
-        weights = weights.float().contiguous()
+        weights = weights.contiguous()
         self._send(x, ids=ids.data_ptr(), weights=weights.data_ptr())
         window = self.transport.window
         came = window.rows if isinstance(x, Tensor) else window.in_mxfp8, window.weights, window.ids
@@ -220,8 +236,6 @@ class _Slots(Exchange):
         """Sums over ranks, in their order."""
         sums = self.transport.window.sums
         tokens, world = self.sum_rows.shape
-        if residual is not None:
-            check_like(COMBINE, "residual", residual, (tokens, sums.shape[1]), sums, "it is added to the tokens' sums")
         out = sums.new_empty(tokens, sums.shape[1])
         self.transport.kernels.launch(
             "combine", y=sums.data_ptr(), row_of=self.sum_rows.data_ptr(), out=out.data_ptr(), tokens=tokens,

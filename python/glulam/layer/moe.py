@@ -64,25 +64,13 @@ def moe(
     Raises:
         As `grouped_mlp`, `permute` and `combine`.
     """
-    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     if parallel is not None:
-        if not hasattr(parallel, "layer"):
-            kind = type(parallel).__name__
-            raise TypeError(f"{MoeCall.op}: parallel is a {kind}; give a glulam.distributed.ExpertParallel")
-        if out is not None:
-            raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
         options: dict[str, Any] = {
             "b1": b1, "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha,
             "offset": offset, "recipe": recipe, "recompute": recompute, "transpose_w": transpose_w,
         }  # fmt: skip
-
-        def experts(x: Tensor, here: Routing, is_summed: bool) -> Tensor:
-            if is_summed:
-                return moe(x, here, w1, w2, **options)
-            return rows_of_experts(x, here, w1, w2, dtype=parallel.dtype, **options)
-
-        made: Tensor = parallel.layer(MoeCall.op, recipe, experts, x, routing, residual)
-        return made
+        return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
+    rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
     if recipe in (BF16.name, BF16):
         return layer(
             x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
@@ -101,6 +89,27 @@ def moe(
             return combine(y, routing, residual, out=out)
     given.update(row_of=row_of, residual=residual)
     return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, given)
+
+
+def _over_ranks(
+    parallel: Any, x: Any, routing: Any, given: dict[str, Any], residual: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """moe whose experts are on several ranks; `given`: its other arguments."""
+    if not hasattr(parallel, "layer"):
+        kind = type(parallel).__name__
+        raise TypeError(f"{MoeCall.op}: parallel is a {kind}; give a glulam.distributed.ExpertParallel")
+    with parallel.refusing():
+        row_indices(MoeCall.op, x, routing)
+        if out is not None:
+            raise ValueError(f"{MoeCall.op}: out is given, and so is parallel, whose result is new; leave out one")
+
+    def experts(x: Tensor, here: Routing, is_summed: bool) -> Tensor:
+        if is_summed:
+            return moe(x, here, **given)
+        return rows_of_experts(x, here, dtype=parallel.dtype, **given)
+
+    made: Tensor = parallel.layer(MoeCall.op, given["recipe"], experts, given, x, routing, residual)
+    return made
 
 
 def rows_of_experts(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.checks import mismatch, runs_kernels, shape_text
+from ..calls.checks import check_number, mismatch, runs_kernels, shape_text
 from ..layer import Routing, moe, route
 from ..layer.few_tokens import route_few, routes_few
 from ..layer.moe import moe_call, rows_of_experts
@@ -149,19 +149,27 @@ class MoE(Converts):
         Raises:
             ValueError, TypeError: x has another width or dtype; as of `glulam.route` and `glulam.moe`.
         """
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
-            shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
-        tokens = x.reshape(-1, self.hidden_size).contiguous()
-        routing = self.route(tokens, num_tokens)
+        with nullcontext() if self.parallel is None else self.parallel.refusing():
+            tokens = self._tokens(x)
+            routing = self.route(tokens, num_tokens)
         if self.parallel is None:
             y = self._experts(tokens, routing, None if self.shared is None else self._shared(tokens))
         else:
             shared = None if self.shared is None else self._shared
-            y = self.parallel.layer(NAME, self.experts.recipe, self._of_ranks, tokens, routing, shared=shared)
+            experts = self.experts
+            with self.parallel.refusing():
+                given = experts.arguments()
+            y = self.parallel.layer(NAME, experts.recipe, self._of_ranks, given, tokens, routing, shared=shared)
         y = y.view(x.shape)
         self._keep(routing, y)
         return y
+
+    def _tokens(self, x: Any) -> Tensor:
+        """x as a matrix [N, H]. Raises ValueError where it is no tensor of this width."""
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            shape = shape_text(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{NAME}: x is {shape}; give a tensor [..., {self.hidden_size}]")
+        return x.reshape(-1, self.hidden_size).contiguous()
 
     def _keep(self, routing: Routing, y: Tensor) -> None:
         """Keep the routing of a forward that returns y.
@@ -243,11 +251,17 @@ class MoE(Converts):
 
         Raises:
             RuntimeError: the module was made without choice_bias, or there are no counts.
+            TypeError, ValueError: rate is no number, or counts no tensor [E].
         """
         if self.choice_bias is None:
             raise RuntimeError("update_choice_bias: made without choice_bias=True, so there is none to update")
         if counts is None and self.routing is None:
             raise RuntimeError("update_choice_bias: there was no forward whose rows count; give counts")
+        check_number("update_choice_bias", "rate", rate)
+        if counts is not None and not isinstance(counts, Tensor):
+            raise TypeError(f"update_choice_bias: counts is a {type(counts).__name__}; give a tensor [E]")
+        if counts is not None and counts.shape != self.choice_bias.shape:
+            mismatch("update_choice_bias", "counts", counts.shape, self.choice_bias.shape, "there are E experts")
         loads = (self.routing.counts if counts is None else counts).float()  # type: ignore[union-attr]
         self.choice_bias.add_((loads.mean() - loads).sign(), alpha=rate)
 

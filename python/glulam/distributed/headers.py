@@ -1,0 +1,165 @@
+"""Headers: what ranks tell each other before they exchange rows by all_to_all.
+
+torch.distributed moves whatever bytes it is given. If one rank is in dispatch while another is in combine, or sends
+another dtype, rows come out wrong without an error, or the back end ends the process. So each operation begins with a
+header of fixed size to every rank, and rows follow only where all headers agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cute_kernels.windows import STATUSES
+
+from .exchange import COMBINE, DISPATCH, WHY, PeerError
+from .turn import SHARED, Turn
+
+PHASES = (DISPATCH, COMBINE, f"backward of {COMBINE}", f"backward of {DISPATCH}")
+SAID = (*STATUSES, "failed")
+"""What a rank says of itself. "refused" and "failed": no rows follow, and its own error says why."""
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+class Header(NamedTuple):
+    """One rank's part of an operation. The same on all ranks, except for `rows`.
+
+    Attributes:
+        identity: the ExpertParallel, by a number that its ranks agreed on. number: its operations so far.
+        phase: an index of PHASES. answers: the number of the dispatch that it belongs to; 0 of a dispatch itself.
+        status: an index of SAID. dtype: an index of DTYPES. width: columns. has_weights: whether gradients of choices'
+            weights follow. rows: how many follow for the rank that reads this header.
+    """
+
+    identity: int
+    number: int
+    phase: int
+    answers: int
+    status: int
+    dtype: int
+    width: int
+    has_weights: int
+    rows: int
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return self.identity, self.number, self.phase, self.answers
+
+    @property
+    def form(self) -> str:
+        weights = " with gradients of weights" if self.has_weights else ""
+        return f"rows of {self.width} {DTYPES[self.dtype]}{weights}"
+
+
+class Headers:
+    """The operations of one ExpertParallel, in their order.
+
+    Args:
+        swap: torch.distributed's all-to-all of a tensor [W, n], which raises PeerError.
+        world: W. identity: see Header. turn: of the object; one that was shared ends it.
+    """
+
+    def __init__(self, swap: Callable[[str, Tensor], Tensor], world: int, identity: int, turn: Turn) -> None:
+        self._swap, self._world, self._identity, self._turn = swap, world, identity, turn
+        self.number = 0
+        self._ended = ""
+
+    def check(self) -> None:
+        """Raise the PeerError of an earlier operation after which ranks are no more in step."""
+        if self._ended:
+            raise PeerError(f"{self._ended}; make a new object on all ranks")
+
+    def end(self, why: str) -> None:
+        """Refuse all later operations: other ranks may be in the midst of one."""
+        self._ended = self._ended or why
+
+    def agree(
+        self, phase: str, like: Tensor, rows: list[int], expected: list[int] | None = None, *,
+        status: str = STATUSES[0], answers: int = 0, has_weights: bool = False,
+    ) -> list[int]:  # fmt: skip
+        """Begin an operation of all ranks, and return how many rows come from each.
+
+        Args:
+            like: rows [., width] of the dtype that is to be sent. rows: how many for each rank.
+            expected: how many come from each; None: other ranks' headers say it.
+            answers, has_weights: see Header.
+
+        Raises:
+            PeerError: a rank refused its tokens, failed, or is in another operation.
+            RuntimeError: two threads used the object.
+        """
+        self.check()
+        if self._turn.was_shared:
+            self.tell(phase, "failed", answers)
+            self.end(SHARED)
+            raise RuntimeError(SHARED)
+        form = DTYPES.index(like.dtype), like.shape[1], int(has_weights)
+        mine, theirs = self._exchange(phase, rows, answers, status, form)
+        for judge in (_silent, _elsewhere, _other_status, _other_form):
+            for rank, header in enumerate(theirs):
+                if why := judge(rank, header, mine):
+                    if judge is _elsewhere:
+                        self.end(f"{phase}: {why}")
+                    raise PeerError(f"{phase}: {why}")
+        received = [header.rows for header in theirs]
+        if expected is not None and received != expected:
+            self.end(f"{phase}: ranks sent {received} rows, and {expected} were dispatched to them")
+            self.check()
+        return received
+
+    def tell(self, phase: str, status: str, answers: int = 0) -> None:
+        """In place of an operation: say "refused" or "failed" to the other ranks, for whom it ends in a PeerError."""
+        if self._ended:
+            return
+        try:
+            mine, theirs = self._exchange(phase, [0] * self._world, answers, status, (0, 0, 0))
+        except PeerError as error:  # the caller raises an error of its own
+            self.end(str(error))
+            return
+        for rank, header in enumerate(theirs):
+            if why := _elsewhere(rank, header, mine):
+                self.end(f"{phase}: {why}")
+
+    def _exchange(
+        self, phase: str, rows: list[int], answers: int, status: str, form: tuple[int, int, int]
+    ) -> tuple[Header, list[Header]]:
+        """This rank's header, and those of all ranks. `form`: dtype, width and has_weights."""
+        self.number += 1
+        place, said = (self._identity, self.number, PHASES.index(phase), answers), SAID.index(status)
+        mine = [Header(*place, said, *form, count) for count in rows]
+        theirs = self._swap(phase, torch.tensor(mine, dtype=torch.int64, device="cpu")).tolist()
+        return mine[0], [Header(*values) for values in theirs]
+
+
+def _silent(rank: int, header: Header, _: Header) -> str:
+    said = SAID[header.status]
+    return WHY[said].format(rank) if said in ("refused", "failed") else ""
+
+
+def _elsewhere(rank: int, header: Header, mine: Header) -> str:
+    if header.place == mine.place:
+        return ""
+    if header.identity != mine.identity:
+        return f"rank {rank} is in a call of another ExpertParallel; all ranks must make the same calls in one order"
+    return (
+        f"rank {rank} is in {_where(header)}, this rank in {_where(mine)}; all ranks must make the same calls in one "
+        "order"
+    )
+
+
+def _where(header: Header) -> str:
+    of = f" of dispatch {header.answers}" if header.answers else ""
+    return f"{PHASES[header.phase]}{of} (operation {header.number})"
+
+
+def _other_status(rank: int, header: Header, mine: Header) -> str:
+    return WHY["other form"].format(rank) if header.status != mine.status else ""
+
+
+def _other_form(rank: int, header: Header, mine: Header) -> str:
+    if header.form == mine.form:
+        return ""
+    return f"rank {rank} sends {header.form}, this rank {mine.form}; give the same dtypes and widths on all ranks"

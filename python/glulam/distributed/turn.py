@@ -1,0 +1,30 @@
+"""One thread at a time in the operations of an ExpertParallel."""
+
+from __future__ import annotations
+
+import threading
+
+SHARED = (
+    "ExpertParallel: two threads used one object at once, and other ranks may have served theirs in another order; "
+    "make an object for each thread, and new ones on all ranks"
+)
+
+
+class Turn:
+    """A context of one thread, which may enter it again within.
+
+    Attributes:
+        was_shared: a second thread came meanwhile. Its call was refused, and the object is of no more use.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.was_shared = False
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.was_shared = True
+            raise RuntimeError(SHARED)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
