@@ -146,6 +146,46 @@ def with_a_shared_expert(transport: str) -> None:
 
 
 @torch.no_grad()
+def a_rank_fails(transport: str) -> None:
+    """Its experts fail, or it makes another call than the others: each rank raises, and none returns wrong rows."""
+    bad = dist.get_rank() == 1
+    x, ids = some(40, HIDDEN, seed=1).cuda(), torch.arange(40 * TOP_K, device="cuda").view(40, TOP_K).int() % EXPERTS
+    weights = torch.full(ids.shape, 1 / TOP_K, device="cuda")
+    routing = glulam.Routing.from_topk(ids, weights, EXPERTS)
+    failing = False
+
+    def experts(x: Tensor, here: glulam.Routing, _: bool) -> Tensor:
+        if failing and bad:
+            raise torch.cuda.OutOfMemoryError("no memory for experts")
+        return (glulam.permute(x, here) * here.weight_of_row[:, None]).to(BF16)
+
+    def calls(ep: ExpertParallel, text: str, step: Callable[[], Any]) -> None:
+        with pytest.raises(PeerError, match=text):
+            step()
+            torch.cuda.synchronize()
+            ep.check()
+
+    def out_of_step(ep: ExpertParallel) -> None:
+        x_here, _, handle = ep.dispatch(x, ids, weights)
+        ep.dispatch(x, ids, weights) if bad else ep.collect(x_here, handle)
+
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
+    wanted = ep.layer("moe", "bf16", experts, {}, x, routing)
+    assert near(wanted, x)
+    failing = True
+    if bad:
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="no memory for experts"):
+            ep.layer("moe", "bf16", experts, {}, x, routing)
+    else:
+        calls(ep, "rank 1 (failed|was in another op)", lambda: ep.layer("moe", "bf16", experts, {}, x, routing))
+    failing = False
+    if transport == "all_to_all":
+        assert same_bits(ep.layer("moe", "bf16", experts, {}, x, routing), wanted), "the next call is right"
+    ep = ExpertParallel(None, EXPERTS, TOP_K, HIDDEN, MOST, dtype=BF16, transport=transport)
+    calls(ep, "all ranks must make the same calls in one order", lambda: out_of_step(ep))
+
+
+@torch.no_grad()
 def random_steps(steps: int) -> None:
     """Other tokens and numbers of them at every step; what was received is overwritten as soon as it may be."""
     rank = dist.get_rank()
@@ -233,6 +273,17 @@ def test_ranks_of_nccl(world: int, transport: str, function: Callable[[str], Non
     if torch.cuda.device_count() < world:
         pytest.skip(f"there are not {world} GPUs")
     run_ranks(world, function, transport, backend="nccl")
+
+
+def test_a_rank_that_fails_by_gloo() -> None:
+    run_ranks(2, a_rank_fails, "all_to_all")
+
+
+@pytest.mark.parametrize("transport", ["symmetric", "all_to_all"])
+def test_a_rank_that_fails(transport: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are not 2 GPUs")
+    run_ranks(2, a_rank_fails, transport, backend="nccl")
 
 
 def test_random_steps() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +38,7 @@ class AllToAll:
 
     def __init__(self, group: Any, owners: Owners, identity: int) -> None:
         self.group, self.owners, self.turn = group, owners, Turn()
-        self.back_end = dist.get_backend(group)
+        self.back_end, self.host_group = dist.get_backend(group), host_group(group)
         self.headers = Headers(self._swap_headers, owners.world, identity, self.turn)
 
     def begin(self, ids: Tensor, x: Tokens) -> _Rows:
@@ -69,32 +69,36 @@ class AllToAll:
             raise
 
     def swap(
-        self, phase: str, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None
-    ) -> None:
+        self, phase: str, out: Tensor, rows: Tensor, num_out: list[int] | None = None, num_in: list[int] | None = None,
+        group: Any = None,
+    ) -> None:  # fmt: skip
         """torch.distributed's all-to-all, of as many rows from and to each rank. What it raises becomes a PeerError."""
         try:
-            dist.all_to_all_single(out, rows, num_out, num_in, group=self.group)
+            dist.all_to_all_single(out, rows, num_out, num_in, group=group or self.group)
         except (RuntimeError, ValueError) as error:
             raise PeerError(
                 f"{phase}: a rank has ended, or did not come within the group's time-out: {error}"
             ) from error
 
     def _swap_headers(self, phase: str, mine: Tensor) -> Tensor:
-        """With NCCL on a stream of its own, so that the host does not wait for the experts' kernels."""
-        if self.back_end != "nccl":
-            theirs = torch.empty_like(mine)
-            self.swap(phase, theirs, mine)
-            return theirs
-        with torch.cuda.stream(_side_stream(torch.cuda.current_device())):
-            mine = mine.cuda()
-            theirs = torch.empty_like(mine)
-            self.swap(phase, theirs, mine)
-            return theirs.cpu()
+        theirs = torch.empty_like(mine)
+        self.swap(phase, theirs, mine, group=self.host_group)
+        return theirs
 
 
-@functools.cache
-def _side_stream(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)
+_host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def host_group(group: Any) -> Any:
+    """A group of the same ranks that exchanges memory of the host, so that a header waits for no kernel: of one whose
+    back end has GPUs' memory alone another is made, once. Every rank calls it.
+    """
+    if dist.get_backend(group) != "nccl":
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _host_groups[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _host_groups[group]
 
 
 @dataclasses.dataclass
