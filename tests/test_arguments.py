@@ -299,3 +299,91 @@ def test_host_splits_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "is_capturing", lambda: True)
     with pytest.raises(glulam.CaptureError, match="splits is a list or a CPU tensor.*CUDA tensor"):
         groups.on_device("grouped_mm", [1, 2], 3, torch.device("cuda"))
+
+
+def state_errors() -> list[tuple[Any, Any, str]]:
+    """State, a module, and what the errors of both conversions name."""
+    module = glulam.nn.GroupedLinear(E, H, I)
+    states = [(state, module, "state is a ") for state in (None, 3, "x", [("weight", 1)], torch.ones(3))]
+    return states + [({}, wrong, "module is a ") for wrong in (None, 3, "x", {})]
+
+
+@pytest.mark.parametrize("state, module, named", state_errors(), ids=lambda value: f"{value!s:.20}")
+@pytest.mark.parametrize("convert", [glulam.nn.convert_state_dict, glulam.nn.convert_optimizer_state])
+def test_what_is_no_state_or_no_module_is_named(convert: Any, state: Any, module: Any, named: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{convert.__name__}: {named}"):
+        convert(state, module)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"state": None}, r"state\['state'\] is a NoneType"),
+        ({"param_groups": None}, r"state\['param_groups'\] is a NoneType"),
+        ({"param_groups": "x"}, r"state\['param_groups'\] is a str"),
+        ({"param_groups": [{"params": []}, {}]}, r"state\['param_groups'\]\[1\]"),
+        ({"param_groups": [3]}, r"state\['param_groups'\]\[0\]"),
+        ({"param_groups": [{"params": 3}]}, r"state\['param_groups'\]\[0\]"),
+        ({"param_groups": [{"params": [["weight"]]}]}, r"state\['param_groups'\]\[0\]"),
+    ],
+)
+def test_parts_of_an_optimizer_state_are_named(changes: dict[str, Any], named: str) -> None:
+    state = {"state": {}, "param_groups": [{"params": ["weight"]}], **changes}
+    with pytest.raises(TypeError, match=named):
+        glulam.nn.convert_optimizer_state(state, glulam.nn.GroupedLinear(E, H, I))
+
+
+@pytest.mark.parametrize("key", [7, None, ("fc1", "weight"), b"weight"])
+def test_keys_that_are_no_strings_are_left_as_they_are(key: Any) -> None:
+    for module in (glulam.nn.GroupedLinear(E, H, I), glulam.nn.MoE(H, I, E, 2)):
+        for convert in (glulam.nn.convert_state_dict, glulam.nn.convert_optimizer_state):
+            assert convert({key: 1}, module) == {key: 1}
+        whole = {**module.state_dict(), key: 1}
+        assert list(glulam.nn.convert_state_dict(whole, module)) == list(whole)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", 1.5, [3], object()], ids=lambda value: type(value).__name__)
+def test_arguments_of_methods_are_named(wrong: Any) -> None:
+    x = glulam.quantize_mxfp8(torch.randn(256, 64).to(BF16), axis="col")
+    with pytest.raises(TypeError, match=r"^group: index is .*give an integer"):
+        x.group(wrong, [128, 256])
+    for offs in (wrong, [wrong], 3, torch.tensor([1.5])):
+        if offs != [3]:
+            with pytest.raises(TypeError, match=r"^group: offs is .*give a tensor"):
+                x.group(0, offs)
+    for given, named in (((wrong, x.metadata()), "tensors"), ((x.tensors(), wrong), "metadata")):
+        with pytest.raises(TypeError, match=rf"^MXFP8Tensor.from_tensors: {named} is a "):
+            glulam.MXFP8Tensor.from_tensors(*given)
+    for part in ("data", "scale"):
+        with pytest.raises(TypeError, match=rf"^MXFP8Tensor: {part} is "):
+            glulam.MXFP8Tensor.from_tensors({**x.tensors(), part: wrong}, x.metadata())
+    layer = glulam.nn.MoE(H, I, E, 2, score="sigmoid", choice_bias=True)
+    if not isinstance(wrong, float):
+        with pytest.raises(TypeError, match="^update_choice_bias: rate is a "):
+            layer.update_choice_bias(wrong, torch.ones(E))
+    if wrong is not None:
+        with pytest.raises(TypeError, match="^update_choice_bias: counts is a "):
+            layer.update_choice_bias(0.1, wrong)
+    routing = dataclasses.replace(glulam.route(torch.randn(T, E), 2), offs=wrong)
+    with pytest.raises(TypeError, match=r"routing\.offs is a "):
+        _ = routing.counts
+
+
+def test_counts_of_another_shape_are_named() -> None:
+    layer = glulam.nn.MoE(H, I, E, 2, score="sigmoid", choice_bias=True)
+    with pytest.raises(ValueError, match=r"counts has shape \[3\]; it must be \[4\]"):
+        layer.update_choice_bias(0.1, torch.ones(3))
+
+
+def test_an_eps_that_is_none_is_named() -> None:
+    with pytest.raises(TypeError, match="^HyperConnection: sinkhorn_eps is a NoneType"):
+        glulam.nn.HyperConnection(4, H, sinkhorn_eps=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["out", "grad_input"])
+def test_buffers_that_cannot_be_hashed_are_named(name: str) -> None:
+    linear = glulam.nn.GroupedLinear(E, H, I)
+    x = torch.randn(T, H, requires_grad=name == "grad_input")
+    for wrong in ({}, [torch.empty(T, I)]):
+        with pytest.raises(TypeError, match=rf"\b{name}\b"):
+            linear(x, offs=good()["offs"], **{name: wrong})

@@ -79,6 +79,26 @@ class TestBothLosses:
         one = load_balancing_loss(glulam.route(torch.tensor([[9.0, 0, 0, 0]]).repeat(5, 1), 1))
         assert 3.9 < float(one) < 4, "all to one expert costs E"
 
+    @pytest.mark.parametrize("shift", [-46.0, -60.0, -120.0, -1e4])
+    @pytest.mark.parametrize("dtype", [torch.float32, F64])
+    def test_small_sigmoids_are_divided_by_their_sum(self, dtype: torch.dtype, shift: float) -> None:
+        """Far below 0 sigmoid is exp, so the loss and its gradient are those of a softmax."""
+        logits = (some_logits(9, 16, F64).round() + shift).to(dtype).requires_grad_()
+        made = glulam.route(logits, 2, score="sigmoid")
+        of_softmax = (logits.detach().double() - shift).requires_grad_()
+        wanted = formula(of_softmax, made.ids.tolist(), "softmax")
+        loss = load_balancing_loss(made)
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
+        got, want = (torch.autograd.grad(v, of)[0] for v, of in ((loss, logits), (wanted, of_softmax)))
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+        assert want.abs().max() > 1e-3
+
+    def test_sigmoids_that_are_all_zero_are_even(self) -> None:
+        logits = torch.full((6, 4), -torch.inf, requires_grad=True)
+        loss = load_balancing_loss(glulam.route(logits, 2, score="sigmoid"))
+        loss.backward()
+        assert loss == 1 and not logits.grad.any()
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_16_bit_logits_are_widened(self, dtype: torch.dtype, fake_gpu: FakeGpu) -> None:
         logits = some_logits(20, 32, dtype)

@@ -217,6 +217,57 @@ def test_choices_of_other_ranks_have_no_part(new_memory_is_nan: None) -> None:
             close(got, wanted)
 
 
+@pytest.mark.usefixtures("recipe_after")
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_weight_only"])
+def test_an_activation_that_is_replaced_after_the_first_call_is_seen(recipe: str) -> None:
+    integration.register(recipe=recipe)
+    made = {"hidden_act": "silu", "moe_intermediate_size": HIDDEN}
+    experts, given = experts_of("Qwen3MoeExperts", **made).eval(), routed()
+    with torch.no_grad():
+        before = run_once(experts, "glulam", given)
+        experts.act_fn = transformers.activations.ACT2FN["gelu_pytorch_tanh"]
+        after = run_once(experts, "glulam", given)
+        fresh = experts_of("Qwen3MoeExperts", **made).eval()
+        fresh.act_fn = experts.act_fn
+        assert torch.equal(after, run_once(fresh, "glulam", given))
+    assert not torch.allclose(after, before, rtol=0.1)
+    experts.act_fn = nn.Softplus()
+    with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts\._apply_gate is no activation"):
+        run_once(experts, "glulam", given)
+
+
+def test_a_limit_that_is_replaced_after_the_first_call_is_seen() -> None:
+    experts, given = experts_of("MiniMaxM3VLExperts"), routed()
+    for limit, alpha in ((1.25, 1.3), (2.0, 1.3), (2.0, 1)):
+        experts.swiglu_limit, experts.swiglu_alpha = limit, alpha
+        close(run_once(experts, "glulam", given), run_once(experts, "eager", given))
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_an_activation_that_is_replaced_in_a_compiled_model_is_seen(was_called: bool) -> None:
+    torch.compiler.reset()
+    model = model_of("Qwen3Moe")
+    model.set_experts_implementation("glulam")
+    if was_called:
+        model(tokens())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(tokens())
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = transformers.activations.ACT2FN["gelu_pytorch_tanh"]
+    got = compiled(tokens()).logits
+    model.set_experts_implementation("eager")
+    close(got, model(tokens()).logits)
+
+
+def test_a_copy_of_a_module_that_was_called_is_called_as_it_is() -> None:
+    experts, given = experts_of("Qwen3MoeExperts"), routed()
+    wanted = run_once(experts, "glulam", given)
+    for copied in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert torch.equal(run_once(copied, "glulam", given), wanted)
+        assert copied.state_dict().keys() == experts.state_dict().keys()
+        assert [name for name, _ in copied.named_modules()] == ["", "act_fn"]
+
+
 def test_a_gate_that_glulam_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that clamps what silu makes."""
     experts = experts_of("Qwen3MoeExperts")
@@ -497,6 +548,29 @@ def test_a_quantizer_of_someone_else_stays(monkeypatch: pytest.MonkeyPatch) -> N
     mapping = importlib.import_module("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING
     other = object()
     monkeypatch.setitem(mapping, "mxfp4", other)
+    integration.register()
+    assert mapping["mxfp4"] is other
+
+
+@pytest.mark.usefixtures("recipe_after")
+def test_a_quantizer_of_someone_else_comes_back(
+    gpt_oss_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping = importlib.import_module("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING
+    own, made = mapping["mxfp4"], []
+
+    def other(config: Any, **options: Any) -> Any:
+        made.append(config)
+        return own(config, **options)
+
+    monkeypatch.setitem(mapping, "mxfp4", other)
+    for _ in range(2):
+        integration.register(recipe="mxfp4_weight_only")
+        assert mapping["mxfp4"] is not other
+    asked = transformers.Mxfp4Config(dequantize=True)
+    folder = gpt_oss_checkpoint[0]
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=asked)
+    assert made, "16-bit weights are the business of the quantizer that was there"
     integration.register()
     assert mapping["mxfp4"] is other
 

@@ -17,6 +17,7 @@ from support.wrong_calls import (
     Operation,
     complaint_of_a_step,
     complaints,
+    complaints_of_cuts,
     gradients_of,
     named,
     unswept,
@@ -50,6 +51,12 @@ def test_on_the_cpu(operation: Operation) -> None:
 @pytest.mark.parametrize("before", BEFORE)
 def test_on_the_host_path(operation: Operation, before: str, fake_gpu: FakeGpu) -> None:
     lines = complaints(operation, "cpu", by_reference, before)
+    assert not lines, "\n".join(lines)
+
+
+@each_operation
+def test_storages_that_are_cut_short_between_calls(operation: Operation, fake_gpu: FakeGpu) -> None:
+    lines = complaints_of_cuts(operation, "cpu")
     assert not lines, "\n".join(lines)
 
 

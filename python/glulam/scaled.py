@@ -184,12 +184,17 @@ class Stored(Scaled):
             KeyError: an entry is missing.
             ValueError, TypeError: they do not fit together.
         """
+        given: dict[str, Any] = {"tensors": tensors, "metadata": metadata}
+        for argument, value in given.items():
+            if not isinstance(value, Mapping):
+                kind = type(value).__name__
+                raise TypeError(f"{cls.__name__}.from_tensors: {argument} is a {kind}; give a mapping by names")
         for names, entries in ((PARTS, tensors), (cls.form, metadata)):
             for name in names:
                 if f"{prefix}{name}" not in entries:
                     raise KeyError(f"{cls.__name__}.from_tensors: there is no entry {prefix + name!r}")
         data, scale = (tensors[f"{prefix}{name}"] for name in PARTS)
-        if scale.dtype == torch.uint8:
+        if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
             scale = scale.view(SCALE_DTYPE)
         form = {name: metadata[f"{prefix}{name}"] for name in cls.form}
         return cls(data, scale, **form)  # type: ignore[call-arg]

@@ -20,6 +20,8 @@ from torch import Tensor
 
 import glulam
 from glulam import GateUp, MXFP4Tensor, MXFP8Tensor, Routing, mhc
+from glulam.calls.memory import is_in_storage
+from glulam.host.plans import forget_plans
 from glulam.layer.choices import moe_of_choices
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -346,6 +348,19 @@ def _freed(t: Tensor, begin: int = 0) -> Tensor:
     return view
 
 
+def _cut(t: Tensor) -> Tensor:
+    """A tensor whose storage has half of its bytes."""
+    whole = t.clone()
+    cut_short(whole)
+    return whole
+
+
+def cut_short(t: Tensor) -> None:
+    """Leave a tensor's storage half of the bytes that it has, in place."""
+    storage = t.untyped_storage()
+    storage.resize_(storage.nbytes() // 2)
+
+
 def wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
     """What a caller may give in place of a tensor, with a word for it."""
     for word, make in _BREAKS.items():
@@ -384,6 +399,8 @@ _BREAKS: dict[str, Callable[[Tensor], Any]] = {
     "a lazy zero": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
     "freed": lambda t: _freed(t),
     "freed, not from its beginning": lambda t: _freed(t, 64),
+    # A GPU's allocator may give the cut storage an address that a plan has seen, which is not looked at again.
+    "cut short": lambda t: None if t.is_cuda else _cut(t),
     "of a plain subclass": lambda t: t.as_subclass(Plain),
     "of a wrapper": lambda t: Wrapper(t),
     "a parameter": lambda t: torch.nn.Parameter(t) if t.is_floating_point() else None,
@@ -481,7 +498,7 @@ def _on_cpu(value: Any) -> Any:
     plain = value.as_subclass(Tensor).detach()
     if plain._is_zerotensor():
         return torch.zeros(plain.shape, dtype=plain.dtype)
-    if plain.numel() and not plain.untyped_storage().nbytes():
+    if not is_in_storage(plain):
         return value
     return plain.resolve_neg().cpu().clone()
 
@@ -558,6 +575,47 @@ def complaints(operation: Operation, device: str, reference: Callable[..., Any],
     calls = [*wrong_calls(operation, good), ("", "good", operation.good(device))]
     lines = [(name, word, complaint(operation, name, word, given, reference)) for name, word, given in calls]
     return [f"{operation.name}: {name} {word}: {line}" for name, word, line in lines if line]
+
+
+def _with_own_storages(value: Any) -> Any:
+    """An argument of which each tensor, of a list too, has a storage of its own."""
+    if isinstance(value, list):
+        return [one.clone() for one in value]
+    for name, part in parts_of(value).items():
+        value = with_part(value, name, part.clone())
+    return value
+
+
+_OF_ROWS = {"offs", "token_of_row", "weight_of_row"}
+UNREAD = {
+    "moe": {"ids", "weights"},
+    **dict.fromkeys(("permute", "combine"), {"ids", "weights", *_OF_ROWS}),
+    "load_balancing_loss": {"weights", "row_of", *_OF_ROWS} - {"offs"},
+}
+"""Tensors of a routing that a function does not read."""
+
+
+def complaints_of_cuts(operation: Operation, device: str) -> list[str]:
+    """One line for each tensor whose storage is cut short after good calls with it, and which is then not refused."""
+    lines = []
+    for name, value in operation.good(device).items():
+        unread = UNREAD.get(operation.call.__name__, set()) if name == "routing" else set()
+        for part in parts_of(value).keys() - unread:
+            forget_plans()
+            good = {key: _with_own_storages(one) for key, one in operation.good(device).items()}
+            with torch.no_grad():
+                for _ in range(3):
+                    operation.call(**good)
+                cut_short(parts_of(good[name])[part])
+                try:
+                    operation.call(**good)
+                except (ValueError, TypeError, RuntimeError) as error:
+                    if re.search(rf"\b{name}\b.* cut short", str(error)):
+                        continue
+                    lines.append(f"{operation.name}: {name} {part}: {type(error).__name__}: {error!s:.200}")
+                else:
+                    lines.append(f"{operation.name}: {name} {part}: passes")
+    return lines
 
 
 def named(name: str) -> Operation:

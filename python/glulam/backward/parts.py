@@ -164,7 +164,12 @@ def check_targets(call: Any, targets: Targets) -> None:
     if out is None and grad_input is None:
         return
     key = key_of(call, out, grad_input), torch.is_grad_enabled()
-    inputs, apart = call.tensors(), _checked.find(key)
+    try:
+        apart = _checked.find(key)
+    except TypeError:  # something that cannot be hashed, and so is no tensor
+        _check_layouts(call, targets)
+        raise
+    inputs = call.tensors()
     if apart is None:
         _check_layouts(call, targets)
         _checked.keep(key, apart := set())

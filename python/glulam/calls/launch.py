@@ -320,6 +320,6 @@ class Plan:
         return Bare(self.constants["function"], self.shape.arguments, passed[0], results, tuple(memory))
 
     def check_apart(self, at: tuple[int, ...], outs: list[Any], **read: Any) -> None:
-        """Of addresses that were not seen before: all are memory, and no output overlaps an argument."""
+        """Check arguments at addresses that were not seen before; see `memory.check_apart`."""
         self.look(self.op, outs, **read)
         check_apart(self, at, outs, read)

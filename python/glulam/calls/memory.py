@@ -3,7 +3,7 @@
 Fake tensors have no memory: callers come here with real ones, or the look passes them.
 
 A plan serves calls of equal metadata (`plans`), which were checked once; addresses are looked at whenever they are new
-(`check_apart`). Allocators give the same ones again and again: a look at a set takes 0.1 us, at all tensors 1 us.
+(`check_apart`). Allocators give the same ones again and again: a look at a set takes 0.1 us, at all tensors 2 us.
 """
 
 from __future__ import annotations
@@ -85,12 +85,18 @@ def check_plain(op: str, name: str, tensor: Tensor) -> None:
         lazy = "negation" if tensor.is_neg() else "conjugate" if tensor.is_conj() else "zero"
         remedy = {"negation": "resolve_neg", "conjugate": "resolve_conj"}.get(lazy, "clone")
         raise ValueError(f"{op}: {name} is a lazy {lazy}, whose memory holds other numbers; give {name}.{remedy}()")
-    held, needed = tensor.untyped_storage().nbytes(), extent(tensor)
-    if needed and held < tensor.storage_offset() * tensor.element_size() + needed:
+    if not is_in_storage(tensor):
+        held = tensor.untyped_storage().nbytes()
         raise ValueError(
-            f"{op}: {name} needs {needed} bytes of a storage that has {held}: it was freed, as FSDP does with "
-            "parameters outside of their module's forward and backward; gather or allocate it again first"
+            f"{op}: {name} needs {extent(tensor)} bytes of a storage that has {held}: it was freed or cut short, as "
+            "FSDP does with parameters outside of their module's forward and backward; gather it or allocate it first"
         )
+
+
+def is_in_storage(tensor: Tensor) -> bool:
+    """Return True if a tensor's storage has all of the tensor's bytes: it may have been resized since."""
+    end = tensor.storage_offset() * tensor.element_size() + extent(tensor)
+    return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
 
 
 def check_alignment(op: str, name: str, tensor: Tensor) -> None:
@@ -138,7 +144,7 @@ SPREAD = (ExpertList, GateUp)
 
 
 class FreedStorage(RuntimeError):
-    """A tensor has no memory; the slow path says which."""
+    """A tensor has no memory, or too little; the slow path says which."""
 
 
 MAX_APART = 1024
@@ -172,7 +178,10 @@ def is_near(
 
 
 def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mapping[str, Any]) -> None:
-    """Of addresses that a plan has not seen: all are memory, and no output overlaps an argument.
+    """Check addresses that a plan has not seen: storages have all of their tensors, and no output overlaps an argument.
+
+    Tensors of a list were checked when its table was made, or are when they are prepared. A storage that is resized
+    moves, so that its tensors are looked at again: only where exactly these addresses were seen before are they not.
 
     Args:
         plan: has `op`; `extents`, for each argument that is read the bytes from its first element to behind its last, 0
@@ -187,6 +196,8 @@ def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mappin
     begins = at[: len(plan.extents)]
     lists = [value for value in read.values() if value.__class__ in SPREAD]
     is_near(plan.op, begins, plan.extents, lists=lists)
+    if not _are_in_storages(plan, out, read):
+        raise FreedStorage(f"{plan.op}: the storage of an argument was cut short")
     for index, (one, extent) in enumerate(zip(out, plan.out_extents, strict=True)):
         begin, size = (one.begin, one.end - one.begin) if one.__class__ is ExpertList else (one.data_ptr(), extent)
         if is_near(plan.op, begins, plan.extents, begin, size, lists):
@@ -194,6 +205,17 @@ def check_apart(plan: Any, at: tuple[int, ...], out: Sequence[Any], read: Mappin
     if len(plan.apart) >= MAX_APART:
         plan.apart.clear()
     plan.apart.add(at)
+
+
+def _are_in_storages(plan: Any, out: Sequence[Any], read: Mapping[str, Any]) -> bool:
+    """Return True if all storages have what the plan's tensors reach over: as `is_in_storage`, in 0.3 us a tensor."""
+    given = [value for value in read.values() if value.__class__ not in (list, tuple)]
+    for value, extent in zip((*given, *out), (*plan.extents, *plan.out_extents), strict=True):
+        if extent and value.untyped_storage().nbytes() < value.storage_offset() * value.itemsize + extent:
+            return False
+        if value.__class__ is GateUp and not all(map(is_in_storage, value)):
+            return False
+    return True
 
 
 def check_overlaps(op: str, name: str, out: Any, read: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from ..mxfp4 import MXFP4Tensor
 from ..mxfp4.tensor import BLOCK_BYTES
@@ -34,18 +33,25 @@ DTYPE_PLAN = "_get_dtype_plan"
 """A model's method: which dtypes transformers converts a checkpoint's tensors to, by parts of their names."""
 
 
+_replaced: Any = None
+"""What the quantizer here took the place of: transformers' own, or another package's."""
+
+
 def use(as_shipped: bool) -> None:
-    """Let transformers load such checkpoints with the quantizer here, or with its own."""
-    if as_shipped:
-        AUTO_QUANTIZER_MAPPING[METHOD] = _quantizer
-    elif AUTO_QUANTIZER_MAPPING[METHOD] is _quantizer:  # another's stays
-        AUTO_QUANTIZER_MAPPING[METHOD] = Mxfp4HfQuantizer
+    """Let transformers load such checkpoints with the quantizer here, or with the one that was there before."""
+    global _replaced
+    found = AUTO_QUANTIZER_MAPPING[METHOD]
+    if as_shipped and found is not _quantizer:
+        AUTO_QUANTIZER_MAPPING[METHOD], _replaced = _quantizer, found
+    elif not as_shipped and found is _quantizer:  # one that was registered since stays
+        AUTO_QUANTIZER_MAPPING[METHOD] = _replaced
 
 
 def _quantizer(config: Any, **options: Any) -> HfQuantizer:
-    """transformers' own where a caller asks for 16-bit weights, or where there are no others."""
-    own = config.dequantize or not options.get("pre_quantized", True)
-    return (Mxfp4HfQuantizer if own else AsShipped)(config, **options)
+    """Make the quantizer that was there before where a caller asks for 16-bit weights, or where there are no others."""
+    is_others = config.dequantize or not options.get("pre_quantized", True)
+    made: HfQuantizer = (_replaced if is_others else AsShipped)(config, **options)
+    return made
 
 
 class AsShipped(HfQuantizer):

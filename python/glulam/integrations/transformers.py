@@ -55,6 +55,7 @@ class Plan(NamedTuple):
 
     in_16_bits: whether its weights are. weights: names of FC1's and FC2's. biases, options: as `glulam.moe` calls them.
     post: the name of what is done to experts' rows before they are weighed, "" where nothing.
+    numbers: of the module when its gate was looked at, by their names: limits and slopes are among them.
     """
 
     in_16_bits: bool
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
     num_experts: int
     post: str
     options: tuple[tuple[str, Any], ...]
+    numbers: tuple[tuple[str, float], ...]
 
 
 def register(recipe: str | Recipe = "bf16") -> None:
@@ -167,7 +169,7 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
             delattr(experts, name)
             keep(experts, name, data, scale, recipe)
         # Set last: threads read buffers without the lock once the plan says that they are there.
-        plan = experts.glulam_plan = _new_plan(experts)
+        plan = _keep_plan(experts)
     after = sum(data.nbytes + scale.nbytes for data, scale in made)
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
     return plan
@@ -180,13 +182,39 @@ def _lock_of(experts: Any) -> threading.RLock:
 
 
 def plan_of(experts: Any) -> Plan:
-    """Found once for each module, since its attributes take the host longer than a launch. Raises as
-    `experts_forward`.
+    """Found once for each module, since its attributes take the host longer than a launch; and again where its act_fn
+    or a number of it was replaced. Raises as `experts_forward`.
     """
     plan: Plan | None = getattr(experts, "glulam_plan", None)
-    if plan is None:
-        plan = _traced_plan(experts) if is_dynamo_compiling() else _kept_plan(experts)
+    if plan is not None and _is_current(plan, experts):
+        return plan
+    if not is_dynamo_compiling():
+        return _kept_plan(experts)
+    plan = _traced_plan(experts)
+    _is_of(plan, experts, _act_fn(experts))  # torch.compile guards what it reads
     return plan
+
+
+def _is_current(plan: Plan, experts: Any) -> bool:
+    """Return True if the module has the act_fn and the numbers that it had when its plan was kept."""
+    return _is_of(plan, experts, experts.glulam_act_fn[0])
+
+
+def _is_of(plan: Plan, experts: Any, act_fn: Any) -> bool:
+    """Return True if the module has this act_fn, and the plan's numbers."""
+    numbers = tuple([(name, getattr(experts, name, None)) for name, _ in plan.numbers])
+    return _act_fn(experts) is act_fn and numbers == plan.numbers
+
+
+def _act_fn(experts: Any) -> Any:
+    """A module's act_fn, if it has one: as `parameter` finds a parameter."""
+    found = experts._modules.get("act_fn")
+    return getattr(experts, "act_fn", None) if found is None else found
+
+
+def _numbers_of(experts: Any) -> tuple[tuple[str, float], ...]:
+    named = [(name, value) for name, value in vars(experts).items() if not name.startswith("_")]
+    return tuple((name, value) for name, value in named if type(value) in (int, float))
 
 
 def _new_plan(experts: Any) -> Plan:
@@ -203,14 +231,25 @@ def _found_plan(experts: Any) -> Plan:
     }  # fmt: skip
     biases = ("b1", f"{weights[0]}_bias"), ("b2", f"{weights[1]}_bias")
     given = biases if experts.has_bias else ()
-    return Plan(recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()))
+    return Plan(
+        recipe is BF16, weights, given, len(experts.down_proj), _post_of(experts), tuple(options.items()),
+        _numbers_of(experts),
+    )  # fmt: skip
 
 
 def _kept_plan(experts: Any) -> Plan:
     with _lock_of(experts):
         plan: Plan | None = getattr(experts, "glulam_plan", None)  # another thread may have been here
-        if plan is None:
-            plan = experts.glulam_plan = _new_plan(experts)
+        if plan is None or not _is_current(plan, experts):
+            plan = _keep_plan(experts)
+    return plan
+
+
+def _keep_plan(experts: Any) -> Plan:
+    """Find a module's plan, and keep it; last, since threads read both without the lock."""
+    act_fn, plan = _act_fn(experts), _new_plan(experts)
+    experts.glulam_act_fn = (act_fn,)  # in a tuple, so that it is no second child of the module
+    experts.glulam_plan = plan
     return plan
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ..calls.checks import check_plain, check_tensor, mismatch, shape_text
 from ..reference import wide
-from .reference import TINY
 from .routing import Routing, check_matrix
 
 INTEGERS = (torch.int32, torch.int64)
@@ -40,11 +40,9 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     _check(routing)
     is_padding = routing.ids[:, :1] < 0
     values = wide(routing.logits).masked_fill(is_padding, 0)
-    if routing.score == "sigmoid":
-        scores = values.sigmoid()
-        probabilities = scores / (scores.sum(-1, keepdim=True) + TINY)
-    else:
-        probabilities = values.softmax(-1)
+    if routing.score == "sigmoid":  # in logarithms, since sums of small sigmoids round to 0; log 0 is -inf
+        values = logsigmoid(values).clamp(min=torch.finfo(values.dtype).min)
+    probabilities = values.softmax(-1)
     sums, rows = probabilities.masked_fill(is_padding, 0).sum(0), routing.offs[-1].clamp(min=1)
     return (routing.counts * sums).sum() / rows / rows * (routing.num_experts * routing.ids.shape[1])
 

@@ -66,7 +66,12 @@ class Routing:
 
     @property
     def counts(self) -> Tensor:
-        """int32 [num_experts], the rows of each expert; computed at every access."""
+        """int32 [num_experts], the rows of each expert; computed at every access. Raises TypeError where offs was
+        replaced by something that is no tensor.
+        """
+        offs: Any = self.offs
+        if not isinstance(offs, Tensor):
+            check_tensor("counts", "routing.offs", offs, "a tensor [E]")
         return with_spare_rows(self.offs.diff(prepend=self.offs.new_zeros(1)))
 
     @classmethod

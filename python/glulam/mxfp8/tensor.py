@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -97,11 +98,19 @@ class MXFP8Tensor(Stored):
 
         Raises:
             IndexError: there is no such group.
+            TypeError: index is no integer, or offs are none.
             ValueError: a batch of matrices; a group that cannot be cut out, or lies outside of data.
         """
         if self.data.dim() != 2:
             raise ValueError(f"group: data has shape {shape_text(self.shape)}; take one matrix of it, as tensor[0]")
-        ends = offs.tolist() if isinstance(offs, Tensor) else list(offs)
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(f"group: index is {index!r:.60}; give an integer") from None
+        try:
+            ends = [operator.index(end) for end in (offs.tolist() if isinstance(offs, Tensor) else offs)]
+        except TypeError:
+            raise TypeError(f"group: offs is {offs!r:.60}; give a tensor int32 [E] or a list of integers") from None
         if not 0 <= index < len(ends):
             raise IndexError(f"group: index is {index}, but there are {len(ends)} groups")
         before = ends[index - 1] if index else 0

@@ -120,7 +120,7 @@ def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any
                 make = partial(_joined_bytes, key=old[0], dtypes=dtypes, make=make)
             found.append(Move(old, [new], make))
     spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *form["fc2.weight"].keys))
-    there = {key for key in keys if key.startswith(spaces)}
+    there = {key for key in keys if isinstance(key, str) and key.startswith(spaces)}
     return found if there == {key for move in found for key in move.old} else []
 
 

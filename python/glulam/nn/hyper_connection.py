@@ -68,7 +68,7 @@ class HyperConnection(nn.Module):
         name = "HyperConnection"
         check_iters(name, iters, MAX_ITERS.get(num_streams))
         check_eps(name, eps)
-        check_eps(name, sinkhorn_eps)
+        check_eps(name, sinkhorn_eps, "sinkhorn_eps")
         if sublayer is not None and not callable(sublayer):
             raise TypeError(f"{name}: sublayer is a {type(sublayer).__name__}; give a module or a function")
         where: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -8,7 +8,7 @@ What is not is left as it is, so that loading it gives torch's usual error about
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,7 +51,11 @@ def convert_state_dict(state: Mapping[str, Any], module: nn.Module) -> dict[str,
         state: of a module like `module` that differs in `packed` at most, or in the names of an MoE's parts, which are
             one of `nn.dialects`. Loading it into `module` does the same.
         module: holds GroupedLinear and MoE modules anywhere.
+
+    Raises:
+        TypeError: state is no mapping, or module no module; MXFP4 parts of another dtype.
     """
+    _check("convert_state_dict", state, module)
     result = _converted(state, _named(module))
     if (versions := getattr(state, "_metadata", None)) is not None:  # of modules, which load_state_dict looks at
         result = OrderedDict(result)
@@ -70,9 +74,14 @@ def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict
         state: {parameter name: {"exp_avg": ..., "step": ...}}, or that under "state" beside "param_groups" whose
             "params" are names, as torch.distributed.checkpoint has it.
         module: as of `convert_state_dict`.
+
+    Raises:
+        TypeError: state is no such mapping, or module no module.
     """
+    _check("convert_optimizer_state", state, module)
     if "state" not in state or "param_groups" not in state:
         return _converted(state, _named(module), moments=True)
+    _check_groups("convert_optimizer_state", state["state"], state["param_groups"])
     moments: dict[str, Any] = dict(state["state"])
     groups = [dict.fromkeys(group["params"]) for group in state["param_groups"]]
     for prefix, child in _named(module):
@@ -89,6 +98,28 @@ def convert_optimizer_state(state: Mapping[str, Any], module: nn.Module) -> dict
             groups[home] = _renamed(groups[home], move)
     renamed = [{**group, "params": list(names)} for group, names in zip(state["param_groups"], groups, strict=True)]
     return {**state, "state": moments, "param_groups": renamed}
+
+
+def _check(op: str, state: Any, module: Any) -> None:
+    """Raise TypeError where these are no state dict and no module."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{op}: state is a {type(state).__name__}; give a mapping, as state_dict() returns")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{op}: module is a {type(module).__name__}; give the torch.nn.Module that the state is for")
+
+
+def _check_groups(op: str, moments: Any, groups: Any) -> None:
+    """Raise TypeError where an optimizer's state is not by parameters, or a group of it lists no "params"."""
+    if not isinstance(moments, Mapping):
+        raise TypeError(f"{op}: state['state'] is a {type(moments).__name__}; give a mapping by parameters' names")
+    if not isinstance(groups, Collection) or isinstance(groups, (str, Mapping)):
+        raise TypeError(f"{op}: state['param_groups'] is a {type(groups).__name__}; give a list of groups")
+    for place, group in enumerate(groups):
+        names = group.get("params") if isinstance(group, Mapping) else None
+        is_list = isinstance(names, Collection) and not isinstance(names, str)
+        if not (is_list and all(isinstance(name, Hashable) for name in names)):  # type: ignore[union-attr]
+            what = f"state['param_groups'][{place}]"
+            raise TypeError(f"{op}: {what} is {group!r:.60}; give a mapping whose 'params' are a list of names")
 
 
 def _renamed(names: dict[str, Any], move: Move) -> dict[str, Any]:
