@@ -19,9 +19,10 @@ from cute_kernels.specs import (
 )
 
 from . import formats, grouped, layers, streams
+from .inputs import FULL, Size
 from .trial import Trial
 
-_BY_KIND: dict[type, Callable[[Any], Iterator[Trial]]] = {
+_BY_KIND: dict[type, Callable[[Any, Size], Iterator[Trial]]] = {
     GroupedMmSpec: grouped.mm,
     GroupedGluSpec: grouped.glu,
     GroupedMlpSpec: grouped.mlp,
@@ -31,7 +32,7 @@ _BY_KIND: dict[type, Callable[[Any], Iterator[Trial]]] = {
     QuantizeMxfp4Spec: formats.mxfp4,
     MhcSpec: streams.hyper_connection,
 }
-_OF_A_LAYER: dict[str, Callable[[Any], Iterator[Trial]]] = {
+_OF_A_LAYER: dict[str, Callable[[Any, Size], Iterator[Trial]]] = {
     "route": layers.routed,
     "router": layers.few_tokens,
     "sort": layers.sorted_choices,
@@ -42,8 +43,12 @@ _OF_A_LAYER: dict[str, Callable[[Any], Iterator[Trial]]] = {
 }
 
 
-def trials_of(spec: Spec) -> Iterator[Trial]:
+def _none(spec: Spec, size: Size) -> Iterator[Trial]:
+    return iter(())
+
+
+def trials_of(spec: Spec, size: Size = FULL) -> Iterator[Trial]:
     """Calls that a spec's function serves: none of a kernel that is only ever part of a chain, or between GPUs."""
     if isinstance(spec, LayerSpec):
-        return _OF_A_LAYER.get(spec.kernel, lambda _: iter(()))(spec)
-    return _BY_KIND.get(type(spec), lambda _: iter(()))(spec)
+        return _OF_A_LAYER.get(spec.kernel, _none)(spec, size)
+    return _BY_KIND.get(type(spec), _none)(spec, size)

@@ -13,10 +13,8 @@ from cute_kernels.specs import QuantizeMxfp4Spec, QuantizeMxfp8Spec
 from ..mxfp4 import quantize_mxfp4
 from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
 from ..mxfp8.layout import BLOCK_SIZES, SCALE_LAYOUTS
-from .inputs import randn
+from .inputs import Size, randn
 from .trial import Given, Trial
-
-SHAPES = ((1, 32), (130, 256), (257, 96), (1000, 736))
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -27,11 +25,11 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def mxfp8(spec: QuantizeMxfp8Spec) -> Iterator[Trial]:
+def mxfp8(spec: QuantizeMxfp8Spec, size: Size) -> Iterator[Trial]:
     """What rounds to values of MXFP8 and back is part of an MLP's call, see `grouped.mlp`."""
     if spec.rounded:
         return
-    for rows, columns in SHAPES:
+    for rows, columns in size.matrices:
         if spec.axis != "row" and rows % 32:
             rows += 32 - rows % 32
         for block in BLOCK_SIZES:
@@ -47,12 +45,12 @@ def mxfp8(spec: QuantizeMxfp8Spec) -> Iterator[Trial]:
                 yield Trial(f"{rows} x {columns}, {block}, {scale_layout}", given, call, is_bits=True)
 
 
-def mxfp4(spec: QuantizeMxfp4Spec) -> Iterator[Trial]:
+def mxfp4(spec: QuantizeMxfp4Spec, size: Size) -> Iterator[Trial]:
     def call(given: Given) -> list[Tensor]:
         made = quantize_mxfp4(given["x"])
         return [made.data, made.scale]
 
-    for rows, columns in SHAPES:
+    for rows, columns in size.matrices:
         yield Trial(
             f"3 x {rows} x {columns}",
             {"x": _values((3, rows, columns), getattr(torch, spec.dtype))},

@@ -32,13 +32,10 @@ from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
 from ..recipes import BF16
-from .inputs import Routing, routings, rows_of, scales_of, spread, total_rows, weights_of
+from .inputs import Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
 from .trial import Given, Trial, gradients
 
 IN_16_BITS = BF16.operands
-HIDDEN, INTER = 200, 352
-IN_BLOCKS = 224
-"""In place of HIDDEN where weights have a scale for 32 columns."""
 ODD = Routing("N = 1504, K = 736", spread(150, 4))
 UNREACHED = 1e4
 """A limit of clamped activations."""
@@ -54,27 +51,29 @@ def _dtype(spec: Any) -> torch.dtype:
     return found
 
 
-def _sizes(hidden: int, inter: int) -> list[Sized]:
+def _sizes(size: Size, hidden: int) -> list[Sized]:
     """With every routing; layers of many experts are small."""
-    small = [(96, 96) if len(routing.sizes) > 100 else (hidden, inter) for routing in routings()]
-    return [*((routing, *sizes) for routing, sizes in zip(routings(), small, strict=True)), (ODD, 736, 1504)]
+    each = routings(size)
+    small = [(96, 96) if len(routing.sizes) > 100 else (hidden, size.inter) for routing in each]
+    odd = [(ODD, 736, 1504)] if size.has_odd else []
+    return [*((routing, *sizes) for routing, sizes in zip(each, small, strict=True)), *odd]
 
 
-def _replayed(sized: Sized) -> Given:
+def _replayed(sized: Sized, size: Size) -> Given:
     """Of the first routing: group sizes of the second one."""
-    first, second, *_ = routings()
+    first, second, *_ = routings(size)
     return {"offs": second.offs} if sized[0] == first else {}
 
 
-def mm(spec: GroupedMmSpec) -> Iterator[Trial]:
+def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
     """Of decoded weights in MXFP8 there is no call but that of an MLP, see `mlp`."""
     if spec.in_halves:
-        yield from _in_halves(spec)
+        yield from _in_halves(spec, size)
         return
     if spec.operands not in (IN_16_BITS, "mxfp4_weight_only"):
         return
     dtype, of_mxfp4 = _dtype(spec), spec.operands != IN_16_BITS
-    for sized in _sizes(IN_BLOCKS if of_mxfp4 else HIDDEN, INTER):
+    for sized in _sizes(size, size.in_blocks if of_mxfp4 else size.hidden):
         routing, k, n = sized
         total, experts = total_rows(routing), len(routing.sizes)
         w = weights_of(experts, n, k, dtype, seed=2)
@@ -89,11 +88,12 @@ def mm(spec: GroupedMmSpec) -> Iterator[Trial]:
             "bias": weights_of(experts, 1, n, dtype, seed=4)[:, 0].contiguous(),
             "bias_scale": scales_of(total, routing.rows),
         }
-        for name, more in _ways(given, addends, () if of_mxfp4 else ("w",), routing):
+        for name, more in _ways(given, addends, () if of_mxfp4 else ("w",), routing, routing == routings(size)[0]):
             call = _listed(grouped_mm, transpose_w=spec.transpose_w)
             yield Trial(
-                f"{routing.name}, {name}", {**given, **more}, call, _ends(routing), True, replayed=_replayed(sized)
-            )
+                f"{routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
+                replayed=_replayed(sized, size),
+            )  # fmt: skip
 
 
 def _ends(routing: Routing) -> tuple[int, int]:
@@ -109,13 +109,13 @@ def _indices(routing: Routing) -> Tensor:
 
 
 def _ways(
-    given: Given, addends: Given, lists: Sequence[str], routing: Routing
+    given: Given, addends: Given, lists: Sequence[str], routing: Routing, is_first: bool
 ) -> Iterator[tuple[str, Given]]:  # fmt: skip
     """What else is given: biases and scales; and with the first routing nothing, a bias alone, or, where experts may be
     lists, rows of x by index and each expert's weights in memory of its own.
     """
     yield "with " + ", ".join(addends), addends
-    if routing == routings()[0]:
+    if is_first:
         yield "plain", {}
         bias = next(iter(addends))
         yield f"with {bias}", {bias: addends[bias]}
@@ -134,7 +134,7 @@ def _listed(function: Callable[..., Any], **options: Any) -> Callable[[Given], l
     return call
 
 
-def _in_halves(spec: GroupedMmSpec) -> Iterator[Trial]:
+def _in_halves(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
     """The data gradient of a w1 in two tensors."""
     dtype = _dtype(spec)
 
@@ -143,7 +143,7 @@ def _in_halves(spec: GroupedMmSpec) -> Iterator[Trial]:
         mlp = partial(grouped_mlp, w1=w1, w2=given["w2"], offs=given["offs"])
         return gradients(mlp, [given["x"]], lambda *_: given["dy"])
 
-    for routing, hidden, inter in _sizes(HIDDEN, INTER):
+    for routing, hidden, inter in _sizes(size, size.hidden):
         if routing.rows < 2:  # which another path serves
             continue
         total, experts = total_rows(routing), len(routing.sizes)
@@ -163,14 +163,10 @@ def _forms(activation: str, layout: str) -> list[tuple[str, str]]:
     return [(each, one) for each in ACTIVATION_FORMS[activation] for one in layouts]
 
 
-def _width(spec: GroupedGluSpec) -> int:
+def _fc1_sizes(spec: GroupedGluSpec, size: Size, hidden: int) -> list[Sized]:
     """A kernel of any I is asked for one that blocks do not divide, or another would serve."""
-    return INTER - BLOCK_ROWS // 4 if spec.glu_layout == "strided" else INTER
-
-
-def _fc1_sizes(spec: GroupedGluSpec, hidden: int) -> list[Sized]:
-    width = _width(spec)
-    return [(r, h, width if i == INTER else i + width - INTER) for r, h, i in _sizes(hidden, INTER)]
+    less = BLOCK_ROWS // 4 if spec.glu_layout == "strided" else 0
+    return [(r, h, i - less) for r, h, i in _sizes(size, hidden)]
 
 
 def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple[str, str], Sized]]:
@@ -180,15 +176,21 @@ def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple
     yield from ((forms[0], sized) for sized in sizes[1:])
 
 
+def _is_first(spec: Any, size: Size, form: tuple[str, str], routing: Routing) -> bool:
+    """Whether a form and a routing are tried in all ways."""
+    forms = _forms(spec.activation, spec.glu_layout)
+    return routing == routings(size)[0] and (size.has_every_pair or form == forms[0])
+
+
 def _named(form: tuple[str, str]) -> dict[str, Any]:
     return {"activation": form[0], "glu_layout": form[1]}
 
 
-def glu(spec: GroupedGluSpec) -> Iterator[Trial]:
+def glu(spec: GroupedGluSpec, size: Size) -> Iterator[Trial]:
     if spec.operands != IN_16_BITS:
         return
     dtype = _dtype(spec)
-    for form, sized in _formed_and_sized(spec, _fc1_sizes(spec, HIDDEN)):
+    for form, sized in _formed_and_sized(spec, _fc1_sizes(spec, size, size.hidden)):
         routing, hidden, inter = sized
         total, experts, both = total_rows(routing), len(routing.sizes), inter * (1 + is_gated(form[0]))
         w1 = weights_of(experts, both, hidden, dtype, seed=2)
@@ -201,10 +203,10 @@ def glu(spec: GroupedGluSpec) -> Iterator[Trial]:
             "row_scale": scales_of(total, routing.rows),
         }
         options = {**_named(form), "return_preact": spec.save_preact, "transpose_w": spec.transpose_w}
-        for name, more in _ways(given, addends, ("w1",), routing):
+        for name, more in _ways(given, addends, ("w1",), routing, _is_first(spec, size, form, routing)):
             yield Trial(
                 f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, _listed(grouped_glu, **options),
-                _ends(routing), True, replayed=_replayed(sized),
+                _ends(routing), True, replayed=_replayed(sized, size),
             )  # fmt: skip
 
 
@@ -224,7 +226,7 @@ def _in_mxfp8(w: Tensor) -> MXFP8Tensor:
     return MXFP8Tensor(made.data.view(w.shape), made.scale.view(*w.shape[:2], -1))
 
 
-def mlp(spec: GroupedMlpSpec) -> Iterator[Trial]:
+def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
     """Of a forward that keeps its preactivation, as training calls it: the result; `grouped_glu` returns that one. None
     of training in MXFP8.
     """
@@ -233,7 +235,7 @@ def mlp(spec: GroupedMlpSpec) -> Iterator[Trial]:
     if fc1.save_preact and not is_plain:
         return
     recipe = BF16.name if is_plain else fc1.operands
-    for form, sized in _formed_and_sized(fc1, _fc1_sizes(fc1, HIDDEN if is_plain else IN_BLOCKS)):
+    for form, sized in _formed_and_sized(fc1, _fc1_sizes(fc1, size, size.hidden if is_plain else size.in_blocks)):
         routing, hidden, inter = sized
         total, experts, both = total_rows(routing), len(routing.sizes), inter * (1 + is_gated(form[0]))
         given = {
@@ -250,11 +252,13 @@ def mlp(spec: GroupedMlpSpec) -> Iterator[Trial]:
         options = {**_named(form), "recipe": recipe, "transpose_w": fc1.transpose_w}
         call = partial(_recorded, options) if fc1.save_preact else _listed(grouped_mlp, **options)
         has_lists = is_plain and not fc1.save_preact
-        for name, more in _ways(given, addends, ("w1", "w2") if has_lists else (), routing):
+        for name, more in _ways(
+            given, addends, ("w1", "w2") if has_lists else (), routing, _is_first(fc1, size, form, routing)
+        ):  # fmt: skip
             yield Trial(
                 f"{', '.join(form)}, {routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
                 tolerance=ROUNDED_TWICE if OPERANDS[fc1.operands].act != DENSE else None,
-                replayed={} if fc1.save_preact else _replayed(sized),
+                replayed={} if fc1.save_preact else _replayed(sized, size),
             )  # fmt: skip
 
 
@@ -265,10 +269,10 @@ def _recorded(options: dict[str, Any], given: Given) -> list[Tensor]:
     return [made.detach()]
 
 
-def dglu(spec: GroupedDgluSpec) -> Iterator[Trial]:
+def dglu(spec: GroupedDgluSpec, size: Size) -> Iterator[Trial]:
     if spec.operands != IN_16_BITS:
         return
-    for form, sized in _formed_and_sized(spec, _sizes(HIDDEN, INTER)):
+    for form, sized in _formed_and_sized(spec, _sizes(size, size.hidden)):
         yield from (_data_path if spec.dgrad else _dglu_alone)(spec, form, sized)
 
 
@@ -313,10 +317,10 @@ def _data_path(spec: GroupedDgluSpec, form: tuple[str, str], sized: Sized) -> It
     yield Trial(f"gradients, {', '.join(form)}, {routing.name}", given, call, _ends(routing))
 
 
-def wgrad(spec: GroupedWgradSpec) -> Iterator[Trial]:
+def wgrad(spec: GroupedWgradSpec, size: Size) -> Iterator[Trial]:
     """What is there, NaN where it is to be overwritten, is written over, added to, or either by expert."""
     dtype, out_dtype = _dtype(spec), getattr(torch, spec.out_dtype)
-    for sized in _sizes(HIDDEN, INTER):
+    for sized in _sizes(size, size.hidden):
         routing, n, k = sized
         total, experts = total_rows(routing), len(routing.sizes)
         there = weights_of(experts, n, k, out_dtype, seed=7)
@@ -330,13 +334,13 @@ def wgrad(spec: GroupedWgradSpec) -> Iterator[Trial]:
             ("added to", {"out": there}, {"accumulate": True}),
             ("by a mask", {"out": torch.where(mask[:, None, None], there, math.nan), "mask": mask}, {}),
         ]
-        if sized[0] == routings()[0]:
+        if routing == routings(size)[0]:
             kinds.append(
                 ("by index", {**kinds[0][1], "x": given["x"][: routing.rows], "x_rows": _indices(routing)}, {})
             )
         for name, more, options in kinds:
             call = partial(_wgrad, options)
-            yield Trial(f"{routing.name}, {name}", {**given, **more}, call, replayed=_replayed(sized))
+            yield Trial(f"{routing.name}, {name}", {**given, **more}, call, replayed=_replayed(sized, size))
 
 
 def _wgrad(options: dict[str, Any], given: Given) -> list[Tensor]:

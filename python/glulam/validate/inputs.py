@@ -34,6 +34,44 @@ class Routing(NamedTuple):
         return torch.tensor(list(itertools.accumulate(self.sizes)), dtype=torch.int32)
 
 
+class Size(NamedTuple):
+    """How large the trials of a function are.
+
+    Attributes:
+        rows, experts: T and E of most routings.
+        kinds: names of the routings to try; empty: all of them.
+        hidden, inter: H and I.
+        in_blocks: H where weights have a scale for 32 columns.
+        has_odd: whether to try N = 1504, K = 736 as well.
+        has_every_pair: whether every activation and layout is tried in every way to give biases, scales and weights;
+            else the first of them alone is.
+        tokens: numbers of tokens that are routed, sorted, or copied to rows.
+        row_width: H of these tokens.
+        matrices: shapes of what is quantised.
+        streams: leading dimensions and C of hyper-connections.
+    """
+
+    rows: int = 300
+    experts: int = 8
+    kinds: tuple[str, ...] = ()
+    hidden: int = 200
+    inter: int = 352
+    in_blocks: int = 224
+    has_odd: bool = True
+    has_every_pair: bool = True
+    tokens: tuple[int, ...] = (1, 65, 700)
+    row_width: int = 264
+    matrices: tuple[tuple[int, int], ...] = ((1, 32), (130, 256), (257, 96), (1000, 736))
+    streams: tuple[tuple[tuple[int, ...], int], ...] = (
+        ((1, 1), 8), ((3, 5), 8), ((2, 61), 736), ((4, 33), 2056), ((300,), 256),
+    )  # fmt: skip
+
+
+FULL = Size()
+"""Tokens: one; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one
+(MOST_SORTED). Streams: one token, odd counts, one vector, no multiple of any tile, more vectors than threads."""
+
+
 def spread(rows: int, experts: int) -> tuple[int, ...]:
     """As even as it goes."""
     return tuple(rows // experts + (e < rows % experts) for e in range(experts))
@@ -54,10 +92,11 @@ def _but(rows: int, experts: int, empty: Sequence[int]) -> tuple[int, ...]:
 
 
 @functools.cache
-def routings(rows: int = 300, experts: int = 8) -> tuple[Routing, ...]:
+def routings(size: Size = FULL) -> tuple[Routing, ...]:
     """The first one has all kinds of sizes; the second one as many experts and rows."""
+    rows, experts = size.rows, size.experts
     last = experts - 1
-    return (
+    every = (
         Routing("Zipf", _zipf(rows, experts)),
         Routing("uniform", spread(rows, experts)),
         Routing("one takes all", _but(rows, experts, [e for e in range(experts) if e != experts // 2])),
@@ -70,6 +109,7 @@ def routings(rows: int = 300, experts: int = 8) -> tuple[Routing, ...]:
         Routing("one expert", (rows,)),
         Routing("512 experts", _zipf(rows, 512)),
     )
+    return tuple(routing for routing in every if not size.kinds or routing.name in size.kinds)
 
 
 def total_rows(routing: Routing) -> int:

@@ -15,20 +15,17 @@ from cute_kernels.specs import LayerSpec
 from ..layer import Routing, combine, permute, route
 from ..layer.few_tokens import MOST_ROUTED, route_few
 from ..layer.routing import MOST_SORTED
-from .inputs import randn
+from .inputs import FULL, Size, randn
 from .trial import Given, Trial, gradients
 
 TOP_K = 4
-HIDDEN = 264
-TOKENS = (1, 65, 700)
-"""One; one more than `route` serves in one launch; and more choices than `from_topk` sorts in one (MOST_SORTED)."""
 RULES: dict[str, dict[str, Any]] = {
     "softmax": {}, "softmax, not normalised": {"normalize": False}, "softmax of the largest": {"score": "topk_softmax"},
     "sigmoid, groups of experts": {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5},
 }  # fmt: skip
 CLOSE = 1e-5
 """Weights are float32's."""
-assert max(TOKENS) * TOP_K > MOST_SORTED
+assert max(FULL.tokens) * TOP_K > MOST_SORTED
 
 
 def _tables(made: Routing) -> list[Tensor]:
@@ -48,9 +45,9 @@ def _logits(tokens: int, experts: int) -> Tensor:
     return order.clamp_max(min(experts, 64) - 1) / 8
 
 
-def _sizes(spec: LayerSpec) -> Iterator[tuple[int, int]]:
+def _sizes(spec: LayerSpec, size: Size) -> Iterator[tuple[int, int]]:
     """Tokens, and experts: the most that a kernel serves, and fewer."""
-    return product(TOKENS, (spec.experts, spec.experts - spec.experts // 4 - 4))
+    return product(size.tokens, (spec.experts, spec.experts - spec.experts // 4 - 4))
 
 
 def _ids(tokens: int, experts: int) -> Tensor:
@@ -63,8 +60,8 @@ def _route(options: dict[str, Any], given: Given) -> list[Tensor]:
     return _chosen(route(given["logits"], TOP_K, bias=given.get("bias"), num_tokens=given["num_tokens"], **options))
 
 
-def routed(spec: LayerSpec) -> Iterator[Trial]:
-    for tokens, experts in _sizes(spec):
+def routed(spec: LayerSpec, size: Size) -> Iterator[Trial]:
+    for tokens, experts in _sizes(spec, size):
         given = {
             "logits": _logits(tokens, experts), "bias": randn(experts, seed=3) / 64,
             "num_tokens": torch.tensor([tokens - tokens // 3], dtype=torch.int32),
@@ -75,7 +72,7 @@ def routed(spec: LayerSpec) -> Iterator[Trial]:
             yield Trial(what, used, partial(_route, options), tolerance=CLOSE)
 
 
-def few_tokens(spec: LayerSpec) -> Iterator[Trial]:
+def few_tokens(spec: LayerSpec, size: Size) -> Iterator[Trial]:
     """Logits made from tokens in the same call. Each token is a unit vector, so its logits are a column of the weight,
     exactly.
     """
@@ -88,15 +85,15 @@ def few_tokens(spec: LayerSpec) -> Iterator[Trial]:
 
     for tokens in (1, 5, MOST_ROUTED):
         experts = spec.experts - 4
-        x = torch.zeros(tokens, 2 * HIDDEN)
+        x = torch.zeros(tokens, 2 * size.row_width)
         x[:, :tokens] = torch.eye(tokens)
-        weight = torch.zeros(experts, 2 * HIDDEN)
+        weight = torch.zeros(experts, 2 * size.row_width)
         weight[:, :tokens] = _logits(tokens, experts).mT
         yield Trial(f"{tokens} tokens, {experts} experts", {"x": x.to(dtype), "weight": weight.to(dtype)}, call)
 
 
-def sorted_choices(spec: LayerSpec) -> Iterator[Trial]:
-    for tokens, experts in _sizes(spec):
+def sorted_choices(spec: LayerSpec, size: Size) -> Iterator[Trial]:
+    for tokens, experts in _sizes(spec, size):
         for dtype in (torch.int32, torch.int64):
             given = {"ids": _ids(tokens, experts).to(dtype), "weights": randn(tokens, TOP_K, seed=4)}
 
@@ -117,7 +114,7 @@ def _with_routing(function: Callable[..., Any]) -> Callable[[Given], list[Tensor
     return call
 
 
-def rows(spec: LayerSpec) -> Iterator[Trial]:
+def rows(spec: LayerSpec, size: Size) -> Iterator[Trial]:
     """Of `permute` and `combine`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
 
@@ -127,38 +124,39 @@ def rows(spec: LayerSpec) -> Iterator[Trial]:
     def combined(routing: Routing, y: Tensor, residual: Tensor | None = None) -> list[Tensor]:
         return [combine(y, routing, residual)]
 
-    for tokens in TOKENS:
+    for tokens in size.tokens:
         choices = {"ids": _ids(tokens, 32), "weights": randn(tokens, TOP_K, seed=4)}
         if spec.kernel == "permute":
-            x = randn(tokens, HIDDEN, seed=5, dtype=dtype)
+            x = randn(tokens, size.row_width, seed=5, dtype=dtype)
             yield Trial(f"{tokens} tokens", {**choices, "x": x}, _with_routing(permuted))
             continue
-        y, residual = randn(tokens * TOP_K, HIDDEN, seed=6, dtype=dtype), randn(tokens, HIDDEN, seed=7, dtype=dtype)
+        y = randn(tokens * TOP_K, size.row_width, seed=6, dtype=dtype)
+        residual = randn(tokens, size.row_width, seed=7, dtype=dtype)
         yield Trial(f"{tokens} tokens", {**choices, "y": y}, _with_routing(combined))
         yield Trial(
             f"{tokens} tokens and a residual", {**choices, "y": y, "residual": residual}, _with_routing(combined)
         )
 
 
-def route_gradient(spec: LayerSpec) -> Iterator[Trial]:
+def route_gradient(spec: LayerSpec, size: Size) -> Iterator[Trial]:
     def call(options: dict[str, Any], given: Given) -> list[Tensor]:
         return gradients(
             lambda logits: route(logits, TOP_K, **options).weights, [given["logits"]], lambda *_: given["upstream"]
         )
 
-    for tokens in TOKENS:
+    for tokens in size.tokens:
         given = {"logits": randn(tokens, 96, seed=8), "upstream": randn(tokens, TOP_K, seed=9)}
         for rule, options in RULES.items():
             yield Trial(f"{rule}, {tokens} tokens", given, partial(call, options), tolerance=1e-4)
 
 
-def row_weights_gradient(spec: LayerSpec) -> Iterator[Trial]:
+def row_weights_gradient(spec: LayerSpec, size: Size) -> Iterator[Trial]:
     def call(given: Given) -> list[Tensor]:
         def row_weights(weights: Tensor) -> Tensor:
             return Routing.from_topk(given["ids"], weights, 32).weight_of_row
 
         return gradients(row_weights, [given["weights"]], lambda *_: given["upstream"])
 
-    for tokens in TOKENS:
+    for tokens in size.tokens:
         given = {"ids": _ids(tokens, 32), "weights": randn(tokens, TOP_K, seed=4)}
         yield Trial(f"{tokens} tokens", {**given, "upstream": randn(tokens * TOP_K, seed=9)}, call, tolerance=CLOSE)

@@ -11,11 +11,9 @@ from torch import Tensor
 from cute_kernels.specs import MhcSpec
 
 from .. import mhc
-from .inputs import randn
+from .inputs import Size, randn
 from .trial import Given, Trial, gradients
 
-SIZES = (((1, 1), 8), ((3, 5), 8), ((2, 61), 736), ((4, 33), 2056), ((300,), 256))
-"""Leading dimensions and C: one token, odd counts, one vector, no multiple of any tile, more vectors than threads."""
 ERRORS = {torch.bfloat16: (2e-2, 5e-2), torch.float16: (5e-3, 1e-2), torch.float32: (1e-5, 1e-4)}
 """Largest ones of results and of gradients, by the narrowest dtype of a call."""
 OF_PRODUCTS = (5e-3, 1e-2)
@@ -74,7 +72,7 @@ def _joined(made: Sequence[Tensor]) -> list[Tensor]:
     return [*others[:-1], torch.cat((others[-1], *single))]
 
 
-def hyper_connection(spec: MhcSpec) -> Iterator[Trial]:
+def hyper_connection(spec: MhcSpec, size: Size) -> Iterator[Trial]:
     """With parameters in float32, and in 16 bits."""
     name, is_gradient = spec.kernel.removesuffix("_backward"), "backward" in spec.kernel
     streams: torch.dtype = getattr(torch, spec.dtype)
@@ -86,7 +84,7 @@ def hyper_connection(spec: MhcSpec) -> Iterator[Trial]:
         return _joined(gradients(_CALLS[name], tensors, _upstream))
 
     for of_params in dict.fromkeys((torch.float32, torch.bfloat16 if streams is torch.float32 else streams)):
-        for lead, c in SIZES:
+        for lead, c in size.streams:
             given = _inputs(name, lead, spec.n, c, streams, of_params)
             errors = [ERRORS[one.dtype] for one in given.values()]
             if name in ("project", "pre") and streams is torch.float32:
