@@ -16,11 +16,25 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.absolute()
-ARCHS = os.environ.get("GLULAM_ARCHS", "").split()
+sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
+
+
+def archs() -> list[str]:
+    """The architectures that GLULAM_ARCHS names, each once."""
+    chosen = list(dict.fromkeys(os.environ.get("GLULAM_ARCHS", "").split()))
+    if chosen:
+        from cute_kernels.specs import ARCHS as known
+
+        if unknown := [name for name in chosen if name not in known]:
+            told = f"GLULAM_ARCHS names {unknown[0]!r}; give any of these, separated by spaces: {', '.join(known)}"
+            raise SystemExit(told)
+    return chosen
+
+
+ARCHS = archs()
 # A local version: wheels of other architectures lie side by side, and none is taken for the one that has the default.
 TAG = "+" + ".".join(arch.replace("_", "") for arch in ARCHS) if ARCHS else ""
 
-sys.path.insert(0, str(ROOT))  # a build front end does not put the project there
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")  # 1980, a zip's oldest date: the same wheel from any checkout
 
 

@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import functools
 import os
+import secrets
+import shutil
 import threading
 import warnings
 from collections import deque
@@ -16,7 +18,7 @@ from pathlib import Path
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, to_dict
 
-from . import folders, host, toolchain, trust
+from . import folders, host, target, toolchain
 from . import manifest as manifests
 from .chains import compile_chains
 from .compiler import KernelArtifact
@@ -26,7 +28,7 @@ from .manifest import Function, Manifest
 from .objects import Busy, Store
 from .profiles import Allowed, all_stages, allowed_diagnostics
 from .progress import Progress, shown
-from .scratch import full_disk_told, scratch, sweep
+from .scratch import MARKER, full_disk_told, install, private_scratch, scratch, sweep
 from .sources import package_of
 from .worker import Worker
 
@@ -153,21 +155,6 @@ def write_bundle(
     return manifest
 
 
-def publish(new: Path, target: Path, manifest: Manifest) -> None:
-    """Moves the bundle in folder `new` to folder `target`, on the same file system; readers never find half of it.
-
-    The library gets a name of its own, then the manifest takes the place of the old one at once. Only then do
-    libraries go that no manifest describes; who has loaded one keeps it.
-    """
-    target.mkdir(mode=0o755, exist_ok=True)
-    for file in (manifest.library, manifests.FILE):
-        os.replace(new / file, target / file)
-    for path in target.iterdir():
-        if manifests.LIBRARY.fullmatch(path.name) and path.name != manifest.library:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
 @contextlib.contextmanager
 def only_builder(out: Path) -> Iterator[None]:
     """Keeps other builds out of folder `out`; a process that dies lets go.
@@ -191,14 +178,6 @@ def only_builder(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _check_target(folder: Path) -> None:
-    """Raises now for a place whose bundle no process would load, rather than after minutes of compiling."""
-    asked = trust.of(folder.parent)
-    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-        root = stack.enter_context(asked.opened(folder.parent, folder=True))
-        stack.enter_context(asked.opened(folder, root, folder=True))
 
 
 def check_prerequisites() -> None:
@@ -243,7 +222,8 @@ def build(
         CompileError: a kernel does not compile, spills, or has its wgmma serialised; nothing is replaced.
         ToolchainError: the DSL, TVM-FFI or a C compiler is missing.
         BundleBusy: another process is building in `out`.
-        BundleForeign: others can write in `out`, so what is built there would not be loaded.
+        BundleForeign: others can write in `out`, so what is built there would not be loaded; or what a build would
+            replace there was not written by one.
         OSError: `out` cannot be written or its disk is full; nothing is replaced.
     """
     arch = _one_arch(specs)
@@ -254,10 +234,10 @@ def build(
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk_told(out, "free some space, or build into a folder on another disk"))
         folders.make(out)
-        _check_target(out / arch)
         stack.enter_context(only_builder(out))
+        target.check(out / arch)
         sweep(out, SCRATCH)
-        work = stack.enter_context(scratch(out, SCRATCH))
+        work = stack.enter_context(private_scratch(out, SCRATCH))
         objects, folder = work / "objects", work / arch
         objects.mkdir()
         folder.mkdir()
@@ -266,9 +246,21 @@ def build(
             artifacts = compile_all(stages, store, objects, jobs or default_jobs(), seen)
         _refuse(complaints(artifacts, allowed_diagnostics(arch) if allowed is None else allowed))
         manifest = write_bundle(folder, arch, specs, artifacts, sources)
-        publish(folder, out / arch, manifest)
+        target.publish(stack.enter_context(_moved(folder, out)), out / arch, manifest)
     store.trim()
     return manifest
+
+
+@contextlib.contextmanager
+def _moved(folder: Path, out: Path) -> Iterator[Path]:
+    """Move a finished bundle's folder to `out`, or copy it there if it was made elsewhere, and give its path."""
+    copy = out / f"{SCRATCH}{secrets.token_hex(8)}"
+    (folder / MARKER).touch()  # what a killed build leaves is swept
+    install(folder, copy, SCRATCH)
+    try:
+        yield copy
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def find(specs: Sequence[Spec], out: Path | str) -> Manifest | None:

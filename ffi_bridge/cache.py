@@ -32,7 +32,7 @@ from typing import Any
 from cute_kernels.chains import stages_of
 from cute_kernels.specs import Spec, from_dict, to_dict
 
-from . import chains, folders, host, loader, locks, manifest, sources, toolchain
+from . import chains, folders, host, loader, locks, manifest, sources, toolchain, trust
 from .errors import BundleDamaged, BundleError, BundleForeign, BundleOutdated
 from .scratch import sweep
 
@@ -57,15 +57,18 @@ def cache_root() -> Path:
     return platformdirs.user_cache_path("glulam") / "kernels"
 
 
-def cache_key(spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None) -> str:
+def cache_key(
+    spec: Spec, tracer: str | None = None, behind: dict[str, str] | None = None, has_ptx: bool = False
+) -> str:  # fmt: skip
     """The spec's name and 16 hexadecimal digits over everything that changes the code.
 
     Args:
         tracer: "module:function" that traces it; default, the one that the kernels name for it.
         behind: `sources_of` the spec, where the caller took it just now.
+        has_ptx: of an object that is kept together with its PTX.
     """
     compiler = [host.BASELINE, toolchain.code_versions()]
-    parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler]
+    parts = [to_dict(spec), behind or sources_of(spec, tracer), compiler, *(["ptx"] if has_ptx else [])]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return f"{spec.name}-{digest[:16]}"
 
@@ -174,7 +177,7 @@ def key_of(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path] | None:
-    """The files of an entry: `folder`/<arch>/ with a library or an object, a manifest, or one of them.
+    """The files of an entry: `folder`/<arch>/ with a library or an object, its texts, a manifest, or some of them.
 
     None where the name is no key, or anything else lies there, a symbolic link included. Raises OSError.
     """
@@ -190,7 +193,8 @@ def _files(folder: Path) -> list[Path] | None:
 
 
 def _is_our_file(file: Path, arch: str) -> bool:
-    named = manifest.LIBRARY.fullmatch(file.name) or manifest.OBJECT.fullmatch(file.name)
+    forms = manifest.LIBRARY, manifest.OBJECT, manifest.TEXT
+    named = next(filter(None, (form.fullmatch(file.name) for form in forms)), None)
     return file.name == manifest.FILE or (named is not None and named["arch"] == arch)
 
 
@@ -201,10 +205,10 @@ def _is_of(found: manifest.Manifest, name: str) -> bool:
 
 
 def _spec_in(folder: Path) -> Spec | None:
-    """The spec of the function that an entry is named by, where it holds that and its stages alone."""
+    """The spec of the function that an entry is named by, where it holds that and its stages alone, whoever made it."""
     key = key_of(folder)
     with contextlib.suppress(Exception):  # a spec's own checks expect a program's mistakes, not a file's
-        found = manifest.read(folder / key["arch"])
+        found = manifest.read(folder / key["arch"], trust.anybodys(folder))
         spec = from_dict(found.functions[key["name"]].spec)
         hash(spec)  # a field of a file's may be a list
         return spec if spec.name == key["name"] and _is_of(found, spec.name) else None
@@ -220,8 +224,8 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
         if not _is_of(found, key["name"]):
             raise BundleDamaged(f"damaged bundle: {folder} holds other functions than its name says; {_REMEDY}")
         raise BundleOutdated(f"outdated bundle: {folder} is of a kernel that this Glulam does not have; {_REMEDY}")
-    behind = sources_of(spec)
-    if folder.name != cache_key(spec, behind=behind):
+    behind, texts = sources_of(spec), manifest.read(inner).texts
+    if folder.name != cache_key(spec, behind=behind, has_ptx=bool(texts)):
         raise BundleOutdated(
             f"outdated bundle: {folder} was compiled with other options, versions or sources; {_REMEDY}"
         )
@@ -229,6 +233,8 @@ def _verify(folder: Path, spec: Spec | None, form: re.Pattern[str]) -> None:
     with manifest.opened_library(inner, found) as library:
         if f"{chains.symbol(spec.name)}\0".encode() not in os.pread(library, found.size, 0):
             raise BundleDamaged(f"damaged bundle: {inner / found.library} has no function {spec.name}; remove it")
+    for suffix in texts:
+        manifest.read_text(inner, found, suffix)
 
 
 def _examine(folder: Path, marked: bool, form: re.Pattern[str]) -> Entry | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from .folders import OTHERS_WRITE
 
 
 @contextlib.contextmanager
@@ -20,11 +23,18 @@ def locked(path: Path, timeout: float = -1) -> Iterator[None]:
     """
     import filelock
 
-    with contextlib.suppress(FileNotFoundError):
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise PermissionError(f"{path} is no plain file; remove it")
-        if found.st_size:
-            raise PermissionError(f"{path} is no lock file, it has content; move it elsewhere")
+    _make(path)
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        raise PermissionError(f"{path} is no plain file; remove it")
+    if found.st_size:
+        raise PermissionError(f"{path} is no lock file, it has content; move it elsewhere")
     with filelock.FileLock(path).acquire(timeout=timeout):
         yield
+
+
+def _make(path: Path) -> None:
+    """Make a missing lock file. Whatever the umask, others can write the file only if they can write its folder."""
+    mode = 0o644 | path.parent.stat().st_mode & OTHERS_WRITE
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))

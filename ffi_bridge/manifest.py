@@ -27,6 +27,8 @@ PACKAGES = ("cute_kernels",)
 LIBRARY = re.compile(r"libglulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)(-[0-9a-f]{16})?\.so")
 OBJECT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.o")
 """What an object that is not linked yet is called; its manifest says of it what a bundle's says of the library."""
+TEXT = re.compile(r"glulam_(?P<arch>sm_[0-9]{1,4}[a-z]?)\.(ptx|mlir)")
+"""The name of a text that lies beside an object that was compiled with `keep_ptx`."""
 
 _MAX_BYTES = 64 << 20
 _MAX_DIGITS = 18
@@ -64,6 +66,7 @@ class Manifest:
         versions: of Glulam, the DSL and TVM-FFI that made it, by distribution name. The last two are information.
         sources: hashes of the kernels' sources, by what they are of: a package, or a tracer and what compiles it.
         functions: by export symbol, sorted.
+        texts: sha256 of each text that was kept beside an object, hexadecimal, by suffix; usually empty.
     """
 
     arch: str
@@ -75,10 +78,13 @@ class Manifest:
     versions: dict[str, str | None]
     sources: dict[str, str]
     functions: dict[str, Function]
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Writes `folder`/manifest.json to the disk; the same manifest gives the same bytes."""
         data = {"format": FORMAT, "schema": SCHEMA, **dataclasses.asdict(self)}
+        if not self.texts:
+            del data["texts"]
         with (folder / FILE).open("w") as file:
             file.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
             file.flush()
@@ -94,6 +100,11 @@ def library_name(arch: str, sha256: str) -> str:
 def object_name(arch: str) -> str:
     """What OBJECT takes for the object of an architecture."""
     return f"glulam_{arch}.o"
+
+
+def text_name(arch: str, suffix: str) -> str:
+    """The name that TEXT matches for an architecture. suffix: ".ptx" or ".mlir"."""
+    return f"glulam_{arch}{suffix}"
 
 
 def hash_of(handle: int) -> str:
@@ -156,6 +167,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
         _SYMBOL, _record(spec=lambda spec: type(spec) is dict, kernels=_list(_KERNEL), stages=_list(_SYMBOL))
     ),
 }
+_OPTIONAL_FIELDS = {"texts": _object(_text(r"\.(ptx|mlir)"), _HASH)}
 
 
 def _damaged(path: Path, what: str, cause: Exception | None = None) -> NoReturn:
@@ -184,9 +196,9 @@ def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, asked: trust.Trust | None = None) -> bytes:
     try:
-        with trust.opened(path) as handle, open(handle, "rb", closefd=False) as file:
+        with trust.opened(path, asked) as handle, open(handle, "rb", closefd=False) as file:
             content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise BundleMissing(f"no bundle: {path} does not exist; {remedy(path)}") from None
@@ -197,19 +209,23 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    content = _content(path)
+def _read_json(path: Path, asked: trust.Trust | None) -> dict[str, Any]:
+    content = _content(path, asked)
     try:
         data = json.loads(content, object_pairs_hook=_once, parse_int=_integer, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         _damaged(path, f"cannot be read ({error})", error)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise BundleForeign(f"foreign bundle: {path} was not written by `glulam build`; {remedy(path)}")
+        told = f"foreign bundle: {path} was not written by `glulam build`; move it elsewhere, then {remedy(path)}"
+        raise BundleForeign(told)
     return data
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path, asked: trust.Trust | None = None) -> Manifest:
     """Reads `folder`/manifest.json; every field has its declared type and form.
+
+    Args:
+        asked: whose it may be; default, as for a bundle that is loaded.
 
     Raises:
         BundleMissing: there is none.
@@ -218,7 +234,7 @@ def read(folder: Path) -> Manifest:
         BundleDamaged: it cannot be read, or a field is absent, unknown or of another form.
     """
     path = folder / FILE
-    data = _read_json(path)
+    data = _read_json(path, asked)
     schema = data.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         raise BundleOutdated(
@@ -226,16 +242,17 @@ def read(folder: Path) -> Manifest:
         )
     if absent := _FIELDS.keys() - data.keys():
         _damaged(path, f"is incomplete: it has no {min(absent)}")
-    if odd := data.keys() - _FIELDS.keys() - {"format", "schema"}:
+    if odd := data.keys() - _FIELDS.keys() - _OPTIONAL_FIELDS.keys() - {"format", "schema"}:
         _damaged(path, f"has a field {_shown(min(odd))}, which no manifest has")
-    for name, fits in _FIELDS.items():
-        if not fits(data[name]):
+    for name, fits in (*_FIELDS.items(), *_OPTIONAL_FIELDS.items()):
+        if name in data and not fits(data[name]):
             _damaged(path, f"has {name} of another form than a manifest's: {_shown(data[name])}")
     functions = {
         name: Function(entry["spec"], tuple(map(KernelResources.from_dict, entry["kernels"])), tuple(entry["stages"]))
         for name, entry in data["functions"].items()
     }
-    return Manifest(**{**{name: data[name] for name in _FIELDS}, "functions": functions})
+    fields = {name: data[name] for name in (*_FIELDS, *_OPTIONAL_FIELDS) if name in data}
+    return Manifest(**{**fields, "functions": functions})
 
 
 def _check_versions(manifest: Manifest, folder: Path) -> None:
@@ -284,6 +301,18 @@ def _check_sources(manifest: Manifest, folder: Path, sources: Mapping[str, str] 
             )
 
 
+def _check_archs(manifest: Manifest, folder: Path) -> None:
+    """Every kernel is for the manifest's architecture. Of a chain, the specs of its stages say so."""
+    for name, function in manifest.functions.items():
+        specs = [function.spec, *(value for value in function.spec.values() if isinstance(value, dict))]
+        for arch in (spec["arch"] for spec in specs if "arch" in spec):
+            if arch != manifest.arch:
+                raise BundleForeign(
+                    f"foreign bundle: {folder / FILE} is for {manifest.arch}, but its function {name} is for "
+                    f"{_shown(arch)}; {remedy(folder)}"
+                )
+
+
 def _check_function(manifest: Manifest, folder: Path, spec: Spec) -> None:
     wanted = {one.name: to_dict(one) for one in (spec, *stages_of(spec))}
     if {name: function.spec for name, function in manifest.functions.items()} != wanted:
@@ -315,6 +344,7 @@ def check(
     if library is None or library["arch"] != arch:
         named = _shown(manifest.library)
         raise BundleForeign(f"foreign bundle: {folder / FILE} names {named}, no library of {arch}; {remedy(folder)}")
+    _check_archs(manifest, folder)
     _check_versions(manifest, folder)
     _check_host(manifest, folder)
     _check_needs(manifest, folder)
@@ -345,6 +375,20 @@ def opened_library(folder: Path, manifest: Manifest) -> Iterator[int]:
         if present != manifest.sha256:
             _damaged(path, f"has sha256 {present[:12]}, its manifest says {manifest.sha256[:12]}")
         yield handle
+
+
+def read_text(folder: Path, manifest: Manifest, suffix: str) -> bytes:
+    """The text of a suffix that `manifest` describes.
+
+    Raises:
+        BundleForeign: another user may have written it.
+        BundleDamaged: it was not kept, cannot be read or has another hash.
+    """
+    path = folder / text_name(manifest.arch, suffix)
+    content = _content(path)
+    if hashlib.sha256(content).hexdigest() != manifest.texts.get(suffix):
+        _damaged(path, "has another sha256 than its manifest says")
+    return content
 
 
 def checked(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from cute_kernels.specs import Spec, to_dict
 
-from . import cache, folders, host, sources, toolchain
+from . import cache, folders, host, kept_ptx, sources, toolchain
 from . import manifest as manifests
 from .compiler import KernelArtifact
 from .errors import BundleError, CompileError
@@ -67,10 +67,13 @@ class Store:
     Args:
         tracer: "module:function" for every spec; default, the one that the kernels name for each.
         quiet: a store that cannot be used is not worth a warning.
+        keep_ptx: the texts of `kept_ptx` are kept with an object, as <spec.name>.ptx and .mlir beside the object. Such
+            objects have keys of their own.
     """
 
-    def __init__(self, tracer: str | None = None, quiet: bool = False) -> None:
+    def __init__(self, tracer: str | None = None, quiet: bool = False, keep_ptx: bool = False) -> None:
         self.tracer = tracer
+        self.keep_ptx = keep_ptx
         self.folder = folder()
         self._sources = sources.of(sources.package_of(tracer))
         self._quiet = quiet
@@ -78,16 +81,19 @@ class Store:
     def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
         """Copies the object of a spec to `into`/<spec.name>.o; None where there is no sound one. Needs no lock."""
         behind = self.behind(spec)
-        entry = self.folder / cache.cache_key(spec, behind=behind)
+        entry = self.folder / self._key(spec)
         inner = entry / spec.arch
         try:
             found = manifests.check(inner, spec.arch, behind, spec, manifests.OBJECT)
             with manifests.opened_library(inner, found) as handle:
                 content = os.pread(handle, found.size, 0)  # of the file that was hashed, whatever has its name by now
+            texts = {suffix: manifests.read_text(inner, found, suffix) for suffix in self._suffixes}
         except BundleError:
             return None
         file = into / f"{spec.name}.o"
         file.write_bytes(content)
+        for suffix, text in texts.items():
+            file.with_suffix(suffix).write_bytes(text)
         with contextlib.suppress(OSError):
             os.utime(entry, follow_symlinks=False)
         return KernelArtifact(spec.name, file, found.functions[spec.name].kernels)
@@ -111,7 +117,7 @@ class Store:
         """The object of a spec as `into`/<spec.name>.o: the store's, else compiled now and kept.
 
         Args:
-            worker: called where there is something to compile; a compile process of this tracer.
+            worker: called where there is something to compile; a compile process of this tracer, with this `keep_ptx`.
 
         Raises:
             CompileError: it does not compile, or its sources were written meanwhile.
@@ -149,7 +155,7 @@ class Store:
         return cache.sources_of(spec, self.tracer, self._sources)
 
     def _key(self, spec: Spec) -> str:
-        return cache.cache_key(spec, behind=self.behind(spec))
+        return cache.cache_key(spec, behind=self.behind(spec), has_ptx=self.keep_ptx)
 
     def _make_folder(self) -> None:
         root = self.folder.parent
@@ -169,8 +175,7 @@ class Store:
             raise CompileError(f"{spec.name}: its sources were edited while it was compiled; run this again")
 
     def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:
-        behind = self.behind(spec)
-        entry = self.folder / cache.cache_key(spec, behind=behind)
+        entry = self.folder / self._key(spec)
         with private_scratch(self.folder, cache.COMPILING) as work:
             inner = cache.make_entry(work, spec.arch)
             content = artifact.object_file.read_bytes()
@@ -178,6 +183,7 @@ class Store:
             file.write_bytes(content)
             file.chmod(0o644)
             sha256 = hashlib.sha256(content).hexdigest()
+            texts = {suffix: self._keep_text(artifact, inner, suffix) for suffix in self._suffixes}
             functions = {spec.name: Function(to_dict(spec), artifact.kernels)}
             Manifest(
                 arch=spec.arch,
@@ -187,12 +193,25 @@ class Store:
                 host=host.BASELINE,
                 needs={package: [] for package in toolchain.RUNS_WITH},  # what it needs, linking tells
                 versions=toolchain.versions(),
-                sources=behind,
+                sources=self.behind(spec),
                 functions=functions,
+                texts=texts,
             ).write(inner)
             if os.path.lexists(entry):
                 cache.discard(entry)  # `take` found it damaged
             install(inner.parent, entry, cache.COMPILING)
+
+    @property
+    def _suffixes(self) -> tuple[str, ...]:
+        return kept_ptx.SUFFIXES if self.keep_ptx else ()
+
+    def _keep_text(self, artifact: KernelArtifact, inner: Path, suffix: str) -> str:
+        """Copy a text of an artifact into an entry; return its sha256."""
+        content = artifact.object_file.with_suffix(suffix).read_bytes()
+        file = inner / manifests.text_name(inner.name, suffix)
+        file.write_bytes(content)
+        file.chmod(0o644)
+        return hashlib.sha256(content).hexdigest()
 
     def _tell(self, error: Exception) -> None:
         if not self._quiet:

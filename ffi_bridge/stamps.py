@@ -31,27 +31,12 @@ def _text(arch: str, gpu: str, library: str) -> bytes:
     return f"`glulam validate` passed on a {gpu} with the {arch} library {library}.\n".encode()
 
 
-@contextlib.contextmanager
-def _opened(arch: str, make: bool = False) -> Iterator[int]:
-    """Give a descriptor of the folder of an architecture's stamps. Raises OSError, BundleForeign."""
-    path = cache.cache_root()
-    with contextlib.ExitStack() as stack:
-        at = stack.enter_context(folders.opened(path))
-        for name in (FOLDER, arch):
-            path /= name
-            if make:
-                with contextlib.suppress(FileExistsError), folders.made(name, at):
-                    pass
-            at = stack.enter_context(trust.ours().opened(path, at, folder=True))
-        yield at
-
-
 def is_there(arch: str, gpu: str, library: str) -> bool:
     """Return True if the library of this sha256 was validated here on a GPU of this name."""
     text = _text(arch, gpu, library)
     with (
         contextlib.suppress(BundleError, OSError),
-        _opened(arch) as at,
+        trust.inside(cache.cache_root(), FOLDER, arch) as at,
         trust.ours().opened(_file(arch, gpu, library), at) as handle,
     ):
         return os.pread(handle, len(text) + 1, 0) == text
@@ -71,7 +56,7 @@ def check_place(arch: str) -> None:
 def _place(arch: str) -> Iterator[int]:
     with contextlib.ExitStack() as stack:
         try:
-            at = stack.enter_context(_opened(arch, make=True))
+            at = stack.enter_context(trust.inside(cache.cache_root(), FOLDER, arch, make=True))
         except (BundleError, NotADirectoryError) as error:
             raise PermissionError(
                 f"no stamp can be left in {cache.cache_root() / FOLDER / arch}: one of the last two folders is a link, "

@@ -145,7 +145,12 @@ def code_versions() -> dict[str, str | None]:
 
 def c_compiler() -> list[str]:
     """The system's C compiler as an argument list: $CC where set, else `cc`. Raises ToolchainError without one."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    chosen = os.environ.get("CC", "")
+    try:
+        command = shlex.split(chosen) or ["cc"]
+    except ValueError as error:
+        told = f"CC is {chosen!r}, which is no command ({error}); set CC to one such as gcc, or unset it"
+        raise ToolchainError(told) from error
     if shutil.which(command[0]) is None:
         raise ToolchainError(f"no C compiler: {command[0]!r} is not on PATH; install gcc or clang, or set CC")
     return command

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import toolchain
+from . import folders, toolchain
 from .errors import BundleForeign, remedy
 from .folders import OTHERS_WRITE
 
@@ -19,18 +19,18 @@ class Trust:
     """What is asked of a bundle's folders and files.
 
     Attributes:
-        owners: user ids that may own them.
+        owners: user ids that may own them; None: anybody.
         shared: write bits of the group and of others that are let pass.
         follows: whether the names below the bundle's root may be symbolic links.
     """
 
-    owners: frozenset[int]
+    owners: frozenset[int] | None
     shared: int = 0
     follows: bool = False
 
     def check(self, path: Path, found: os.stat_result) -> None:
         """Raises BundleForeign where another user owns `path`, whose status is `found`, or may write it."""
-        if found.st_uid not in self.owners:
+        if self.owners is not None and found.st_uid not in self.owners:
             raise BundleForeign(
                 f"foreign bundle: {path} belongs to uid {found.st_uid}, neither to this user (uid {os.geteuid()}) "
                 f"nor to root; {remedy(path)} as this user"
@@ -73,22 +73,49 @@ def of(root: Path) -> Trust:
     The bundle inside the installed package is as good as the Python files beside it, which run already: whoever
     owns the package's folder may own it, and it may be as writable.
     """
-    own = ours()
     for package in toolchain.package_folders("glulam"):
         if os.path.realpath(root) == os.path.realpath(package / "_bundle"):
             beside = package.stat()
-            return Trust(own.owners | {beside.st_uid}, beside.st_mode & OTHERS_WRITE, follows=True)
-    return own
+            return Trust(frozenset((os.geteuid(), 0, beside.st_uid)), beside.st_mode & OTHERS_WRITE, follows=True)
+    return ours()
+
+
+def anybodys(root: Path) -> Trust:
+    """What is asked of files in the bundle in `root` that are looked at, to say what they are, and never loaded."""
+    return dataclasses.replace(of(root), owners=None, shared=OTHERS_WRITE)
 
 
 @contextlib.contextmanager
-def opened(file: Path) -> Iterator[int]:
+def inside(root: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """Give a descriptor of `root`/<names>: folders of `ours`, each opened in the one above, and none of them a link.
+
+    Args:
+        root: may be shared, and may be a link.
+        make: make the folders that are missing.
+
+    Raises:
+        BundleForeign: another user owns one of the folders below the root, or may write it.
+        OSError: a folder is missing, is a link, or cannot be opened or made.
+    """
+    with contextlib.ExitStack() as stack:
+        at = stack.enter_context(folders.opened(root))
+        for name in names:
+            root /= name
+            if make:
+                with contextlib.suppress(FileExistsError), folders.made(name, at):
+                    pass
+            at = stack.enter_context(ours().opened(root, at, folder=True))
+        yield at
+
+
+@contextlib.contextmanager
+def opened(file: Path, asked: Trust | None = None) -> Iterator[int]:
     """A descriptor of <root>/<arch>/<name>, each of the three checked and opened inside the one before.
 
-    Raises as `Trust.opened`.
+    `asked`: default, what `of` the root asks. Raises as `Trust.opened`.
     """
     folder = file.parent
-    trust = of(folder.parent)
+    trust = asked or of(folder.parent)
     with (
         trust.opened(folder.parent, folder=True) as root,
         trust.opened(folder, root, folder=True) as inner,

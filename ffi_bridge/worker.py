@@ -14,7 +14,7 @@ from typing import Any
 
 from cute_kernels import specs
 
-from . import sources
+from . import kept_ptx, sources
 from .compiler import KernelArtifact
 from .errors import CompileError
 
@@ -23,13 +23,14 @@ _START = "import sys; sys.path[:] = filter(None, sys.path); from ffi_bridge.comp
 _LAST_WORDS = 2000  # characters of the process's standard error that an error message quotes
 
 
-def _environment(directory: Path) -> dict[str, str]:
+def _environment(directory: Path, dump: kept_ptx.Dump | None) -> dict[str, str]:
     """This process's environment, less what would change the code, plus what this process can import.
 
     Temporary files go where the objects do: one disk to be full, and gone with them."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    return {**kept, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "TMPDIR": str(directory)}
+    dumping = dump.environment if dump else {}
+    return {**kept, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "TMPDIR": str(directory), **dumping}
 
 
 class Worker:
@@ -39,15 +40,17 @@ class Worker:
         directory: where objects and the process's log go; also its working directory, which it does not import from.
         tracer: "module:function" that turns a spec into a traced function; default, the one that the kernels name
             for each spec.
+        keep_ptx: write the texts of `kept_ptx` beside each object.
 
     Attributes:
         sources: of the tracer's package when the process began; what it imports is as old or younger.
     """
 
-    def __init__(self, directory: Path, tracer: str | None = None) -> None:
+    def __init__(self, directory: Path, tracer: str | None = None, keep_ptx: bool = False) -> None:
         self.sources = sources.of(sources.package_of(tracer))
         self._directory = Path(directory).absolute()
         self._tracer = tracer
+        self._dump = kept_ptx.Dump(self._directory) if keep_ptx else None
         self._log = tempfile.TemporaryFile("w+", dir=self._directory)  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START],
@@ -56,7 +59,7 @@ class Worker:
             stderr=self._log,
             text=True,
             cwd=self._directory,
-            env=_environment(self._directory),
+            env=_environment(self._directory, self._dump),
         )
 
     def __enter__(self) -> Worker:
@@ -72,12 +75,17 @@ class Worker:
         """
         into = str(Path(directory or self._directory).absolute())
         tracer = sources.tracer_of(spec, self._tracer)
+        if self._dump:
+            self._dump.clear()
         reply = self._ask({"spec": specs.to_dict(spec), "tracer": tracer, "directory": into})
         if reply is None:
             raise CompileError(f"{spec.name}: {self._post_mortem()}")
         if "error" in reply:
             raise CompileError(f"{spec.name}: {reply['error']}")
-        return KernelArtifact.from_dict(reply["artifact"])
+        artifact = KernelArtifact.from_dict(reply["artifact"])
+        if self._dump:
+            self._dump.take(artifact)
+        return artifact
 
     def kill(self) -> None:
         """Ends the process at once; whoever waits for a reply gets a CompileError. `close` is still to be called."""
@@ -89,6 +97,8 @@ class Worker:
             self._process.kill()
         self._process.communicate()
         self._log.close()
+        if self._dump:
+            self._dump.remove()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """The reply, or None where the process ended instead."""

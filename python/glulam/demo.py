@@ -26,6 +26,7 @@ from torch import Tensor
 import glulam
 
 from .activations import ActivationParams, activate
+from .command.terminal import printable
 from .host import device as devices
 from .layer import Routing
 from .nn import MoE
@@ -323,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
         with few_threads(device):
             return 0 if run(console, given.model, device, reason) else 1
     except RuntimeError as error:  # no usable bundle, an unsupported GPU: the message says what mends it
-        print(f"demo: {error}", file=sys.stderr)
+        print(printable(f"demo: {error}"), file=sys.stderr)
         return 1
 
 

@@ -29,9 +29,10 @@ from ffi_bridge import (
     scratch,
     toolchain,
 )
+from ffi_bridge import target as targets
 from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.resources import KernelResources
-from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, library_in, linked_as, wait_until
+from toys import HERE, REPOSITORY, TOY_SPECS, TOY_TRACER, files_of, library_in, linked_as, rewrite, wait_until
 
 SPEC = TOY_SPECS[0]
 ARCH = "sm_90a"
@@ -188,7 +189,7 @@ def test_a_reader_meets_a_whole_bundle_at_every_moment(
         def replace_first(*arguments: object) -> object:
             monkeypatch.setattr(manifest, step, original)
             new = tmp_path / f"new{next(made)}"
-            build.publish(new, target, _quick_bundle(new, new.name.encode(), monkeypatch))
+            targets.publish(new, target, _quick_bundle(new, new.name.encode(), monkeypatch))
             return original(*arguments)
 
         monkeypatch.setattr(manifest, step, replace_first)
@@ -210,7 +211,7 @@ def test_readers_beside_a_builder_find_no_fault(
 
     def publish() -> None:
         for new, described in zip(ready, manifests, strict=True):
-            build.publish(new, target, described)
+            targets.publish(new, target, described)
 
     with ThreadPoolExecutor(1) as pool:
         builder = pool.submit(publish)
@@ -220,6 +221,110 @@ def test_readers_beside_a_builder_find_no_fault(
                 break
         builder.result()
     assert seen and manifest.verify(target, ARCH) == manifests[-1]
+
+
+OTHERS = {
+    "another program's manifest": (manifest.FILE, b'{"arch": "sm_90a", "format": "webpack"}'),
+    "notes": (manifest.FILE, b"years of work"),
+    "a list": (manifest.FILE, b"[]"),
+    "a manifest that only begins like ours": (manifest.FILE, b'{\n "arch": "sm_90a",\n "license": "MIT"\n}'),
+    "a library without a digest": ("libglulam_sm_90a.so", b"years of work"),
+    "a library of another content": (f"libglulam_sm_90a-{'0' * 16}.so", b"years of work"),
+}
+
+
+@pytest.mark.parametrize("beside_a_bundle", [True, False])
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_glulam_did_not_write_is_named_before_compiling_and_stays(
+    bundle_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, beside_a_bundle: bool
+) -> None:
+    file, content = OTHERS[name]
+    out = bundle_copy if beside_a_bundle else tmp_path / "out"
+    (out / ARCH).mkdir(parents=True, exist_ok=True)
+    (out / ARCH / file).write_bytes(content)
+    before = files_of(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+        with pytest.raises(BundleForeign, match=f"{out / ARCH / file} would be replaced or removed, but .*; move it"):
+            _build([SPEC], out)
+    new = tmp_path / "new"
+    with pytest.raises(BundleForeign, match=str(out / ARCH / file)):
+        targets.publish(new, out / ARCH, _quick_bundle(new, b"a library", monkeypatch))
+    assert files_of(out) == before
+
+
+@pytest.mark.parametrize("name", [manifest.FILE, "libglulam_sm_90a.so"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])
+def test_what_is_no_file_stays(bundle_copy: Path, name: str, make: Callable[[Path], None]) -> None:
+    path = bundle_copy / ARCH / name
+    path.unlink(missing_ok=True)
+    make(path)
+    before = path.lstat()
+    with pytest.raises(BundleForeign, match=f"{path} would be replaced or removed, but it cannot be read"):
+        _build([SPEC], bundle_copy)
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+
+
+def _cut(share: float) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / manifest.FILE, int((folder / manifest.FILE).stat().st_size * share))
+
+
+def _older(folder: Path) -> None:
+    """As the first versions wrote it: another schema, and a library that is not named by its content."""
+    data = json.loads((folder / manifest.FILE).read_text())
+    library_in(folder).rename(folder / "libglulam_sm_90a.so")
+    (folder / manifest.FILE).write_text(json.dumps({**data, "schema": 1, "library": "libglulam_sm_90a.so"}))
+
+
+REMAINS: dict[str, Callable[[Path], object]] = {
+    "an older version's": _older,
+    "half a manifest": _cut(0.5),
+    "the first bytes of a manifest": _cut(0.01),
+    "an empty manifest": _cut(0),
+    "no manifest": lambda folder: (folder / manifest.FILE).unlink(),
+    "a damaged library": lambda folder: rewrite(library_in(folder), b"cut"),
+    "no library": lambda folder: library_in(folder).unlink(),
+}
+
+
+@pytest.mark.parametrize("name", REMAINS)
+def test_what_is_left_of_a_bundle_is_replaced(bundle_copy: Path, name: str) -> None:
+    REMAINS[name](bundle_copy / ARCH)
+    described = _build([SPEC], bundle_copy)
+    assert sorted(files_of(bundle_copy)) == sorted([described.library, manifest.FILE])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_build_that_was_killed_while_it_published_is_repeatable(
+    bundle_copy: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Killed after its library was moved, and after its manifest was."""
+    replace, unlink, done = os.replace, Path.unlink, 0
+
+    def step(place: Path) -> None:
+        nonlocal done
+        if place.parent == bundle_copy / ARCH:
+            if done == steps:
+                raise KeyboardInterrupt
+            done += 1
+
+    def replace_or_die(source: Path, place: Path) -> None:
+        step(place)
+        replace(source, place)
+
+    def unlink_or_die(place: Path, missing_ok: bool = False) -> None:
+        step(place)
+        unlink(place, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_or_die)
+        patch.setattr(Path, "unlink", unlink_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            _build([SPEC], bundle_copy)
+    assert len(files_of(bundle_copy)) == 3, "two libraries"
+    for specs in ([SPEC], TOY_SPECS[:2]):
+        described = _build(specs, bundle_copy)
+        assert sorted(files_of(bundle_copy)) == sorted([described.library, manifest.FILE])
 
 
 def _full(*_: object, **__: object) -> None:
@@ -282,6 +387,15 @@ def test_no_c_compiler_is_said_before_compiling(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CC", "no-such-compiler -O2")
     monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
     with pytest.raises(ToolchainError, match="'no-such-compiler' is not on PATH; install gcc or clang, or set CC"):
+        _build(TOY_SPECS, tmp_path)
+
+
+def test_a_compiler_that_is_no_command_is_said_before_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", 'gcc "')
+    monkeypatch.setattr(build, "compile_all", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(ToolchainError, match="CC is 'gcc \"', which is no command .No closing quotation.; set CC to"):
         _build(TOY_SPECS, tmp_path)
 
 

@@ -73,6 +73,14 @@ def _versions(**changes: str) -> Damage:
     return _edit(versions={**toolchain.versions(), **changed})
 
 
+def _of_another_architecture(folder: Path) -> None:
+    """A bundle for sm_80 whose manifest, and the name of its library, say that it is for sm_90a."""
+    file = folder / "manifest.json"
+    head, functions = file.read_text().split('"functions"', 1)
+    others = functions.replace('"arch": "sm_90a"', '"arch": "sm_80"')
+    file.write_text(f'{head}"functions"{others}')
+
+
 CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
     "no folder": (lambda f: f.rename(f.parent / "aside"), BundleMissing, "does not exist"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), BundleMissing, "manifest.json does not exist"),
@@ -87,6 +95,7 @@ CASES: dict[str, tuple[Damage, type[BundleError], str]] = {
     "manifest lacks its hash": (_drop("sha256"), BundleDamaged, "it has no sha256"),
     "functions of a wrong type": (_edit(functions=[1]), BundleDamaged, "functions of another form"),
     "another architecture": (_edit(arch="sm_100a"), BundleForeign, "is for sm_100a, wanted sm_90a"),
+    "functions for another architecture": (_of_another_architecture, BundleForeign, "is for 'sm_80'"),
     "a library elsewhere": (_edit(library="../../evil.so"), BundleForeign, "foreign bundle"),
     "a later schema": (_edit(schema=3), BundleOutdated, "has manifest schema 3, this Glulam reads 2"),
     "no schema": (_drop("schema"), BundleOutdated, "has manifest schema None"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import filelock
 import pytest
 import torch
 import typer
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import ffi_bridge
@@ -30,7 +33,7 @@ from glulam.choose import kernels, known, loadable, records, specs
 from glulam.choose import table as tables
 from glulam.choose.problem import Problem
 from glulam.choose.shipped import TILED, family_of
-from glulam.command import cli, doctor
+from glulam.command import app, cli, doctor, terminal
 from glulam.host import device
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER, rewrite
 
@@ -445,7 +448,9 @@ def toy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiler(place: Path, toy_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache of a machine whose compiler makes toy kernels, and has made those of `toy_cache`."""
     key_of, get, find = cache.cache_key, jit.get, cache.find
-    monkeypatch.setattr(cache, "cache_key", lambda spec, tracer=None, behind=None: key_of(spec, TOY_TRACER, behind))
+    monkeypatch.setattr(
+        cache, "cache_key", lambda spec, tracer=None, *rest, **more: key_of(spec, TOY_TRACER, *rest, **more)
+    )
     monkeypatch.setattr(jit, "get", lambda spec: get(spec, tracer=TOY_TRACER))
     monkeypatch.setattr(cache, "find", lambda spec, tracer=None: find(spec, TOY_TRACER))
     monkeypatch.setattr(jit, "_functions", {})
@@ -757,7 +762,7 @@ def test_what_is_damaged_is_named_with_its_remedy(place: Path, command: list[str
     assert all(os.path.lexists(path) for path in damaged), "what is not ours is left"
 
 
-STRANGE = [b'a"b', b"a\\b", b"a\nb", b"a\xffb", b"a'b c", b"[red]a"]
+STRANGE = [b'a"b', b"a\\b", b"a\nb", b"a\xffb", b"a'b c", b"[red]a", b"a\x1b[2Jb", "a\x9b2J\u202eb".encode()]
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=ascii)
@@ -771,6 +776,8 @@ def test_any_path_can_be_told_of(place: Path, toy_bundle: Path, monkeypatch: pyt
     (folder / f"{os.fsdecode(name)}-0").mkdir()
     monkeypatch.setenv(jit.ENV_CACHE, str(folder))
     monkeypatch.setenv(known.ENV_TUNED, str(folder))
+    monkeypatch.setenv(loader.ENV_BUNDLE, str(folder))
+    monkeypatch.setenv("CC", os.fsdecode(name))
     for command in (
         ["tables"], ["tables", "--merge", str(folder / "t.json"), "--out", str(folder / "u.json")],
         ["explain", "grouped_mm", *LAYER, "--gpu", "NVIDIA Fake"], ["cache", "list"], ["cache", "verify"],
@@ -778,8 +785,61 @@ def test_any_path_can_be_told_of(place: Path, toy_bundle: Path, monkeypatch: pyt
     ):  # fmt: skip
         result = _run(*command)
         assert result.exception is None or isinstance(result.exception, SystemExit), command
+        assert all(letter.isprintable() for letter in result.output if letter != "\n"), command
         if name.startswith(b"[red]"):
             assert command[0] in ("explain", "doctor") or name.decode() in result.output
+
+
+ESCAPES = "\x1b[2J\x07\x9b2J\u202e\r\x00\udcff"
+ESCAPED = r"\x1b[2J\x07\x9b2J\u202e\r\x00\udcff"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        lambda: app.show(f"a{ESCAPES}"),
+        lambda: app.show(_grid()),
+        lambda: app.console().print(f"a{ESCAPES}", style="red", end=""),
+        lambda: app.say(f"a{ESCAPES}"),
+        lambda: app.say_error(f"a{ESCAPES}"),
+    ],
+)
+def test_a_terminal_acts_on_nothing_that_is_shown(capfd: pytest.CaptureFixture[str], shown: Callable[[], None]) -> None:
+    shown()
+    out, err = capfd.readouterr()
+    assert ESCAPED in out + err and all(letter.isprintable() or letter == "\n" for letter in out + err)
+
+
+def _grid() -> Table:
+    grid = Table(ESCAPES, title=ESCAPES)
+    grid.add_row(ESCAPES)
+    return grid
+
+
+def test_lines_and_tabs_of_a_message_stay() -> None:
+    assert terminal.printable("a\n\tb é \N{SNOWMAN} \\x1b") == "a\n\tb é \N{SNOWMAN} \\x1b"
+
+
+def test_warnings_are_escaped_and_mistakes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn() -> None:
+        warnings.warn(ESCAPES, RuntimeWarning, stacklevel=1)
+        raise ValueError(ESCAPES)
+
+    monkeypatch.setattr(known, "tables", warn)
+    result = _run("tables")
+    assert result.exit_code == 1 and result.output == f"glulam: {ESCAPED}\n" * 2
+
+
+def test_a_finding_of_doctor_is_one_line(machine: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(loader.ENV_BUNDLE, "/a\nok   GPU          a forged line")
+    assert not [line for line in machine(None).output.splitlines() if "forged" in line and line.startswith("ok")]
+
+
+def test_everything_is_shown_by_these() -> None:
+    """Commands print through `app`, whose functions escape."""
+    folder = REPOSITORY / "python" / "glulam" / "command"
+    direct = re.compile(r"(?<![\w.])print\(|typer\.s?echo\(|std\w+\.write\(|(?<!Plain)Console\(")
+    assert {file.name for file in folder.glob("*.py") if direct.search(file.read_text())} == {"app.py"}
 
 
 @pytest.mark.parametrize("name", STRANGE, ids=ascii)

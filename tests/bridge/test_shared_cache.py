@@ -14,18 +14,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import filelock
 import pytest
 from typer.testing import CliRunner
 
 from cute_kernels.specs import GroupedMmSpec
-from ffi_bridge import build, cache, folders, jit, loader, locks, objects, scratch, stamps
+from ffi_bridge import build, cache, folders, jit, loader, locks, manifest, objects, scratch, stamps, toolchain
 from ffi_bridge.worker import Worker
 from glulam.choose import known, table
+from glulam.choose.shipped import family_of
 from glulam.command import cli
 from toys import REPOSITORY, TOY_SPECS, TOY_TRACER
 
 ARCH = "sm_90a"
 SPEC = GroupedMmSpec("float16")
+OTHER = GroupedMmSpec("float16", transpose_w=True)
 STAMP = (ARCH, "NVIDIA H200", "ab" * 32)
 STRANGER = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away and becomes another user")
@@ -196,6 +199,18 @@ class TestCompiling:
         assert objects.Store(TOY_TRACER).take(SPEC, tmp_path), "and so is its object"
         assert not list(root.rglob(".glulam-compile-*"))
 
+    def test_a_bundle_is_not_made_where_others_rename(self, root: Path, tmp_path: Path, linked: list[Path]) -> None:
+        out = tmp_path / "open" / "bundles"
+        out.mkdir(parents=True)
+        out.parent.chmod(0o777)
+        for specs in (TOY_SPECS[:1], TOY_SPECS[1:]):
+            made = build.build(specs, out, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
+            assert linked and not any(path.is_relative_to(out) for path in linked)
+            assert sorted(os.listdir(out / ARCH)) == sorted([made.library, "manifest.json"])
+            assert os.listdir(out) == [ARCH] and _mode(out / ARCH / made.library) == 0o644
+        sources = {"toy_kernels": toolchain.sources_hash("toy_kernels")}
+        assert manifest.verify(out / ARCH, ARCH, sources) == made
+
     def test_a_sticky_folder_of_this_users_or_roots_is_safe(self, root: Path, linked: list[Path]) -> None:
         root.chmod(0o1777)
         jit.get(SPEC, tracer=TOY_TRACER)
@@ -283,8 +298,14 @@ class TestFolders:
             jit.get(SPEC, tracer=TOY_TRACER)
             build.build(TOY_SPECS[:1], out, jobs=1, progress=False, tracer=TOY_TRACER, allowed={})
         made = [path for top in ("new", "bundles") for path in (tmp_path / top, *(tmp_path / top).rglob("*"))]
-        assert {"objects", "preferred", "here"} <= {path.name for path in made}
-        assert [path for path in made if path.is_dir() and _mode(path) & 0o022] == []
+        assert {"objects", "preferred", "here", ".kernels.json.lock"} <= {path.name for path in made}
+        assert [path for path in made if _mode(path) & 0o022] == []
+
+    @pytest.mark.parametrize(("mode", "lock"), [(0o755, 0o644), (0o775, 0o664), (0o1777, 0o666)])
+    def test_a_lock_is_as_shared_as_its_folder(self, root: Path, mode: int, lock: int) -> None:
+        root.chmod(mode)
+        with _umask(0), locks.locked(root / "00.lock"):
+            assert _mode(root / "00.lock") == lock
 
     def test_a_stricter_umask_is_kept(self, tmp_path: Path) -> None:
         with _umask(0o077):
@@ -314,6 +335,67 @@ class TestFolders:
         store = objects.Store(TOY_TRACER)
         with pytest.warns(RuntimeWarning, match="objects are not kept"), store.alone(SPEC):
             pass
+
+
+class TestPreferences:
+    """They are trusted as kernels are, and reached through the folder that was checked."""
+
+    @pytest.fixture
+    def preferred(self, root: Path) -> Path:
+        known.write_preference(SPEC)
+        return root / known.FOLDER
+
+    @pytest.mark.parametrize("part", ["", known.FILE])
+    @pytest.mark.parametrize("mode", [0o020, 0o002])
+    def test_what_others_can_write_is_neither_read_nor_written(self, preferred: Path, part: str, mode: int) -> None:
+        path = preferred / part
+        path.chmod(path.stat().st_mode | mode)
+        content = (preferred / known.FILE).read_bytes()
+        held = known.read_preferences()
+        assert not held.layers and len(held.ignored) == 1
+        assert str(path) in held.ignored[0] and "or others can write it (`chmod go-w` mends that" in held.ignored[0]
+        with pytest.raises(OSError, match=f"{preferred / known.FILE} cannot be written: .*others can write it"):
+            known.write_preference(SPEC)
+        assert known.clear_preferences() == 0 and (preferred / known.FILE).read_bytes() == content
+        path.chmod(path.stat().st_mode & ~0o022)
+        assert known.read_preferences().layers and known.clear_preferences() == 1
+
+    @AS_ROOT
+    @pytest.mark.parametrize("part", ["", known.FILE])
+    def test_another_users_are_neither_read_nor_written(self, preferred: Path, part: str) -> None:
+        os.chown(preferred / part, STRANGER, STRANGER)
+        held = known.read_preferences()
+        assert not held.layers and "belongs to another user" in held.ignored[0]
+        with pytest.raises(OSError, match="cannot be written: .*belongs to another user"):
+            known.write_preference(SPEC)
+        with pytest.warns(RuntimeWarning, match="preferred in this process alone .*belongs to another user"):
+            known.prefer(SPEC)
+
+    @pytest.mark.parametrize("step", ["glob", "FileLock", "mkstemp", "replace"])
+    def test_a_folder_that_is_exchanged_meanwhile_is_not_reached(
+        self, preferred: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
+        """Another user who may rename in the cache puts a folder of his in the place of the one that was checked."""
+        preferred.parent.chmod(0o777)
+        theirs = preferred.parent / "theirs"
+        theirs.mkdir()
+        (theirs / known.FILE).write_text(table.text([table.preference(GroupedMmSpec())]))
+        before, exchanged = {path.name: path.read_bytes() for path in theirs.iterdir()}, []
+        owner = {"glob": Path, "FileLock": filelock, "mkstemp": tempfile, "replace": os}[step]
+        original = getattr(owner, step)
+
+        def exchange(*arguments: Any, **named: Any) -> Any:
+            if not exchanged:
+                exchanged.append(preferred.rename(preferred.with_name("aside")))
+                theirs.rename(preferred)
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, step, exchange)
+        if step == "glob":
+            assert known.read_preferences().preferred == {family_of(SPEC): SPEC}
+        else:
+            known.write_preference(OTHER)
+        assert exchanged and {path.name: path.read_bytes() for path in preferred.iterdir()} == before
 
 
 class TestForeignFiles:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from cute_kernels import stages
 from cute_kernels.specs import GroupedMmSpec
 from ffi_bridge import BundleDamaged, BundleForeign, cache, jit, load, loader, manifest, toolchain
+from glulam.command import cli
 from toys import TOY_SPECS, TOY_TRACER, library_in, rewrite
 
 ARCH = "sm_90a"
@@ -173,6 +175,28 @@ def _planted(entry: Path, tmp_path: Path, **changes: Any) -> None:
     content = (tmp_path / "telltale.so").read_bytes()
     rewrite(library_in(entry / ARCH), content)
     _edit(entry, sha256=hashlib.sha256(content).hexdigest(), size=len(content), **changes)
+
+
+@pytest.mark.parametrize("part", ["root", "arch", "manifest", "library"])
+@pytest.mark.parametrize("has_marker", [True, False])
+def test_verify_says_why_a_foreign_entry_is_not_loaded(
+    entry: Path, strange: Callable[..., None], part: str, has_marker: bool
+) -> None:
+    if not has_marker:
+        (entry.parent / cache.MARKER).unlink()
+    strange(_part(entry, part))
+    told = CliRunner().invoke(cli.app, ["cache", "verify"])
+    line = next(line for line in told.output.splitlines() if line.startswith(f"damaged: {entry.name}: "))
+    assert told.exit_code == 1 and "belongs to uid" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_clear_leaves_a_foreign_entry(entry: Path, strange: Callable[..., None]) -> None:
+    (entry.parent / cache.MARKER).unlink()
+    strange(entry)
+    told = CliRunner().invoke(cli.app, ["cache", "clear"])
+    assert "removed 0 kernels" in told.output and f"{entry} stays (it belongs to another user)" in told.output
+    assert library_in(entry / ARCH).exists()
 
 
 @pytest.mark.usefixtures("sealed")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.tags import sys_tags
 
+from cute_kernels.specs import ARCHS
 from ffi_bridge import toolchain
 from terminal import in_terminal
 from toys import HERE, REPOSITORY
@@ -62,6 +63,16 @@ def test_building_leaves_what_lies_beside_the_packages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert theirs.is_dir() and not leftover.exists()
     assert (tmp_path / "lib" / "glulam" / "_bundle" / "sm_90a" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("archs", ["../../x", "sm_90a,sm_80", "sm_80 sm_75", "\x1b[2J"])
+def test_an_architecture_without_kernels_is_named(archs: str) -> None:
+    environment = {**os.environ, "GLULAM_ARCHS": archs, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "setup.py", "--version"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode and line.startswith(f"GLULAM_ARCHS names {archs.split()[-1]!r}; give any of these")
+    assert all(arch in line for arch in ARCHS)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,9 @@ Both are tables (`table`). Preferences are one in the folder `preferred` of the 
 places that $GLULAM_TUNED names, or else in the folder `tuned` of the user's configuration of glulam. Files are read
 once, when the first kernel is chosen; one warning names each that is passed over. A kernel that this machine has not
 compiled is passed over as well: choosing never compiles.
+
+The cache may be shared, so preferences are asked what its kernels are (`trust`): folder and file belong to this user or
+to root, and nobody else can write them. Both are reached through the folder as it was when it was checked.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cute_kernels.specs import Spec
+from ffi_bridge import BundleForeign, cache, folders, trust
 
 from . import loadable, records, table
 from .estimates import interpolated
@@ -31,6 +35,8 @@ ENV_TUNED = "GLULAM_TUNED"
 FOLDER, FILE = "preferred", "kernels.json"
 NAME = re.compile(rf"{re.escape(FILE)}|[a-z0-9_]+-[0-9a-f]{{16}}\.json")  # the second is that of earlier versions
 CLEAR = "run `glulam cache clear --preferred`"
+NOT_OURS = "`glulam compile` did not write it"
+DISTRUSTED = "belongs to another user, or others can write it (`chmod go-w` mends that if it is yours)"
 REACH = 2.0
 """How far beyond the fewest and the most rows that were tuned their kernels are taken, as a factor."""
 NOISE = 0.01
@@ -60,9 +66,29 @@ _lock = threading.Lock()
 
 def folder() -> Path:
     """Where preferences are."""
-    from ffi_bridge.cache import cache_root
+    return cache.cache_root() / FOLDER
 
-    return cache_root() / FOLDER
+
+_REACHED = re.compile(r"/proc/self/fd/[0-9]+")
+
+
+@contextlib.contextmanager
+def _opened(make: bool = False) -> Iterator[Path]:
+    """Give a path that leads to the folder of preferences, even if others put another folder in its place.
+
+    Raises:
+        BundleForeign: another user owns the folder, or may write it.
+        OSError: it is missing, is a link, or cannot be opened or made.
+    """
+    if make:
+        folders.make(cache.cache_root())
+    with trust.inside(cache.cache_root(), FOLDER, make=make) as at:
+        yield Path(f"/proc/self/fd/{at}")
+
+
+def _told(text: str) -> str:
+    """A message in which the folder of preferences has its own name."""
+    return _REACHED.sub(lambda _: records.shown(folder()), text)
 
 
 def locations() -> list[Path]:
@@ -88,27 +114,49 @@ def tables() -> list[Path]:
     return found
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether `glulam compile` wrote a file of preferences, of whatever version."""
-    with contextlib.suppress(ValueError):
-        is_named = NAME.fullmatch(path.name) and not os.path.islink(path)
-        return bool(is_named) and records.read(path).get("format") in table.FORMATS
-    return False
+def _preferences(place: Path) -> list[Path]:
+    """Whatever has the ending of a table of preferences."""
+    return sorted(place.glob("*.json"))
 
 
-def _preferences() -> list[Path]:
-    """Whatever has the ending of a table of preferences. A folder that is a link is somebody else's."""
-    return [] if os.path.islink(folder()) else sorted(folder().glob("*.json"))
+def _fault(path: Path) -> str:
+    """Why a file is not read as preferences; empty if `glulam compile` wrote it, of whatever version."""
+    if NAME.fullmatch(path.name) and not os.path.islink(path):
+        try:
+            with trust.ours().opened(path):
+                if records.read(path).get("format") in table.FORMATS:
+                    return ""
+        except BundleForeign:
+            return f"it {DISTRUSTED}"
+        except (OSError, ValueError):
+            pass
+    return NOT_OURS
 
 
 def read_preferences() -> Held:
     """What is preferred on disk now."""
-    paths = _preferences()
-    ours = [path for path in paths if _is_ours(path)]
-    others = (records.shown(path) for path in paths if path not in ours)
-    ignored = [f"the preference {path} is ignored: `glulam compile` did not write it; remove it" for path in others]
-    held = _read(ours, "", (CLEAR, CLEAR, CLEAR))
-    return Held(held.layers, (*ignored, *held.ignored))
+    try:
+        with _opened() as place:
+            held = _preferences_in(place)
+    except BundleForeign:
+        why = f"the folder {DISTRUSTED}"
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # what is a link is somebody else's
+            return Held({}, ())
+        why = str(error.strerror)
+    else:
+        layers = {key: (layer, folder() / path.name) for key, (layer, path) in held.layers.items()}
+        return Held(layers, tuple(map(_told, held.ignored)))
+    return Held({}, (f"the preferences in {records.shown(folder())} are ignored: {why}; remove the folder",))
+
+
+def _preferences_in(place: Path) -> Held:
+    faults = {path: _fault(path) for path in _preferences(place)}
+    lines = [
+        f"the preference {records.shown(path)} is ignored: {why}; remove it" for path, why in faults.items() if why
+    ]
+    held = _read([path for path, why in faults.items() if not why], "", (CLEAR, CLEAR, CLEAR))
+    return Held(held.layers, (*lines, *held.ignored))
 
 
 def read_tables(gpu: str) -> Held:
@@ -174,10 +222,10 @@ def _sections(path: Path, dropped: str = "") -> list[Section]:
     """What of a file of preferences is worth keeping: all but the preference for the kernel `dropped`.
 
     Raises:
-        OSError: `glulam compile` did not write the file, so it is not replaced.
+        OSError: `glulam compile` did not write the file, or others can have, so it is not replaced.
     """
-    if not _is_ours(path):
-        raise FileExistsError(errno.EEXIST, "`glulam compile` did not write it; move it elsewhere")
+    if why := _fault(path):
+        raise FileExistsError(errno.EEXIST, f"{why}; move it elsewhere")
     with contextlib.suppress(ValueError):
         sections = table.content(path).sections
         return [
@@ -209,18 +257,21 @@ def write_preference(spec: Spec) -> None:
     Raises:
         OSError: what is preferred cannot be written, and stays as it was.
     """
-    _rewrite(folder() / FILE, [table.preference(spec)])
+    _rewrite(FILE, [table.preference(spec)])
 
 
-def _rewrite(path: Path, added: list[Section], dropped: str = "") -> None:
+def _rewrite(name: str, added: list[Section], dropped: str = "") -> None:
     """Add sections to a file of preferences, and drop the preference for the kernel `dropped`. Raises OSError."""
     try:
-        if os.path.islink(folder()):
-            raise OSError(errno.ELOOP, "its folder is a link, which is never read")
-        table.write(path, added, functools.partial(_sections, dropped=dropped))
-    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        why = getattr(error, "strerror", None) or error
-        raise OSError(f"{records.shown(path)} cannot be written: {why}") from error
+        with _opened(make=True) as place:
+            table.write(place / name, added, functools.partial(_sections, dropped=dropped))
+    except (BundleForeign, OSError, NotImplementedError) as error:  # the last: a file system without locks
+        why = getattr(error, "strerror", None) or _told(str(error))
+        if isinstance(error, BundleForeign):
+            why = f"its folder {DISTRUSTED}"
+        elif os.path.islink(folder()):
+            why = "its folder is a link, which is never read"
+        raise OSError(f"{records.shown(folder() / name)} cannot be written: {why}") from error
 
 
 def drop_preference(name: str) -> bool:
@@ -234,7 +285,7 @@ def drop_preference(name: str) -> bool:
     """
     paths = {path for layer, path in read_preferences().layers.values() if name in layer.kernels}
     for path in paths:
-        _rewrite(path, [], dropped=name)
+        _rewrite(path.name, [], dropped=name)
     forget()
     return bool(paths)
 
@@ -255,9 +306,11 @@ def clear_preferences() -> int:
         OSError: one cannot be removed.
     """
     removed = 0
-    for path in filter(_is_ours, _preferences()):
-        removed += _count(path)
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(BundleForeign, FileNotFoundError, NotADirectoryError), _opened() as place:
+        for path in _preferences(place):
+            if not _fault(path):
+                removed += _count(path)
+                path.unlink(missing_ok=True)
     forget()
     return removed
 

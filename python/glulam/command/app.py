@@ -22,6 +22,7 @@ from ffi_bridge.manifest import Function
 
 from ..choose import records, specs
 from ..errors import UnsupportedDevice
+from .terminal import PlainConsole, printable
 
 _PIPE_WIDTH = 120  # columns where the output is not a terminal
 
@@ -60,8 +61,14 @@ cache_app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 
 
+def say(text: str) -> None:
+    """Print a line to standard output."""
+    typer.echo(printable(text))
+
+
 def say_error(text: str) -> None:
-    typer.echo(f"glulam: {text}", err=True)
+    """Print a line to standard error."""
+    typer.echo(printable(f"glulam: {text}"), err=True)
 
 
 def option(name: str) -> str:
@@ -175,8 +182,8 @@ def command(path: str, /, **rows: Row) -> Callable[[Callable[..., None]], Callab
 
 
 def console() -> Console:
-    """Standard output; wide enough for a table where it goes to a file or a pipe. Text is shown as it is."""
-    out = Console(markup=False, emoji=False, highlight=False)
+    """Standard output; wide enough for a table where it goes to a file or a pipe."""
+    out = PlainConsole()
     if not out.is_terminal:
         out.width = max(out.width, _PIPE_WIDTH)
     return out

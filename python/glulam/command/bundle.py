@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.table import Table
 
 from ffi_bridge import build as builder
@@ -15,7 +14,7 @@ from ffi_bridge.loader import ENV_BUNDLE, bundle_root, packaged_root
 from ffi_bridge.manifest import Function, verify
 
 from ..choose import records
-from .app import command, count, flag, megabytes, resources, row, show, word
+from .app import command, count, flag, megabytes, resources, row, say, show, word
 from .doctor import find_gpu, installed_torch
 
 ARCHS = word("Architecture, repeatable; default: this GPU's, or sm_90a.", profiles.CONFIGS)._replace(
@@ -49,7 +48,7 @@ def build(
         specs = profiles.shipped_specs(one, profile, only or ())
         manifest = (builder.find(specs, root) if keep else None) or builder.build(specs, root, jobs)
         contents = f"{len(manifest.functions)} functions, {megabytes(manifest.size)}"
-        typer.echo(f"{root / one / manifest.library}: {contents}")
+        say(f"{root / one / manifest.library}: {contents}")
 
 
 def _tile(stage: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from ffi_bridge import cache, objects
 
 from ..choose import known, loadable, records
-from .app import REQUIRED, command, flag, megabytes, row, show
+from .app import REQUIRED, command, flag, megabytes, row, say, show
 
 
 def _size(found: Sequence[cache.Entry]) -> str:
@@ -62,11 +62,11 @@ def cache_verify() -> None:
     found, stored = list(cache.entries()), list(objects.entries())
     for kept in [*found, *(kept for kept in stored if kept.state == "damaged")]:
         if kept.problem:
-            typer.echo(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
+            say(f"{kept.state}: {records.shown(kept.name)}: {kept.problem}")
     for line in known.read_preferences().ignored:
-        typer.echo(line)
-    typer.echo(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
-    typer.echo(_summary(stored))
+        say(line)
+    say(f"{len(found)} kernels in {records.shown(cache.cache_root())}: {_states(found)}")
+    say(_summary(stored))
     raise typer.Exit(int(any(kept.state == "damaged" for kept in (*found, *stored))))
 
 
@@ -77,7 +77,7 @@ def cache_forget(name: str) -> None:
     if not known.drop_preference(name):
         others = f"preferred are {', '.join(preferred)}" if preferred else "no kernel is"
         raise ValueError(f"{records.shown(name)} is not preferred; {others}")
-    typer.echo(f"{name} is preferred no more; calls get what a tuned table says, else what ships")
+    say(f"{name} is preferred no more; calls get what a tuned table says, else what ships")
 
 
 @command(
@@ -95,9 +95,9 @@ def cache_clear(outdated: bool, preferred: bool) -> None:
     forgotten = 0 if outdated and not preferred else known.clear_preferences()
     size = sum(kept.size for kept in removed) / 1024
     root = records.shown(cache.cache_root())
-    typer.echo(
+    say(
         f"{root}: removed {len(removed)} kernels ({size:.0f} KB), {forgotten} preferences, "
         f"{len(dropped)} objects ({_size(dropped)})"
     )
     for line in known.read_preferences().ignored:
-        typer.echo(line)
+        say(line)

@@ -15,12 +15,12 @@ from . import cache as cache
 from . import doctor as doctor
 from . import tuning as tuning
 from . import validate as validate
-from .app import app
+from .app import app, say
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"glulam {__version__}")
+        say(f"glulam {__version__}")
         raise typer.Exit
 
 

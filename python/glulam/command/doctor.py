@@ -20,6 +20,7 @@ from ffi_bridge.errors import remedy
 from ..choose import known, records
 from ..host.device import ENV_ARCH, NEVER_RUN, TESTED, TESTED_ON, arch_of, state_of, supported
 from .app import command, console
+from .terminal import in_one_line
 
 _OLDEST_TORCH = (2, 11)  # the first that exchanges DLPack natively with TVM-FFI
 _OLDEST_DRIVER = (13, 0)  # the DSL's run-time library is CUDA 13's
@@ -248,9 +249,9 @@ def doctor() -> None:
         checks.append(check)
         mark, style = MARKS[check.state]
         out.print(f"{mark:<4}", style=style, end=" ")
-        out.print(f"{check.name:<12} {check.finding}", soft_wrap=True)
+        out.print(f"{check.name:<12} {in_one_line(check.finding)}", soft_wrap=True)
         if check.remedy:
-            out.print(f"{'':<17} -> {check.remedy}", soft_wrap=True)
+            out.print(f"{'':<17} -> {in_one_line(check.remedy)}", soft_wrap=True)
     out.print()
     out.print(verdict(checks), soft_wrap=True)
     raise typer.Exit(int(any(check.state == "bad" for check in checks)))

@@ -24,7 +24,7 @@ from ..host import device as gpus
 from ..tuner import entry, report
 from ..tuner import tune as run_tuner
 from ..tuner.session import Options
-from .app import REQUIRED, command, count, flag, option, parsed, resources, row, say_error, show, word
+from .app import REQUIRED, command, count, flag, option, parsed, resources, row, say, say_error, show, word
 
 INTERRUPTED = 130  # as shells report it
 
@@ -117,7 +117,7 @@ def compile_kernel(
     for spec in wanted:
         _compile(spec, prefer=False)
     if not wanted:
-        typer.echo(f"no table chooses a kernel for {gpu}; `glulam tables` shows what is read")
+        say(f"no table chooses a kernel for {gpu}; `glulam tables` shows what is read")
 
 
 def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
@@ -129,14 +129,14 @@ def _compile(spec: Spec | None, prefer: bool, **fields: Any) -> None:
     if not loadable.is_loadable(made):
         raise OSError(f"{made.name} was compiled, but not kept in {root}: nothing changed")
     where = "in the bundle" if loadable.in_bundle(made) else f"in {root}"
-    typer.echo(f"{made.name}: {where}, {seconds:.2f} s{_resources(made)}")
+    say(f"{made.name}: {where}, {seconds:.2f} s{_resources(made)}")
     if not prefer:
         return
-    typer.echo(f"serves from now on: {_calls_of(made)}, whatever the shape")
+    say(f"serves from now on: {_calls_of(made)}, whatever the shape")
     before = known.read_preferences().preferred.get(family_of(made), made)
     if before != made:
-        typer.echo(f"in place of: {before.name}")
-    typer.echo(f"undo with: glulam cache forget {made.name}")
+        say(f"in place of: {before.name}")
+    say(f"undo with: glulam cache forget {made.name}")
     try:
         known.write_preference(made)
     except OSError as error:
@@ -222,7 +222,7 @@ def tables(merge: list[Path] | None, out: Path | None) -> None:
     if out is None:
         raise ValueError("--merge needs --out, the file to add to")
     table.write(out, [section for path in merge for section in table.read(path)])
-    typer.echo(f"{records.shown(out)}: {len(table.read(out))} sections")
+    say(f"{records.shown(out)}: {len(table.read(out))} sections")
 
 
 def _show_tables() -> None:

@@ -1,0 +1,82 @@
+"""Texts of the very compilation that an object comes from: what a compile process dumps, taken function by function.
+
+<spec.name>.ptx has the kernels; <spec.name>.mlir has the function that launches them, before it is lowered to calls of
+the run-time library: its arguments, the grid, shared memory, and what each kernel takes.
+
+The DSL names a dump by the type of the traced function, cut short, so that one function's may overwrite another's.
+The folder is therefore emptied before each function, and the dump has to have exactly the kernels of the object.
+Keeping does not change the object, and `compiler.py` does not know of it: its text is part of every object's key.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from .compiler import KernelArtifact
+from .errors import CompileError
+
+SUFFIXES = (".ptx", ".mlir")
+_ENTRY = re.compile(r"^\s*(?:\.visible\s+)?\.entry\s+([\w$%]+)", re.MULTILINE)
+_LAUNCH = re.compile(r"\bcuda\.launch_ex @\w+::@(\w+)")
+_ALIAS = re.compile(r"^!.*\n", re.MULTILINE)
+_HOST = "\n  func.func @"
+
+
+def entries(text: str) -> list[str]:
+    """The names of the kernels in a PTX text, sorted."""
+    return sorted(_ENTRY.findall(text))
+
+
+def launched(text: str) -> list[str]:
+    """The names of the kernels that a host function launches, sorted."""
+    return sorted(set(_LAUNCH.findall(text)))
+
+
+def _host_function(module: str) -> str:
+    """Of a whole module: type aliases, and the function that launches its kernels."""
+    return "".join(_ALIAS.findall(module)) + module[module.rfind(_HOST) :]
+
+
+class Dump:
+    """The private folder that one compile process dumps texts into.
+
+    Attributes:
+        environment: variables of the compile process; the DSL reads them once, when it is imported.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="texts-", dir=directory))
+        self.environment = {"CUTE_DSL_KEEP": "ir,ptx", "CUTE_DSL_DUMP_DIR": str(self._folder)}
+
+    def clear(self) -> None:
+        """Remove what an earlier function, or one that failed, left."""
+        for file in self._folder.iterdir():
+            file.unlink()
+
+    def take(self, artifact: KernelArtifact) -> None:
+        """Write the texts of an artifact beside its object.
+
+        Raises:
+            CompileError: there is not one dump of each kind, or it has other kernels than the object.
+        """
+        ptx, module = (self._only(artifact.name, suffix) for suffix in SUFFIXES)
+        host = _host_function(module)
+        wanted = sorted(kernel.name for kernel in artifact.kernels)
+        for what, found in (("PTX has", entries(ptx)), ("host function launches", launched(host))):
+            if found != wanted:
+                raise CompileError(f"{artifact.name}: its {what} the kernels {found}; expected its object's {wanted}")
+        for suffix, text in zip(SUFFIXES, (ptx, host), strict=True):
+            artifact.object_file.with_suffix(suffix).write_text(text)
+
+    def _only(self, name: str, suffix: str) -> str:
+        files = [file for file in self._folder.iterdir() if file.suffix == suffix]
+        if len(files) != 1:
+            raise CompileError(f"{name}: the compiler left {len(files)} dumps as *{suffix}; expected 1")
+        return files[0].read_text()
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)

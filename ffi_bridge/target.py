@@ -1,0 +1,98 @@
+"""The folder <root>/<arch> that a build replaces the bundle in: only what Glulam wrote there is replaced or removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from cute_kernels.specs import ARCHS
+
+from . import manifest as manifests
+from . import trust
+from .errors import BundleForeign
+from .manifest import Manifest
+
+_MAX_BYTES = 64 << 20
+_MARK = f'"format": "{manifests.FORMAT}"'.encode()
+_NAMED = re.compile(rb'"library": "([!-~]{1,255})"')
+
+
+def check(folder: Path) -> None:
+    """Raise now if no bundle can be published in `folder`, rather than after minutes of compiling.
+
+    Raises:
+        BundleForeign: others can write there, or something lies there that Glulam did not write.
+        OSError: it cannot be read, or is a link.
+    """
+    asked = trust.of(folder.parent)
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+        root = stack.enter_context(asked.opened(folder.parent, folder=True))
+        stack.enter_context(asked.opened(folder, root, folder=True))
+        _libraries(folder)
+
+
+def publish(new: Path, target: Path, manifest: Manifest) -> None:
+    """Moves the bundle in folder `new` to folder `target`, on the same file system; readers never find half of it.
+
+    The library gets a name of its own, then the manifest takes the place of the old one at once. Only then do
+    libraries go that no manifest describes; who has loaded one keeps it.
+
+    Raises:
+        BundleForeign: something lies in `target` that Glulam did not write. Nothing was replaced.
+    """
+    target.mkdir(mode=0o755, exist_ok=True)
+    old = _libraries(target)
+    for file in (manifest.library, manifests.FILE):
+        os.replace(new / file, target / file)
+    for path in old:
+        if path.name != manifest.library:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _libraries(folder: Path) -> list[Path]:
+    """The libraries of earlier builds. Raises BundleForeign if one of them, or the manifest, is not Glulam's."""
+    described = _described(folder)
+    found = [path for path in sorted(folder.iterdir()) if manifests.LIBRARY.fullmatch(path.name)]
+    for path in found:
+        if path.name != described and not _has_the_name_of_its_content(path):
+            _refuse(path, "no manifest of Glulam's names it, and its own name is not the hash of its content")
+    return found
+
+
+def _described(folder: Path) -> str:
+    """The library that the manifest in `folder` names; empty if there is no manifest, or no more than half of one."""
+    path = folder / manifests.FILE
+    if not os.path.lexists(path):
+        return ""
+    with _opened(path) as handle, open(handle, "rb", closefd=False) as file:
+        content = file.read(_MAX_BYTES)
+    head = f'{{\n "arch": "{folder.name}",\n "format": "{manifests.FORMAT}"'.encode()  # as `Manifest.write` begins
+    if _MARK not in content and not head.startswith(content):
+        _refuse(path, "it is no manifest of Glulam's")
+    named = _NAMED.search(content)
+    return named[1].decode() if named else ""
+
+
+def _has_the_name_of_its_content(path: Path) -> bool:
+    with _opened(path) as handle:
+        sha256 = manifests.hash_of(handle)
+    return any(path.name == manifests.library_name(arch, sha256) for arch in ARCHS)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        with trust.opened(path, trust.anybodys(path.parent.parent)) as handle:
+            yield handle
+    except OSError as error:
+        _refuse(path, f"it cannot be read ({error.strerror or error})")
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    told = f"foreign bundle: {path} would be replaced or removed, but {why}"
+    raise BundleForeign(f"{told}; move it elsewhere, or build into another folder")
