@@ -1,4 +1,5 @@
-# From a bare clone with Python 3.10 or later and a C compiler: make demo, train, test, lint, build, test-bundle, wheel.
+# From a bare clone with Python 3.10 or later and a C compiler: make demo, train, test, lint, build, test-bundle,
+# test-emulator, wheel.
 # Settings: PYTHON (interpreter for the virtual environment), UV (what installs; default uv where there is one, empty: pip),
 # PROFILE (of make build: demo, bf16 or full), JOBS (compile processes), ARGS (of pytest, the demo or train).
 
@@ -19,7 +20,7 @@ UV ?= $(filter-out $(abspath $(BIN)/uv),$(shell command -v uv 2>/dev/null))
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/python -m pip install --no-compile)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo train test test-bundle test-gpu lint build wheel clean
+.PHONY: demo train test test-bundle test-emulator test-gpu lint build wheel clean
 
 demo: $(INSTALLED)
 	$(BUILD) --profile demo
@@ -40,6 +41,10 @@ test: $(TESTABLE) $(TRANSFORMERS)
 test-bundle: $(TESTABLE)
 	$(BUILD) --profile full
 	$(BIN)/python -m pytest -q -m bundle $(ARGS)
+
+# Every function of two architectures, emulated on the CPU: it takes hours.
+test-emulator: $(TESTABLE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m emulator $(ARGS)
 
 test-gpu: $(TESTABLE)
 	$(BUILD) --profile full

@@ -1,0 +1,101 @@
+"""A GPU that executes device code on the CPU: operators called with CPU tensors run the PTX of the product's functions.
+
+As `support.fake_gpu`, whose host path, checks and records it uses; the functions that are found are `launch`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import fake_gpu
+from support.fake_gpu import FakeGpu, bound, exported
+
+from cute_kernels.chains import signature_of, stages_of
+from cute_kernels.specs import Spec
+from glulam.choose import kernels
+from glulam.choose.kernels import Kernel, forget_choices
+from glulam.host import device
+from glulam.host.plans import forget_plans
+
+from .launch import NUM_SMS, Emulator
+from .memory import Memory
+
+NAME = "emulated"
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of the memory of every CPU tensor that Python holds, by address: what a kernel may touch at this moment."""
+    plain = frozenset(device.PLAIN_TENSORS)
+    found: dict[int, int] = {}
+    for one in [each for each in gc.get_objects() if type(each) in plain]:  # of some 200,000 objects
+        if one.device.type == "cpu" and one.layout is torch.strided:
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+@dataclasses.dataclass
+class EmulatedGpu:
+    """What the host path did, and the emulator that did its work."""
+
+    fake: FakeGpu
+    emulator: Emulator
+
+    @property
+    def called(self) -> set[str]:
+        """Names of the functions that were called, and of those that they launched."""
+        return {stage.name for spec in self.fake.specs for stage in (spec, *stages_of(spec))}
+
+    def find(self, spec: Spec) -> Kernel:
+        """In place of `kernels.find`."""
+        self.fake.specs.append(spec)
+        check, signature = exported(spec, check_only=True), signature_of(spec)
+
+        def launch(*arguments: Any) -> None:
+            check(*arguments)  # all arguments first, as a compiled function does
+            named = bound(signature, arguments)
+            self.fake.launches.append(named)
+            memory = Memory()  # of this call: a tensor that was freed too early is a fault
+            for address, size in live_storages().items():
+                memory.allow(address, size, "a tensor")
+            with torch.device("cpu"):  # whatever the caller's default is
+                self.emulator.run(spec, named, memory)
+
+        return Kernel(launch, "shipped")
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[None]:
+        """While entered, CPU tensors go to the CPU reference."""
+        forget_plans()
+        device.KERNEL_DEVICE = "cuda"
+        try:
+            yield
+        finally:
+            device.KERNEL_DEVICE = "cpu"
+            forget_plans()
+
+
+@contextlib.contextmanager
+def installed(
+    arch: str, num_sms: int = NUM_SMS, seed: int = 0, patience_s: float = 0.0, check_races: bool = False
+) -> Iterator[EmulatedGpu]:
+    """While entered, CPU tensors are on an emulated GPU on which nothing is preferred.
+
+    Args:
+        patience_s: as of Emulator, for ranks that are threads. check_races: as of Emulator.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = EmulatedGpu(fake_gpu.install(patch), Emulator(arch, seed, num_sms, patience_s, check_races))
+        patch.setattr(fake_gpu, "SM_COUNT", num_sms)
+        patch.setattr(device, "gpu", lambda index: device.Gpu(NAME, arch, num_sms))
+        patch.setattr(kernels, "find", gpu.find)
+        forget_choices()
+        yield gpu
+    forget_choices()

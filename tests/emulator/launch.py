@@ -1,0 +1,268 @@
+"""Exported functions on the CPU, called by name: their kernels' PTX runs in `machine`, as their host functions say.
+
+Objects, PTX and host functions are of one compilation (`ffi_bridge.kept_ptx`) and are kept between runs. The run-time
+library of the DSL takes no part: nothing of a compiled host function is called.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.steps import taken
+from torch import Tensor
+
+from cute_kernels.chains import Step, chain_of, signature_of
+from cute_kernels.signatures import ADDRESS, TENSOR
+from cute_kernels.specs import Spec
+from ffi_bridge.compiler import KernelArtifact
+from ffi_bridge.objects import Store
+from ffi_bridge.worker import Worker
+
+from . import ptx, translate
+from .faults import Fault
+from .host import Host, Launch
+from .machine import Machine
+from .memory import Memory
+from .races import Races
+
+ENV_CACHE = "GLULAM_EMULATOR_CACHE"
+NUM_SMS = 2
+WHOLE_CTA = 0
+
+
+def cache_folder() -> Path:
+    """$GLULAM_EMULATOR_CACHE, else a folder of the user's: tests get an empty cache of kernels each time, not this."""
+    if chosen := os.environ.get(ENV_CACHE):
+        return Path(chosen)
+    import platformdirs
+
+    return platformdirs.user_cache_path("glulam") / "emulator"
+
+
+class Texts:
+    """Compiled objects and what was kept of their compilation. One compile process an architecture, when needed."""
+
+    def __init__(self) -> None:
+        self._store = Store(keep_ptx=True)
+        self._store.folder = cache_folder() / "objects"
+        self._exit = contextlib.ExitStack()
+        self._work = Path(self._exit.enter_context(tempfile.TemporaryDirectory(prefix="glulam-emulator-")))
+        self._worker = functools.cache(self._start)
+
+    def _start(self, arch: str) -> Worker:
+        (folder := self._work / arch).mkdir()
+        return self._exit.enter_context(Worker(folder, keep_ptx=True))
+
+    def of(self, stage: Spec) -> KernelArtifact:
+        """The object of a stage, its texts beside it."""
+        if found := self._store.take(stage, self._work):
+            return found
+        with self._store.alone(stage):
+            return self._store.obtain(stage, self._work, lambda: self._worker(stage.arch))
+
+    def close(self) -> None:
+        """End compile processes; remove objects that were not used for long."""
+        self._exit.close()
+        self._store.trim()
+
+
+@functools.cache
+def texts() -> Texts:
+    """Those of this process."""
+    made = Texts()
+    atexit.register(made.close)
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A translated kernel. unit_warps: warps that step together; warps with roles of their own wait for each other."""
+
+    kernel: ptx.Kernel
+    program: Any
+    unit_warps: int
+
+
+class Stage:
+    """One stage: its host function, and its kernels by name."""
+
+    def __init__(self, stage: Spec) -> None:
+        artifact = texts().of(stage)
+        shared = {kernel.name: kernel.dynamic_smem for kernel in artifact.kernels}
+        self.host = Host(artifact.object_file.with_suffix(".mlir").read_text(), shared)
+        text = artifact.object_file.with_suffix(".ptx").read_text()
+        self._unit_warps = 1 if "mbarrier." in text else WHOLE_CTA
+        self._kernels = {kernel.name: kernel for kernel in ptx.parse(text)}
+        self._programs: dict[str, _Program] = {}
+
+    def program(self, name: str) -> _Program:
+        if name not in self._programs:
+            kernel = self._kernels[name]
+            self._programs[name] = _Program(kernel, translate.translate(kernel), self._unit_warps)
+        return self._programs[name]
+
+
+@functools.lru_cache(maxsize=64)
+def stage_of(stage: Spec) -> Stage:
+    """A stage, read and translated once a process."""
+    return Stage(stage)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What ran: names of kernels, warp instructions and seconds in the machine."""
+
+    kernels: list[str] = dataclasses.field(default_factory=list)
+    instructions: int = 0
+    seconds: float = 0.0
+
+
+def packed(kernel: ptx.Kernel, launch: Launch) -> bytes:
+    """The bytes of a kernel's parameters."""
+    wanted = list(kernel.params.values())
+    sizes = [len(value) for value in launch.parameters]
+    if sizes != [size for _, size in wanted]:
+        raise Fault(f"{kernel.name} takes parameters of {[size for _, size in wanted]} bytes, launched with {sizes}")
+    blob = bytearray(kernel.param_bytes)
+    for (offset, size), value in zip(wanted, launch.parameters, strict=True):
+        blob[offset : offset + size] = value
+    return bytes(blob)
+
+
+class Emulator:
+    """A GPU of an architecture.
+
+    Args:
+        seed: of the machine's schedule.
+        num_sms: what functions that ask for a number of SMs are called with unless a call says it.
+        patience_s: how long a launch that cannot go on waits for those of other threads, in seconds.
+        check_races: a launch that may race, in whatever order its warps run, is a Fault.
+
+    Attributes:
+        memory: what kernels may read and write. A call allows the tensors among its arguments; who passes addresses
+            allows what lies there.
+    """
+
+    def __init__(
+        self, arch: str, seed: int = 0, num_sms: int = NUM_SMS, patience_s: float = 0.0, check_races: bool = False
+    ) -> None:
+        self.arch, self.seed, self.num_sms, self.patience_s = arch, seed, num_sms, patience_s
+        self.races = Races() if check_races else None
+        self.memory = Memory()
+        self.counts = Counts()
+        self._turn = threading.Lock()  # of launches that run beside each other
+
+    def function(self, spec: Spec) -> Callable[..., None]:
+        """The exported function of a spec, to be called with its arguments by name (`signature_of(spec).pack`).
+
+        A tensor is one of torch's or numpy's on the CPU; given for an address, it is its address. None is 0.
+        """
+        if spec.arch != self.arch:
+            raise ValueError(f"{spec.name} is not for {self.arch}")
+        signature, chain = signature_of(spec), chain_of(spec)
+
+        def call(**given: Any) -> None:
+            named = {name: _tensor(value) for name, value in given.items()}
+            if "num_sms" in signature.names:
+                named.setdefault("num_sms", self.num_sms)
+            with self._allowed(value for value in named.values() if isinstance(value, Tensor)):
+                for argument in signature.arguments:
+                    value = named.get(argument.name)
+                    if argument.kind == ADDRESS and argument.name in named:
+                        named[argument.name] = value.data_ptr() if isinstance(value, Tensor) else value or 0
+                self.run(spec, dict(zip(signature.names, signature.pack(**named), strict=True)))
+
+        call.__name__ = spec.name if chain is None else f"{spec.name} (a chain)"
+        return call
+
+    def run(self, spec: Spec, named: dict[str, Any], memory: Memory | None = None) -> None:
+        """A call with all arguments by name, numbers and CPU tensors: of a chain, its stages one after the other.
+
+        Args:
+            memory: in place of the emulator's own.
+        """
+        chain, memory = chain_of(spec), memory or self.memory
+        if chain is None:
+            self._run_stage(spec, named, memory)
+            return
+        steps: list[Step] = [step for step in chain.steps if not step.when or named[step.when]]
+        for position, step in enumerate(steps):
+            signature = signature_of(step.stage)
+            values = signature.pack(**taken(step, named, position))
+            self._run_stage(step.stage, dict(zip(signature.names, values, strict=True)), memory)
+
+    def _run_stage(self, stage: Spec, named: dict[str, Any], memory: Memory) -> None:
+        found = stage_of(stage)
+        values = []
+        for argument in signature_of(stage).arguments:
+            value = named[argument.name]
+            if argument.kind == TENSOR:
+                value = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
+            values.append(value)
+        for launch in found.host.launches(values):
+            self._launch(found.program(launch.kernel), launch, memory)
+
+    def _launch(self, program: _Program, launch: Launch, memory: Memory) -> None:
+        kernel = program.kernel
+        if kernel.cluster and kernel.cluster != launch.cluster:
+            raise Fault(f"{kernel.name} is for clusters of {kernel.cluster}, launched with {launch.cluster}")
+        run = Machine(
+            kernel, memory, launch.grid, launch.block, launch.shared, packed(kernel, launch), launch.cluster,
+            program=program.program, seed=self.seed, unit_warps=program.unit_warps, observer=self.races,
+        )  # fmt: skip
+        self.counts.kernels.append(kernel.name)
+        if self.races is not None:
+            if self.patience_s:
+                with self._turn:
+                    self.races.launch_beside(run, launch.early, threading.get_ident())
+            else:
+                self.races.launch(run, launch.early)
+        if self.patience_s:
+            self._run_beside_others(run)
+        else:
+            run.run()
+        self.counts.instructions += run.instructions
+        self.counts.seconds += run.seconds
+
+    def _run_beside_others(self, run: Machine) -> None:
+        """Run a launch that may wait for what launches of other threads write."""
+        until = time.monotonic() + self.patience_s
+        with np.errstate(all="ignore"):
+            turns = run.turns()
+            while True:
+                with self._turn:
+                    if next(turns, self) is self:
+                        return
+                if not run.waits:
+                    until = time.monotonic() + self.patience_s
+                elif time.monotonic() < until:
+                    time.sleep(1e-3)
+                else:
+                    raise Fault(f"deadlock: nothing can move\n{run.state()}")
+
+    @contextlib.contextmanager
+    def _allowed(self, tensors: Iterator[Tensor]) -> Iterator[None]:
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        for address, size in storages.items():
+            self.memory.allow(address, size, "an argument")
+        try:
+            yield
+        finally:
+            for address in storages:
+                self.memory.forget(address)
+
+
+def _tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -1,0 +1,342 @@
+"""What orders agents of the race check: their clocks, and how synchronisation hands them on; see races.py."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import numpy as np
+
+from .cta import NamedBarrier
+from .engines.asynchronous import Operation
+from .engines.mbarrier import Mbarrier
+from .faults import Fault
+from .observer import Observer
+from .race_agents import (
+    ALL,
+    ASYNC_GLOBAL,
+    ASYNC_SHARED,
+    FEWEST,
+    FOREVER,
+    INITS,
+    ROWS,
+    SHIFT,
+    Agent,
+    Operating,
+    Warp,
+    join,
+    longer,
+)
+
+OPCODE = re.compile(r"(?:^|[\s{;])(ld|st|atom|red)\.(\S*)")
+ORDERED = re.compile(r"\b(volatile|relaxed|acquire|release|acq_rel|mmio)\b")
+MEMORY_FENCES = ("membar", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release")
+PROXY_ROWS = {"fence.proxy.async": (ASYNC_SHARED, ASYNC_GLOBAL), "fence.proxy.async.global": (ASYNC_GLOBAL,)}
+IN_ORDER = ("wgmma", "tcgen05")  # operations of a warp that are done in the order of their issue
+LAUNCH_BEFORE, LAUNCH_EARLIER = 1, 2  # numbers of agents that did all of the launch before this one, and before that
+
+
+class Race(Fault):
+    """Two accesses to one place that nothing orders."""
+
+
+class Place:
+    """An instruction: its text, and how it orders memory if it is a load, a store or an atomic."""
+
+    def __init__(self, text: str):
+        self.text = text
+        opcode, rest = found.groups() if (found := OPCODE.search(text)) else ("", "")
+        words = set(ORDERED.findall(rest))
+        self.loads, self.stores = opcode in ("ld", "atom", "red"), opcode in ("st", "atom", "red")
+        self.strong = bool(words) or opcode in ("atom", "red")
+        self.releases, self.acquires = bool(words & {"release", "acq_rel"}), bool(words & {"acquire", "acq_rel"})
+
+
+class _Phases:
+    """Clocks that arrived at an mbarrier: in the phase under way, and in all that ended; the epoch of its init."""
+
+    def __init__(self) -> None:
+        self.phase = self.init = 0
+        self.arriving: np.ndarray | None = None
+        self.ended: np.ndarray | None = None
+
+    def at(self, phase: int) -> None:
+        """Move what arrived in earlier phases to those that ended."""
+        if phase > self.phase:
+            self.ended, self.arriving = join(self.ended, self.arriving), None
+            self.phase = phase
+
+
+class Orders(Observer):
+    """Agents and their clocks, of launches that `launch` begins one after the other, or `launch_beside` in streams."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = [Place("")]
+        self._place_numbers: dict[tuple, int] = {}
+        self._kernels = ("", "")  # of the two launches before
+        self._frees: dict[Any, bool] = {}  # by CTA: had it waited for the launch before when it let the next one begin
+        self.proxied: list[bool] = []  # by an agent's number: is it of the async proxy
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin without agents."""
+        self.proxied[:] = [False] * 3
+        self.names: list[str] = ["", *(f"the launch of {name} before" for name in self._kernels)]
+        self.labels: dict[int, tuple[str, int]] = {}  # an operation's epoch -> its opcode and place
+        self.warps: dict[Any, list[Warp]] = {}
+        self.operations: dict[Operation, Operating] = {}
+        self._base = np.zeros((ROWS, FEWEST), np.int64)
+        self._streams: dict[Any, Any] = {}  # the last machine of each
+        self._begun: dict[Any, tuple[np.ndarray, np.ndarray]] = {}  # a launch -> clocks: when it began, and before it
+        self._phases: dict[Mbarrier, _Phases] = {}
+        self._meetings: dict[Any, np.ndarray] = {}  # what arrived at a barrier of a CTA or cluster
+        self._words: dict[tuple, np.ndarray] = {}
+
+    def launch(self, machine: Any, early: bool = False) -> None:
+        """Begin a launch, after all others; if `early`, when all CTAs of the one before let it, or ended."""
+        self.begin(early)
+        earlier_ended = all(self._frees.values())
+        self._frees.clear()
+        self.forget()
+        self._kernels = (machine.kernel.name, self._kernels[0])
+        if not early:
+            self._base[:, LAUNCH_BEFORE] = FOREVER
+        if not early or earlier_ended:
+            self._base[:, LAUNCH_EARLIER] = FOREVER
+
+    def launch_beside(self, machine: Any, early: bool, stream: Any) -> None:
+        """Begin a launch after those of its stream, beside those of others: ranks that write to each other's memory."""
+        last = self._streams.get(stream)
+        begun, before = self._begun.pop(last, (self._base, self._base))
+        done = before.copy()
+        for unit in [unit for unit in self.warps if unit.machine is last]:
+            for warp in self.warps.pop(unit):
+                done = join(longer(done, warp.copier + 1), warp.clock)
+                done[ALL, warp.copier] = warp.copies
+        for operation in [each for each in self.operations if each.unit.machine is last]:
+            done = join(done, self.operations.pop(operation).clock)
+        done[:] = done[ALL]
+        waited = [self._frees.pop(cta) for cta in list(self._frees) if cta.machine is last]
+        base = (before if all(waited) else begun).copy() if early else done.copy()
+        base[:, LAUNCH_BEFORE] = 0 if early else FOREVER
+        self._begun[machine] = base, done
+        self._streams[stream] = machine
+
+    def begin(self, early: bool) -> None:
+        """Called before a launch; `early`: what the launch before did to memory still counts."""
+
+    # agents
+    def _number(self, name: str, proxied: bool) -> int:
+        self.proxied.append(proxied)
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def of(self, unit: Any) -> list[Warp]:
+        """Return a unit's warps."""
+        found = self.warps.get(unit)
+        if found is None:
+            found = self.warps[unit] = []
+            for index in range(unit.first_warp, unit.first_warp + unit.warps):
+                name = f"{unit.machine.kernel.name}, CTA {unit.cta.id} warp {index}"
+                numbers = self._number(name, False), self._number(f"cp.async of {name}", False)
+                base = self._begun[unit.machine][0] if unit.machine in self._begun else self._base
+                found.append(Warp(*numbers, base.copy(), unit.cta, index))
+        return found
+
+    def acting(self, unit: Any) -> list[Warp]:
+        """Return those of a unit's warps that act."""
+        warps = self.of(unit)
+        if len(warps) == 1 or unit.acting is True:
+            return warps
+        return [warps[i] for i in np.flatnonzero(unit.mask(unit.acting).any(1))]
+
+    def place(self, unit: Any) -> int:
+        """Number the instruction that runs: a line of the block's generated function."""
+        frame = sys._getframe(2)
+        while frame is not None and not frame.f_code.co_name.startswith("block_"):
+            frame = frame.f_back
+        key = (frame.f_code, frame.f_lineno) if frame is not None else (unit.machine.kernel.name, unit.block)
+        found = self._place_numbers.get(key)
+        if found is None:
+            found = self._place_numbers[key] = len(self.places)
+            text = unit.machine.ptx_places.get(frame.f_lineno, "") if frame is not None else ""
+            self.places.append(Place(text or f"in {unit.machine.block_name(unit.block)}"))
+        return found
+
+    # the observer's calls
+    def release(self, agent: Any, thing: Any) -> None:
+        """Hand an agent's clock on, or note what it begins."""
+        if isinstance(thing, Operation):
+            if agent is not thing:
+                self._issue(agent, thing)
+        elif isinstance(thing, NamedBarrier):
+            self._arrive(agent, thing, False)
+        elif thing[0] == "mbarrier":
+            phases = self._phases_of(*thing[1:], agent)
+            for each in self._each(agent):
+                phases.arriving = join(phases.arriving, each.clock)
+                each.tick()
+        elif thing[0] == "grid":
+            waited = all(warp.clock[ALL, LAUNCH_BEFORE] == FOREVER for warp in self.acting(agent))
+            self._frees.setdefault(agent.cta, waited)
+        elif thing[0] == "init":
+            self._phases.setdefault(thing[1], _Phases()).init = self.acting(agent)[0].epoch
+        elif thing[0] == "copies":
+            for warp in self.acting(agent):
+                warp.groups.append(warp.copies)
+                warp.copies += 1
+        else:
+            self._arrive(agent, thing, ".relaxed" in _last_of(agent))
+
+    def acquire(self, agent: Any, thing: Any) -> None:
+        """Let an agent know what was handed on."""
+        if isinstance(thing, Operation):
+            if agent is not thing:
+                for each in self._each(agent):
+                    each.learn(self.operations[thing].clock)
+        elif isinstance(thing, NamedBarrier) or thing[0] == "cluster":
+            for warp in self.acting(agent):
+                warp.learn(self._meetings[thing])
+        elif thing[0] == "mbarrier":
+            phases = self._phases_of(thing[1], thing[2] + 1, agent)
+            for each in self._each(agent):
+                each.learn(phases.ended)
+        elif thing[0] == "grid":
+            for warp in self.acting(agent):
+                warp.clock[:, [LAUNCH_BEFORE, LAUNCH_EARLIER]] = FOREVER
+                warp.learn(self._begun.get(thing[1], (None, None))[1])
+                warp.memo = {}
+        elif thing[0] == "copies":
+            for warp in self.acting(agent):
+                self._wait_for_copies(warp, thing[1])
+
+    def fence(self, agent: Any, kind: str) -> None:
+        """Order a warp's accesses, or its proxies'."""
+        for warp in self.acting(agent):
+            if kind.startswith("wgmma"):
+                warp.may_multiply = True
+            elif kind.startswith("fence.mbarrier_init"):
+                warp.fence_rows((INITS,))
+            elif kind.startswith("fence.proxy.async"):
+                warp.fence_rows(PROXY_ROWS.get(kind, (ASYNC_SHARED,)))
+            elif kind.startswith(MEMORY_FENCES):
+                if not kind.startswith("fence.release"):
+                    warp.learn(warp.unfenced)
+                if not kind.startswith("fence.acquire"):
+                    warp.before_fence = warp.clock.copy()
+                    warp.tick()
+
+    def _each(self, agent: Any) -> list[Any]:
+        return [self.operations[agent]] if isinstance(agent, Operation) else self.acting(agent)
+
+    def _phases_of(self, barrier: Mbarrier, phase: int, agent: Any) -> _Phases:
+        phases = self._phases.setdefault(barrier, _Phases())
+        phases.at(phase)
+        for each in self._each(agent) if phases.init else ():
+            if not each.knows(phases.init) and not each.knows(phases.init, INITS):
+                raise Race(
+                    f"race: {barrier.name} is used by {self.name(each.epoch)}, which is not ordered after its "
+                    f"mbarrier.init by {self.name(phases.init)}. A bar.sync, or fence.mbarrier_init and "
+                    "barrier.cluster, would order them."
+                )
+        return phases
+
+    def name(self, epoch: int) -> str:
+        """Name the agent of an epoch; an operation with its instruction."""
+        what = self.labels.get(epoch, ("",))[0]
+        return f"{what} of {self.names[epoch >> SHIFT]}" if what else self.names[epoch >> SHIFT]
+
+    def _arrive(self, unit: Any, thing: Any, relaxed: bool) -> None:
+        clock = self._meetings.get(thing)
+        for warp in self.acting(unit):
+            if relaxed:
+                inits = np.zeros_like(warp.clock)
+                inits[INITS] = warp.clock[INITS]
+                clock = join(join(clock, inits), warp.before_fence)
+            else:
+                clock = join(clock, warp.clock)
+            warp.tick()
+        self._meetings[thing] = clock
+
+    # asynchronous work
+    def _issue(self, unit: Any, operation: Operation) -> None:
+        warps = self.acting(unit)
+        first, what = warps[0], operation.what
+        kind = next((kind for kind in IN_ORDER if what.startswith(kind)), None)
+        if kind == "wgmma" and not all(warp.may_multiply for warp in warps):
+            raise Race(f"race: {what} by {self.names[first.number]} reads registers; no wgmma.fence is before it")
+        place = self.place(unit)
+        issue = unit.machine.steps, place
+        if first.issued.get(what, (None, None))[0] == issue:  # by another lane, whose instruction it is as well
+            self.operations[operation] = first.issued[what][1]
+            return
+        clock = first.clock.copy()
+        for warp in warps[1:]:
+            clock = join(clock, warp.clock)
+        if what.startswith("cp.async.mbarrier.arrive"):
+            for warp in warps:
+                clock[ALL, warp.copier] = warp.copies
+                warp.copies += 1
+        number, now = self._slot(first, kind)
+        if kind in first.last:
+            clock = join(clock, first.last[kind].clock)
+        agent = Operating(number, now, clock, first, place)
+        self.operations[operation] = agent
+        self.labels[agent.epoch] = what, place
+        first.issued[what] = issue, agent
+        if kind:
+            first.last[kind] = agent
+        for warp in warps:
+            warp.tick()
+
+    def _slot(self, warp: Warp, kind: str | None) -> tuple[int, int]:
+        """Return an agent's number and clock for an operation that comes after the number's last one."""
+        if kind in warp.last:
+            return warp.last[kind].number, warp.last[kind].now + 1
+        for number, now in warp.slots.items() if kind is None else ():
+            if warp.clock.shape[1] > number and warp.clock.item(ALL, number) >= now:
+                break
+        else:
+            number, now = self._number(self.names[warp.number], True), 0
+        if kind is None:
+            warp.slots[number] = now + 1
+        return number, now + 1
+
+    @staticmethod
+    def _wait_for_copies(warp: Warp, left: int | None) -> None:
+        done = 0
+        if left is None:
+            done, warp.copies = warp.copies, warp.copies + 1
+        elif len(warp.groups) > left:
+            done = warp.groups[len(warp.groups) - 1 - left]
+        if done > warp.clock.item(ALL, warp.copier):
+            warp.clock[ALL, warp.copier] = done
+            warp.memo = {}
+
+    # words that strong accesses go through
+    def through(self, agent: Agent, words: set, place: Place) -> None:
+        """Hand clocks on through words that a warp's strong access is about to read or write."""
+        if not isinstance(agent, Warp):
+            return
+        for word in words if place.loads else ():
+            found = self._words.get(word)
+            if found is not None and place.acquires:
+                agent.learn(found)
+            elif found is not None:
+                agent.unfenced = join(agent.unfenced, found)
+        if not place.stores:
+            return
+        given = agent.clock if place.releases else agent.before_fence
+        for word in words:
+            if place.loads:  # an atomic goes on with the release sequence
+                self._words[word] = join(self._words.get(word), given)
+            else:
+                self._words[word] = join(None, given)
+
+
+def _last_of(unit: Any) -> str:
+    """Return the opcode of the instruction that ended a unit's block."""
+    machine = unit.machine
+    end = sum(count for _, count, _ in machine.blocks[: unit.block + 1])
+    return machine.kernel.code[end - 1].op if end <= len(machine.kernel.code) else ""

@@ -1,0 +1,202 @@
+"""A race check: accesses to one place, of which one is a write, must be ordered in any schedule, not only in this one.
+
+Vector clocks after FastTrack (Flanagan and Freund, 2009). An agent is a warp, the copies of its cp.async, or an
+operation of the async proxy; lanes of a warp are in order, and an operation that several of them issue by one
+instruction is one. Memory is kept by granules of 16 bytes, split where accesses are smaller. PTX ISA, by section:
+    "Memory Consistency Model: Causality Order", "Release and Acquire Patterns": st.release, atom.acq_rel, or a fence
+        and a relaxed access, to ld.acquire, or a relaxed access and a fence, that reads the same word.
+    "Morally strong operations": atom, red, .relaxed, .acquire, .release, .volatile do not race with each other.
+    "Asynchronous operations", "Async proxy": an operation begins after its issue. It sees writes of the generic proxy
+        that a fence.proxy.async follows, by the writer or by who synchronised with it. Generic reads need none: their
+        mbarrier arrive is enough before the next copy. Its completion needs no proxy fence.
+    "mbarrier": arrivals and complete_tx of a phase, to waits that see this phase ended. mbarrier.init is a write that
+        all uses must be ordered after, by a barrier, or fence.mbarrier_init and a relaxed one.
+    "bar, barrier": from all that arrive to all that wait. "barrier.cluster": the same; arrive.relaxed hands on what a
+        fence before it covered.
+    "cp.async.wait_group", "cp.async.bulk.wait_group" (.read: its reads), "wgmma.wait_group": to the waiting warp.
+    "griddepcontrol": a launch that its host function lets begin early knows of the launch before it after .wait, and of
+        older ones if all CTAs of the launch before had waited when they let it begin (.launch_dependents).
+    Ranks (`launch_beside`): launches of a stream are in order; those of others are ordered by words in memory.
+    "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx.
+    "wgmma.fence": a warp's first wgmma comes after one.
+Not modelled: scopes (.cta is as wide as .sys); registers' order with wgmma beyond the first fence; tcgen05.wait,
+tcgen05.fence, alloc and dealloc; .relaxed mbarrier instructions (taken for .release, .acquire); the tensormap proxy;
+divergent lanes of a warp, which bar.warp.sync orders; strong accesses to words that overlap in part; in units of
+several warps, mbarriers and operations (kernels that have them step warp by warp).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .engines.asynchronous import Operation
+from .race_agents import ALL, ASYNC_GLOBAL, ASYNC_SHARED, SHIFT, Agent, Copying, Operating, Warp
+from .race_memory import READ, STRONG_READ, STRONG_WRITE, WRITE, Access, Conflict, Shadow, States
+from .race_orders import LAUNCH_BEFORE, LAUNCH_EARLIER, Orders, Race
+
+__all__ = ["Race", "Races"]
+
+REGION = 20  # global memory is kept in pieces of 1 << REGION bytes
+TENSOR_BYTES = 128 * 512 * 4
+ROWS_OF = {"global": ASYNC_GLOBAL, "shared": ASYNC_SHARED, "tensor": ALL}
+
+
+class Races(Orders):
+    """The observer of launches: checks all accesses to memory, and raises Race at the first that nothing orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states = States(self.proxied)
+        self._global: dict[int, Shadow] = {}  # by address >> REGION
+        self._shadows: dict[tuple[str, Any], Shadow] = {}
+
+    def begin(self, early: bool) -> None:
+        """Forget memory, or keep what the launch before did as that of one agent."""
+        states = States(self.proxied)
+        if early:
+            numbers = self._states.before(states, (LAUNCH_BEFORE, LAUNCH_EARLIER))
+            for shadow in self._global.values():
+                shadow.replace(numbers)
+        else:
+            self._global.clear()
+        self._states = states
+        self._shadows.clear()
+
+    def read(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
+        """Check a read."""
+        self._access(READ, space, cta, places, size, agent)
+
+    def write(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
+        """Check a write."""
+        self._access(WRITE, space, cta, places, size, agent)
+
+    def atomic(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
+        """Check an atomic operation."""
+        self._access(STRONG_WRITE, space, cta, places, size, agent)
+
+    def _access(self, kind: int, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
+        if not places.size:
+            return
+        at = places.reshape(-1)
+        at = at if at.dtype == np.int64 else at.astype(np.int64)
+        if space == "tensor":
+            at = at * 4
+        row, place = ROWS_OF[space], None
+        if isinstance(agent, Operation):
+            who = self.operations[agent]
+            parts = [(Access(kind, row, [who], who.place), at)]
+        else:
+            unit = getattr(agent, "unit", agent)
+            number = self.place(unit)
+            place = self.places[number]
+            if place.strong:
+                kind = STRONG_READ if kind == READ else STRONG_WRITE
+            parts = list(self._parts(Access(kind, row, [], number), unit, agent, at))
+            if place.strong:
+                for access, where in parts:
+                    for one, mine in zip(access.agents, where.reshape(len(access.agents), -1), strict=True):
+                        self.through(one, {(space, cta, word) for word in mine.tolist()}, place)
+        for access, where in parts:
+            for step in range(0, size, 16):
+                self._check(access, space, cta, where + step if step else where, min(size - step, 16))
+        if place is not None and place.releases:
+            for warp in self.acting(agent):
+                warp.tick()
+
+    def _parts(self, access: Access, unit: Any, agent: Any, at: np.ndarray):
+        """Yield the accesses of the warps that act, and their places: of all at once if each has as many."""
+        warps = self.of(unit)
+        if len(warps) == 1:
+            yield access.by([warps[0] if agent is unit else Copying(warps[0])]), at
+            return
+        acts = agent.acting if agent is not unit else np.arange(unit.n) if unit.acting is True else unit.acting
+        lanes = np.flatnonzero(acts) if acts.dtype == bool else acts
+        counts = np.bincount(lanes >> 5, minlength=len(warps))
+        which = np.flatnonzero(counts)
+        agents = [warps[i] if agent is unit else Copying(warps[i]) for i in which]
+        if (counts[which] == counts[which[0]]).all():
+            yield access.by(agents), at
+            return
+        for i, who in zip(which, agents, strict=True):
+            yield access.by([who]), at[lanes >> 5 == i]
+
+    def _check(self, access: Access, space: str, cta: Any, at: np.ndarray, size: int) -> None:
+        shadow = self._shadow(space, cta, at)
+        if shadow is None:
+            parts = len(access.agents)
+            owners = np.repeat(np.arange(parts), at.size // parts)
+            for region in np.unique(at >> REGION):
+                for part in range(parts):
+                    here = at[(at >> REGION == region) & (owners == part)]
+                    if here.size:
+                        self._check(access.by([access.agents[part]]), space, cta, here, size)
+            return
+        try:
+            shadow.access(self._states, access, at - shadow.base if shadow.base else at, size)
+        except Conflict as conflict:
+            raise self._race(conflict, access.kind, access.place, space, cta, shadow.base) from None
+
+    def _shadow(self, space: str, cta: Any, at: np.ndarray) -> Shadow | None:
+        """Return the shadow that has all places; None if global ones lie in several."""
+        if space == "global":
+            region = at.item(0) >> REGION
+            if int(at.min()) >> REGION != region or int(at.max()) >> REGION != region:
+                return None
+            found = self._global.get(region)
+            if found is None:
+                found = self._global[region] = Shadow(1 << REGION, region << REGION)
+        else:
+            found = self._shadows.get((space, cta))
+            if found is None:
+                found = self._shadows[space, cta] = Shadow(cta.size if space == "shared" else TENSOR_BYTES)
+        return found
+
+    # reports
+    def _race(self, conflict: Conflict, kind: int, place: int, space: str, cta: Any, base: int) -> Race:
+        at = base + conflict.offset
+        where = f"global memory at {at:#x}"
+        if space == "shared":
+            where = f"shared memory of CTA {cta.id} at offset {at:#x}"
+        elif space == "tensor":
+            where = f"tensor memory of CTA {cta.id}, lane {at // 2048}, column {at % 2048 // 4}"
+        agent, other = conflict.agent, conflict.epoch
+        place_there = self.labels[other][1] if other in self.labels else conflict.place
+        last = "the last such access: " if conflict.was_read and other not in self.labels else ""
+        did = "written" if kind in (WRITE, STRONG_WRITE) else "read"
+        return Race(
+            f"race: {where} is {did} by {self.name(agent.epoch)} ({self.places[place].text}); not ordered after "
+            f"the {'read' if conflict.was_read else 'write'} by {self.name(other)} "
+            f"({last}{self.places[place_there].text}). {self._remedy(conflict, agent)}"
+        )
+
+    def _remedy(self, conflict: Conflict, agent: Agent) -> str:
+        """Say what would order the two accesses."""
+        number = conflict.epoch >> SHIFT
+        if number in (LAUNCH_BEFORE, LAUNCH_EARLIER):
+            return "griddepcontrol.wait before the access, by the warp or by one that it waits for, would order them."
+        if conflict.row != ALL:
+            return "They are ordered but for a fence.proxy.async, by the writer or after waiting for it."
+        if self.names[number].startswith("cp.async of"):
+            return "cp.async.wait_group by the copying warp, then a barrier for others, would order them."
+        if self.proxied[number]:
+            return self._end_of(self.labels[conflict.epoch])
+        issuer = agent.issuer if isinstance(agent, Operating) else agent
+        if isinstance(issuer, Warp) and issuer.number == number:  # the operation was under way already
+            return self._end_of(self.labels.get(agent.epoch, ("cp.async", 0)))
+        here = issuer.cta if isinstance(issuer, Warp) else None
+        there = next((warp.cta for warps in self.warps.values() for warp in warps if warp.number == number), None)
+        if there is not None and (here is None or here is there):
+            return "bar.sync, or an mbarrier's arrival and a wait for its phase, would order them."
+        if here is not None and there is not None and here.cluster is there.cluster:
+            return "barrier.cluster, or an mbarrier's arrival and a wait for its phase, would order them."
+        return "A release and an acquire of one word, or the end of the launch, would order them."
+
+    def _end_of(self, label: tuple[str, int]) -> str:
+        """Say what waits for an operation."""
+        if label[0].startswith("wgmma"):
+            return "wgmma.wait_group by its warps, then an arrival that the other waits for, would order them."
+        if "bulk_group" in self.places[label[1]].text:
+            return "cp.async.bulk.wait_group by its thread, then a barrier for others, would order them."
+        return "A wait for the mbarrier's phase that its completion ends would order them."

@@ -1,0 +1,103 @@
+"""Results that a GPU computed, kept small: `python -m emulator.record FILE` in tests/, on a machine with the GPU.
+
+Of a call whose result is exact the hash of its bytes is kept, of others SAMPLE values at places that their number
+decides. The file also says which GPU and which torch computed them; add the commit by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .calls import EXACT, ROUNDED_TO_E4M3, calls_of, results
+
+SAMPLE = 64
+ROUNDINGS = 2.0
+"""Of a result that is not exact, in units of its dtype's rounding of the largest value of the sample."""
+OF_FLOAT32 = 2.0**-15
+"""In place of float32's own rounding: what comes through the GPU's approximations of exp, rsqrt and division."""
+
+EDGES = 4
+"""Of a call that rounds its activation to E4M3, samples with an element so near to the edge between two numbers that
+the GPU rounds it to the other one: its exp is an approximation, and its FP8 MMA keeps fewer bits than float32."""
+OF_AN_EDGE = 2.0**-5
+"""The most that one element which is rounded to the other number changes, over the largest value of the sample."""
+
+
+def described(name: str, tensors: list[Tensor]) -> list[dict[str, Any]]:
+    """What is kept of a call's results."""
+    return [_described(tensor, name in EXACT) for tensor in tensors]
+
+
+def _described(tensor: Tensor, is_exact: bool) -> dict[str, Any]:
+    tensor = tensor.contiguous()
+    kept: dict[str, Any] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+    if is_exact or not tensor.is_floating_point():
+        kept["sha256"] = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    else:
+        kept["values"] = tensor.view(-1)[places(tensor)].double().tolist()
+    return kept
+
+
+def places(tensor: Tensor) -> Tensor:
+    """Where the sample of a result is, the same in every result of its size."""
+    count = tensor.numel()
+    return torch.from_numpy(np.random.default_rng(count).permutation(count)[:SAMPLE])
+
+
+def complaint(name: str, tensors: list[Tensor], kept: list[dict[str, Any]]) -> str:
+    """How a call's results differ from what is kept; empty where they do not."""
+    if len(tensors) != len(kept):
+        return f"{len(tensors)} results, recorded are {len(kept)}"
+    for place, (tensor, wanted) in enumerate(zip(tensors, kept, strict=True)):
+        got = _described(tensor, name in EXACT)
+        for field in ("dtype", "shape", "sha256"):
+            if got.get(field) != wanted.get(field):
+                return f"result {place} has {field} {got.get(field)}, recorded is {wanted.get(field)}"
+        if "values" in wanted and (words := _distance(name, tensor.dtype, got["values"], wanted["values"])):
+            return f"result {place}: {words}"
+    return ""
+
+
+def _distance(name: str, dtype: torch.dtype, got: list[float], wanted: list[float]) -> str:
+    ours, theirs = np.array(got), np.array(wanted)
+    unit = OF_FLOAT32 if dtype == torch.float32 else torch.finfo(dtype).eps
+    largest = np.abs(theirs).max(initial=0.0)
+    wrong = _differ(ours, theirs, ROUNDINGS * unit * np.maximum(np.abs(theirs), 0.1 * largest))
+    if name in ROUNDED_TO_E4M3 and wrong.sum() <= EDGES:
+        wrong = _differ(ours, theirs, np.full_like(theirs, OF_AN_EDGE * largest))
+    if not wrong.any():
+        return ""
+    worst = int(np.argmax(np.where(wrong, np.abs(ours - theirs), 0)))
+    return f"{int(wrong.sum())} of {wrong.size} values differ, the worst is {ours[worst]:.6g} for {theirs[worst]:.6g}"
+
+
+def _differ(ours: np.ndarray, theirs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    return ~(np.abs(ours - theirs) <= allowed) & ~(np.isnan(ours) & np.isnan(theirs))
+
+
+def main(path: str) -> None:
+    from glulam.host import device
+
+    arch = device.gpu(torch.cuda.current_device()).arch
+    kept: dict[str, Any] = json.loads(Path(path).read_text()) if Path(path).exists() else {}
+    kept["gpu"] = torch.cuda.get_device_name()
+    kept["torch"], kept["command"] = torch.__version__, f"python -m emulator.record {path}"
+    calls = {name: described(name, results(name, "cuda")) for name in calls_of(arch)}
+    for name, first in calls.items():
+        again = described(name, results(name, "cuda"))
+        assert again == first, f"{name} has other bits in a second call"
+    kept[arch] = calls
+    Path(path).write_text(json.dumps(kept, indent=None, separators=(",", ":")) + "\n")
+    print(arch, len(calls), "calls recorded")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

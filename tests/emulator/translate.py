@@ -1,0 +1,107 @@
+"""Translate a kernel's basic blocks to Python: functions `block(u, m)` on lanes, m True or a mask of lanes.
+
+A block ends after an instruction that may move or stop lanes. The machine executes such a terminator:
+    ("bra", guard, block)             branch
+    ("ret" | "exit" | "trap", guard, None)
+    ("bar_sync" | "bar_arrive", guard, [number] or [number, threads])     a number may be a register: "b32[5]"
+    ("cluster_arrive" | "cluster_wait", guard, None)
+    ("warp_sync", guard, [membermask])
+guard is None or (predicate's index, negated). A block that waits for an mbarrier ends there without a terminator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from . import forms
+from .emitter import VIEWS, Emitter, Modifiers
+from .float_registers import SHOW_BITS, float_results
+from .forms.no_effect import ALIGNED, UNIFORM
+from .ptx import Imm, Ins, Kernel, Reg, Unsupported
+
+__all__ = ["Unsupported", "forms", "translate"]
+
+_ENDS = ("bra", "ret", "exit", "trap", "bar", "barrier")
+_WAITS = ("mbarrier.try_wait", "mbarrier.test_wait")  # a spinning unit is seen by the blocks that it comes back to
+_CLUSTER_ORDER = dict.fromkeys(
+    ("acquire", "release", "relaxed"), "the machine executes one step at a time: all accesses are in one order"
+)
+
+
+def _terminator(ins: Ins, block_of: dict, end: int) -> tuple:
+    guard = (ins.pred.index, ins.negated) if ins.pred else None
+    mods, opcode = Modifiers(ins.op), ins.mods[0]
+    if opcode == "bra":
+        mods.drop(UNIFORM)
+        end_of = ("bra", guard, block_of.get(ins.args[0], end))
+    elif opcode in ("ret", "exit", "trap"):
+        mods.drop(UNIFORM)
+        end_of = (opcode, guard, None)
+    elif mods.flag("warp"):
+        mods.require("sync")
+        end_of = ("warp_sync", guard, [_barrier_operand(ins, *ins.args)])
+    elif mods.flag("cluster"):
+        mods.drop(ALIGNED, _CLUSTER_ORDER)
+        end_of = ("cluster_" + mods.choice("arrive", "wait"), guard, None)
+    else:
+        mods.drop(ALIGNED)
+        mods.flag("cta")
+        end_of = ("bar_" + mods.choice("sync", "arrive"), guard, [_barrier_operand(ins, each) for each in ins.args])
+    mods.finish()
+    return end_of
+
+
+def _barrier_operand(ins: Ins, operand):
+    if isinstance(operand, Imm):
+        return operand.value
+    if isinstance(operand, Reg) and operand.cls == "b32":
+        return f"b32[{operand.index}]"
+    raise Unsupported(f"{ins.op} of {operand}")
+
+
+def _block_starts(kernel: Kernel) -> list[int]:
+    starts = {0, *kernel.labels}
+    starts |= {at + 1 for at, ins in enumerate(kernel.code) if ins.mods[0] in _ENDS or ins.op.startswith(_WAITS)}
+    return sorted(at for at in starts if at < len(kernel.code))
+
+
+def _block_lines(emitter: Emitter, code: list[Ins], floats: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a block's body, each with its instruction's place in the PTX."""
+    for ins in code:
+        emitter.lines = []
+        emitter.with_ptx_nan = floats if ins.mods[0] in SHOW_BITS else set()
+        try:
+            emitter.emit(ins)
+        except (Unsupported, ValueError, TypeError, AttributeError, KeyError) as error:  # the others: unfit operands
+            raise Unsupported(f"{emitter.kernel.name}, line {ins.line}: {ins.text}: {error}") from error
+        yield from ((line, f"line {ins.line}: {ins.text}") for line in emitter.lines)
+
+
+@np.errstate(all="ignore")
+def translate(kernel: Kernel) -> tuple[list, str, dict[int, str]]:
+    """Return blocks [function, number of instructions, terminator or None], their text, and the PTX of its lines."""
+    emitter, floats = Emitter(kernel), float_results(kernel)
+    starts = _block_starts(kernel)
+    block_of = {at: index for index, at in enumerate(starts)}
+    source: list[str] = []
+    blocks, places = [], {}
+    for index, (begin, end) in enumerate(zip(starts, [*starts[1:], len(kernel.code)], strict=True)):
+        code = kernel.code[begin:end]
+        terminator = None
+        if code and code[-1].mods[0] in _ENDS:
+            terminator = _terminator(code[-1], block_of, len(starts))
+            code = code[:-1]
+        body = list(_block_lines(emitter, code, floats))
+        views = [f"    {view} = u.{view}" for view in VIEWS if any(f"{view}[" in line for line, _ in body)]
+        source += [f"def block_{index}(u, m):", *(views or ["    pass"])]
+        places |= {len(source) + number: place for number, (_, place) in enumerate(body, 1)}
+        source += [f"    {line}" for line, _ in body]
+        blocks.append([f"block_{index}", end - begin, terminator])
+    text = "\n".join(source)
+    space = dict(emitter.constants)
+    exec(compile(text, kernel.name, "exec"), space)
+    for block in blocks:
+        block[0] = space[block[0]]
+    return blocks, text, places

@@ -1,0 +1,94 @@
+"""`glulam validate`'s trials over an emulated GPU: float64 references, NaN tails and canaries, in a few seconds."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from cute_kernels.specs import Spec
+from glulam.choose import known
+from glulam.host.plans import forget_plans
+from glulam.validate import child
+from glulam.validate.child import Wrong
+from glulam.validate.guards import Guards
+from glulam.validate.inputs import Size
+from glulam.validate.trial import Trial
+
+from .emulated_gpu import EmulatedGpu
+from .more_trials import all_trials_of
+
+SMALL = Size(
+    rows=40,
+    experts=4,
+    kinds=("Zipf", "uniform", "first empty", "no rows"),
+    hidden=72,
+    inter=96,
+    in_blocks=96,
+    has_odd=False,
+    has_every_pair=False,
+    tokens=(3, 65),
+    row_width=72,
+    matrices=((5, 32), (34, 96)),
+    streams=(((1, 1), 8), ((3, 5), 72)),
+)
+"""Of each operand several k-tiles or an odd rest, of groups an empty one, one row, and more than a tile of 16 rows."""
+
+
+class Tried(NamedTuple):
+    """How many trials a function passed, and the functions that their calls called or launched."""
+
+    count: int
+    called: frozenset[str]
+
+
+def called_by(gpu: EmulatedGpu, spec: Spec, size: Size) -> frozenset[str]:
+    """The functions that the first trial of a function calls or launches, whatever its results are."""
+    with torch.no_grad():
+        for trial in _begun(gpu, spec, size, most=1):
+            trial.call(trial.given)
+    return frozenset(gpu.called)
+
+
+def _begun(gpu: EmulatedGpu, spec: Spec, size: Size, most: int | None) -> list[Trial]:
+    """The trials of a function, which then serves all calls of its kind."""
+    known.forget()
+    forget_plans()
+    child.prefer(spec)
+    with gpu.reference():  # which quantises inputs
+        trials = list(islice(all_trials_of(spec, size), most))
+    del gpu.fake.specs[:]
+    return trials
+
+
+def try_function(gpu: EmulatedGpu, spec: Spec, size: Size = SMALL, most: int | None = None) -> Tried:
+    """Run the trials of a function.
+
+    Args:
+        most: stop after so many trials.
+
+    Raises:
+        Wrong: a result is not as it should be, or other functions served the calls.
+        Fault: device code did what it must not do.
+    """
+    trials = _begun(gpu, spec, size, most)
+    with torch.no_grad():
+        for trial in trials:
+            try_out(gpu, trial)
+    if trials and spec not in gpu.fake.specs:
+        raise Wrong("other functions served its calls")
+    return Tried(len(trials), frozenset(gpu.called))
+
+
+def try_out(gpu: EmulatedGpu, trial: Trial) -> None:
+    """As `child.try_out`, on an emulated GPU. Raises Wrong with the trial's name."""
+    try:
+        with Guards() as guards:
+            made = trial.call(trial.given)
+        if beside := guards.complaint():
+            raise Wrong(beside)
+        with gpu.reference():
+            child.check_results(trial, made)
+    except Wrong as wrong:
+        raise Wrong(f"{trial.what}: {wrong}") from None
