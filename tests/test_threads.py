@@ -141,6 +141,7 @@ def test_eviction_by_other_lists(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPa
 def test_prepared_weights_live_until_the_launch(
     recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    PREPARED.clear()  # other tests' weights may go at any time
     w1, w2 = (torch.stack(one) for one in lists(1))
     wanted = mlp(w1, w2, recipe=recipe)
     lost: list[Any] = []

@@ -114,7 +114,7 @@ class Stage:
         return self._programs[name]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def stage_of(stage: Spec) -> Stage:
     """A stage, read and translated once a process."""
     return Stage(stage)

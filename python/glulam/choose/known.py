@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cute_kernels.specs import Spec
-from ffi_bridge import BundleForeign, cache, folders, trust
+from ffi_bridge import BundleForeign, folders, trust
 
 from . import loadable, records, table
 from .estimates import interpolated
@@ -66,7 +66,9 @@ _lock = threading.Lock()
 
 def folder() -> Path:
     """Where preferences are."""
-    return cache.cache_root() / FOLDER
+    from ffi_bridge.cache import cache_root  # with what compiles: not needed by `import glulam`
+
+    return cache_root() / FOLDER
 
 
 _REACHED = re.compile(r"/proc/self/fd/[0-9]+")
@@ -80,9 +82,10 @@ def _opened(make: bool = False) -> Iterator[Path]:
         BundleForeign: another user owns the folder, or may write it.
         OSError: it is missing, is a link, or cannot be opened or made.
     """
+    root = folder().parent
     if make:
-        folders.make(cache.cache_root())
-    with trust.inside(cache.cache_root(), FOLDER, make=make) as at:
+        folders.make(root)
+    with trust.inside(root, FOLDER, make=make) as at:
         yield Path(f"/proc/self/fd/{at}")
 
 
