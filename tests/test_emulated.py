@@ -24,7 +24,7 @@ from cute_kernels.specs import RANK_KERNELS, STREAM_DTYPES, LayerSpec, QuantizeM
 from ffi_bridge import profiles
 from glulam.choose import kernels
 
-TINY = validated.SMALL._replace(rows=20, experts=3, kinds=("Zipf", "uniform"))
+TINY = validated.SMALL._replace(rows=20, experts=3, kinds=("Zipf", "uniform"), inter=64, in_blocks=128)
 ONE_OF_EACH = (
     "grouped_mm_bf16_nt_*", "grouped_mm_bf16_nn_t*", "grouped_mm_f16_nt_*", "grouped_glu_bf16_gated_blocked_*",
     "grouped_glu_bf16_gated_strided_preact_*", "grouped_mlp_bf16_ungated_*", "grouped_dglu_bf16_swiglu_concat_t*",
