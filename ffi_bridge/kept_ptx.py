@@ -1,11 +1,11 @@
-"""Texts of the very compilation that an object comes from: what a compile process dumps, taken function by function.
+"""PTX and host function of a compilation, kept beside the object that the same compilation exported.
 
-<spec.name>.ptx has the kernels; <spec.name>.mlir has the function that launches them, before it is lowered to calls of
-the run-time library: its arguments, the grid, shared memory, and what each kernel takes.
+<spec.name>.ptx has the kernels. <spec.name>.mlir has the host function that launches them, with its arguments, the
+grid, shared memory and each kernel's parameters, before it is lowered to calls of the run-time library.
 
-The DSL names a dump by the type of the traced function, cut short, so that one function's may overwrite another's.
-The folder is therefore emptied before each function, and the dump has to have exactly the kernels of the object.
-Keeping does not change the object, and `compiler.py` does not know of it: its text is part of every object's key.
+The DSL writes both while it compiles. It names the files by the traced function's type, cut short, so a second function
+may overwrite the first one's files. The folder is therefore emptied before each function, and the files must name
+exactly the object's kernels. The object has the same bytes with and without keeping.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def launched(text: str) -> list[str]:
 
 
 def _host_function(module: str) -> str:
-    """Of a whole module: type aliases, and the function that launches its kernels."""
+    """Return the part of a module that launches its kernels: type aliases and the host function."""
     return "".join(_ALIAS.findall(module)) + module[module.rfind(_HOST) :]
 
 

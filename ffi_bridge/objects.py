@@ -81,7 +81,7 @@ class Store:
     def take(self, spec: Spec, into: Path) -> KernelArtifact | None:
         """Copies the object of a spec to `into`/<spec.name>.o; None where there is no sound one. Needs no lock."""
         behind = self.behind(spec)
-        entry = self.folder / self._key(spec)
+        entry = self.folder / self._key(spec, behind)
         inner = entry / spec.arch
         try:
             found = manifests.check(inner, spec.arch, behind, spec, manifests.OBJECT)
@@ -154,8 +154,9 @@ class Store:
         """Hashes of what a spec's kernels are made of, as its manifest has them."""
         return cache.sources_of(spec, self.tracer, self._sources)
 
-    def _key(self, spec: Spec) -> str:
-        return cache.cache_key(spec, behind=self.behind(spec), has_ptx=self.keep_ptx)
+    def _key(self, spec: Spec, behind: dict[str, str] | None = None) -> str:
+        """`behind`: of the spec, if the caller took it just now."""
+        return cache.cache_key(spec, behind=behind or self.behind(spec), has_ptx=self.keep_ptx)
 
     def _make_folder(self) -> None:
         root = self.folder.parent
@@ -175,7 +176,8 @@ class Store:
             raise CompileError(f"{spec.name}: its sources were edited while it was compiled; run this again")
 
     def _keep(self, spec: Spec, artifact: KernelArtifact) -> None:
-        entry = self.folder / self._key(spec)
+        behind = self.behind(spec)
+        entry = self.folder / self._key(spec, behind)
         with private_scratch(self.folder, cache.COMPILING) as work:
             inner = cache.make_entry(work, spec.arch)
             content = artifact.object_file.read_bytes()
@@ -193,7 +195,7 @@ class Store:
                 host=host.BASELINE,
                 needs={package: [] for package in toolchain.RUNS_WITH},  # what it needs, linking tells
                 versions=toolchain.versions(),
-                sources=self.behind(spec),
+                sources=behind,
                 functions=functions,
                 texts=texts,
             ).write(inner)

@@ -63,7 +63,7 @@ class Trust:
 
 
 def ours() -> Trust:
-    """What is asked of files that this user or root wrote, and nobody else can write."""
+    """Ask that this user or root owns the files, and that nobody else can write them."""
     return Trust(frozenset((os.geteuid(), 0)))
 
 
@@ -81,7 +81,7 @@ def of(root: Path) -> Trust:
 
 
 def anybodys(root: Path) -> Trust:
-    """What is asked of files in the bundle in `root` that are looked at, to say what they are, and never loaded."""
+    """Ask nothing about owners: for files below `root` that are described to the user, and never loaded."""
     return dataclasses.replace(of(root), owners=None, shared=OTHERS_WRITE)
 
 

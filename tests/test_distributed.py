@@ -242,7 +242,7 @@ def bad_input_ends_everywhere() -> None:
 
 
 def refusal(bad: bool, error: type[Exception], text: str, others: str) -> Any:
-    """What the bad rank's call raises, and what it raises on the others."""
+    """Expect the error of the bad rank on that rank, and a PeerError on the others."""
     return pytest.raises(error, match=text) if bad else pytest.raises(PeerError, match=others)
 
 

@@ -10,7 +10,9 @@ import re
 
 import pytest
 from emulator import mutants
-from emulator.mutants import LEFT_OUT, ONE_MORE, OTHER_BOUND, Trier
+from emulator.mutant_cases import FP8
+from emulator.mutants import Trier
+from emulator.mutations import LEFT_OUT, ONE_MORE, OTHER_BOUND, sample
 
 PORTABLE_MM = "grouped_mm_bf16_nt_t16x128x64_c1x1_warps_sm_90"
 HOPPER_MM = "grouped_mm_bf16_nt_t128x128x64_c2x1a_pp_sm_90a"
@@ -28,7 +30,7 @@ KNOWN = {
 }
 LAST = {"a missing fence", "a dropped arrive", "a phase that does not change"}
 """Mistakes in the last instruction that fits, not in the first one: before the store of a tile, not in the mainloop."""
-SAMPLED = {PORTABLE_MM: 22, DECODED: 22, QUANTIZE: 22, "layer_route_e128_sm_90": 22, HOPPER_MM: 8, mutants.FP8: 8}
+SAMPLED = {PORTABLE_MM: 22, DECODED: 22, QUANTIZE: 22, "layer_route_e128_sm_90": 22, HOPPER_MM: 8, FP8: 8}
 """How many mutants of each kernel."""
 
 trier = functools.lru_cache(maxsize=2)(Trier)
@@ -48,7 +50,7 @@ def test_a_known_mistake_is_found(what: str) -> None:
 @pytest.mark.parametrize("name", SAMPLED)
 def test_mutants_are_found_or_equivalent(name: str) -> None:
     of = trier(name)
-    tried = [(mutant, of.try_out(mutant)) for mutant in mutants.sample(name, of.mutants, SAMPLED[name])]
+    tried = [(mutant, of.try_out(mutant)) for mutant in sample(name, of.mutants, SAMPLED[name])]
     survivors = [mutant for mutant, found in tried if found is not None and not found.how]
     assert not [f"{m.at} {m.kind}: {m.text}" for m in survivors if not mutants.reason_for(name, m)]
     assert 2 * sum(found is not None for _, found in tried) >= SAMPLED[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,8 @@ import pytest
 import torch
 from support import fake_gpu as fakes
 from support import processes
-from support.fake_gpu import FakeGpu
+from support.fake_gpu import FakeGpu, reference
+from support.trials import try_out
 from torch import Tensor
 
 from cute_kernels.chains import stages_of
@@ -30,7 +30,6 @@ from glulam.validate.child import Wrong
 from glulam.validate.guards import CANARY, Guards, untouched
 from glulam.validate.report import Machine, passes, report
 from glulam.validate.run import FAILED, PASSED, UNREACHED, Outcome, outcome_of
-from glulam.validate.trial import Trial
 
 pytest_plugins = ["support.fixtures"]
 ARCH = "sm_80"
@@ -45,28 +44,6 @@ def a100(fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu
     known.forget()
     yield fake_gpu
     known.forget()
-
-
-@contextmanager
-def on_the_cpu() -> Iterator[None]:
-    """The reference computes, not the stand-in."""
-    forget_plans()
-    device.KERNEL_DEVICE = "cuda"
-    try:
-        yield
-    finally:
-        device.KERNEL_DEVICE = "cpu"
-        forget_plans()
-
-
-def tried(trial: Trial) -> None:
-    """As `child.try_out`, with the CPU as both."""
-    with torch.no_grad():
-        with Guards() as guards:
-            made = trial.call(trial.given)
-        assert not guards.complaint()
-        with on_the_cpu():
-            child.check_results(trial, made)
 
 
 def named(*beginnings: str) -> list[Spec]:
@@ -91,7 +68,8 @@ def test_right_kernels_pass_their_trials(spec: Spec, a100: FakeGpu) -> None:
     trials = list(trials_of(spec))
     assert len({trial.what for trial in trials}) == len(trials) > 0
     for trial in trials:
-        tried(trial)
+        with torch.no_grad():
+            try_out(trial)
     assert spec in a100.specs
 
 
@@ -150,7 +128,7 @@ def test_a_wrong_kernel_is_found(
     with torch.no_grad(), Guards() as guards:
         made = trial.call(trial.given)
     beside = guards.complaint()
-    with on_the_cpu(), pytest.raises(Wrong, match=message):
+    with reference(), pytest.raises(Wrong, match=message):
         child.check_results(trial, made)
         raise Wrong(beside)
 

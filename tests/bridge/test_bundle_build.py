@@ -270,7 +270,7 @@ def _cut(share: float) -> Callable[[Path], object]:
 
 
 def _older(folder: Path) -> None:
-    """As the first versions wrote it: another schema, and a library that is not named by its content."""
+    """A bundle of the first versions: another schema, and a library that is not named by its content."""
     data = json.loads((folder / manifest.FILE).read_text())
     library_in(folder).rename(folder / "libglulam_sm_90a.so")
     (folder / manifest.FILE).write_text(json.dumps({**data, "schema": 1, "library": "libglulam_sm_90a.so"}))

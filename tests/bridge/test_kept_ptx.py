@@ -45,7 +45,7 @@ def _names(artifact: KernelArtifact) -> list[str]:
 
 
 def _obtain(spec: Spec, into: Path, worker: Callable[[], Worker], keep_ptx: bool = True) -> KernelArtifact:
-    """As builds do: alone, which also makes the store's folder."""
+    """Obtain objects alone, as builds do, which also makes the store's folder."""
     store = Store(TOY_TRACER, keep_ptx=keep_ptx)
     with store.alone(spec):
         return store.obtain(spec, into, worker)

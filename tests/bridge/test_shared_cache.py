@@ -171,7 +171,7 @@ UNSAFE: list[Any] = [
 class TestCompiling:
     @pytest.fixture
     def linked(self, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-        """Where libraries are linked."""
+        """The folder that libraries are linked in."""
         places: list[Path] = []
         link = build.link
 

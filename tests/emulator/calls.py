@@ -8,6 +8,7 @@ calls go through exp, rsqrt or division, which the emulator computes more exactl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class Inputs:
         return self.given(np.cumsum(SIZES), torch.int32)
 
     def routing(self) -> Any:
-        """Of TOKENS tokens, some of whose choices are of no expert."""
+        """A routing of TOKENS tokens to 8 experts; some choices are of no expert."""
         ids = np.argsort(self._random.random((TOKENS, 8)), 1)[:, :TOP_K]
         ids[::7, 1] = -1
         return glulam.Routing.from_topk(self.given(ids, torch.int32), self.scales(TOKENS, TOP_K), 8)
@@ -234,24 +235,8 @@ def grouped_mlp_clamped(given: Inputs) -> Any:
     return _mlp(given, "bf16", activation="clamped_swiglu", glu_layout="interleaved", limit=1.5)
 
 
-@_near
-def grouped_mlp_mxfp8(given: Inputs) -> Any:
-    return _mlp(given, "mxfp8")
-
-
-@_near
-def grouped_mlp_mxfp8_exact(given: Inputs) -> Any:
-    return _mlp(given, "mxfp8_exact")
-
-
-@_near
-def grouped_mlp_mxfp8_weight_only(given: Inputs) -> Any:
-    return _mlp(given, "mxfp8_weight_only")
-
-
-@_near
-def grouped_mlp_mxfp4_weight_only(given: Inputs) -> Any:
-    return _mlp(given, "mxfp4_weight_only")
+for _recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only", "mxfp4_weight_only"):
+    NEAR[f"grouped_mlp_{_recipe}"] = partial(_mlp, recipe=_recipe)
 
 
 @_near
@@ -335,6 +320,6 @@ def calls_of(arch: str) -> list[str]:
 
 
 def results(name: str, device: str) -> list[Tensor]:
-    """What a call returns, on the CPU."""
+    """Return a call's results, on the CPU."""
     made = CALLS[name](Inputs(device, name))
     return [part.detach().cpu() for part in (made if isinstance(made, (list, tuple)) else [made]) if part is not None]

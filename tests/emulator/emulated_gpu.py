@@ -1,6 +1,6 @@
 """A GPU that executes device code on the CPU: operators called with CPU tensors run the PTX of the product's functions.
 
-As `support.fake_gpu`, whose host path, checks and records it uses; the functions that are found are `launch`'s.
+Host path, checks and records are those of `support.fake_gpu`; the functions that it finds are `launch`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from cute_kernels.specs import Spec
 from glulam.choose import kernels
 from glulam.choose.kernels import Kernel, forget_choices
 from glulam.host import device
-from glulam.host.plans import forget_plans
 
 from .launch import NUM_SMS, Emulator
 from .memory import Memory
@@ -29,21 +28,21 @@ from .memory import Memory
 NAME = "emulated"
 
 
-def live_storages() -> dict[int, int]:
-    """Bytes of the memory of every CPU tensor that Python holds, by address: what a kernel may touch at this moment."""
+def live_storages() -> dict[int, Any]:
+    """The storage of every CPU tensor that Python holds, by address: memory that a kernel may touch at this moment."""
     plain = frozenset(device.PLAIN_TENSORS)
-    found: dict[int, int] = {}
+    found: dict[int, Any] = {}
     for one in [each for each in gc.get_objects() if type(each) in plain]:  # of some 200,000 objects
         if one.device.type == "cpu" and one.layout is torch.strided:
             storage = one.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage
     found.pop(0, None)
     return found
 
 
 @dataclasses.dataclass
 class EmulatedGpu:
-    """What the host path did, and the emulator that did its work."""
+    """A fake GPU, which records the host path, and the emulator behind it."""
 
     fake: FakeGpu
     emulator: Emulator
@@ -63,23 +62,12 @@ class EmulatedGpu:
             named = bound(signature, arguments)
             self.fake.launches.append(named)
             memory = Memory()  # of this call: a tensor that was freed too early is a fault
-            for address, size in live_storages().items():
-                memory.allow(address, size, "a tensor")
+            for address, storage in live_storages().items():
+                memory.allow(address, storage.nbytes(), "a tensor")
             with torch.device("cpu"):  # whatever the caller's default is
                 self.emulator.run(spec, named, memory)
 
         return Kernel(launch, "shipped")
-
-    @contextlib.contextmanager
-    def reference(self) -> Iterator[None]:
-        """While entered, CPU tensors go to the CPU reference."""
-        forget_plans()
-        device.KERNEL_DEVICE = "cuda"
-        try:
-            yield
-        finally:
-            device.KERNEL_DEVICE = "cpu"
-            forget_plans()
 
 
 @contextlib.contextmanager

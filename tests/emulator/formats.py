@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# What instructions return for NaN; float16 and bfloat16 have the same.
+# Instructions return this code for NaN, in float16 and in bfloat16.
 F32_NAN, F16_NAN = np.uint32(0x7FFFFFFF), np.uint16(0x7FFF)
 
 

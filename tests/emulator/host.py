@@ -174,7 +174,7 @@ _IGNORED = {"cuda.return_if_error", "return"}
 
 
 def _wrapped(value: int, text: str) -> int:
-    """As an integer of the type at the end of a line has it."""
+    """Wrap a value to the integer type at the end of a line."""
     bits = int(re.findall(r"\bi(\d+)$", text.strip())[0])
     value &= (1 << bits) - 1
     return value - (1 << bits) if bits > 1 and value >> bits - 1 else value

@@ -80,7 +80,7 @@ class Texts:
 
 @functools.cache
 def texts() -> Texts:
-    """Those of this process."""
+    """Return the texts of this process."""
     made = Texts()
     atexit.register(made.close)
     return made
@@ -122,7 +122,7 @@ def stage_of(stage: Spec) -> Stage:
 
 @dataclasses.dataclass
 class Counts:
-    """What ran: names of kernels, warp instructions and seconds in the machine."""
+    """Names of the kernels that ran, their warp instructions, and seconds in the machine."""
 
     kernels: list[str] = dataclasses.field(default_factory=list)
     instructions: int = 0
@@ -146,13 +146,13 @@ class Emulator:
 
     Args:
         seed: of the machine's schedule.
-        num_sms: what functions that ask for a number of SMs are called with unless a call says it.
-        patience_s: how long a launch that cannot go on waits for those of other threads, in seconds.
-        check_races: a launch that may race, in whatever order its warps run, is a Fault.
+        num_sms: the number of SMs that functions are called with, unless a call gives another.
+        patience_s: seconds that a launch which cannot go on waits for launches of other threads.
+        check_races: make a launch that may race, in whatever order its warps run, a Fault.
 
     Attributes:
-        memory: what kernels may read and write. A call allows the tensors among its arguments; who passes addresses
-            allows what lies there.
+        memory: memory that kernels may read and write. A call allows the tensors among its arguments; callers that
+            pass addresses allow the memory behind them.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from glulam.validate.trial import Given, Trial, gradients
 
 MXFP8 = "mxfp8"
 TOLERANCE = 5e-2
-"""Of what rounds a gradient or an activation to MXFP8 twice: a value on the edge of two numbers may become either."""
+"""Tolerance of results that were rounded to MXFP8 twice: a value between two numbers may become either."""
 
 
 def all_trials_of(spec: Spec, size: Size) -> Iterator[Trial]:

@@ -73,12 +73,13 @@ class Warp(Agent):
     """A warp. `cta` and `index` name it.
 
     Attributes:
-        before_fence: the clock at its last fence, which its relaxed stores and atomics hand on.
-        unfenced: what relaxed loads brought, for the next fence.
-        copier: the number of its cp.async copies as an agent; copies: their clock; groups: that of each commit.
-        slots: numbers of operations it issued, with their last clock; one serves again when the last use is known.
-        last: the last operation of a kind that is done in order: wgmma's, tcgen05's.
-        issued: when and as which agent the warp last issued an operation, by instruction.
+        before_fence: the clock at the last fence; relaxed stores and atomics hand it on.
+        unfenced: clocks that relaxed loads received; the next fence takes them.
+        copier: the agent number of this warp's cp.async copies; copies: their clock; groups: the clock of each commit.
+        slots: agent numbers of issued operations, with their last clock. A number is used again once its last use is
+            ordered before the new one.
+        last: the last operation of a kind that runs in order: wgmma, tcgen05.
+        issued: by instruction, when the warp last issued an operation, and as which agent.
     """
 
     def __init__(self, number: int, copier: int, clock: np.ndarray, cta, index: int):

@@ -1,4 +1,4 @@
-"""What orders agents of the race check: their clocks, and how synchronisation hands them on; see races.py."""
+"""Order of the race check's agents: their clocks, and how synchronisation hands them on; see races.py."""
 
 from __future__ import annotations
 

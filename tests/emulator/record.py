@@ -1,7 +1,7 @@
 """Results that a GPU computed, kept small: `python -m emulator.record FILE` in tests/, on a machine with the GPU.
 
-Of a call whose result is exact the hash of its bytes is kept, of others SAMPLE values at places that their number
-decides. The file also says which GPU and which torch computed them; add the commit by hand.
+An exact result is kept as the hash of its bytes, another one as SAMPLE values at places that follow from its size. The
+file also says which GPU and which torch computed them; add the commit by hand.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .calls import EXACT, ROUNDED_TO_E4M3, calls_of, results
 
 SAMPLE = 64
 ROUNDINGS = 2.0
-"""Of a result that is not exact, in units of its dtype's rounding of the largest value of the sample."""
+"""Allowed error of a result that is not exact, in its dtype's roundings of the sample's largest value."""
 OF_FLOAT32 = 2.0**-15
 """In place of float32's own rounding: what comes through the GPU's approximations of exp, rsqrt and division."""
 
 EDGES = 4
-"""Of a call that rounds its activation to E4M3, samples with an element so near to the edge between two numbers that
+"""Calls that round their activation to E4M3: samples with an element so near to the edge between two numbers that
 the GPU rounds it to the other one: its exp is an approximation, and its FP8 MMA keeps fewer bits than float32."""
 OF_AN_EDGE = 2.0**-5
 """The most that one element which is rounded to the other number changes, over the largest value of the sample."""
 
 
 def described(name: str, tensors: list[Tensor]) -> list[dict[str, Any]]:
-    """What is kept of a call's results."""
+    """Describe a call's results, as they are kept."""
     return [_described(tensor, name in EXACT) for tensor in tensors]
 
 
@@ -47,7 +47,7 @@ def _described(tensor: Tensor, is_exact: bool) -> dict[str, Any]:
 
 
 def places(tensor: Tensor) -> Tensor:
-    """Where the sample of a result is, the same in every result of its size."""
+    """Return the sample's places, the same in every result of this size."""
     count = tensor.numel()
     return torch.from_numpy(np.random.default_rng(count).permutation(count)[:SAMPLE])
 

@@ -130,7 +130,7 @@ def _value(u: Unit, operand, lanes: np.ndarray) -> int:
 
 
 class _Reduction:
-    """What bar.red gives each waiting lane: a count, an "and" or an "or" of all lanes' predicates."""
+    """Return bar.red's result: a count, an "and" or an "or" of all lanes' predicates."""
 
     def __init__(self, u: Unit, lanes: np.ndarray, op: str, to: tuple, source: tuple):
         self.u, self.lanes, self.op, self.to = u, lanes, op, to

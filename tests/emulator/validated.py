@@ -6,13 +6,14 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
+from support.fake_gpu import reference
+from support.trials import try_out
 
 from cute_kernels.specs import Spec
 from glulam.choose import known
 from glulam.host.plans import forget_plans
 from glulam.validate import child
 from glulam.validate.child import Wrong
-from glulam.validate.guards import Guards
 from glulam.validate.inputs import Size
 from glulam.validate.trial import Trial
 
@@ -33,7 +34,7 @@ SMALL = Size(
     matrices=((5, 32), (34, 96)),
     streams=(((1, 1), 8), ((3, 5), 72)),
 )
-"""Of each operand several k-tiles or an odd rest, of groups an empty one, one row, and more than a tile of 16 rows."""
+"""Small sizes: operands of several k-tiles or an odd rest; groups of no row, of one, and of more than a tile of 16."""
 
 
 class Tried(NamedTuple):
@@ -56,7 +57,7 @@ def _begun(gpu: EmulatedGpu, spec: Spec, size: Size, most: int | None) -> list[T
     known.forget()
     forget_plans()
     child.prefer(spec)
-    with gpu.reference():  # which quantises inputs
+    with reference():  # which quantises inputs
         trials = list(islice(all_trials_of(spec, size), most))
     del gpu.fake.specs[:]
     return trials
@@ -75,20 +76,7 @@ def try_function(gpu: EmulatedGpu, spec: Spec, size: Size = SMALL, most: int | N
     trials = _begun(gpu, spec, size, most)
     with torch.no_grad():
         for trial in trials:
-            try_out(gpu, trial)
+            try_out(trial)
     if trials and spec not in gpu.fake.specs:
         raise Wrong("other functions served its calls")
     return Tried(len(trials), frozenset(gpu.called))
-
-
-def try_out(gpu: EmulatedGpu, trial: Trial) -> None:
-    """As `child.try_out`, on an emulated GPU. Raises Wrong with the trial's name."""
-    try:
-        with Guards() as guards:
-            made = trial.call(trial.given)
-        if beside := guards.complaint():
-            raise Wrong(beside)
-        with gpu.reference():
-            child.check_results(trial, made)
-    except Wrong as wrong:
-        raise Wrong(f"{trial.what}: {wrong}") from None

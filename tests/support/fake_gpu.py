@@ -8,9 +8,10 @@ or address is a wrong result. A chain runs the stages that a compiled one runs, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +356,18 @@ class FakeGpu:
                 run(*arguments)
 
         return Kernel(launch, "shipped")
+
+
+@contextlib.contextmanager
+def reference() -> Iterator[None]:
+    """While entered, CPU tensors go to the CPU reference, and not to an installed GPU."""
+    forget_plans()
+    device.KERNEL_DEVICE = "cuda"
+    try:
+        yield
+    finally:
+        device.KERNEL_DEVICE = "cpu"
+        forget_plans()
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeGpu:

@@ -222,7 +222,7 @@ def ignore_preferences() -> None:
 
 
 def _sections(path: Path, dropped: str = "") -> list[Section]:
-    """What of a file of preferences is worth keeping: all but the preference for the kernel `dropped`.
+    """Return the sections of a file of preferences without the preference for the kernel `dropped`.
 
     Raises:
         OSError: `glulam compile` did not write the file, or others can have, so it is not replaced.

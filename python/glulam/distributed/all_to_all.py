@@ -43,7 +43,6 @@ class AllToAll:
 
     def begin(self, ids: Tensor, x: Tokens) -> _Rows:
         """An exchange of tokens x, whose choices are ids [N, K]."""
-        self.headers.check()
         to = self.owners.destinations(ids)
         sent = Routing.from_topk(to, torch.ones(to.shape, device=to.device), self.owners.world)
         num_sent = sent.counts.tolist()
@@ -52,7 +51,7 @@ class AllToAll:
         return _Rows(self, sent, num_sent, num_received, self.headers.number)
 
     def refuse(self) -> None:
-        """In place of an exchange: the other ranks' tokens get no answer."""
+        """Tell the other ranks, in place of an exchange, that their tokens get no answer."""
         self.headers.tell(DISPATCH, "refused")
 
     def check(self) -> None:
@@ -61,7 +60,9 @@ class AllToAll:
 
     @contextlib.contextmanager
     def sending(self, phase: str) -> Iterator[None]:
-        """Rows follow a header: if this rank fails here, others wait for the rest until their time-out."""
+        """Send rows after a header. If this rank fails meanwhile, its object ends: the others wait for the rest of the
+        rows until their time-out.
+        """
         try:
             yield
         except Exception as error:
@@ -90,8 +91,8 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def host_group(group: Any) -> Any:
-    """A group of the same ranks that exchanges memory of the host, so that a header waits for no kernel: of one whose
-    back end has GPUs' memory alone another is made, once. Every rank calls it.
+    """Return a group of the same ranks that exchanges memory of the host, so that a header waits for no kernel. NCCL
+    exchanges GPUs' memory alone: its groups get a gloo group each, which is made once. Every rank calls this.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -115,10 +116,6 @@ class _Rows(Exchange):
     num_sent: list[int]
     num_received: list[int]
     number: int
-
-    @property
-    def turn(self) -> Turn:  # type: ignore[override]
-        return self.transport.turn
 
     @property
     def tokens(self) -> int:

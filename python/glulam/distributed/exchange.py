@@ -33,18 +33,25 @@ class PeerError(RuntimeError):
 class Exchange(abc.ABC):
     """One dispatch, and the way back. What it sends forth is by token; what comes here lies by rank and then by token.
 
+    Callers of the methods hold the transport's turn.
+
     Attributes:
-        turn: of the ExpertParallel; whoever calls a method below holds it.
-        tokens: N, how many of this rank were dispatched.
-        row_of: of the Routing here, once there is one.
+        transport: an AllToAll or a Symmetric. row_of: of the Routing here, once there is one.
     """
 
-    turn: Turn
+    transport: Any
     row_of: Tensor | None = None
 
     @property
+    def turn(self) -> Turn:
+        """The ExpertParallel's, which backward passes take themselves."""
+        turn: Turn = self.transport.turn
+        return turn
+
+    @property
     @abc.abstractmethod
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """N, the number of this rank's tokens that were dispatched."""
 
     @abc.abstractmethod
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:
@@ -85,8 +92,7 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> tuple[Any, ...]:
         ctx.exchange = exchange
-        with exchange.turn:
-            x_here, weights_here, ids_here = exchange.dispatch(x, weights, ids)
+        x_here, weights_here, ids_here = exchange.dispatch(x, weights, ids)
         ctx.mark_non_differentiable(ids_here)
         return x_here, weights_here, ids_here
 
@@ -105,8 +111,7 @@ class Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, residual: Tensor | None, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        with exchange.turn:
-            return exchange.back(sums, residual)
+        return exchange.back(sums, residual)
 
     @staticmethod
     @once_differentiable

@@ -20,7 +20,7 @@ from .turn import SHARED, Turn
 
 PHASES = (DISPATCH, COMBINE, f"backward of {COMBINE}", f"backward of {DISPATCH}")
 SAID = (*STATUSES, "failed")
-"""What a rank says of itself. "refused" and "failed": no rows follow, and its own error says why."""
+"""Statuses of a header. After "refused" and "failed" no rows follow; that rank's own error says why."""
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
@@ -126,7 +126,7 @@ class Headers:
     def _exchange(
         self, phase: str, rows: list[int], answers: int, status: str, form: tuple[int, int, int]
     ) -> tuple[Header, list[Header]]:
-        """This rank's header, and those of all ranks. `form`: dtype, width and has_weights."""
+        """Return this rank's header and the headers of all ranks. `form`: dtype, width and has_weights."""
         self.number += 1
         place, said = (self._identity, self.number, PHASES.index(phase), answers), SAID.index(status)
         mine = [Header(*place, said, *form, count) for count in rows]

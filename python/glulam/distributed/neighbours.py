@@ -96,7 +96,7 @@ def agree(
 
 
 def _gathered(group: Any, mine: Any) -> list[Any]:
-    """What each rank gives. Raises PeerError if a rank does not come."""
+    """Return each rank's `mine`. Raises PeerError if a rank does not come."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(everyone, mine, group=group)

@@ -21,7 +21,7 @@ from ..mxfp8 import MXFP8Tensor
 from ..recipes import Recipe
 from .all_to_all import AllToAll
 from .beside import Beside
-from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Exchange, Handle, PeerError
+from .exchange import COMBINE, DISPATCH, Collect, Dispatch, Handle, PeerError
 from .neighbours import agree
 from .owners import Owners
 from .symmetric import MAX_TOKENS, Symmetric
@@ -32,7 +32,7 @@ __all__ = ["ExpertParallel", "PeerError"]
 NAME = "ExpertParallel"
 TRANSPORTS = ("auto", "symmetric", "all_to_all")
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of choices' weights."""
+"""Dtypes of choices' weights."""
 MAX_RANKS = MAX_K
 """A token's rows from other ranks are added as those of its choices are."""
 MOST_TRIED = 64
@@ -175,13 +175,9 @@ class ExpertParallel:
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """What is done before a dispatch: if it raises, the other ranks' dispatch ends in a PeerError that says so."""
-        with self._way.turn:
-            try:
-                yield
-            except Exception:
-                self._way.refuse()
-                raise
+        """Do work before a dispatch. If the work raises, the other ranks' dispatch ends in a PeerError that says so."""
+        with self._way.turn, _telling(self._way.refuse):
+            yield
 
     def _dispatch(self, tokens: Callable[[], Any], ids: Tensor, weights: Tensor) -> tuple[Any, Routing, Handle]:
         """`tokens`: what makes x, checked, and may raise."""
@@ -197,7 +193,7 @@ class ExpertParallel:
                 x_here, weights_here, ids_here = exchange.dispatch(x, weights, ours)
             else:
                 x_here, weights_here, ids_here = Dispatch.apply(x, weights, ours, exchange)  # type: ignore[no-untyped-call]
-            with _told(exchange):
+            with _telling(exchange.fail):
                 here = Routing.from_topk(ids_here, weights_here, self.num_local, self.first)
         exchange.row_of = here.row_of
         return x_here, here, Handle(exchange, here)
@@ -253,7 +249,8 @@ class ExpertParallel:
 
     def collect(self, sums: Tensor, handle: Handle, residual: Tensor | None = None) -> Tensor:
         """`combine` of sums [R, H], whose shape is not checked."""
-        out: Tensor = Collect.apply(sums, residual, handle.exchange)  # type: ignore[no-untyped-call]
+        with self._way.turn:
+            out: Tensor = Collect.apply(sums, residual, handle.exchange)  # type: ignore[no-untyped-call]
         return out
 
     def layer(
@@ -271,7 +268,7 @@ class ExpertParallel:
             beside = None if shared is None else Beside(shared, x)  # type: ignore[arg-type]  # of modules, whose x is one
             tokens = functools.partial(self._tokens_of_layer, op, recipe, experts, given, x, routing)
             x_here, here, handle = self._dispatch(tokens, routing.ids, routing.weights)
-            with _told(handle.exchange):
+            with _telling(handle.exchange.fail):
                 if beside:
                     residual = beside.run()
                 is_summed = _by_sums(x_here)
@@ -379,22 +376,22 @@ def _holds_sums(y_here: Any, here: Routing, summed: bool | None) -> bool:
 
 
 @contextlib.contextmanager
-def _told(exchange: Exchange) -> Iterator[None]:
-    """What is done between a dispatch and its combine: if it raises, the other ranks learn so in place of a combine."""
+def _telling(tell: Callable[[], None]) -> Iterator[None]:
+    """Do work that the other ranks depend on. If it raises, `tell` them, in place of the operation that they are in."""
     try:
         yield
     except Exception:
-        exchange.fail()
+        tell()
         raise
 
 
 def _by_sums(x: Tokens) -> bool:
-    """Whether a layer's experts make sums of tokens: with gradients, which rows in MXFP8 have not."""
+    """Return True if a layer's experts make sums of tokens: with gradients, which tokens in MXFP8 do not have."""
     return torch.is_grad_enabled() and isinstance(x, Tensor)
 
 
 def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any) -> bool:
-    """Whether y_here holds sums. Raises ValueError or TypeError for what `combine` does not take."""
+    """Return True if y_here holds sums. Raises ValueError or TypeError for arguments that `combine` does not take."""
     is_summed = _holds_sums(y_here, handle.here, summed)
     if residual is not None:
         shape = handle.exchange.tokens, y_here.shape[1]
@@ -403,7 +400,7 @@ def _check_back(y_here: Any, handle: Handle, summed: bool | None, residual: Any)
 
 
 def _kind(value: Any) -> Any:
-    """What decides whether experts take an argument, as far as it is told at once: of a list its first alone."""
+    """A key for the properties that experts check and that are read at once; of a list, those of its first tensor."""
     if isinstance(value, (list, tuple)):
         return type(value), len(value), *map(_kind, value[:1])
     shape = getattr(value, "shape", None)

@@ -157,15 +157,11 @@ class _Slots(Exchange):
     keeps: bool
 
     @property
-    def turn(self) -> Turn:  # type: ignore[override]
-        return self.transport.turn
-
-    @property
     def tokens(self) -> int:
         return len(self.sum_rows)
 
     def fail(self) -> None:
-        """By a dispatch in place of the combine that the other ranks are in."""
+        """Send a refused dispatch: the other ranks, which are in combine, see that this rank is not."""
         self.transport.refuse()
 
     def dispatch(self, x: Tokens, weights: Tensor, ids: Tensor) -> tuple[Tokens, Tensor, Tensor]:

@@ -79,7 +79,7 @@ def _probes(device: torch.device) -> list[Tensor]:
 
 
 def _is_value(got: Tensor, h: Tensor, form: Form) -> bool:
-    """Whether a form has these values at preactivations h."""
+    """Return True if a form has these values at preactivations h."""
     wanted = activate(h, form.activation, form.glu_layout, form.params)
     if got.shape != wanted.shape:
         return False

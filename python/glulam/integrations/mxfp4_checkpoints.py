@@ -34,7 +34,7 @@ DTYPE_PLAN = "_get_dtype_plan"
 
 
 _replaced: Any = None
-"""What the quantizer here took the place of: transformers' own, or another package's."""
+"""The quantizer that was registered before the one here: transformers' own, or another package's."""
 
 
 def use(as_shipped: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,14 +153,13 @@ class MoE(Converts):
         with nullcontext() if self.parallel is None else self.parallel.refusing():
             tokens = self._tokens(x)
             routing = self.route(tokens, num_tokens)
+            given = self.experts.arguments()
         if self.parallel is None:
-            y = self._experts(tokens, routing, None if self.shared is None else self._shared(tokens))
+            y = self._experts(given, tokens, routing, None if self.shared is None else self._shared(tokens))
         else:
             shared = None if self.shared is None else self._shared
-            experts = self.experts
-            with self.parallel.refusing():
-                given = experts.arguments()
-            y = self.parallel.layer(NAME, experts.recipe, self._of_ranks, given, tokens, routing, shared=shared)
+            experts = partial(self._of_ranks, given)
+            y = self.parallel.layer(NAME, self.experts.recipe, experts, given, tokens, routing, shared=shared)
         y = y.view(x.shape)
         self._keep(routing, y)
         return y
@@ -184,19 +184,20 @@ class MoE(Converts):
         else:
             self._routing, self._recomputed = routing, None
 
-    def _experts(self, tokens: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
-        """Of tokens [N, H], the sums over this module's experts, + residual."""
-        experts = self.experts
-        given = {"x": tokens, "routing": routing, "residual": residual, **experts.arguments()}
-        y: Tensor = run(moe, moe_call, given, experts.grad_writers(tokens))
+    def _experts(
+        self, given: dict[str, Any], tokens: Tensor, routing: Routing, residual: Tensor | None = None
+    ) -> Tensor:
+        """Sum tokens' experts, + residual, [N, H]. `given`: arguments of this module's experts."""
+        called = {"x": tokens, "routing": routing, "residual": residual, **given}
+        y: Tensor = run(moe, moe_call, called, self.experts.grad_writers(tokens))
         return y
 
-    def _of_ranks(self, tokens: Tensor, routing: Routing, is_summed: bool) -> Tensor:
-        """The same of tokens of all ranks, or experts' rows."""
+    def _of_ranks(self, given: dict[str, Any], tokens: Tensor, routing: Routing, is_summed: bool) -> Tensor:
+        """`_experts` of all ranks' tokens, or experts' rows, which are not summed yet."""
         if is_summed:
-            return self._experts(tokens, routing)
+            return self._experts(given, tokens, routing)
         assert self.parallel is not None
-        return rows_of_experts(tokens, routing, dtype=self.parallel.dtype, **self.experts.arguments())
+        return rows_of_experts(tokens, routing, dtype=self.parallel.dtype, **given)
 
     def route(self, tokens: Tensor, num_tokens: Tensor | None = None) -> Routing:
         """Which experts tokens [N, H] go to."""

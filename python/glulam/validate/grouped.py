@@ -177,7 +177,7 @@ def _formed_and_sized(spec: Any, sizes: Sequence[Sized]) -> Iterator[tuple[tuple
 
 
 def _is_first(spec: Any, size: Size, form: tuple[str, str], routing: Routing) -> bool:
-    """Whether a form and a routing are tried in all ways."""
+    """Return True if a form and a routing are tried in all ways."""
     forms = _forms(spec.activation, spec.glu_layout)
     return routing == routings(size)[0] and (size.has_every_pair or form == forms[0])
 

@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How large the trials of a function are.
+    """Sizes of a function's trials.
 
     Attributes:
         rows, experts: T and E of most routings.
@@ -47,7 +47,7 @@ class Size(NamedTuple):
             else the first of them alone is.
         tokens: numbers of tokens that are routed, sorted, or copied to rows.
         row_width: H of these tokens.
-        matrices: shapes of what is quantised.
+        matrices: shapes of matrices that are quantised.
         streams: leading dimensions and C of hyper-connections.
     """
 

@@ -101,7 +101,7 @@ def st(e, ins, mods):
 def atom(e, ins, mods):
     """Do an atomic operation, one lane after the other; red has no result. The ISA leaves the order open.
 
-    Of floats there is none: what hardware does with subnormal numbers depends on the space.
+    Atomics of floats are refused: hardware's treatment of subnormal numbers depends on the space.
     """
     operation = mods.choice(*_ATOMS)
     mods.drop(ORDER, SCOPE, CACHE)

@@ -1,0 +1,136 @@
+"""Mutations: forms of an instruction in which it is wrong, and samples of a kernel's mutants."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .ptx import Address, Imm, Ins, Kernel
+
+LEFT_OUT, OTHER_SENSE, EXCHANGED, ONE_MORE, OTHER_BOUND = "left out", "other sense", "exchanged", "one more", "bound"
+_ORDERED = ("sub", "div", "rem", "shl", "shr", "selp", "prmt", "bfi", "bfe", "mad", "fma", "mma", "wgmma", "cvt", "sad",
+            "copysign", "setp")  # fmt: skip
+_SYMMETRIC = re.compile(r"setp\.(eq|ne)\b")
+_BOUNDS = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "lo": "ls", "ls": "lo", "hi": "hs", "hs": "hi",
+           "ltu": "leu", "leu": "ltu", "gtu": "geu", "geu": "gtu", "eq": "ne", "ne": "eq"}  # fmt: skip
+_COUNTED = ("mbarrier", "bar", "barrier", "cp", "wgmma", "shfl", "add", "sub", "mad", "mul", "shl", "shr", "and", "or",
+            "xor", "setp", "selp", "mov", "prmt", "bfe", "bfi", "min", "max", "div", "rem", "st", "atom", "red",
+            "createpolicy", "setmaxnreg", "lop3", "shf", "fma", "vote")  # fmt: skip
+_BYTES = re.compile(r"\.(?:b|u|s|f)(8|16|32|64)\b")
+_VECTOR = re.compile(r"\.v([248])\b")
+_ENDS = ("ret", "exit", "trap")
+
+
+class Mutant(NamedTuple):
+    """An instruction of a kernel in another form. at: its place in `kernel.code`; text: without names of registers."""
+
+    at: int
+    kind: str
+    text: str
+    ins: Ins
+
+
+def normal(text: str) -> str:
+    """An instruction's text without the numbers of registers and labels, which any change of a kernel moves."""
+    text = re.sub(r"%(r|rd|rs|f|fd|p|h|hh|b|ra|rq|dd|SP|SPL)\d+\b", r"%\1", text)
+    return re.sub(r"\$L__BB\w+|\bLAB_\w+|\$\w+", "$L", text)
+
+
+def mutants_of(kernel: Kernel, reached: set[int]) -> list[Mutant]:
+    """All mutants of a kernel that change an instruction of `reached`."""
+    return [
+        Mutant(at, kind, normal(ins.text), changed)
+        for at, ins in enumerate(kernel.code)
+        if at in reached
+        for kind, changed in _forms(ins)
+    ]
+
+
+def _forms(ins: Ins) -> Iterator[tuple[str, Ins]]:
+    opcode = ins.mods[0]
+    if opcode in _ENDS:
+        return
+    if ins.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+        yield LEFT_OUT, Ins("setp.eq.b32", [ins.args[0], Imm(0), Imm(0)], line=ins.line)
+    else:
+        yield LEFT_OUT, Ins("pragma", [], line=ins.line)
+    if ins.pred is not None:
+        yield OTHER_SENSE, dataclasses.replace(ins, negated=not ins.negated)
+    if opcode == "setp":
+        yield OTHER_BOUND, dataclasses.replace(ins, op=_other_bound(ins.op))
+    if opcode in _ORDERED and not _SYMMETRIC.match(ins.op):
+        yield from _exchanges(ins)
+    yield from _counts(ins)
+
+
+def _other_bound(op: str) -> str:
+    return ".".join(_BOUNDS.get(each, each) for each in op.split("."))
+
+
+def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins]]:
+    """Two source operands exchanged; of fma and mad, a factor and the summand; of mma, A and B where they fit."""
+    first, last = (2, 3) if ins.mods[0] in ("fma", "mad") else (1, 2)
+    if len(ins.args) > last and repr(ins.args[first]) != repr(ins.args[last]):
+        args = list(ins.args)
+        args[first], args[last] = args[last], args[first]
+        yield EXCHANGED, dataclasses.replace(ins, args=args)
+
+
+def _counts(ins: Ins) -> Iterator[tuple[str, Ins]]:
+    """Each integer constant one larger, or another one that matters as much; each address one access further."""
+    for place, operand in enumerate(ins.args):
+        changed: Any = None
+        if isinstance(operand, Imm) and not operand.is_float and ins.mods[0] in _COUNTED:
+            value = _other_count(ins, place, int(operand.value))
+            changed = None if value is None else Imm(value)
+        elif isinstance(operand, Address) and not ins.op.startswith(("mbarrier.init", "prefetch")):
+            changed = dataclasses.replace(operand, offset=operand.offset + _access_bytes(ins.op))
+        if changed is not None:
+            yield ONE_MORE, dataclasses.replace(ins, args=[*ins.args[:place], changed, *ins.args[place + 1 :]])
+
+
+def _other_count(ins: Ins, place: int, value: int) -> int | None:
+    """None for constants that matter to nothing: masks of all lanes, a barrier's only number, how long to sleep."""
+    if ins.op.startswith("shfl"):  # half the distance; the source of a broadcast is any lane of equal ones
+        return value // 2 if place == 2 and "idx" not in ins.op else None
+    if ins.mods[0] in ("bar", "barrier"):
+        return value + 32 if place == 1 else value + 1 if len(ins.args) > 1 else None
+    if ins.op.startswith(("mbarrier.try_wait", "wgmma.mma_async")) and place != 2:
+        return None
+    if ins.mods[0] == "prmt" and place == 3:
+        return value + 4
+    return value + 1
+
+
+def _access_bytes(op: str) -> int:
+    if "matrix" in op or op.startswith("cp.async"):
+        return 16
+    size, count = _BYTES.search(op), _VECTOR.search(op)
+    return (int(size[1]) // 8 if size else 8) * (int(count[1]) if count else 1)
+
+
+_SYNCHRONISES = ("mbarrier", "bar", "barrier", "fence", "membar", "cp", "wgmma", "mma", "shfl", "vote", "match",
+                 "redux", "elect", "st.async", "ldmatrix", "stmatrix", "setmaxnreg", "griddepcontrol", "atom",
+                 "red", "tcgen05")  # fmt: skip
+
+
+def sample(name: str, mutants: list[Mutant], count: int) -> list[Mutant]:
+    """Two thirds of instructions that synchronise or multiply, a third of others, chosen by a hash.
+
+    The hash is of the text, so that a kernel's change leaves most of the sample as it was.
+    """
+    seen: Counter[tuple[str, str]] = Counter()
+    ranked: dict[bool, list[tuple[str, Mutant]]] = {True: [], False: []}
+    for mutant in mutants:
+        key = (mutant.kind, mutant.text)
+        rank = hashlib.sha256(f"{name} {key} {seen[key]}".encode()).hexdigest()
+        seen[key] += 1
+        opcode = mutant.text.split(None, 1)[1] if mutant.text.startswith("@") else mutant.text
+        ranked[opcode.startswith(_SYNCHRONISES)].append((rank, mutant))
+    halves = [[mutant for _, mutant in sorted(ranked[half], key=lambda pair: pair[0])] for half in (True, False)]
+    first = min(len(halves[0]), max(2 * count // 3, count - len(halves[1])))
+    return sorted([*halves[0][:first], *halves[1][: count - first]], key=lambda mutant: mutant.at)

@@ -1,0 +1,23 @@
+"""Trials of `glulam validate` on CPU tensors that an installed GPU serves."""
+
+from __future__ import annotations
+
+from glulam.validate import child
+from glulam.validate.child import Wrong
+from glulam.validate.guards import Guards
+from glulam.validate.trial import Trial
+
+from .fake_gpu import reference
+
+
+def try_out(trial: Trial) -> None:
+    """Run a trial between canaries, and compare its results with the CPU reference. Raises Wrong, naming the trial."""
+    try:
+        with Guards() as guards:
+            made = trial.call(trial.given)
+        if beside := guards.complaint():
+            raise Wrong(beside)
+        with reference():
+            child.check_results(trial, made)
+    except Wrong as wrong:
+        raise Wrong(f"{trial.what}: {wrong}") from None
