@@ -272,7 +272,7 @@ def test_a_lane_must_be_in_its_own_mask():
 
 
 def test_blocks_end_where_lanes_may_part_or_wait():
-    blocks, _, places = translate(
+    program = translate(
         parse(
             """mov.b32 %r1, 0;
         AGAIN: add.s32 %r1, %r1, 1;
@@ -283,7 +283,7 @@ def test_blocks_end_where_lanes_may_part_or_wait():
         @%p2 trap; bra.uni END; END: ret;"""
         )
     )
-    assert [(count, end) for _, count, end in blocks] == [
+    assert program.ends == [
         (1, None),
         (2, None),
         (1, ("bra", (1, True), 1)),
@@ -296,14 +296,14 @@ def test_blocks_end_where_lanes_may_part_or_wait():
         (1, ("bra", None, 10)),
         (1, ("ret", None, None)),
     ]
-    assert any("mbarrier.try_wait" in place for place in places.values())
+    assert any("mbarrier.try_wait" in place for place in program.places.values())
 
 
 def test_places_name_the_ptx_of_each_generated_line():
-    _, text, places = translate(parse("mov.b32 %r1, 7;\nadd.s32 %r2, %r1, %r1;"))
-    lines = text.splitlines()
+    program = translate(parse("mov.b32 %r1, 7;\nadd.s32 %r2, %r1, %r1;"))
+    lines = program.source.splitlines()
     at = next(number for number, line in enumerate(lines, 1) if "np.add" in line)
-    assert places[at].endswith("add.s32 %r2, %r1, %r1")
+    assert program.places[at].endswith("add.s32 %r2, %r1, %r1")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def make(
     kernel = SimpleNamespace(name="kernel", counts=REGISTERS, shared_bytes=0, code=[], ctas_per_sm=ctas_per_sm)
     options.setdefault("unit_warps", 1)
     return Machine(kernel, memory or Memory(), grid or cluster, (threads, 1, 1), shared, params, cluster,
-                   program=(program, ""), **options)  # fmt: skip
+                   program=SimpleNamespace(blocks=program, source="", places={}), **options)  # fmt: skip
 
 
 def launch(*blocks, **options) -> Machine:

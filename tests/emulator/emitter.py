@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import engines, formats, lanes
+from . import engines
 from .ptx import Address, Imm, Ins, Kernel, Reg, Special, Unsupported
 
 # A register file of each width is seen through views of several types: the view in which a type's values are computed.
@@ -94,7 +94,7 @@ class Emitter:
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
-        self.constants: dict = {"np": np, "L": lanes, "F": formats}
+        self.constants: dict = {}
         self.names: dict = {}
         self.lines: list[str] = []
         self.temporaries = 0

@@ -30,7 +30,7 @@ from ffi_bridge.compiler import KernelArtifact
 from ffi_bridge.objects import Store
 from ffi_bridge.worker import Worker
 
-from . import ptx, translate
+from . import programs, ptx
 from .faults import Fault
 from .host import Host, Launch
 from .machine import Machine
@@ -73,9 +73,10 @@ class Texts:
             return self._store.obtain(stage, self._work, lambda: self._worker(stage.arch))
 
     def close(self) -> None:
-        """End compile processes; remove objects that were not used for long."""
+        """End compile processes; remove objects and programs that were not used for long."""
         self._exit.close()
         self._store.trim()
+        programs.trim(cache_folder() / "programs")
 
 
 @functools.cache
@@ -86,37 +87,26 @@ def texts() -> Texts:
     return made
 
 
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A translated kernel. unit_warps: warps that step together; warps with roles of their own wait for each other."""
-
-    kernel: ptx.Kernel
-    program: Any
-    unit_warps: int
-
-
 class Stage:
-    """One stage: its host function, and its kernels by name."""
+    """One stage.
+
+    Attributes:
+        programs: its kernels, by name.
+        unit_warps: warps that step together; warps with roles of their own wait for each other.
+    """
 
     def __init__(self, stage: Spec) -> None:
         artifact = texts().of(stage)
         shared = {kernel.name: kernel.dynamic_smem for kernel in artifact.kernels}
         self.host = Host(artifact.object_file.with_suffix(".mlir").read_text(), shared)
         text = artifact.object_file.with_suffix(".ptx").read_text()
-        self._unit_warps = 1 if "mbarrier." in text else WHOLE_CTA
-        self._kernels = {kernel.name: kernel for kernel in ptx.parse(text)}
-        self._programs: dict[str, _Program] = {}
-
-    def program(self, name: str) -> _Program:
-        if name not in self._programs:
-            kernel = self._kernels[name]
-            self._programs[name] = _Program(kernel, translate.translate(kernel), self._unit_warps)
-        return self._programs[name]
+        self.unit_warps = 1 if "mbarrier." in text else WHOLE_CTA
+        self.programs = programs.of(text, cache_folder() / "programs")
 
 
 @functools.lru_cache(maxsize=8)
 def stage_of(stage: Spec) -> Stage:
-    """A stage, read and translated once a process."""
+    """A stage, and the last ones."""
     return Stage(stage)
 
 
@@ -212,15 +202,15 @@ class Emulator:
                 value = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
             values.append(value)
         for launch in found.host.launches(values):
-            self._launch(found.program(launch.kernel), launch, memory)
+            self._launch(found, launch, memory)
 
-    def _launch(self, program: _Program, launch: Launch, memory: Memory) -> None:
-        kernel = program.kernel
+    def _launch(self, stage: Stage, launch: Launch, memory: Memory) -> None:
+        kernel, translation = stage.programs[launch.kernel]
         if kernel.cluster and kernel.cluster != launch.cluster:
             raise Fault(f"{kernel.name} is for clusters of {kernel.cluster}, launched with {launch.cluster}")
         run = Machine(
             kernel, memory, launch.grid, launch.block, launch.shared, packed(kernel, launch), launch.cluster,
-            program=program.program, seed=self.seed, unit_warps=program.unit_warps, observer=self.races,
+            program=translation, seed=self.seed, unit_warps=stage.unit_warps, observer=self.races,
         )  # fmt: skip
         self.counts.kernels.append(kernel.name)
         if self.races is not None:

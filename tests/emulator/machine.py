@@ -30,7 +30,7 @@ class Machine:
     """One launch of a kernel.
 
     Args:
-        kernel: the parsed kernel. program: what `translate.translate` returned for it; None: translate now.
+        kernel: the parsed kernel. program: its translation; None: translate now.
         memory: device memory. params: the parameters' bytes.
         grid, block, cluster: sizes. dynamic: bytes of dynamic shared memory.
         unit_warps: warps that step together; 0: a whole CTA. Warps with roles need 1.
@@ -40,8 +40,9 @@ class Machine:
 
     def __init__(
         self, kernel: Kernel, memory: Memory, grid: Sequence[int], block: Sequence[int], dynamic: int, params: bytes,
-        cluster: Sequence[int] = (1, 1, 1), unit_warps: int = 0, seed: int = 0, program=None,
-        most_steps: int = MOST_STEPS, observer: Observer | None = None, resident: int = 1,
+        cluster: Sequence[int] = (1, 1, 1), unit_warps: int = 0, seed: int = 0,
+        program: translate.Translation | None = None, most_steps: int = MOST_STEPS, observer: Observer | None = None,
+        resident: int = 1,
     ):  # fmt: skip
         self.kernel, self.memory, self.dynamic, self.params = kernel, memory, dynamic, params
         self.grid, self.block, self.cluster = tuple(grid), tuple(block), tuple(cluster)
@@ -51,8 +52,8 @@ class Machine:
             raise Fault(f"{kernel.name}: block {self.block} is not a multiple of 32 threads")
         self.clusters = tuple(g // c for g, c in zip(self.grid, self.cluster, strict=True))
         self.unit_warps, self.observer, self.resident, self.most_steps = unit_warps, observer, resident, most_steps
-        self.blocks, self.source, *places = program or translate.translate(kernel)
-        self.ptx_places: dict[int, str] = places[0] if places else {}
+        self.program = program or translate.translate(kernel)
+        self.blocks = self.program.blocks
         self.random = random.Random(seed)
         self.order, self.haste = ORDERS[seed % len(ORDERS)]
         self.reached: set[int] = set()  # blocks that ran
@@ -156,9 +157,9 @@ class Machine:
         where = f"in {self.place(unit, unit.block)}"
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.name.startswith("block_") and frame.lineno is not None:
-                lines = self.source.splitlines()
+                lines = self.program.source.splitlines()
                 text = lines[frame.lineno - 1].strip() if frame.lineno <= len(lines) else ""
-                where += f": {self.ptx_places.get(frame.lineno, text)}"
+                where += f": {self.program.places.get(frame.lineno, text)}"
         return fault.located(where)
 
     def state(self) -> str:

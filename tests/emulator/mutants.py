@@ -69,7 +69,7 @@ class Trier:
         self.most_steps = 1000 + 4 * max(steps)
         self.want = runs[0]
         self.same = np.logical_and.reduce([run == self.want for run in runs])
-        self.reached = set(_places(program[0], blocks))
+        self.reached = set(_places(program.blocks, blocks))
         self.mutants = mutants_of(self.kernel, self.reached)
 
     def try_out(self, mutant: Mutant) -> Found | None:

@@ -160,7 +160,7 @@ class Orders(Observer):
         found = self._place_numbers.get(key)
         if found is None:
             found = self._place_numbers[key] = len(self.places)
-            text = unit.machine.ptx_places.get(frame.f_lineno, "") if frame is not None else ""
+            text = unit.machine.program.places.get(frame.f_lineno, "") if frame is not None else ""
             self.places.append(Place(text or f"in {unit.machine.block_name(unit.block)}"))
         return found
 

@@ -80,5 +80,5 @@ def execute(code: str, lanes=True, parameters=bytes(32), answers=None, **registe
         bits = values.astype(dtype) if values.dtype.kind == "i" else values.view(dtype)
         getattr(unit, name)[: values.size] = bits
     with np.errstate(all="ignore"):
-        translate.translate(kernel)[0][0][0](unit, lanes)
+        translate.translate(kernel).blocks[0][0](unit, lanes)
     return unit

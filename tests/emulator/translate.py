@@ -11,17 +11,22 @@ guard is None or (predicate's index, negated). A block that waits for an mbarrie
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import marshal
 from collections.abc import Iterator
+from types import CodeType
+from typing import Any
 
 import numpy as np
 
-from . import forms
+from . import formats, forms, lanes
 from .emitter import VIEWS, Emitter, Modifiers
 from .float_registers import SHOW_BITS, float_results
 from .forms.no_effect import ALIGNED, UNIFORM
 from .ptx import Imm, Ins, Kernel, Reg, Unsupported
 
-__all__ = ["Unsupported", "forms", "translate"]
+__all__ = ["Translation", "Unsupported", "forms", "translate"]
 
 _ENDS = ("bra", "ret", "exit", "trap", "bar", "barrier")
 _WAITS = ("mbarrier.try_wait", "mbarrier.test_wait")  # a spinning unit is seen by the blocks that it comes back to
@@ -79,14 +84,46 @@ def _block_lines(emitter: Emitter, code: list[Ins], floats: set[int]) -> Iterato
         yield from ((line, f"line {ins.line}: {ins.text}") for line in emitter.lines)
 
 
+@dataclasses.dataclass
+class Translation:
+    """A kernel's blocks as Python. It can be pickled.
+
+    Attributes:
+        source: the text of all functions. places: the PTX of its lines, by their numbers.
+        code: the compiled source. constants: what it names.
+        ends: of each block the number of its instructions, and the terminator or None.
+    """
+
+    source: str
+    places: dict[int, str]
+    code: CodeType
+    constants: dict[str, Any]
+    ends: list[tuple[int, tuple | None]]
+
+    @functools.cached_property
+    def blocks(self) -> list[tuple]:
+        """[function, number of instructions, terminator or None] of each block."""
+        space = {"np": np, "L": lanes, "F": formats, **self.constants}
+        exec(self.code, space)
+        return [(space[f"block_{index}"], *end) for index, end in enumerate(self.ends)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**self.__dict__, "code": marshal.dumps(self.code)}
+        state.pop("blocks", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, code=marshal.loads(state["code"]))
+
+
 @np.errstate(all="ignore")
-def translate(kernel: Kernel) -> tuple[list, str, dict[int, str]]:
-    """Return blocks [function, number of instructions, terminator or None], their text, and the PTX of its lines."""
+def translate(kernel: Kernel) -> Translation:
     emitter, floats = Emitter(kernel), float_results(kernel)
     starts = _block_starts(kernel)
     block_of = {at: index for index, at in enumerate(starts)}
     source: list[str] = []
-    blocks, places = [], {}
+    ends: list[tuple[int, tuple | None]] = []
+    places: dict[int, str] = {}
     for index, (begin, end) in enumerate(zip(starts, [*starts[1:], len(kernel.code)], strict=True)):
         code = kernel.code[begin:end]
         terminator = None
@@ -98,10 +135,6 @@ def translate(kernel: Kernel) -> tuple[list, str, dict[int, str]]:
         source += [f"def block_{index}(u, m):", *(views or ["    pass"])]
         places |= {len(source) + number: place for number, (_, place) in enumerate(body, 1)}
         source += [f"    {line}" for line, _ in body]
-        blocks.append([f"block_{index}", end - begin, terminator])
+        ends.append((end - begin, terminator))
     text = "\n".join(source)
-    space = dict(emitter.constants)
-    exec(compile(text, kernel.name, "exec"), space)
-    for block in blocks:
-        block[0] = space[block[0]]
-    return blocks, text, places
+    return Translation(text, places, compile(text, kernel.name, "exec"), emitter.constants, ends)

@@ -1,0 +1,81 @@
+"""Kernels parsed and translated, kept between runs: both take longer than a small problem in the machine.
+
+A file has the programs of one PTX text. It is found by the text and by the translator's sources, and read only from a
+folder that nobody else can write, for it is a pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import pickle
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+from ffi_bridge import folders
+from ffi_bridge.scratch import private_scratch
+
+from . import ptx, translate
+
+WRITING = "writing-"
+UNUSED_S = 3 * 86400.0
+"""What other sources translated is removed when it was not used for so long."""
+
+
+class Program(NamedTuple):
+    """A kernel, and its translation."""
+
+    kernel: ptx.Kernel
+    translation: translate.Translation
+
+
+@functools.cache
+def _translator() -> str:
+    """A hash of this Python and of the sources that a program comes from."""
+    found = hashlib.sha256(sys.version.encode())
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def of(text: str, root: Path) -> dict[str, Program]:
+    """The programs of a PTX text's kernels, by name. `root` is the folder that keeps them."""
+    folder = root / _translator()
+    folders.make(folder)
+    if not folders.only_ours(folder.resolve()):
+        return _made(text)
+    file = folder / hashlib.sha256(text.encode()).hexdigest()
+    if file.exists():
+        return _loaded(file.read_bytes())
+    found = _made(text)
+    with private_scratch(folder, WRITING) as work:
+        written = work / file.name
+        written.write_bytes(zlib.compress(pickle.dumps(found, pickle.HIGHEST_PROTOCOL), 1))
+        written.replace(file)
+    return found
+
+
+def trim(root: Path) -> None:
+    """Remove what sources translated that are no longer in use."""
+    for folder in root.iterdir() if root.exists() else ():
+        if folder.name != _translator() and folder.stat().st_mtime < time.time() - UNUSED_S:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made(text: str) -> dict[str, Program]:
+    return {kernel.name: Program(kernel, translate.translate(kernel)) for kernel in ptx.parse(text)}
+
+
+def _loaded(content: bytes) -> dict[str, Program]:
+    collects = gc.isenabled()
+    gc.disable()  # it would look at each of a hundred thousand new objects again and again
+    try:
+        return pickle.loads(zlib.decompress(content))
+    finally:
+        if collects:
+            gc.enable()
