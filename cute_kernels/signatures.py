@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .formats import BYTE, E4M3, OPERANDS, SCALE_BLOCK, WORD_ELEMENTS, Operands
+from .formats import BYTE, E4M3, MXFP4, MXFP8, OPERANDS, WORD_ELEMENTS, Operands
 from .specs import (
     DgluSpec,
     FoldMxfp8Spec,
@@ -128,16 +128,11 @@ def _scales_of(formats: Operands) -> tuple[Argument, ...]:
 _OPTIONAL_INPUTS = _each(ADDRESS, "bias bias_table scale", optional=True)
 
 
-def _columns(formats: Operands, letter: str) -> str:
-    """Of a weight: its elements, or words of eight."""
-    return f"{letter}/{WORD_ELEMENTS}" if formats.w.bits < 8 else letter
-
-
 def _blocks(formats: Operands, letters: str) -> tuple[tuple[str, int], ...]:
-    """Sizes that are whole blocks of scales."""
-    blocks = tuple((letter, SCALE_BLOCK) for letter in letters.split()) if formats.w.scale else ()
-    words = SCALE_BLOCK // WORD_ELEMENTS
-    return blocks + tuple((_columns(formats, letter), words) for letter, _ in blocks if formats.w.bits < 8)
+    """Divisors of the widths of scaled matrices, and of weights' columns where these are words."""
+    widths = tuple((letter, formats.multiple) for letter in letters.split()) if formats.w.scale else ()
+    words = ((formats.w.columns(letter), multiple // WORD_ELEMENTS) for letter, multiple in widths)
+    return widths + (tuple(words) if formats.w.bits < 8 else ())
 
 
 def _x(spec: GroupedMmSpec | GroupedGluSpec | DgluSpec, columns: str) -> tuple[Argument, tuple[Argument, ...]]:
@@ -156,7 +151,7 @@ def _mm(spec: GroupedMmSpec) -> Signature:
         return Signature((*tensors, *GROUPS, *_each(ADDRESS, "w_up"), *LAUNCH), (("P", 2 * DIVISOR),))
     k, n = ("N", "K") if spec.transpose_w else ("K", "N")
     x, rows = _x(spec, k)
-    tensors = x, _tensor("w", f"E N {_columns(formats, 'K')}", w), _tensor("y", f"T {n}", spec.dtype)
+    tensors = x, _tensor("w", f"E N {formats.w.columns('K')}", w), _tensor("y", f"T {n}", spec.dtype)
     numbers = (*rows, *GROUPS, *_scales_of(formats), *_OPTIONAL_INPUTS, *LAUNCH)
     return Signature((*tensors, *numbers), _blocks(formats, "K"))
 
@@ -173,7 +168,7 @@ def _glu(spec: GroupedGluSpec) -> Signature:
     both = "P" if spec.gated else "I"
     may_part = not formats.w.scale
     w_rows = "W" if spec.gated and may_part else both
-    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} {_columns(formats, 'H')}", w)
+    weight = _tensor("w", f"E H {both}" if spec.transpose_w else f"E {w_rows} {formats.w.columns('H')}", w)
     tensors = x, weight, _tensor("act", "T I", act)
     preact = (_tensor("preact", f"T {both}", spec.dtype),) if spec.save_preact else ()
     act_scale = _each(ADDRESS, "act_scale") if formats.act.scale else ()
@@ -230,9 +225,9 @@ def _quantize(spec: QuantizeMxfp8Spec) -> Signature:
     """
     x, until = _tensor("x", "T K", spec.dtype), (*_each(ADDRESS, "offs", True), *_each(INT32, "num_groups", True))
     if spec.rounded:
-        return Signature((x, _tensor("out", "T K", spec.dtype, packed=True), *until), (("K", SCALE_BLOCK),))
+        return Signature((x, _tensor("out", "T K", spec.dtype, packed=True), *until), (("K", MXFP8.block),))
     outputs = _each(ADDRESS, "row_data row_scale col_data col_scale", optional=True)
-    return Signature((x, *outputs, *until, *_each(INT32, "wide swizzled", optional=True)), (("K", SCALE_BLOCK),))
+    return Signature((x, *outputs, *until, *_each(INT32, "wide swizzled", optional=True)), (("K", MXFP8.block),))
 
 
 def _fold(spec: FoldMxfp8Spec) -> Signature:
@@ -241,13 +236,13 @@ def _fold(spec: FoldMxfp8Spec) -> Signature:
         tensors = _tensor("w", "T K", spec.dtype), _tensor("data", "T K", E4M3, packed=True)
     else:
         tensors = _tensor("w", "T N K", spec.dtype), _tensor("data", "T K N", E4M3)
-    return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", SCALE_BLOCK), ("K", SCALE_BLOCK)))
+    return Signature((*tensors, *_each(ADDRESS, "scale")), (("N", MXFP8.block), ("K", MXFP8.block)))
 
 
 def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
     """`data`: two elements a byte; `scale`: the address of a byte for each block."""
     tensors = _tensor("w", "T K", spec.dtype, packed=True), _tensor("data", "T K/2", BYTE, packed=True)
-    return Signature((*tensors, *_each(ADDRESS, "scale")), (("K", SCALE_BLOCK), ("K/2", SCALE_BLOCK // 2)))
+    return Signature((*tensors, *_each(ADDRESS, "scale")), (("K", MXFP4.block), ("K/2", MXFP4.block // 2)))
 
 
 def _numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:

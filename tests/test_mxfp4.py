@@ -198,18 +198,20 @@ class TestQuantiser:
 DECODER = """
 import json
 from cute_kernels.decoding.elements import E2m1
+from cute_kernels.decoding.scales import E8m0
 from cutlass import Int32
-decoder = E2m1()
+element = E2m1()
+scales = E8m0(element)
 def word(byte, index):
     word = byte << 8 * index
     return Int32(word - (word >> 31 << 32))
 print(json.dumps({
-    "first_bad": decoder.first_bad,
-    "first_large": decoder.first_large,
-    "read": [[int(decoder.spread(Int32(word), pair)) for pair in range(4)] for word in WORDS],
-    **{name: [int(getattr(decoder, name)(word(byte, byte % 4), *more(byte))) for byte in range(256)] for name, more in {
+    "first_bad": scales.first_bad,
+    "first_large": scales.first_large,
+    "read": [[int(element.spread(Int32(word), pair)) for pair in range(4)] for word in WORDS],
+    **{name: [int(getattr(scales, name)(word(byte, byte % 4), *more(byte))) for byte in range(256)] for name, more in {
         "multiplier": lambda byte: (byte % 4,), "rest_of_multiplier": lambda byte: (byte % 4,),
-        "large_scales": lambda byte: (), "bad_scales": lambda byte: (byte % 8,),
+        "large": lambda byte: (), "bad": lambda byte: (byte % 8,),
     }.items()},
 }))
 """
@@ -270,8 +272,8 @@ def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
     codes = torch.stack((found % 16, found // 16), dim=-1)
     read, wanted = numbers(sum(told["read"], [])), mxfp4.NUMBERS[codes.flatten(0, 1)]
     assert torch.equal(read.double() * 2.0**126, wanted) and len(wanted.unique()) == 15
-    assert [bad != 0 for bad in told["bad_scales"]] == [byte >= told["first_bad"] for byte in range(256)]
-    assert [large != 0 for large in told["large_scales"]] == [byte >= told["first_large"] for byte in range(256)]
+    assert [bad != 0 for bad in told["bad"]] == [byte >= told["first_bad"] for byte in range(256)]
+    assert [large != 0 for large in told["large"]] == [byte >= told["first_large"] for byte in range(256)]
     multipliers, rests = numbers(told["multiplier"]), numbers(told["rest_of_multiplier"])
     for byte in range(told["first_bad"]):
         assert bool((rests[byte] == 1).all()) is (byte < told["first_large"])

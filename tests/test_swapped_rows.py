@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from cute_kernels import formats
-from cute_kernels.formats import E8M0, MXFP8, SCALE_BLOCK, Format
+from cute_kernels.formats import E8M0, MXFP8, Format
 from cute_kernels.sm90.swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from cute_kernels.tiles import SWAPPED_SLABS, SWAPPED_TILE_M, SWAPPED_TILE_N, SpecError, TileConfig
 
@@ -91,8 +91,8 @@ def test_of_one_slab_the_halves_are_a_and_u() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_lanes_of_a_row_read_each_of_its_bytes_once(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     """Of a format with other elements, too: a wgmma of 16 takes two pairs a lane, 8 elements apart."""
-    monkeypatch.setitem(formats.ELEMENT_BITS, "narrow", bits)
-    weights = Format("narrow", E8M0, SCALE_BLOCK)
+    monkeypatch.setitem(formats.BITS, "narrow", bits)
+    weights = Format("of narrow elements", "narrow", E8M0, MXFP8.block)
     had: Counter[int] = Counter()
     for k, half, lane in product(range(0, 128, 16), range(ROW_HALVES), range(LANES_OF_A_ROW)):
         chunk, inside = chunk_of_k(weights, k)

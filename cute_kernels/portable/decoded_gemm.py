@@ -7,19 +7,19 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..epilogue.activation import ActivationEpilogue
 from ..epilogue.base import Epilogue, Inputs, WarpgroupState
-from ..formats import OPERANDS, Format
+from ..formats import MXFP8, OPERANDS, Format
 from ..quantize.e4m3 import e4m3_value
 from ..quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
 from ..schedule.work import WorkTile
 from ..specs import GemmSpec, GroupedGluSpec
 from .grouped_gemm import GroupedGemm, Operands
 from .mainloop import Mainloop, is_split
-from .narrow import Narrow, narrow_sources
+from .narrow import Narrow, narrow, narrow_sources
 from .operands import Along
 from .sources import row_sources, weight_sources
 
-BLOCK_REGS = 16
-"""A thread's results of 32 columns, of two rows."""
+BLOCK_REGS = 2 * MXFP8.block // 4
+"""A thread's results of a block, of two rows; four threads have a block."""
 
 
 class RoundingEpilogue(ActivationEpilogue):
@@ -64,7 +64,7 @@ class DecodedGemm(GroupedGemm):
         self.weights = weights
 
     def make_operands(self) -> tuple[Along, Narrow]:
-        return Along(self.dtype, self.tile.m), Narrow(self.tile.n, self.weights, is_split(self.tile))
+        return Along(self.dtype, self.tile.m), narrow(self.tile.n, self.weights, is_split(self.tile))
 
     @cute.jit
     def launch(
@@ -82,6 +82,6 @@ class DecodedGemm(GroupedGemm):
         weights, part_n = operands.weights, self.tile.n // self.parts
         lines = weight_sources(weights, work, mainloop.b, part_n, self.layout)
         b = narrow_sources(
-            lines, weights, operands.w_scale, operands.depth, work, self.parts, part_n, self.layout
+            lines, weights, operands.w_scale, operands.depth, work, self.weights, self.parts, part_n, self.layout
         )  # fmt: skip
         mainloop.run(acc, a, b, operands.depth)

@@ -27,12 +27,13 @@ from cutlass import Boolean, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
+from ..formats import MXFP8
 from ..specs import FoldMxfp8Spec
 from ..tracing import DTYPES, Traced, traced
 from .quantize_mxfp8 import VECTOR_BYTES, WORDS
-from .scale_stores import BLOCK
 from .scales import E8M0_INF, Magnitudes, exponent_of, multiplier_of
 
+BLOCK = MXFP8.block
 WARP = 32
 WARPS = 8
 THREADS = WARPS * WARP

@@ -23,12 +23,13 @@ from ..device.gmem import vector_at
 from ..device.invariant import Invariant
 from ..device.select import select
 from ..device.warps import WARP
+from ..formats import MXFP4
 from ..specs import QuantizeMxfp4Spec
 from ..tracing import DTYPES, Traced, traced
 from .quantize_mxfp8 import VECTOR_BYTES, WORDS, read_once
-from .scale_stores import BLOCK
 from .scales import E8M0_INF, E8M0_NAN, F32_INF, Magnitudes
 
+BLOCK = MXFP4.block
 WARPS = 8
 MIN_BLOCKS = 4  # an SM: 32 warps, 2 or 4 KB of loads each
 SMEM_PERCENT = 1  # none is used; loads under way want it as cache

@@ -10,11 +10,13 @@ from cutlass import Int32, Int64, Uint8
 
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..formats import MXFP8
 
 TILE = 128
-BLOCK = 32
+BLOCK = MXFP8.block
 BLOCKS = TILE // BLOCK
 QUARTERS = 4
+QUARTER = TILE // QUARTERS
 WORD_BYTES = 4
 
 
@@ -50,7 +52,7 @@ class ScaleStores(Invariant):
 
     def below(self, row: int | Int32) -> int | Int32:
         """The tile's rows from its first one."""
-        return row // self.run * BLOCK + row % self.run
+        return row // self.run * QUARTER + row % self.run
 
     @cute.jit
     def strip(self, scales: cute.Tensor, strip: Strip):
@@ -90,7 +92,7 @@ class ScaleStores(Invariant):
         atoms = cute.ceil_div(grid.block_count, BLOCKS)
         atom = grid.block0 // BLOCKS + thread // self.rows
         word = thread % self.rows
-        outer = grid.outer0 + word % QUARTERS * BLOCK + word // QUARTERS
+        outer = grid.outer0 + word % QUARTERS * QUARTER + word // QUARTERS
         inside = (outer < grid.stop) | (outer >= grid.outer_count)
         if (thread < cute.size(scales) // BLOCKS) & (atom < atoms) & inside:
             first = (Int64(grid.outer0 // TILE) * atoms + atom) * (TILE * BLOCKS)

@@ -17,15 +17,16 @@ from ...epilogue.activation import ActivationEpilogue
 from ...epilogue.base import ColumnSmem, WarpgroupState
 from ...epilogue.shape import EpilogueShape, Smem
 from ...epilogue.sizes import ROWS, SLOTS, THREADS
+from ...formats import MXFP8_WIDE
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
 from .store import Slots
 
-BLOCK_COLS = 128
+BLOCK_COLS = MXFP8_WIDE.block
 BLOCK_REGS = ROWS * BLOCK_COLS // THREADS
-SCALE_COLS = 32
+SCALE_COLS = MXFP8_WIDE.scale_step
 SCALES = BLOCK_COLS // SCALE_COLS
 
 

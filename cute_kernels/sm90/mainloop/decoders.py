@@ -1,5 +1,5 @@
-"""Weights as pairs of bfloat16 numbers, exactly: times a power of two, two elements a 32-bit register. A class for each
-format (decoding/elements.py), with the instructions that Hopper has for it.
+"""Weights as pairs of bfloat16 numbers, exactly: times their scale, two elements a 32-bit register. A class for each
+element (decoding/elements.py), with the instructions that Hopper has for it.
 
 E4M3: the hardware converts it to float16; by way of float32 that becomes bfloat16, which has 8 bits of significand
 where E4M3 has 4. The product with a block's scale is exact where it is no subnormal. That is five instructions for two
@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...decoding.decoder import Decoder
-from ...decoding.elements import E2m1, E4m3
-from ...formats import E2M1, E4M3
+from ...decoding.elements import E2m1, E4m3, Element
+from ...decoding.scales import SCALES
+from ...formats import E2M1, E4M3, Format
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
@@ -23,7 +24,7 @@ def product(pair: Int32, multiplier: Int32) -> Int32:
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
 
-class E4m3Decoder(E4m3):
+class HopperE4m3(E4m3):
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
         """The two E4M3 bytes in the lower half of a word, times their scale."""
         ptx = """{
@@ -39,10 +40,15 @@ class E4m3Decoder(E4m3):
         return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[share, multiplier]))
 
 
-class E2m1Decoder(E2m1):
+class HopperE2m1(E2m1):
     def decoded(self, share: Int32, pair: int, multiplier: Int32) -> Int32:
         return product(self.spread(share, pair), multiplier)
 
 
-DECODERS: dict[str, Decoder] = {E4M3: E4m3Decoder(), E2M1: E2m1Decoder()}
-"""By the element of a weight format, whose scales are of SCALE_BLOCK elements."""
+ELEMENTS: dict[str, type[Element]] = {E4M3: HopperE4m3, E2M1: HopperE2m1}
+
+
+def decoder_of(weights: Format) -> Decoder:
+    """The decoder of a format."""
+    element = ELEMENTS[weights.element]()
+    return Decoder(element, SCALES[weights.scale](element))

@@ -2,8 +2,8 @@
 rows of x.
 
 wgmma reads its first operand from registers and the second from shared memory, so they are swapped: y^T = w x^T. A
-warpgroup has one or two slabs of 64 weight rows and decodes a k-tile of 128 in steps of 32, the elements of a scale,
-while the wgmmas of the step before run: fragments of two steps take turns.
+warpgroup has one or two slabs of 64 weight rows and decodes a k-tile of 128 in steps of 32 elements while the wgmmas of
+the step before run: fragments of two steps take turns.
 
 A fragment of 64 x 16 gives thread t of the warpgroup, for r and h = 0, 1, two neighbouring elements of row
 16 (t / 32) + (t % 32) / 4 + 8 r from column 8 h + 2 (t % 4) on, in register r + 2 h: of E4M3 2 bytes of shared memory,
@@ -24,14 +24,15 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
-from ...decoding.decoder import Decoder, is_bad
+from ...decoding.decoder import Decoder
+from ...decoding.scales import is_bad
 from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...device.select import select
 from ...device.swizzle import SWIZZLE_BYTES, swizzle_of, swizzled_layout
 from ...epilogue.fragments import TileShare, registers
 from ...epilogue.sizes import ROWS, THREADS
-from ...formats import SCALE_BLOCK, Format
+from ...formats import Format
 from ...memory.row_boxes import acquire, num_boxes
 from ...memory.weights import ExpertAddress, GateRows, expert_offset, lo_hi, row_of
 from ...schedule.work import WorkTile
@@ -41,12 +42,14 @@ from ..gemm_policy import GemmPolicy
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows, chunk_of_k
 from ..turns import Turns
 from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
-from .decoders import DECODERS, product
+from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
 # A word of scale bytes is a row's for a k-tile.
 SCALES_PER_WORD = 4
-STEP = SCALE_BLOCK // MMA_K
+# Elements that are decoded at a time: a word of E2M1 has its eight in every eight of 32. wgmmas of such a step, then.
+STEP_K = 32
+STEP = STEP_K // MMA_K
 # 32-bit registers of a slab's fragment of one wgmma: pairs of elements, of two rows. A row's, then, and a step's.
 FRAGMENT_REGS = 4
 WGMMA_PAIRS = FRAGMENT_REGS // ROW_HALVES
@@ -144,13 +147,13 @@ class WeightScales(Invariant):
         """Make `words` of the scales that were asked for."""
         if not self._has_words():
             self._gather_bytes()
-        if const_expr(self.decoder.first_large is not None):
+        if const_expr(self.decoder.scales.first_large is not None):
             self.large[0] = Int32(0)
         for i in cutlass.range_constexpr(self.rows.count):
             self.words[i] = self.next[i]
-            self.bad[0] |= self.decoder.bad_scales(self.words[i], i)
-            if const_expr(self.decoder.first_large is not None):
-                self.large[0] |= self.decoder.large_scales(self.words[i])
+            self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
+            if const_expr(self.decoder.scales.first_large is not None):
+                self.large[0] |= self.decoder.scales.large(self.words[i])
 
     @cute.jit
     def ask(self, k_tile: Int32, next_work: WorkTile):
@@ -191,9 +194,9 @@ class DecodingMainloop(WeightsFirst):
         policy: GemmPolicy,
     ):  # fmt: skip
         self.format = weights
-        self.decoder = DECODERS[weights.element]
+        self.decoder = decoder_of(weights)
         self.dtype = self.b_dtype = dtype
-        self.a_dtype = self.decoder.element
+        self.a_dtype = self.decoder.element.dtype
         self.policy = policy
         self.tile = tile
         self.parts = parts
@@ -279,7 +282,7 @@ class DecodingMainloop(WeightsFirst):
         thread = thread_of_warpgroup()
         lane = thread % 32
         # Rows 8 apart have the same swizzle.
-        swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.decoder.share_bytes
+        swizzled = swizzle_of(lane // 4, self.row_bytes) * SWIZZLE_CHUNK + lane % 4 * self.decoder.element.share_bytes
         first = Int32(sA.iterator.toint()) + self.rows.column(0, warpgroup, thread) * self.row_bytes + swizzled
         mma = self.tiled_mma()
         return first, mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
@@ -293,7 +296,8 @@ class DecodingMainloop(WeightsFirst):
         """A thread's, for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
-        grid = ScaleGrid(operands.scales, expert_rows, k // SCALE_BLOCK, cute.ceil_div(k, self.tile.k), share, gate)
+        blocks, k_tiles = self.format.num_scales(k), cute.ceil_div(k, self.tile.k)
+        grid = ScaleGrid(operands.scales, expert_rows, blocks, k_tiles, share, gate)
         return self.scales_type(grid, self.rows, self.layout, self.decoder)
 
     @cute.jit
@@ -308,9 +312,9 @@ class DecodingMainloop(WeightsFirst):
         """
         first, tCrB = fragments
         tiled_mma = self.tiled_mma()
-        shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, SCALE_BLOCK))
+        shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, STEP_K))
         buffers = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
-        steps, stage_steps = self.tile.k // SCALE_BLOCK, self.stage_k // SCALE_BLOCK
+        steps, stage_steps = self.tile.k // STEP_K, self.stage_k // STEP_K
         num_k_tiles = scales.grid.k_tiles
         if num_k_tiles > 0:
             self._open(first, buffers[0], scales, stages, state)
@@ -363,10 +367,10 @@ class DecodingMainloop(WeightsFirst):
 
     def _read(self, first: Int32, stage: Int32, step: int) -> cute.Tensor:
         """A thread's shares of a stage's step: (share of a row, row)."""
-        pairs = self.decoder.pairs
+        pairs = self.decoder.element.pairs
         shares = cute.make_rmem_tensor((STEP_PAIRS // pairs, self.rows.count), Int32)
         for i in range(STEP):
-            chunk, inside = chunk_of_k(self.format, step * SCALE_BLOCK + i * MMA_K)
+            chunk, inside = chunk_of_k(self.format, step * STEP_K + i * MMA_K)
             at_chunk = (first + stage * (self.tile.n * self.row_bytes)) ^ Int32(chunk * SWIZZLE_CHUNK)
             for slab, register in itertools.product(range(self.tile.slabs), range(FRAGMENT_REGS)):
                 half, row = divmod(register, ROW_HALVES)
@@ -374,21 +378,21 @@ class DecodingMainloop(WeightsFirst):
                 if pair % pairs == 0:
                     beside = half * self.format.num_bytes(MMA_K // 2)
                     at = at_chunk + (self.rows.distance(row) * self.row_bytes + inside + beside)
-                    shares[pair // pairs, row] = self.decoder.read(at)
+                    shares[pair // pairs, row] = self.decoder.element.read(at)
         return shares
 
     def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
         registers = cute.recast_tensor(fragment, Int32)
-        pairs = self.decoder.pairs
+        element, pairs = self.decoder.element, self.decoder.element.pairs
         for row in range(self.rows.count):
             slab, half = divmod(row, ROW_HALVES)
-            multiplier = self.decoder.multiplier(scales.words[row], step)
+            multiplier = self.decoder.scales.multiplier(scales.words[row], step)
             for number in range(STEP_PAIRS):
                 share, pair = divmod(number, pairs)
-                i, beside = divmod(self.decoder.place(number, step), WGMMA_PAIRS)
-                decoded = self.decoder.decoded(shares[share, row], pair, multiplier)
+                i, beside = divmod(element.place(number, step), WGMMA_PAIRS)
+                decoded = element.decoded(shares[share, row], pair, multiplier)
                 registers[half + ROW_HALVES * beside, slab, i] = decoded
-        if self.decoder.first_large is not None:
+        if self.decoder.scales.first_large is not None:
             self._enlarge(scales, registers, step)
 
     @cute.jit
@@ -397,7 +401,7 @@ class DecodingMainloop(WeightsFirst):
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):
                 for half in cutlass.range_constexpr(ROW_HALVES):
-                    rest = self.decoder.rest_of_multiplier(scales.words[ROW_HALVES * slab + half], step)
+                    rest = self.decoder.scales.rest_of_multiplier(scales.words[ROW_HALVES * slab + half], step)
                     for i in cutlass.range_constexpr(STEP):
                         for register in cutlass.range_constexpr(half, FRAGMENT_REGS, ROW_HALVES):
                             registers[register, slab, i] = product(registers[register, slab, i], rest)

@@ -19,7 +19,7 @@ from ...device.gmem import vector_at
 from ...device.swizzle import SWIZZLE_BYTES, swizzle_of
 from ...device.warp_mma import WarpMma
 from ...epilogue.fragments import registers
-from ...formats import SCALE_BLOCK
+from ...formats import WORD_ELEMENTS
 from ...schedule.work import WorkTile
 from ..swapped_rows import ROW_HALVES, SWIZZLE_CHUNK, SwappedRows
 from ..turns import Turns
@@ -31,7 +31,7 @@ from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpg
 QUAD = 4
 # Words of a block, of which each has a pair of elements of every 8 of the block.
 WORDS, WORD_BYTES = 4, 4
-PAIRS = SCALE_BLOCK // 8
+PAIRS = WORD_ELEMENTS // 2
 # Rows of x of one MMA.
 COLUMNS = 8
 # Threads whose columns of x are in the second half of a k-tile begin with the second half of their block: else they
@@ -79,11 +79,11 @@ class BlockScales(WeightScales):
 
     def has_large(self) -> Boolean:
         """Whether any thread of the warp has a large one, as a bad one is."""
-        return cute.arch.vote_any_sync(self.large[0] >= self.decoder.first_large)
+        return cute.arch.vote_any_sync(self.large[0] >= self.decoder.scales.first_large)
 
     def note_bad(self) -> None:
         for i in range(self.rows.count):
-            self.bad[0] |= self.decoder.bad_scales(self.words[i], i)
+            self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
 
     @cute.jit
     def spoil(self, acc: cute.Tensor):
@@ -149,17 +149,17 @@ class FewRowsMainloop(DecodingMainloop):
         large: bool,
     ) -> None:  # fmt: skip
         """acc += a k-tile, of the first `columns` rows of x. `large`: some scale of the warp's is."""
-        decoder = self.decoder
+        element, scale = self.decoder
         warp_mma = WarpMma(self.dtype)
         bytes_ = [scales.words[row] for row in range(self.rows.count)]
-        multipliers = [decoder.multiplier(b, 0) if large else decoder.small_multiplier(b) for b in bytes_]
+        multipliers = [scale.multiplier(b, 0) if large else scale.small_multiplier(b) for b in bytes_]
         for pair in range(PAIRS):
             weights = [
-                [decoder.decoded(row[word], pair, multiplier) for word in range(WORDS)]
+                [element.decoded(row[word], pair, multiplier) for word in range(WORDS)]
                 for row, multiplier in zip(words, multipliers, strict=True)
             ]
             if large:
-                rests = [decoder.rest_of_multiplier(byte, 0) for byte in bytes_]
+                rests = [scale.rest_of_multiplier(byte, 0) for byte in bytes_]
                 weights = [[product(two, rest) for two in row] for row, rest in zip(weights, rests, strict=True)]
             for column in range(columns // COLUMNS):
                 at = (first_column ^ Int32(pair * SWIZZLE_CHUNK)) + column * (COLUMNS * SWIZZLE_BYTES)

@@ -21,6 +21,7 @@ from ...device.gmem import vector_at
 from ...device.invariant import Invariant
 from ...epilogue.fragments import TileShare, registers
 from ...epilogue.sizes import ROWS, THREADS
+from ...formats import MXFP8_WIDE
 from ...quantize.scales import power_of_two
 from ...schedule.work import WorkTile
 from ...tiles import TileConfig
@@ -33,14 +34,13 @@ from .gemm import GemmMainloop
 MMA_K = 32
 PIECE_N = 128
 PIECE_REGS = ROWS * PIECE_N // THREADS
-SCALE_BLOCK = 32
-"""Elements that have a scale byte of their own in memory; a k-tile's four are equal, and the first is read."""
 
 
 class RowScales(Invariant):
     """Where the scales of a thread's rows lie, two rows a slab, and those of the next k-tile, on their way.
 
-    They are asked for while the k-tile before is in work: a tile's first ones before the epilogue of the tile before.
+    Memory has equal scales for a k-tile, of which the first is read. Scales are asked for while the k-tile before
+    is in work: a tile's first ones before the epilogue of the tile before.
     rows: which of x's rows are whose. first_row: a thread's, in the tile. blocks: scales of a row. last: the last
     k-tile. begins: where a row's scales do.
     """
@@ -73,7 +73,7 @@ class RowScales(Invariant):
 
     @cute.jit
     def _fetch(self, k_tile: Int32):
-        block = cutlass.min(k_tile, self.last) * (PIECE_N // SCALE_BLOCK)
+        block = cutlass.min(k_tile, self.last) * MXFP8_WIDE.copies
         for i in cutlass.range_constexpr(self.num_rows):
             self.next[i] = Int32(vector_at(Uint8, self.begins[i])[block]) & 0xFF
 
@@ -118,7 +118,7 @@ class Fp8Mainloop(GemmMainloop):
         first_row = share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
-        return RowScales(operands.scales, operands.rows, first_row, 2 * self.tile.slabs, k // SCALE_BLOCK, last)
+        return RowScales(operands.scales, operands.rows, first_row, 2 * self.tile.slabs, MXFP8_WIDE.num_scales(k), last)
 
     @cute.jit
     def _skip(self, num_k_tiles: Int32, stages: pipeline.PipelineTmaAsync, state: pipeline.PipelineState):

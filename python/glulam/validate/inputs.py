@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import SCALE_BLOCK
+from cute_kernels.formats import MXFP8
 
 TAIL = 13
 """Rows behind the last group."""
@@ -130,7 +130,7 @@ def rows_of(total: int, columns: int, dtype: torch.dtype, used: int, seed: int =
     """[total, columns], NaN from row `used` on. Rows differ by up to 2^4, blocks of columns by up to 2^2: squared,
     weighted and summed twice, the largest stays below float16's 65504.
     """
-    by_block = _powers(-(-columns // SCALE_BLOCK), 1, 2).repeat_interleave(SCALE_BLOCK)[:columns]
+    by_block = _powers(-(-columns // MXFP8.block), 1, 2).repeat_interleave(MXFP8.block)[:columns]
     values = randn(total, columns, seed=seed) * 0.5 * _powers(total, 2, 3)[:, None] * by_block
     values[used:] = math.nan
     return values.to(dtype)

@@ -1,0 +1,27 @@
+"""Formats of matrices, and which of them a GEMM multiplies. Plain data: the host reads it, and no compiler is imported.
+
+A format is one file with one `Format` or a few, and a row of `OPERANDS` for each way to multiply it. How kernels decode
+it is composed of its element and of its scales (`cute_kernels/decoding/`).
+"""
+
+from __future__ import annotations
+
+from .format import BITS as BITS
+from .format import BYTE as BYTE
+from .format import DENSE as DENSE
+from .format import E2M1 as E2M1
+from .format import E4M3 as E4M3
+from .format import E8M0 as E8M0
+from .format import ROW as ROW
+from .format import WORD as WORD
+from .format import WORD_ELEMENTS as WORD_ELEMENTS
+from .format import Format as Format
+from .mxfp4 import MXFP4 as MXFP4
+from .mxfp8 import MXFP8 as MXFP8
+from .mxfp8 import MXFP8_FOLDED as MXFP8_FOLDED
+from .mxfp8 import MXFP8_VALUES as MXFP8_VALUES
+from .mxfp8 import MXFP8_WIDE as MXFP8_WIDE
+from .operands import DECODED as DECODED
+from .operands import OPERANDS as OPERANDS
+from .operands import Operands as Operands
+from .operands import next_operands as next_operands

@@ -1,0 +1,81 @@
+"""How a matrix is stored: its elements, their scales, and the tensors that hold them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+E4M3, E2M1, E8M0 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu"
+BITS = {"": 16, E4M3: 8, E2M1: 4, E8M0: 8}
+"""Bits of an element or of a scale, by type; "": a spec's own 16-bit dtype."""
+BYTE, WORD = "uint8", "int32"
+"""Dtypes of tensors of 4-bit elements: two a byte, the first in its lower half, or eight, in GEMMs' order."""
+WORD_ELEMENTS = 8
+WORD_BITS = 32
+LOAD_BITS = 128
+"""Bits of the smallest load of elements: rows are whole loads."""
+ROW = -1
+"""A block that is a whole row: weights are folded (docs/mxfp8.md)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a matrix is stored.
+
+    Attributes:
+        name: what names of functions call the format; "": 16-bit elements.
+        element: the type of its elements, a key of BITS.
+        scale: the type of its scales, likewise; "": none.
+        block: elements along the contraction that share a scale, or ROW.
+        copies: equal scales that memory holds for each block.
+        holds: for 16-bit elements, the format whose values they are; None: any values.
+    """
+
+    name: str = ""
+    element: str = ""
+    scale: str = ""
+    block: int = 0
+    copies: int = 1
+    holds: Format | None = None
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.element]
+
+    @property
+    def stored(self) -> Format:
+        """The format as kernels read it, whatever values it holds."""
+        return dataclasses.replace(self, holds=None)
+
+    def dtype(self, own: str) -> str:
+        """The dtype of the tensor of elements that GEMMs read. own: the spec's dtype."""
+        return WORD if self.bits < 8 else self.element or own
+
+    def columns(self, letter: str) -> str:
+        """The name of that tensor's last dimension, where `letter` names a row's number of elements."""
+        return f"{letter}/{WORD_ELEMENTS}" if self.bits < 8 else letter
+
+    def num_bytes(self, elements: Any) -> Any:
+        """Bytes of so many elements of a row, a number of any kind."""
+        return elements * (self.bits // 8) if self.bits > 8 else elements // (8 // self.bits)
+
+    @property
+    def scale_step(self) -> int:
+        """Elements of a row from one scale in memory to the next, or ROW."""
+        return self.block // self.copies
+
+    def num_scales(self, elements: Any) -> Any:
+        """Scales that memory holds for so many elements of a row, a number of any kind."""
+        return elements // self.scale_step
+
+    def scale_words(self, elements: int) -> int:
+        """32-bit words of these scales."""
+        return int(self.num_scales(elements)) * BITS[self.scale] // WORD_BITS
+
+    @property
+    def multiple(self) -> int:
+        """A row's number of elements is a multiple of this: whole scales, and whole loads of 16 bytes."""
+        return max(self.scale_step, LOAD_BITS // self.bits)
+
+
+DENSE = Format()
