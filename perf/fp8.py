@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import glulam
-from glulam.mxfp8 import MXFP8Tensor
-from glulam.mxfp8.prepared import BLOCKS, PREPARED
+from glulam.formats.mxfp8 import MXFP8Tensor
+from glulam.formats.mxfp8.forms import BLOCKS
+from glulam.formats.prepared import PREPARED
+from glulam.formats.scaled import Parts
 
 from .contestants import TorchGrouped
 from .problem import Buffers
@@ -36,8 +38,8 @@ Mlp = Callable[[Buffers], Tensor]
 
 def _quantised(w: Tensor) -> MXFP8Tensor:
     """A weight [E, N, K] with a scale for 32 elements."""
-    data, scale = PREPARED.get(BLOCKS, w, None)
-    return MXFP8Tensor(data, scale)
+    made: MXFP8Tensor = BLOCKS.tensor_of(*PREPARED.get(BLOCKS, Parts(w)))  # type: ignore[arg-type]
+    return made
 
 
 def _recipe(name: str, sets: list[Buffers]) -> Mlp:

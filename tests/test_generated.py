@@ -23,15 +23,14 @@ from cute_kernels.signatures import Argument
 from glulam import library
 from glulam.backward import planned
 from glulam.backward.planned import TrainingPlan
-from glulam.calls import front, launch
+from glulam.calls import launch
 from glulam.calls.call import Call
 from glulam.calls.launch import Plan, Shape
+from glulam.formats.mxfp8.quantize import QuantizeMxfp8Call
 from glulam.host import tickets, workspace
 from glulam.layer.moe import MoeCall
-from glulam.mxfp8.quantize import QuantizeMxfp8Call
 from glulam.ops.grouped_mlp import GroupedMlpCall
-from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, mlp_of_plain_tensors
-from glulam.ops.grouped_mm import GroupedMmCall
+from glulam.ops.quantized_mlp import QuantizedMlpCall
 
 pytest_plugins = ["support.fixtures"]
 
@@ -112,16 +111,16 @@ def by_index() -> torch.Tensor:
     return torch.arange(sum(SIZES), dtype=torch.int32)
 
 
-FRONTS = {
-    "grouped_mm": lambda: front.text_of(GroupedMmCall, glulam.grouped_mm),
-    "grouped_mlp": lambda: front.text_of(GroupedMlpCall, glulam.grouped_mlp, 'recipe != "bf16"'),
-    "mlp_of_plain_tensors": lambda: front.text_of(Mxfp8MlpCall, mlp_of_plain_tensors),
+FRONTS: dict[str, Any] = {
+    "grouped_mm": glulam.grouped_mm,
+    "grouped_mlp": glulam.grouped_mlp,
+    "grouped_mlp_quantized": QuantizedMlpCall.operator,
 }
 
 
 @pytest.mark.parametrize("name", FRONTS)
 def test_functions_of_operators(name: str) -> None:
-    check_golden(f"front-{name}", FRONTS[name]())
+    check_golden(f"front-{name}", FRONTS[name].text)
 
 
 LAUNCHES: dict[str, tuple[type[Call], Callable[[], Any]]] = {
@@ -129,7 +128,7 @@ LAUNCHES: dict[str, tuple[type[Call], Callable[[], Any]]] = {
     "grouped_mlp-lists-biases-out": (GroupedMlpCall, in_lists),
     "moe": (MoeCall, moe),
     "quantize_mxfp8-out": (QuantizeMxfp8Call, quantize),
-    "mlp-mxfp8_exact": (Mxfp8MlpCall, lambda: mlp(recipe="mxfp8_exact")),
+    "mlp-mxfp8_exact": (QuantizedMlpCall, lambda: mlp(recipe="mxfp8_exact")),
 }
 
 

@@ -23,7 +23,7 @@ from glulam import Routing
 from glulam.host.plans import forget_plans
 from glulam.layer.few_tokens import route_few
 from glulam.ops.grouped_mlp import GroupedMlpCall
-from glulam.ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
+from glulam.ops.quantized_mlp import QuantizedMlpCall
 from glulam.recipes import BF16 as IN_16_BITS
 from glulam.recipes import RECIPES
 
@@ -521,7 +521,7 @@ class TestRowsByIndex:
         self, recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         checked: list[int] = []
-        kind = GroupedMlpCall if recipe == "bf16" else Mxfp8MlpCall
+        kind = GroupedMlpCall if recipe == "bf16" else QuantizedMlpCall
         check = kind.check
         monkeypatch.setattr(kind, "check", lambda call: checked.append(call.num_rows) or check(call))
         weights = {name: self.given(40)[name] for name in ("w1", "w2")}

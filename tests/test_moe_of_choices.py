@@ -16,7 +16,7 @@ from glulam import Routing
 from glulam.host import workspace
 from glulam.host.experts import GateUp
 from glulam.host.groups import OFFS_OF_CALL
-from glulam.layer.choices import MoeOfChoicesCall, Mxfp8MoeOfChoicesCall, moe_of_choices
+from glulam.layer.choices import MoeOfChoicesCall, QuantizedMoeOfChoicesCall, moe_of_choices
 from glulam.layer.routing import MOST_SORTED
 from glulam.recipes import RECIPES
 
@@ -162,7 +162,7 @@ def test_a_new_number_of_tokens_is_checked_no_more(
     recipe: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[int] = []
-    kind = MoeOfChoicesCall if recipe == "bf16" else Mxfp8MoeOfChoicesCall
+    kind = MoeOfChoicesCall if recipe == "bf16" else QuantizedMoeOfChoicesCall
     check = kind.check
     monkeypatch.setattr(kind, "check", lambda call: checked.append(call.num_rows) or check(call))
     options = {**weights(), "recipe": recipe}

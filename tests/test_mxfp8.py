@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import GradientNotSupported, MXFP8Tensor, quantize_mxfp8
-from glulam.mxfp8 import FoldedWeight, FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
-from glulam.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
-from glulam.mxfp8.tensor import FORM
-from glulam.scaled import SCALE_DTYPE
+from glulam.formats.mxfp8 import FoldedWeight, FoldError, MXFP8Copies, layout, prepare_mxfp8_weight, rebase_mxfp8
+from glulam.formats.mxfp8.reference import dequantized, multipliers_of, scale_exponents, scales_of
+from glulam.formats.mxfp8.tensor import FORM
+from glulam.formats.scaled import SCALE_DTYPE
 
 pytest_plugins = ["support.fixtures"]
 

@@ -25,8 +25,8 @@ import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.sm90.configs import DGLU8, LARGE8
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedMlpSpec
+from glulam.formats import prepared as prepared_weights
 from glulam.host import device
-from glulam.mxfp8 import prepared as prepared_weights
 from glulam.nn import GroupedMLP
 
 pytest_plugins = ["support.fixtures"]
@@ -51,9 +51,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     calls: list[tuple[str, bool]] = []
     prepare = prepared_weights.prepare
 
-    def count(form: str, w: Any, scale: Any, report: bool) -> Any:
-        calls.append((form, report))
-        return prepare(form, w, scale, report)
+    def count(form: Any, parts: Any, report: bool) -> Any:
+        calls.append((form.axis, report))
+        return prepare(form, parts, report)
 
     monkeypatch.setattr(prepared_weights, "prepare", count)
     return calls

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import itertools
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ from cute_kernels.sm90.configs import (
 )
 from cute_kernels.specs import ACTIVATION_FORMS, GATED, LAYOUT_FORMS, GroupedMlpSpec, QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, recipes
-from glulam.mxfp8 import prepared as prepared_weights
+from glulam.formats import prepared as prepared_weights
 from glulam.recipes import BF16 as BF16_RECIPE
 from glulam.recipes import MXFP8, MXFP8_EXACT, Recipe
 
@@ -458,7 +459,7 @@ def test_gradients_are_refused(recipe: str, name: str) -> None:
 
 
 class TestModule:
-    @pytest.mark.parametrize("recipe", [name for name in RECIPES if not recipes.RECIPES[name].has_4_bits])
+    @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "mxfp4_weight_only"])
     @pytest.mark.parametrize("packed", [False, True])
     def test_forward(self, recipe: str, packed: bool) -> None:
         c = case()
@@ -629,3 +630,31 @@ class TestWritesThatNoVersionCounts:
         torch.frombuffer(held, dtype=torch.bfloat16, count=4 * 64 * 64)[5] += 100  # between two sampled elements
         second = glulam.grouped_mlp(x, w1, views[1], offs=offs, recipe="mxfp8_exact")
         assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "most"), [("bf16", 7), ("mxfp8", 12), ("mxfp8_weight_only", 12), ("mxfp4_weight_only", 12)]
+)
+def test_a_warm_call_is_few_frames(fake_gpu: FakeGpu, recipe: str, most: int) -> None:
+    """Of Python's, with weights that are as kernels read them."""
+    c = case()
+    w1, w2 = (w if recipe == "bf16" else prepared(w, recipe) for w in (c.w1, c.w2))
+    w1, w2 = (w.prepare_() if isinstance(w, glulam.MXFP4Tensor) else w for w in (w1, w2))
+    offs, out = c.offs, torch.empty_like(c.x)
+    call = lambda: glulam.grouped_mlp(c.x, w1, w2, offs=offs, recipe=recipe, out=out)  # noqa: E731
+    frames: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and ("/glulam/" in name or name.startswith(("<grouped_mlp", "<launch"))):
+            frames.append(f"{name}: {frame.f_code.co_name}")
+
+    with torch.no_grad():
+        for _ in range(3):
+            call()
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    assert len(frames) <= most, "\n".join(frames)

@@ -17,9 +17,9 @@ from torch import Tensor
 import glulam
 from glulam.choose import kernels
 from glulam.choose.kernels import Kernel
+from glulam.formats.prepared import PREPARED
 from glulam.host import experts
 from glulam.host.plans import forget_plans
-from glulam.mxfp8.prepared import PREPARED
 
 pytest_plugins = ["support.fixtures"]
 

@@ -18,8 +18,8 @@ from typing_extensions import assert_type
 
 import glulam
 from ffi_bridge import BundleError
-from glulam.mxfp8.fold import FoldedWeight, FoldedWeights
-from glulam.mxfp8.tensor import MXFP8Copies
+from glulam.formats.mxfp8.fold import FoldedWeight, FoldedWeights
+from glulam.formats.mxfp8.tensor import MXFP8Copies
 
 t = torch.empty(0)
 axis = str()

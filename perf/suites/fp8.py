@@ -10,7 +10,7 @@ import torch
 from rich.progress import track
 
 from ffi_bridge import BundleError
-from glulam.mxfp8.prepared import PREPARED
+from glulam.formats.prepared import PREPARED
 
 from ..cases import Case, fp8_cases
 from ..fp8 import CONTESTANTS, Mlp, calls, check, make

@@ -15,7 +15,7 @@ from rich.progress import track
 from torch import Tensor
 
 import glulam
-from glulam.mxfp8 import MXFP8Tensor
+from glulam.formats.mxfp8 import MXFP8Tensor
 
 from ..cases import DECODE, DEEPSEEK, GPT_OSS, MIXTRAL, QWEN3, Case, select
 from ..options import Options

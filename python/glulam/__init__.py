@@ -13,11 +13,11 @@ from . import recipes as recipes
 from .choose.kernels import compile, preload
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
+from .formats.mxfp4 import MXFP4Tensor, quantize_mxfp4
+from .formats.mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
+from .formats.prepared import refresh_weights
 from .host.experts import GateUp
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
-from .mxfp4 import MXFP4Tensor, quantize_mxfp4
-from .mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
-from .mxfp8.prepared import refresh_weights
 from .ops.grouped_bias_grad import grouped_bias_grad
 from .ops.grouped_dglu import GluGradients, grouped_dglu
 from .ops.grouped_glu import grouped_glu

@@ -19,18 +19,14 @@ from .calls.call import Call
 from .calls.checks import check_width, runs_kernels
 from .choose import choose, kernels
 from .choose.problem import Problem
+from .formats.mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
 from .host import device as gpus
 from .host.experts import GateUp
 from .host.groups import leading
-from .mxfp4 import MXFP4Tensor
-from .mxfp8.quantize import QuantizeMxfp8Call, quantize_mxfp8
-from .ops import grouped_mm_mxfp4
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
-from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
 from .ops.grouped_mm import GroupedMmCall
-from .ops.grouped_mm_mxfp4 import Mxfp4MmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 
 CALLS: dict[str, type[Call]] = {
@@ -98,15 +94,13 @@ def explain(
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
-    recipe = recipes.find(name, arguments.get("recipe", recipes.BF16))
+    recipe, quantized = recipes.find(name, arguments.get("recipe", recipes.BF16)), call_type.quantized
+    if quantized is not None and arguments.get("w").__class__ in quantized.classes:
+        recipe = recipes.find(name, arguments["w"].recipe)
     if recipe is not recipes.BF16:
-        call_type = Mxfp8MlpCall
-        flatten(recipe, name, arguments)
+        call_type, arguments = quantized, quantized.unwrapped(recipe, arguments)
     elif "recipe" in arguments:
         arguments["recipe"] = recipe.name
-    elif isinstance(arguments.get("w"), MXFP4Tensor):
-        call_type = Mxfp4MmCall
-        grouped_mm_mxfp4.flatten(arguments)
     lead = arguments[leading(name)]
     if isinstance(lead, Tensor):
         if dtype is not None or device is not None:

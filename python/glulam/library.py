@@ -18,18 +18,16 @@ from . import layer, mhc
 from .backward.entry import requires_grad
 from .calls.arguments import BIASES, GROUPS, MATRICES, VECTORS, WEIGHTS
 from .calls.call import Call
+from .formats.mxfp8.quantize import QuantizeMxfp8Call
 from .host.device import PLAIN_TENSORS
 from .host.experts import GateUp
 from .host.groups import OF_A_TRACE, part_of
-from .layer.choices import MoeOfChoicesCall, Mxfp8MoeOfChoicesCall
-from .layer.moe import MoeCall, Mxfp8MoeCall
-from .mxfp8.quantize import QuantizeMxfp8Call
+from .layer.choices import MoeOfChoicesCall
+from .layer.moe import MoeCall
 from .ops.grouped_dglu import GroupedDgluCall
 from .ops.grouped_glu import GroupedGluCall
 from .ops.grouped_mlp import GroupedMlpCall
-from .ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from .ops.grouped_mm import GroupedMmCall
-from .ops.grouped_mm_mxfp4 import Mxfp4MmCall
 from .ops.grouped_wgrad import GroupedWgradCall
 from .ops.mlp_training import Mxfp8ForwardCall, Mxfp8GradientsCall
 
@@ -44,11 +42,11 @@ TYPES = {
     "row_of": "Tensor",
 }
 """Of arguments by their names; those that are not here are flags."""
-CALLS = (
-    GroupedMmCall, Mxfp4MmCall, GroupedGluCall, GroupedMlpCall, MoeCall, MoeOfChoicesCall, Mxfp8MlpCall, Mxfp8MoeCall,
-    Mxfp8MoeOfChoicesCall, Mxfp8ForwardCall, Mxfp8GradientsCall, GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call,
-    *mhc.CALLS, *layer.CALLS,
+OPERATORS: tuple[type[Call], ...] = (
+    GroupedMmCall, GroupedGluCall, GroupedMlpCall, MoeCall, MoeOfChoicesCall, Mxfp8ForwardCall, Mxfp8GradientsCall,
+    GroupedDgluCall, GroupedWgradCall, QuantizeMxfp8Call, *mhc.CALLS, *layer.CALLS,
 )  # fmt: skip
+CALLS = tuple(kind for one in OPERATORS for kind in (one, one.quantized) if kind is not None)
 
 
 class Form(NamedTuple):

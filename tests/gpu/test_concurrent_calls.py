@@ -13,8 +13,8 @@ from support.criterion import same_bits
 from torch import Tensor
 
 import glulam
+from glulam.formats.prepared import PREPARED
 from glulam.host import experts
-from glulam.mxfp8.prepared import PREPARED
 
 pytestmark = pytest.mark.gpu
 

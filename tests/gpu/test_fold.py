@@ -8,8 +8,10 @@ from support.inputs import poison_allocator
 from support.mxfp8_inputs import folding_cases, spread
 from torch import Tensor
 
-from glulam.mxfp8 import FoldedWeight, FoldError, prepare_mxfp8_weight
-from glulam.mxfp8.prepared import PreparedWeights
+from glulam.formats.mxfp8 import FoldedWeight, FoldError, prepare_mxfp8_weight
+from glulam.formats.mxfp8.forms import Folded
+from glulam.formats.prepared import PreparedWeights
+from glulam.formats.scaled import Parts
 
 pytestmark = pytest.mark.gpu
 
@@ -125,8 +127,8 @@ class TestFold:
 def test_trained_weights_are_prepared_by_the_kernel(axis: str) -> None:
     cache, w = PreparedWeights(), torch.nn.Parameter(spread(64, 96).view(1, 64, 96).cuda())
     for _ in range(2):
-        data, scale = cache.get(axis, w, None, trained=True)
-        assert cache.get(axis, w, None, trained=True).data is data
+        data, scale, _ = cache.get(Folded(axis), Parts(w), trained=True)
+        assert cache.get(Folded(axis), Parts(w), trained=True).data is data
         wanted = prepare_mxfp8_weight(w.detach().cpu(), axis=axis, report=False)
         assert_same(FoldedWeight(data, scale, axis, None), wanted)
         with torch.no_grad():

@@ -17,9 +17,9 @@ from support.inputs import Case, make_case
 from support.routing import catalogue, ends, one_takes_all
 
 import glulam
+from glulam.formats import prepared
 from glulam.host import device as gpus
 from glulam.host import experts, tickets, workspace
-from glulam.mxfp8 import prepared
 
 pytestmark = pytest.mark.gpu
 

@@ -23,8 +23,8 @@ from cute_kernels.sm90.configs import DGLU8, LARGE8, SMALL8, glu_form, second_ti
 from cute_kernels.specs import GATED, GroupedDgluSpec, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.activations import ActivationParams, kernel_params
+from glulam.formats.mxfp8 import FoldedWeight
 from glulam.host import tickets
-from glulam.mxfp8 import FoldedWeight
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from support.routing import catalogue, ends, one_takes_all
 import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
-from glulam.mxfp8 import prepared as prepared_weights
+from glulam.formats import prepared as prepared_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,8 @@ from torch import Tensor
 import glulam
 from cute_kernels.shipped import activation_forms
 from cute_kernels.specs import GATED
+from glulam.formats import prepared as prepared_weights
 from glulam.host.plans import forget_plans
-from glulam.mxfp8 import prepared as prepared_weights
 from glulam.nn import GroupedMLP
 
 pytestmark = pytest.mark.gpu
@@ -49,9 +49,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     prepare = prepared_weights.prepare
 
-    def count(form: str, w: Any, scale: Any, report: bool) -> Any:
-        calls.append(form)
-        return prepare(form, w, scale, report)
+    def count(form: Any, parts: Any, report: bool) -> Any:
+        calls.append(form.axis)
+        return prepare(form, parts, report)
 
     monkeypatch.setattr(prepared_weights, "prepare", count)
     return calls

@@ -17,8 +17,8 @@ from torch import Tensor
 import glulam
 from cute_kernels.specs import QuantizeMxfp8Spec
 from glulam import MXFP8Tensor, quantize_mxfp8
-from glulam.mxfp8 import layout, prepare_mxfp8_weight
-from glulam.scaled import SCALE_DTYPE
+from glulam.formats.mxfp8 import layout, prepare_mxfp8_weight
+from glulam.formats.scaled import SCALE_DTYPE
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from cute_kernels.sm90.configs import LARGE8, SMALL8_FC2
 from cute_kernels.specs import GATED, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.choose import kernels
+from glulam.formats.mxfp8 import prepare_mxfp8_weight
 from glulam.host.groups import OFFS_INT32
-from glulam.mxfp8 import prepare_mxfp8_weight
 from glulam.recipes import BF16 as IN_16_BITS
 from glulam.recipes import RECIPES
 

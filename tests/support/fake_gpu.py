@@ -43,9 +43,9 @@ from cute_kernels.specs import (
 from cute_kernels.stages import draws_tickets
 from glulam.choose import kernels
 from glulam.choose.kernels import Kernel
+from glulam.formats.mxfp4.codec import encoded
 from glulam.host import device, experts, groups, tickets
 from glulam.host.plans import forget_plans
-from glulam.mxfp4.codec import encoded
 
 from . import fake_layer, fake_mhc, fake_mxfp8, mxfp8, oracle
 from .memory import memory, optional, read

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import glulam
 from glulam import MXFP4Tensor, MXFP8Tensor
-from glulam.mxfp8 import FoldedWeight
+from glulam.formats.mxfp8 import FoldedWeight
 
 from . import mxfp4, mxfp8, oracle
 from .criterion import FLOOR, MAX_TOLERANCE

@@ -18,9 +18,9 @@ from ..host.experts import GateUp
 from ..ops import mlp_training as mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import grouped_mm
 from ..ops.mlp_training import DataGradients
+from ..ops.quantized_mlp import QuantizedMlpCall
 from .parts import Operators, Targets, contracted, form_of, groups_of
 
 BEHIND_THE_ACTIVATION = frozenset({"x", "w1", "b1", "row_scale"})
@@ -199,10 +199,10 @@ class QuantisedPath(DataPath):
 
 
 def path_of(call: Any) -> DataPath:
-    """Of a GroupedMlpCall or Mxfp8MlpCall."""
+    """Of a GroupedMlpCall or QuantizedMlpCall."""
     check_flag(call.op, "recompute", call.recompute)
     form, common = form_of(call), {"recompute": call.recompute, "tokens": call.tokens}
-    if not isinstance(call, Mxfp8MlpCall):
+    if not isinstance(call, QuantizedMlpCall):
         check_recipe(call.op, call.recipe)
         in_halves = isinstance(call.w1, GateUp)
         return DataPath(form=form, transpose_w=call.transpose_w, in_halves=in_halves, **common)

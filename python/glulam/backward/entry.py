@@ -11,8 +11,8 @@ from ..errors import ARGUMENT_ERRORS, GradientNotSupported
 from ..host.experts import GateUp
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.grouped_mm import GroupedMmCall
+from ..ops.quantized_mlp import QuantizedMlpCall
 from . import glu, planned
 from .function import Formula, apply
 from .mm import MmPlan
@@ -23,7 +23,7 @@ HOW: dict[type[Call], type[planned.TrainingPlan] | Formula] = {
     GroupedMmCall: MmPlan,
     GroupedGluCall: glu.FORMULA,
     GroupedMlpCall: MlpPlan,
-    Mxfp8MlpCall: MlpPlan,
+    QuantizedMlpCall: MlpPlan,
 }
 """How calls are differentiated: common ones by a plan for forward and backward together, others by a formula."""
 
@@ -60,7 +60,7 @@ def differentiate(call: Any, key: Hashable = None, targets: Targets = ORDINARY) 
             f"{call.op}: an argument requires a gradient, and a GateUp has none here; call it under torch.no_grad()"
         )
     how = next((HOW[kind] for kind in type(call).__mro__ if kind in HOW), None)
-    if how is None or isinstance(call, Mxfp8MlpCall):  # of which some recipes have none
+    if how is None or isinstance(call, QuantizedMlpCall):  # of which some recipes have none
         call.refuse_gradients()
     refuse_out(call.op, call.out)
     assert how is not None  # of the others, none was left

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..calls.call import Call
 from ..choose.problem import Problem, training_parts
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall
 from ..ops.mlp_training import SMALL_BYTES, DataGradients, FoldsColumns, GradientsCall, forward_kind
+from ..ops.quantized_mlp import QuantizedMlpCall
 from . import mlp
 from .data_path import QuantisedPath, path_of
 from .parts import Targets, contracted
@@ -74,7 +74,7 @@ class MlpPlan(TrainingPlan):
             return forward_kind(kind)(**{**vars(call), **others})
 
         def gradients() -> Call:
-            return (FoldsColumns if isinstance(call, Mxfp8MlpCall) else GradientsCall)(
+            return (FoldsColumns if isinstance(call, QuantizedMlpCall) else GradientsCall)(
                 **{name: getattr(call, name) for name in OF_GRADIENTS}, offs=call.offs, splits=call.splits, preact=x,
                 dy=x.new_empty(problem.rows, 0) if options.copies_backward else x, rows=rows,
                 w1=call.w1 if for_x else None, row_of=tokens if for_x else None, out=x if for_x else None,

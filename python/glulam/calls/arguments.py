@@ -11,6 +11,7 @@ from torch import Tensor
 from ..activations import ActivationParams
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
+from ..formats.scaled import SUFFIXES
 from ..host import device as gpus
 from ..host import groups
 from ..host.groups import leading
@@ -42,7 +43,8 @@ INDICES = ("rows", "dy_rows", "x_rows")
 PER_ROW = ("row_scale", "bias_scale", "x_scale", *INDICES)
 OF_TOKENS = ("row_of", "ids", "id_weights", "residual")
 """Of a layer: with a row for each token."""
-VECTORS = (*PER_ROW, *OF_TOKENS, "w1_scale", "w2_scale", "w_scales", "mask")
+PARTS_OF_WEIGHTS = tuple(f"{name}{suffix}" for name in WEIGHTS for suffix in SUFFIXES[1:])
+VECTORS = (*PER_ROW, *OF_TOKENS, *PARTS_OF_WEIGHTS, "mask")
 """Tensors that kernels take by address."""
 GROUPS = ("offs", "splits")
 FLAGS = (
@@ -68,7 +70,10 @@ class Arguments:
     op: ClassVar[str]
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     gradients: ClassVar[tuple[str, ...]] = ()
-    labels: ClassVar[dict[str, str]] = {f"{name}_scale": f"{name}'s scale" for name in ("x", "w1", "w2")}
+    labels: ClassVar[dict[str, str]] = {
+        **{f"{name}_scale": f"{name}'s scale" for name in ("x", *WEIGHTS)},
+        **{f"{name}_global": f"{name}'s global_scale" for name in WEIGHTS},
+    }
     torch_op: ClassVar[str]
 
     names: ClassVar[tuple[str, ...]]
@@ -120,6 +125,11 @@ class Arguments:
         cls.of_any_rows = (*lead, *(("out", *OF_TOKENS) if cls.of_tokens else ()))
         cls.optional = (*[name for name in cls.given[1:] if name not in ("groups", *GROUPS)], *those(GROUPS))
         cls.plans = Plans()
+
+    @classmethod
+    def parts_of(cls, name: str) -> tuple[str, ...]:
+        """A weight's argument, and those of its other parts."""
+        return tuple(name + suffix for suffix in SUFFIXES if name + suffix in cls.given)
 
     def check(self) -> Problem:
         """The problem, from metadata alone. Raises ValueError or TypeError."""

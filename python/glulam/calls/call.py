@@ -46,6 +46,7 @@ class Call(Launching):
     differentiable: ClassVar[bool] = False
     tokens: ClassVar[Any] = None
     operator: ClassVar[Callable[..., Any]]
+    quantized: ClassVar[Any] = None  # the kind of its calls whose arguments are quantised: a `quantized.Quantized`
     with_backward: ClassVar[Callable[..., Any]]  # set by `backward.entry`, which is made of operators, and so of calls
 
     # As an operator of torch's, see `library`:

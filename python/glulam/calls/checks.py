@@ -20,7 +20,6 @@ from ..errors import GradientNotSupported
 from ..host import device as gpus
 from ..host.experts import ExpertList, GateUp
 from ..host.groups import leading
-from ..recipes import BF16
 from .memory import ALIGNMENT_BYTES as ALIGNMENT_BYTES
 from .memory import LOWEST_ADDRESS as LOWEST_ADDRESS
 from .memory import check_alignment as check_alignment
@@ -36,6 +35,8 @@ ALIGNMENT_ELEMENTS = 8  # 16-bit elements in 16 bytes: what TMA asks of a row's 
 KERNEL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 SPLITS_DTYPES = (torch.int32, torch.int64)
+PLAIN_RECIPE = "bf16"
+"""The name of the one that quantises nothing."""
 
 Experts = Tensor | Sequence[Tensor] | ExpertList
 """Packed, or one tensor an expert; an ExpertList is the latter once it was checked. A GateUp is a sequence of two."""
@@ -416,7 +417,7 @@ def check_number(op: str, name: str, value: Any) -> None:
 
 def check_recipe(op: str, recipe: Any) -> None:
     """Of code that computes in 16 bits: other recipes were told apart before."""
-    check_choice(op, "recipe", recipe, (BF16.name,))
+    check_choice(op, "recipe", recipe, (PLAIN_RECIPE,))
 
 
 def check_activation(op: str, activation: Any, glu_layout: Any) -> None:

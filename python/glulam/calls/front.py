@@ -19,8 +19,9 @@ from ..host import experts
 from ..host.plans import unplanned
 from .arguments import GROUPS
 from .call import Call
-from .checks import any_requires_grad
+from .checks import PLAIN_RECIPE, any_requires_grad
 from .launch import indented, wrapped
+from .quantized import Quantized
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,28 +45,29 @@ def _kinds_of_lists(kind: type[Call]) -> dict[str, str]:
     return {name: what for what, names in of_kinds.items() for name in names}
 
 
-def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") -> str:
-    """The body of an operator's function, as Python."""
+def text_of(kind: type[Call]) -> list[str]:
+    """The lines that find the plan of a call and run it, or leave the call to `Call.answer`; its arguments have the
+    names of `kind.names`.
+    """
     lists = _kinds_of_lists(kind)
-    prepared = {name: f"{name}_scale" for name in kind.weights if f"{name}_scale" in kind.given}
-    renamed = {name: f"{name}_" for name in [*lists, *prepared, *prepared.values()]}
+    prepared = {name: kind.parts_of(name) for name in kind.weights if f"{name}_scale" in kind.given}
+    renamed = {name: f"{name}_" for name in [*lists, *[part for parts in prepared.values() for part in parts]]}
     given = [renamed.get(name, name) for name in kind.given]
     options = [
         "is_grad_enabled()", *[f"{renamed.get(name, name)} is None" for name in kind.optional], *kind.options,
     ]  # fmt: skip
     everything = [f"{name}={name}" for name in kind.names]
-    lines: list[str] = []
-    if unless:
-        lines += [f"if {unless}:", *indented(wrapped("return otherwise(", everything, ")"))]
-    lines += ["key = plan = None", *[f"{other} = {name}" for name, other in renamed.items()], "try:"]
+    lines = ["key = plan = None", *[f"{other} = {name}" for name, other in renamed.items()], "try:"]
     inner = ["groups = offs if splits is None else splits"] if "splits" in kind.names else []
     find = []
     for name, what in lists.items():
         if name not in prepared:
             find += [f"if {name}.__class__ is list:", f"    {name}_ = known({what!r}, {name})"]
-    for name, scale in prepared.items():
-        find.append(f"{name}_, {scale}_ = ready(recipe, {name}, {scale})")
-    if prepared:  # what is trained is prepared by its plan
+    for name, parts in prepared.items():
+        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(parts)})"
+        scale = f"{name}_scale"
+        find += [f"if {scale} is None or ({name}.dtype, {scale}.dim()) != ready_as[recipe]:", f"    {found}"]
+    if prepared and kind.differentiable:  # what is trained is prepared by its plan
         trained = ", ".join(name for name in kind.reads if name not in ("groups", *GROUPS))
         find = [f"if not (is_grad_enabled() and any_requires_grad({trained})):", *indented(find)]
     inner += find
@@ -82,36 +84,79 @@ def text_of(kind: type[Call], function: Callable[..., Any], unless: str = "") ->
     lines += ["if plan is not None:", *indented(run)]
     lines += wrapped("call = kind(", everything, ")")
     lines.append(f"return call.answer(key, {{{', '.join(f'{name!r}: {other}' for name, other in renamed.items())}}})")
-    return "\n".join([*wrapped(f"def {function.__name__}(", _parameters(function), "):"), *indented(lines)])
+    return lines
+
+
+def quantized_text_of(quantized: type[Quantized], parameters: list[str], when: str, recipe: str) -> list[str]:
+    """The lines that leave a call to its quantised kind, with arguments in their parts.
+
+    Args:
+        parameters: names of the public ones. when: what tells such a call. recipe: what tells its recipe.
+    """
+    takes = [name if name in parameters else "None" for name in quantized.unwrap_takes]
+    others = [name for name in quantized.names if name not in (*parameters, *quantized.unwraps, "recipe")]
+    leave = [*[f"{name} = None" for name in others], "recipe = found.name"]
+    leave += wrapped(f"{', '.join(quantized.unwraps)} = unwrap(", ["found", *takes], ")")
+    leave += wrapped("return quantized(", list(quantized.names), ")")
+    lines = [f"if {when}:", f"    found = recipe_of({recipe})"]
+    if "recipe" not in parameters:
+        return [*lines, *indented(leave)]
+    return [*lines, "    if found is not plain:", *indented(indented(leave)), "    recipe = plain.name"]
+
+
+def _front(
+    name: str, parameters: list[str], lines: list[str], module: str, names: dict[str, Any]
+) -> Callable[..., Any]:
+    """A function of these lines, and of `names`, which lie in a closure: torch.compile takes globals for a module's."""
+    text = [*wrapped(f"def {name}(", parameters, "):"), *indented(lines)]
+    body = [f"def made({', '.join(names)}):", *indented(text), f"    return {name}"]
+    scope: dict[str, Any] = {"__name__": module}
+    exec(compile("\n".join(body), f"<{name}>", "exec"), scope)
+    front: Any = scope["made"](**names)
+    front.text = "\n".join(text)
+    return cast(Callable[..., Any], front)
+
+
+def _names(kind: type[Call]) -> dict[str, Any]:
+    """What `text_of` calls."""
+    return {
+        "kind": kind,
+        "unplanned": unplanned,
+        "is_grad_enabled": torch.is_grad_enabled,
+        "any_requires_grad": any_requires_grad,
+        "known": experts.known,
+        "ready": getattr(kind, "ready", None),
+        "ready_as": getattr(kind, "ready_as", None),
+        "look_up": kind.plans.look_up,
+        "ARGUMENT_ERRORS": ARGUMENT_ERRORS,
+    }
 
 
 def operator(
-    kind: type[Call], *, unless: str = "", otherwise: Callable[..., Any] | None = None
-) -> Callable[[Function], Function]:
-    """Decorator of an operator's function, whose calls are of a `kind`.
+    kind: type[Call], *, quantized: type[Quantized] | None = None, when: str = f"recipe != {PLAIN_RECIPE!r}",
+    recipe: str = "recipe",
+) -> Callable[[Function], Function]:  # fmt: skip
+    """Decorator of an operator's function, whose calls are of a `kind`; its attribute `text` is the function's text.
 
     Args:
-        unless: a condition under which `otherwise` is called with all arguments instead.
+        quantized: the kind of calls whose arguments are quantised, or become so: `when` tells them, `recipe` by which.
+            They have a function of their own, which takes arguments in their parts.
     """
 
     def made(function: Function) -> Function:
-        kind.declare(inspect.signature(function).parameters)
-        names = {
-            "kind": kind,
-            "unplanned": unplanned,
-            "is_grad_enabled": torch.is_grad_enabled,
-            "any_requires_grad": any_requires_grad,
-            "known": experts.known,
-            "ready": getattr(kind, "ready", None),
-            "look_up": kind.plans.look_up,
-            "otherwise": otherwise,
-            "ARGUMENT_ERRORS": ARGUMENT_ERRORS,
-        }
-        # What the text calls is in a closure: torch.compile takes globals for a module's.
-        body = [f"def made({', '.join(names)}):", *indented(text_of(kind, function, unless).split("\n"))]
-        scope: dict[str, Any] = {"__name__": function.__module__}
-        exec(compile("\n".join([*body, f"    return {function.__name__}"]), f"<{function.__name__}>", "exec"), scope)
-        front = functools.update_wrapper(scope["made"](**names), function)
+        name, module, parameters = function.__name__, function.__module__, inspect.signature(function).parameters
+        kind.declare(parameters)
+        names, lines = _names(kind), text_of(kind)
+        if quantized is not None:
+            quantized.declare_public(parameters)
+            inner = _front(f"{name}_quantized", list(quantized.names), text_of(quantized), module, _names(quantized))
+            quantized.operator, kind.quantized = staticmethod(inner), quantized
+            lines = [*quantized_text_of(quantized, list(parameters), when, recipe), *lines]
+            names.update(
+                quantized=inner, unwrap=quantized.unwrap, classes=quantized.classes, recipe_of=quantized.recipe_of,
+                plain=quantized.recipe_of(PLAIN_RECIPE),
+            )  # fmt: skip
+        front = functools.update_wrapper(_front(name, _parameters(function), lines, module, names), function)
         kind.operator = staticmethod(front)
         return cast(Function, front)
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..formats.mxfp8 import MXFP8Tensor
 from ..layer.routing import Routing
 from ..layer.rows import combine_rows
-from ..mxfp8 import MXFP8Tensor
 from .exchange import COMBINE, DISPATCH, Exchange, PeerError
 from .headers import Headers
 from .owners import Owners

@@ -19,9 +19,9 @@ from cute_kernels.windows import MAX_TOKENS, STATE, STATUSES, failure
 from ..calls.checks import check_tensor
 from ..choose import kernels
 from ..choose.problem import dtype_name
+from ..formats.scaled import E8M0_NAN
 from ..host import device as gpus
 from ..layer.routing import Routing
-from ..scaled import E8M0_NAN
 from .exchange import COMBINE, WHY, Exchange, PeerError
 from .tokens import Tokens, status_of
 from .turn import SHARED, Turn

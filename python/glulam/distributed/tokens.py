@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .. import recipes
 from ..calls.checks import any_requires_grad, check_tensor, shape_text
-from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
-from ..mxfp8.layout import BLOCK_SIZES, DATA_DTYPE
-from ..ops.grouped_mlp_mxfp8 import rows_as_read, want_16_bits
-from ..recipes import BY_128, Recipe
-from ..scaled import SCALE_DTYPE, SOURCE_DTYPES
+from ..formats.mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ..formats.mxfp8.forms import BY_128
+from ..formats.mxfp8.layout import BLOCK_SIZES, DATA_DTYPE
+from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES
+from ..ops.quantized_mlp import rows_as_read, want_16_bits
+from ..recipes import Recipe
 
 Tokens = Tensor | MXFP8Tensor
 FORM = ("row", "1x128", "plain")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cute_kernels.windows import REGIONS, WORD_BYTES, WORDS
 
-from ..mxfp8 import MXFP8Tensor
-from ..mxfp8.layout import DATA_DTYPE, num_blocks
-from ..scaled import SCALE_DTYPE
+from ..formats.mxfp8 import MXFP8Tensor
+from ..formats.mxfp8.layout import DATA_DTYPE, num_blocks
+from ..formats.scaled import SCALE_DTYPE
 from .tokens import FORM
 
 ALIGNMENT = 256

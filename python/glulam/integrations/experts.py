@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mxfp4 import MXFP4Tensor
-from ..mxfp8 import FoldedWeight, MXFP8Tensor
-from ..mxfp8.layout import DATA_DTYPE
+from ..formats.mxfp8.layout import DATA_DTYPE
+from ..formats.scaled import SUFFIXES, Parts
 from ..nn.mxfp4_linear import refusal
 from ..recipes import Recipe
-from ..scaled import SCALE_DTYPE
 
 NAME = "glulam"
 """Of the implementation."""
-SCALE = "_scale"
+_, SCALE, _ = SUFFIXES
 """What a quantised weight's scales are called behind its own name."""
 _FLAGS = ("has_gate", "has_bias", "is_transposed")
 """What transformers' ExpertsInterface gives a class."""
@@ -31,12 +29,13 @@ def weight_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def keep(experts: Any, name: str, data: Tensor, scale: Tensor, recipe: Recipe) -> None:
+def keep(experts: Any, name: str, parts: Parts, recipe: Recipe) -> None:
     """Keep a weight in a recipe's format, as buffers: 8-bit floats as bytes, and so in state dicts."""
     if not hasattr(experts, "glulam_recipe"):
         experts.register_load_state_dict_pre_hook(_read)
-    for part, tensor in ((name, data), (name + SCALE, scale)):
-        experts.register_buffer(part, tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
+    for part, tensor in zip(SUFFIXES, parts, strict=True):
+        if tensor is not None:
+            experts.register_buffer(name + part, tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor)
     experts.glulam_recipe = recipe
 
 
@@ -45,9 +44,12 @@ def _read(
     errors: list[str],
 ) -> None:  # fmt: skip
     """Make bytes of 8-bit floats before they load: copy_ would convert the numbers. Other dtypes are an error."""
+    kind = experts.glulam_recipe.weights.kind
     for name in weight_names(experts):
-        for part, floats in ((name, DATA_DTYPE), (name + SCALE, SCALE_DTYPE)):
-            key, own = prefix + part, experts._buffers[part]
+        for part, floats in zip(SUFFIXES, (DATA_DTYPE, kind.scale_dtype, None), strict=True):
+            if (own := experts._buffers.get(name + part)) is None:
+                continue
+            key = prefix + name + part
             value = state.get(key)
             if isinstance(value, Tensor) and value.dtype == floats and own.dtype == torch.uint8:
                 state[key] = value.view(torch.uint8)
@@ -64,10 +66,5 @@ def parameter(experts: Any, name: str) -> Any:
 
 def quantised(experts: Any, name: str) -> Any:
     """A weight that was kept, as `glulam.moe` takes it."""
-    weight, scale = experts._buffers[name], experts._buffers[name + SCALE].view(SCALE_DTYPE)
-    if experts.glulam_recipe.has_4_bits:
-        return MXFP4Tensor.unchecked(weight, scale)
-    data = weight.view(DATA_DTYPE)
-    if experts.glulam_recipe.folds:
-        return FoldedWeight.unchecked(data, scale, "row", None)
-    return MXFP8Tensor.unchecked(data, scale, "row", "1x32", "plain")
+    data, *others = (experts._buffers.get(name + part) for part in SUFFIXES)
+    return experts.glulam_recipe.weights.tensor_of(data, *others)

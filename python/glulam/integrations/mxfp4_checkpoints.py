@@ -17,12 +17,12 @@ from torch.nn import Module, Parameter
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 
-from ..mxfp4 import MXFP4Tensor
-from ..mxfp4.tensor import BLOCK_BYTES
-from ..mxfp4.words import words_of
+from ..formats.mxfp4 import MXFP4Tensor
+from ..formats.mxfp4.tensor import BLOCK_BYTES
+from ..formats.mxfp4.words import words_of
+from ..formats.scaled import BLOCK, Parts
 from ..nn.mxfp4_linear import SCALE_DTYPES, refusal
 from ..recipes import MXFP4_WEIGHT_ONLY
-from ..scaled import BLOCK
 from .experts import NAME, SCALE, is_experts, keep, weight_names
 
 METHOD = "mxfp4"
@@ -87,7 +87,7 @@ class AsShipped(HfQuantizer):
                 for part in (BLOCKS, SCALES):
                     delattr(experts, name + part)
                 w = MXFP4Tensor.from_blocks(blocks, scales)
-                keep(experts, name, words_of(w.data), w.scale, MXFP4_WEIGHT_ONLY)
+                keep(experts, name, Parts(words_of(w.data), w.scale), MXFP4_WEIGHT_ONLY)
         return model
 
     def get_state_dict_and_metadata(self, model: Module) -> tuple[dict[str, Tensor], dict[str, str]]:

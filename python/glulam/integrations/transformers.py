@@ -23,11 +23,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .. import recipes
+from ..formats.mxfp4.form import WORDS
+from ..formats.prepared import prepare
+from ..formats.scaled import Parts
 from ..layer import Routing, combine, permute
 from ..layer.choices import moe_of_choices
-from ..mxfp8.prepared import prepare
 from ..ops.grouped_mlp import grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import prepared_form
+from ..ops.quantized_weights import FORMS
 from ..recipes import BF16, Recipe
 from .experts import NAME as NAME
 from .experts import keep, parameter, quantised, weight_names
@@ -94,7 +96,7 @@ def register(recipe: str | Recipe = "bf16") -> None:
 
     warn_if_untested("transformers", KNOWN_VERSIONS)
     ExpertsInterface.register(NAME, experts_forward)
-    mxfp4_checkpoints.use(as_shipped=found.has_4_bits)
+    mxfp4_checkpoints.use(as_shipped=found.weights is WORDS)
     _recipe = found
 
 
@@ -163,14 +165,14 @@ def _quantise(experts: Any, recipe: Recipe) -> Plan:
             for name in names:
                 weight = getattr(experts, name).detach()
                 matrices = weight.mT if experts.is_transposed else weight
-                made.append(prepare(prepared_form(recipe.name), matrices, None, report=False))
+                made.append(prepare(FORMS[recipe.name], Parts(matrices), report=False))
                 before += weight.nbytes
-        for name, (data, scale) in zip(names, made, strict=True):
+        for name, parts in zip(names, made, strict=True):
             delattr(experts, name)
-            keep(experts, name, data, scale, recipe)
+            keep(experts, name, parts, recipe)
         # Set last: threads read buffers without the lock once the plan says that they are there.
         plan = _keep_plan(experts)
-    after = sum(data.nbytes + scale.nbytes for data, scale in made)
+    after = sum(part.nbytes for parts in made for part in parts if part is not None)
     _log.info("%s in %s: %.1f MB instead of %.1f", type(experts).__name__, recipe, after / 1e6, before / 1e6)
     return plan
 

@@ -10,18 +10,16 @@ from torch import Tensor
 
 from cute_kernels.chains import SORTED_EXPERTS
 
-from .. import recipes
 from ..calls.call import Call
 from ..calls.checks import any_requires_grad, mismatch, runs_kernels
 from ..calls.front import operator
 from ..choose.problem import Problem, changed
 from ..errors import GradientNotSupported
+from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import OFFS_OF_CALL
-from ..mxfp8 import MXFP8Tensor
-from ..ops.grouped_mlp_mxfp8 import flatten
-from ..recipes import BF16, Recipe
+from ..recipes import Recipe
 from . import reference
-from .moe import MoeCall, Mxfp8MoeCall, OfTokens, moe
+from .moe import MoeCall, OfTokens, QuantizedMoeCall, moe
 from .routing import MOST_SORTED, Routing, check_choices, forms_of_choices
 
 
@@ -50,18 +48,9 @@ def moe_of_choices(
             x, Routing.from_topk(ids, weights, num_experts), w1, w2, b1=b1, b2=b2, activation=activation,
             glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, transpose_w=transpose_w,
         )  # fmt: skip
-    if recipe in (BF16.name, BF16):
-        return layer_of_choices(
-            x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, BF16.name,
-            transpose_w,
-        )  # fmt: skip
-    given = {
-        "x": x, "ids": ids, "id_weights": weights, "num_experts": num_experts, "w1": w1, "w2": w2, "b1": b1, "b2": b2,
-        "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
-        "transpose_w": transpose_w,
-    }  # fmt: skip
-    flatten(recipes.find(MoeCall.op, recipe), MoeCall.op, given)
-    return layer_of_choices_of_plain_tensors(**given)
+    return layer_of_choices(
+        x, ids, weights, num_experts, w1, w2, b1, b2, activation, glu_layout, limit, alpha, offset, recipe, transpose_w
+    )
 
 
 def _are_sorted_within(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, *others: Any) -> bool:
@@ -147,27 +136,17 @@ class MoeOfChoicesCall(OfChoices, MoeCall):
     makes = MoeCall.makes[1:]
 
 
-class Mxfp8MoeOfChoicesCall(OfChoices, Mxfp8MoeCall):
+class QuantizedMoeOfChoicesCall(OfChoices, QuantizedMoeCall):
     """By a recipe that quantises."""
 
     torch_op = "moe_of_choices_mxfp8"
-    makes = Mxfp8MoeCall.makes[1:]
+    makes = QuantizedMoeCall.makes[1:]
 
 
-@operator(MoeOfChoicesCall)
+@operator(MoeOfChoicesCall, quantized=QuantizedMoeOfChoicesCall)
 def layer_of_choices(
     x: Tensor, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w2: Any, b1: Any, b2: Any, activation: str,
-    glu_layout: str, limit: float, alpha: float, offset: float, recipe: str, transpose_w: bool,
+    glu_layout: str, limit: float, alpha: float, offset: float, recipe: Any, transpose_w: bool,
 ) -> Any:  # fmt: skip
-    """moe in 16 bits, and its routing."""
-    raise NotImplementedError  # `front` writes the body
-
-
-@operator(Mxfp8MoeOfChoicesCall)
-def layer_of_choices_of_plain_tensors(
-    x: Tensor, x_scale: Any, ids: Tensor, id_weights: Tensor, num_experts: int, w1: Any, w1_scale: Any, w2: Any,
-    w2_scale: Any, *, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float,
-    recipe: str, dtype: Any,
-) -> Any:  # fmt: skip
-    """The same by a recipe that quantises. An argument in MXFP8 is two: data and scale."""
+    """moe, and its routing."""
     raise NotImplementedError  # `front` writes the body

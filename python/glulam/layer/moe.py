@@ -19,10 +19,10 @@ from ..calls.checks import any_requires_grad, check_alignment, mismatch, shape_t
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
+from ..formats.mxfp8 import MXFP8Tensor
 from ..host.groups import part_of
-from ..mxfp8 import MXFP8Tensor
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten, mlp_in_mxfp8, mlp_of_plain_tensors, want_16_bits
+from ..ops.quantized_mlp import QuantizedMlpCall, want_16_bits
 from ..recipes import BF16, Recipe
 from .routing import Routing, check_row_of
 from .rows import combine, combine_rows, permute, permute_tokens, row_indices
@@ -71,24 +71,23 @@ def moe(
         }  # fmt: skip
         return _over_ranks(parallel, x, routing, {"w1": w1, "w2": w2, **options}, residual, out)
     rows, row_of, weights = row_indices(MoeCall.op, x, routing), routing.row_of, routing.weight_of_row
-    if recipe in (BF16.name, BF16):
-        return layer(
-            x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
-            row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
-            offset=offset, recipe=BF16.name, recompute=recompute, transpose_w=transpose_w, out=out,
-        )  # fmt: skip
-    found = recipes.find(MoeCall.op, recipe)
-    given = {
-        "x": x, "w1": w1, "w2": w2, "offs": routing.offs, "splits": None, "rows": rows, "row_scale": weights, "b1": b1,
-        "b2": b2, "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
-        "recompute": recompute, "transpose_w": transpose_w, "out": out,
-    }  # fmt: skip
-    if is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(x, w1, w2, b1, b2, weights):
+    if recipe not in (BF16.name, BF16) and _residual_alone_is_trained(residual, x, w1, w2, b1, b2, weights):
         with nullcontext() if is_dynamo_compiling() else part_of(MoeCall.op):  # of any recipe, and any form of weights
-            y = mlp_in_mxfp8(mlp_of_plain_tensors, MoeCall.op, found, {**given, "out": None})
+            y = grouped_mlp(
+                x, w1, w2, offs=routing.offs, rows=rows, row_scale=weights, b1=b1, b2=b2, activation=activation,
+                glu_layout=glu_layout, limit=limit, alpha=alpha, offset=offset, recipe=recipe, recompute=recompute,
+                transpose_w=transpose_w,
+            )  # fmt: skip
             return combine(y, routing, residual, out=out)
-    given.update(row_of=row_of, residual=residual)
-    return mlp_in_mxfp8(layer_of_plain_tensors, MoeCall.op, found, given)
+    return layer(
+        x=x, w1=w1, w2=w2, offs=routing.offs, splits=None, rows=rows, row_of=row_of, residual=residual,
+        row_scale=weights, b1=b1, b2=b2, activation=activation, glu_layout=glu_layout, limit=limit, alpha=alpha,
+        offset=offset, recipe=recipe, recompute=recompute, transpose_w=transpose_w, out=out,
+    )  # fmt: skip
+
+
+def _residual_alone_is_trained(residual: Tensor | None, *others: Any) -> bool:
+    return is_grad_enabled() and any_requires_grad(residual) and not any_requires_grad(*others)
 
 
 def _over_ranks(
@@ -130,22 +129,21 @@ def rows_of_experts(
         if isinstance(x, Tensor):
             made: Tensor = grouped_mlp(**given, recipe=recipe, **options)
         else:
-            given.update(splits=None, out=None, dtype=dtype, **options)
-            if is_grad_enabled() and any_requires_grad(w1, w2, given["b1"], given["b2"]):
+            if is_grad_enabled() and any_requires_grad(w1, w2, options.get("b1"), options.get("b2")):
                 want_16_bits(MoeCall.op, "x")
-            made = mlp_in_mxfp8(mlp_of_plain_tensors, MoeCall.op, found, given)
+            parts = QuantizedMlpCall.unwrapped(found, {"recompute": False, **given, "dtype": dtype, **options})
+            made = QuantizedMlpCall.operator(**parts)
     return made
 
 
-def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | Mxfp8MoeCall:
+def moe_call(x: Tensor, routing: Routing, *, recipe: str | Recipe, **options: Any) -> MoeCall | QuantizedMoeCall:
     """A call of moe, with all of its options, for whom its gradients go elsewhere than to autograd."""
     rows = {"rows": row_indices(MoeCall.op, x, routing), "row_of": routing.row_of, "row_scale": routing.weight_of_row}
     given = {"x": x, "offs": routing.offs, "splits": None, **rows, "out": None, "recompute": False, **options}
     found = recipes.find(MoeCall.op, recipe)
     if found is BF16:
         return MoeCall(**{"transpose_w": False, **given}, recipe=found.name)
-    flatten(found, MoeCall.op, given)
-    return Mxfp8MoeCall(**given)
+    return QuantizedMoeCall(**QuantizedMoeCall.unwrapped(found, given))
 
 
 def _copies(x: Tensor, row_of: Tensor, inner: int) -> bool:
@@ -234,31 +232,21 @@ class MoeCall(OfTokens, GroupedMlpCall):
     )
 
 
-class Mxfp8MoeCall(OfTokens, Mxfp8MlpCall):
+class QuantizedMoeCall(OfTokens, QuantizedMlpCall):
     """The same by a recipe that quantises."""
 
     torch_op = "moe_mxfp8"
     makes: tuple[Made, ...] = (
-        Mxfp8MlpCall.makes[0]._replace(name="y", returned=False),
+        QuantizedMlpCall.makes[0]._replace(name="y", returned=False),
         Made("out", "out", ("tokens", "out_features"), dtype="out_dtype"),
     )
 
 
-@operator(MoeCall)
+@operator(MoeCall, quantized=QuantizedMoeCall)
 def layer(
     x: Tensor, w1: Any, w2: Any, *, offs: Any, splits: Any, rows: Any, row_of: Any, residual: Any, row_scale: Any,
-    b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recipe: str,
+    b1: Any, b2: Any, activation: str, glu_layout: str, limit: float, alpha: float, offset: float, recipe: Any,
     recompute: bool, transpose_w: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """moe in 16 bits, of what its routing holds."""
-    raise NotImplementedError  # `front` writes the body
-
-
-@operator(Mxfp8MoeCall)
-def layer_of_plain_tensors(
-    x: Tensor, x_scale: Any, w1: Any, w1_scale: Any, w2: Any, w2_scale: Any, *, offs: Any, splits: Any, rows: Any,
-    row_of: Any, residual: Any, row_scale: Any, b1: Any, b2: Any, activation: str, glu_layout: str, limit: float,
-    alpha: float, offset: float, recipe: str, recompute: bool, dtype: Any, out: Any,
-) -> Any:  # fmt: skip
-    """The same by a recipe that quantises. An argument in MXFP8 is two: data and scale."""
+    """moe, of what its routing holds."""
     raise NotImplementedError  # `front` writes the body

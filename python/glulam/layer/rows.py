@@ -14,8 +14,8 @@ from ..calls.checks import check_tensor
 from ..calls.front import operator
 from ..choose.problem import Problem, dtype_name
 from ..errors import ARGUMENT_ERRORS
+from ..formats.mxfp8 import MXFP8Tensor
 from ..host.device import Gpu
-from ..mxfp8 import MXFP8Tensor
 from . import reference
 from .routing import LayerCall, Routing, check_matrix, check_row_of
 

@@ -14,9 +14,10 @@ from .. import recipes
 from ..activations import ActivationParams
 from ..calls.checks import check_activation, check_params, intermediate_width, runs_kernels
 from ..choose.problem import dtype_name
+from ..formats.mxfp4.form import WORDS
 from ..host.groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, flatten
+from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
 from .linear import GroupedLinear
 from .mxfp4_linear import MXFP4Linear
@@ -89,9 +90,9 @@ class GroupedMLP(DelaysWeightGradients):
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
-        if chosen.has_4_bits and not packed:
+        linear = MXFP4Linear if chosen.weights is WORDS else GroupedLinear
+        if linear is not GroupedLinear and not packed:
             raise ValueError(f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out")
-        linear = MXFP4Linear if chosen.has_4_bits else GroupedLinear
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
         self.fc1 = linear(num_experts, hidden_size, rows, **how)
         self.fc2 = linear(num_experts, intermediate_size, width, **how)
@@ -124,8 +125,7 @@ class GroupedMLP(DelaysWeightGradients):
         given.update(rows=None, out=None)
         if self.recipe.name == BF16.name:
             return GroupedMlpCall(transpose_w=False, **given)
-        flatten(self.recipe, Mxfp8MlpCall.op, given)
-        return Mxfp8MlpCall(**given)
+        return QuantizedMlpCall(**QuantizedMlpCall.unwrapped(self.recipe, given))
 
     def arguments(self) -> dict[str, Any]:
         """Weights and options, as operators take them."""

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cute_kernels.formats import WORD_ELEMENTS
 
-from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
-from ..mxfp4.codec import SCALE_BIAS
-from ..mxfp4.tensor import BLOCK_BYTES
-from ..mxfp4.words import WORD_DTYPE, bytes_of, words_of
-from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
+from ..formats.mxfp4 import MXFP4Tensor, quantize_mxfp4
+from ..formats.mxfp4.codec import SCALE_BIAS
+from ..formats.mxfp4.tensor import BLOCK_BYTES
+from ..formats.mxfp4.words import WORD_DTYPE, bytes_of, words_of
+from ..formats.scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from .linear import GroupedLinear
 from .state import Move
 

@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import recipes, reference
+from .. import reference
 from ..activations import kernel_params
 from ..calls.call import Call
 from ..calls.checks import check_experts, check_out, check_recipe, check_w1, check_width, mismatch, runs_kernels
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
+from ..formats.mxfp4 import MXFP4Tensor
+from ..formats.mxfp8 import FoldedWeight, MXFP8Tensor
+from ..formats.scaled import Scaled
 from ..host.groups import Splits
-from ..mxfp4 import MXFP4Tensor
-from ..mxfp8 import FoldedWeight, MXFP8Tensor
 from ..recipes import Recipe
 from ..reference import take_rows
-from ..scaled import Scaled
-from .grouped_mlp_mxfp8 import mlp_in_mxfp8, mlp_of_plain_tensors
+from .quantized_mlp import QuantizedMlpCall
 
 Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor
 
@@ -82,15 +82,7 @@ class GroupedMlpCall(Call):
         return [((problem.rows, problem.intermediate), self.lead.dtype)]
 
 
-def by_recipe(recipe: str | Recipe, **arguments: Any) -> Tensor:
-    """grouped_mlp by another recipe than "bf16", or by what stands for that."""
-    found = recipes.find(GroupedMlpCall.op, recipe)
-    if found is recipes.BF16:
-        return grouped_mlp(**arguments, recipe=found.name)
-    return mlp_in_mxfp8(mlp_of_plain_tensors, GroupedMlpCall.op, found, arguments)
-
-
-@operator(GroupedMlpCall, unless='recipe != "bf16"', otherwise=by_recipe)
+@operator(GroupedMlpCall, quantized=QuantizedMlpCall)
 def grouped_mlp(
     x: Tensor | MXFP8Tensor,
     w1: Weights,

@@ -12,21 +12,20 @@ from ..calls.checks import check_experts, check_halves, check_out, check_width, 
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
+from ..formats.mxfp4 import MXFP4Tensor
 from ..host.experts import GateUp
 from ..host.groups import Splits
-from ..mxfp4 import MXFP4Tensor
 from ..reference import take_rows
-from .grouped_mm_mxfp4 import grouped_mm_mxfp4
+from .quantized_mm import QuantizedMmCall
 
 
 class GroupedMmCall(Call):
-    """A call of grouped_mm. in_4_bits: the class of weights that another kind of call serves (`grouped_mm_mxfp4`)."""
+    """A call of grouped_mm in 16 bits."""
 
     op = "grouped_mm"
     differentiable = True
     sources = {"scale": "bias_scale"}
     makes = (Made("out", "y", ("num_rows", "out_features")),)
-    in_4_bits = MXFP4Tensor
 
     def check(self) -> Problem:
         columns, like = self.check_lead()
@@ -64,7 +63,7 @@ class GroupedMmCall(Call):
         return out
 
 
-@operator(GroupedMmCall, unless="w.__class__ is kind.in_4_bits", otherwise=grouped_mm_mxfp4)
+@operator(GroupedMmCall, quantized=QuantizedMmCall, when="w.__class__ in classes", recipe="w.recipe")
 def grouped_mm(
     x: Tensor,
     w: Tensor | Sequence[Tensor] | MXFP4Tensor,

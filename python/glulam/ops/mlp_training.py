@@ -20,15 +20,18 @@ from ..calls.checks import check_out, check_rows_like, intermediate_width, misma
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem, changed
+from ..formats import mlp_reference, prepared
+from ..formats.mlp_reference import Weight
+from ..formats.mxfp8.forms import FOLDED_COLUMNS, FOLDED_ROWS
+from ..formats.mxfp8.layout import part_of_workspace
+from ..formats.scaled import Parts
 from ..host import workspace
-from ..mxfp8 import mlp_reference, prepared
-from ..mxfp8.layout import part_of_workspace
-from ..mxfp8.prepared import FOLDED_COLUMNS, FOLDED_ROWS, Prepared
 from ..recipes import Recipe
 from ..reference import take_rows
 from .grouped_dglu import partials_shape
-from .grouped_mlp_mxfp8 import Mxfp8MlpCall, check_weight
 from .grouped_wgrad import GroupedWgradCall
+from .quantized_mlp import QuantizedMlpCall
+from .quantized_weights import check_weight
 
 PREACT = Made("preact", "preact", ("num_rows", "preact_width"))
 
@@ -42,16 +45,17 @@ class DataGradients(NamedTuple):
     d_row_scale: Tensor | None = None
 
 
-def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Prepared, Prepared]:
+def folded_rows(w1: Any, w2: Any, trained: bool) -> tuple[Parts, Parts]:
     """Weights as forward reads them. `trained`: whether one is; see `PreparedWeights.get`."""
     get = prepared.PREPARED.get
-    return get(FOLDED_ROWS, w1, None, trained), get(FOLDED_ROWS, w2, None, trained)
+    return get(FOLDED_ROWS, Parts(w1), trained), get(FOLDED_ROWS, Parts(w2), trained)
 
 
-def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Prepared | None, Prepared]:
+def folded_columns(w1: Any, w2: Any, trained: bool) -> tuple[Parts | None, Parts]:
     """Weights as data gradients read them; w1 is None where dx is not wanted."""
     get = prepared.PREPARED.get
-    return None if w1 is None else get(FOLDED_COLUMNS, w1, None, trained), get(FOLDED_COLUMNS, w2, None, trained)
+    first = None if w1 is None else get(FOLDED_COLUMNS, Parts(w1), trained)
+    return first, get(FOLDED_COLUMNS, Parts(w2), trained)
 
 
 _FOLDED = {
@@ -84,7 +88,7 @@ class FoldsRows(Call):
     """Of a forward in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
 
     tabled = ()  # a launch looks prepared weights up
-    x_scale = w1_scale = w2_scale = dtype = None
+    x_scale = w1_scale = w2_scale = w1_global = w2_global = dtype = None
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), "trained": self.trained, "folded_rows": folded_rows}
@@ -99,18 +103,18 @@ class FoldsRows(Call):
 @functools.cache
 def forward_kind(kind: Any) -> Any:
     """The kind of calls that are like those of an MLP or a layer, and keep h."""
-    how = FoldsRows if issubclass(kind, Mxfp8MlpCall) else KeepsPreact
+    how = FoldsRows if issubclass(kind, QuantizedMlpCall) else KeepsPreact
     made: Any = type(f"{kind.__name__}KeepsPreact", (how, kind), {"makes": (*kind.makes, PREACT)})
     made.declare(kind.names)
     return made
 
 
-class Mxfp8ForwardCall(FoldsRows, Mxfp8MlpCall):
+class Mxfp8ForwardCall(FoldsRows, QuantizedMlpCall):
     """The result and h."""
 
     torch_op = "grouped_mlp_mxfp8_preact"
     torch_results = {"": ("(Tensor, Tensor)", {})}
-    makes = (*Mxfp8MlpCall.makes, PREACT)
+    makes = (*QuantizedMlpCall.makes, PREACT)
     recompute = False
 
     def assembled(self, returned: Any) -> Any:
@@ -120,14 +124,14 @@ class Mxfp8ForwardCall(FoldsRows, Mxfp8MlpCall):
         return changed(super().check(), save_preact=True)
 
     def prepared(self) -> Any:
-        return super(Mxfp8MlpCall, self).prepared()
+        return super(QuantizedMlpCall, self).prepared()
 
     def reference(self, problem: Problem) -> Any:
         out, preact = self.results(problem)
         form = (self.activation, self.glu_layout, self.params)
-        weights = folded_rows(self.w1, self.w2, self.trained)
+        first, second = (Weight(FOLDED_ROWS, parts) for parts in folded_rows(self.w1, self.w2, self.trained))
         mlp_reference.grouped_mlp(
-            recipes.RECIPES[self.recipe], self.taken(), weights, self.host_ends(), (self.b1, self.b2),
+            recipes.RECIPES[self.recipe], self.taken(), (first, second), self.host_ends(), (self.b1, self.b2),
             self.row_scale, form, out, preact,
         )  # fmt: skip
         return out, preact
@@ -226,7 +230,7 @@ class Mxfp8GradientsCall(FoldsColumns):
     torch_op = "grouped_mlp_mxfp8_backward"
     torch_results = {"": ("Tensor[]", {})}
     torch_types = {"w1": "Tensor[]?"}
-    w1_scale = w2_scale = None  # weights are not in MXFP8
+    w1_scale = w2_scale = w1_global = w2_global = None  # weights are not in MXFP8
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)
@@ -261,7 +265,8 @@ class Mxfp8GradientsCall(FoldsColumns):
         results: DataGradients = self.results(problem)
         if self.out is not None:
             self.out.zero_()
-        w1, w2 = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
+        folded = folded_columns(self.w1 if self.input_grad else None, self.w2, self.trained)
+        w1, w2 = folded[0] and Weight(FOLDED_COLUMNS, folded[0]), Weight(FOLDED_COLUMNS, folded[1])
         form = (self.activation, self.glu_layout, self.params)
         dy = self.dy if self.rows is None else take_rows(self.dy, self.rows)
         mlp_reference.data_gradients(

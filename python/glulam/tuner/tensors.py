@@ -14,14 +14,16 @@ from ..calls.launch import Bare, launch_nothing
 from ..choose.kernels import Fixed
 from ..choose.problem import Problem
 from ..choose.shipped import shipped_choice
+from ..formats.prepared import prepare
+from ..formats.scaled import Parts
 from ..host import device as gpus
-from ..mxfp8.prepared import prepare
 from ..ops.grouped_dglu import GroupedDgluCall
 from ..ops.grouped_glu import GroupedGluCall
 from ..ops.grouped_mlp import GroupedMlpCall
-from ..ops.grouped_mlp_mxfp8 import Mxfp8MlpCall, prepared_form
 from ..ops.grouped_mm import GroupedMmCall
 from ..ops.mlp_training import GradientsCall, WeightGradientCall, forward_kind
+from ..ops.quantized_mlp import QuantizedMlpCall
+from ..ops.quantized_weights import FORMS
 from ..recipes import RECIPES
 
 Random = Callable[..., Tensor]
@@ -47,7 +49,7 @@ def _step(p: Problem) -> tuple[Any, list[dict[str, Any]]]:
             return GroupedDgluCall, [given]
         return GradientsCall, [{**given, "w1": (p.w1_rows, p.out_features)}]
     if p.operands != "16bit":
-        return Mxfp8MlpCall, [{"x": p.in_features, "w1": w1, "w2": w2}]
+        return QuantizedMlpCall, [{"x": p.in_features, "w1": w1, "w2": w2}]
     if p.op == "grouped_mlp":
         kind = forward_kind(GroupedMlpCall) if p.save_preact else GroupedMlpCall
         return kind, [{"x": p.in_features, "w1": w1, "w2": w2}]
@@ -78,11 +80,11 @@ def calls_of(problem: Problem, random: Random, offs: Tensor) -> list[Call]:
     for sizes in step:
         of_weight = {"n": sizes["dy"], "k": sizes["x"]} if kind is WeightGradientCall else {}
         given = {name: made(size) for name, size in sizes.items()}
-        if kind is Mxfp8MlpCall:
+        if kind is QuantizedMlpCall:
             recipe = next(name for name, recipe in RECIPES.items() if recipe.operands == p.operands)
-            form = prepared_form(recipe)
             for name in ("w1", "w2"):
-                given[name], given[f"{name}_scale"] = prepare(form, given[name], None, report=False)
+                parts: tuple[Any, ...] = prepare(FORMS[recipe], Parts(given[name]), report=False)
+                given.update(dict(zip(kind.parts_of(name), parts, strict=False)))
             options["recipe"] = recipe
         calls.append(call_with(kind, **options, **of_weight, **given))
     return calls

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cute_kernels.specs import QuantizeMxfp4Spec, QuantizeMxfp8Spec
 
-from ..mxfp4 import quantize_mxfp4
-from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
-from ..mxfp8.layout import BLOCK_SIZES, SCALE_LAYOUTS
+from ..formats.mxfp4 import quantize_mxfp4
+from ..formats.mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ..formats.mxfp8.layout import BLOCK_SIZES, SCALE_LAYOUTS
 from .inputs import Size, randn
 from .trial import Given, Trial
 

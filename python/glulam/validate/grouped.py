@@ -23,9 +23,9 @@ from cute_kernels.specs import (
     is_gated,
 )
 
+from ..formats.mxfp4 import quantize_mxfp4
+from ..formats.mxfp8 import MXFP8Tensor, quantize_mxfp8
 from ..host.experts import GateUp
-from ..mxfp4 import quantize_mxfp4
-from ..mxfp8 import MXFP8Tensor, quantize_mxfp8
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp import grouped_mlp

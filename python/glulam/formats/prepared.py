@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,30 +34,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..calls.checks import runs_kernels
 from ..errors import CaptureError
 from ..host import device as gpus
-from ..mxfp4 import MXFP4Tensor, quantize_mxfp4
-from ..mxfp4.words import WORD_DTYPE, words_of
-from ..scaled import BLOCK, SCALE_DTYPE
-from .fold import prepare_mxfp8_weight
-from .layout import AXES
-from .quantize import quantize_mxfp8
-from .tensor import MXFP8Tensor
+from .form import Form
+from .scaled import Parts
 
-FOLDED_ROWS, FOLDED_COLUMNS = AXES
-BLOCKS, FOUR_BITS = "1x32", "mxfp4"
 SAMPLED = 4096
 """Elements of a weight that are compared before it is used again."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-FORMS = (FOLDED_ROWS, FOLDED_COLUMNS, BLOCKS, FOUR_BITS)
-"""How a weight is prepared: folded along an axis of `prepare_mxfp8_weight`, or by rows with a scale for 32, in MXFP8 or
-MXFP4."""
-
-
-class Prepared(NamedTuple):
-    """Data [E, R, C] float8_e4m3fn, or [E, R, C/8] int32 in MXFP4; scales [E, R] where they were folded, else
-    [E, R, C/32], float8_e8m0fnu."""
-
-    data: Tensor
-    scale: Tensor
 
 
 class _Entry:
@@ -69,16 +51,16 @@ class _Entry:
     """
 
     __slots__ = (
-        "capture", "dtype", "index", "prepared", "ready", "sample", "shape", "step", "streams", "trains", "versions",
+        "capture", "index", "like", "prepared", "ready", "sample", "step", "streams", "trains", "versions",
     )  # fmt: skip
     steps: ClassVar[int] = 0
     """That optimizers took in this process."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], prepared: Prepared, trains: bool = False, capture: Any = None,
+        self, tensors: Sequence[Tensor], prepared: Parts, trains: bool = False, capture: Any = None,
         sample: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.shape, self.dtype = tensors[0].shape, tensors[0].dtype
+        self.like = _like(tensors)
         self.versions = [_version(tensor) for tensor in tensors]
         self.trains = trains or any(tensor.requires_grad for tensor in tensors)
         self.step = _Entry.steps
@@ -96,8 +78,7 @@ class _Entry:
             return False
         if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):  # other views of its memory
             return False
-        is_like = self.shape == tensors[0].shape and self.dtype == tensors[0].dtype
-        return is_like and self.versions == [_version(tensor) for tensor in tensors]
+        return self.like == _like(tensors) and self.versions == [_version(tensor) for tensor in tensors]
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Compare the weight with its sample, where writes may be unseen. Call `use` before, for the current stream."""
@@ -105,7 +86,7 @@ class _Entry:
             return False
         return not _is_compared(tensors) or torch.equal(self.sample, _sample(tensors))
 
-    def use(self) -> Prepared:
+    def use(self) -> Parts:
         """Ready for the current stream, and alive until its work is done."""
         stream = self._stream()
         if stream in self.streams:
@@ -113,8 +94,9 @@ class _Entry:
         if self.ready is not None:
             current = torch.cuda.current_stream(self.prepared.data.device)
             current.wait_event(self.ready)
-            for tensor in (*self.prepared, *([] if self.sample is None else [self.sample])):
-                tensor.record_stream(current)
+            for tensor in (*self.prepared, self.sample):
+                if tensor is not None:
+                    tensor.record_stream(current)
         self.streams.add(stream)
         return self.prepared
 
@@ -138,8 +120,8 @@ class _Weight:
     __slots__ = ("__weakref__", "entries", "in_graphs", "memory", "trained_by_graph")
 
     def __init__(self, tensors: Sequence[Tensor], forget: Callable[[Any], object]) -> None:
-        self.entries: dict[str, _Entry] = {}
-        self.in_graphs: dict[str, _Entry] = {}
+        self.entries: dict[Form, _Entry] = {}
+        self.in_graphs: dict[Form, _Entry] = {}
         self.trained_by_graph = False
         self.memory = [weakref.ref(tensor.untyped_storage(), forget) for tensor in tensors]
 
@@ -151,14 +133,13 @@ class _Weight:
 
 
 class PreparedWeights:
-    """See above. A weight `w` is [E, N, K], or a list of E tensors [N, K]; or float8_e4m3fn with `scale` [E, N, K/32].
-
-    With `scale` also in MXFP4, uint8 [E, N, K/2]. `form`: one of FORMS.
+    """See above. A weight is `Parts`: [E, N, K] or a list of E tensors [N, K] in 16 bits or float32, or data and scales
+    in a format. `form`: how it is to be read.
     """
 
     def __init__(self) -> None:
         self._weights: dict[tuple[int, ...], _Weight] = {}
-        self._kept_for_graphs: list[Prepared] = []
+        self._kept_for_graphs: list[Parts] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -178,13 +159,13 @@ class PreparedWeights:
                 if not addresses.isdisjoint(key):
                     self._weights.pop(key, None)
 
-    def find(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared | None:
+    def find(self, form: Form, parts: Parts, trained: bool = False) -> Parts | None:
         """What was prepared of this version of a weight, ready for the current stream, and compared with its sample.
 
         Args:
             trained: a gradient is being recorded; the weight is not compared with its sample.
         """
-        tensors = _tensors(w, scale)
+        tensors = _tensors(parts)
         weight = self._weights.get(tuple(map(Tensor.data_ptr, tensors)))
         entry = None if weight is None else weight.entries.get(form)
         if weight is None or entry is None or weight.trained_by_graph:
@@ -198,7 +179,7 @@ class PreparedWeights:
             self._kept_for_graphs.append(entry.prepared)
         return entry.prepared  # a capture begins when the device is idle, so it is ready
 
-    def get(self, form: str, w: Any, scale: Tensor | None, trained: bool = False) -> Prepared:
+    def get(self, form: Form, parts: Parts, trained: bool = False) -> Parts:
         """The same, prepared now where it was not.
 
         Args:
@@ -209,11 +190,11 @@ class PreparedWeights:
             FoldError, ValueError, TypeError: as of `prepare_mxfp8_weight`.
             CaptureError: a graph is being captured, which would prepare a weight at every replay that is not trained.
         """
-        tensors = _tensors(w, scale)
+        tensors = _tensors(parts)
         capturing = _is_capturing(tensors)
         if trained and capturing:
-            return self._of_graph(form, w, scale)
-        if found := self.find(form, w, scale, trained):
+            return self._of_graph(form, parts)
+        if found := self.find(form, parts, trained):
             return found
         if capturing:
             raise CaptureError(
@@ -225,23 +206,23 @@ class PreparedWeights:
         trains = old is not None and old.trains
         del old  # so that its memory can serve
 
-        def make() -> tuple[Prepared, Tensor | None]:
+        def make() -> tuple[Parts, Tensor | None]:
             in_training = trained and any(tensor.requires_grad for tensor in tensors)
             is_sampled = not in_training and not tensors[0].is_meta and all(map(Tensor.is_contiguous, tensors))
-            return prepare(form, w, scale, report=not trained), _sample(tensors) if is_sampled else None
+            return prepare(form, parts, report=not trained), _sample(tensors) if is_sampled else None
 
         prepared, sample = gpus.apart(make)
         weight.entries[form] = _Entry(tensors, prepared, trains, sample=sample)
         return prepared
 
-    def _of_graph(self, form: str, w: Any, scale: Tensor | None) -> Prepared:
+    def _of_graph(self, form: Form, parts: Parts) -> Parts:
         """What the graph that is being captured prepares of this version; the capture records it at its first use."""
-        tensors, capture = _tensors(w, scale), gpus.capture_id()
+        tensors, capture = _tensors(parts), gpus.capture_id()
         weight = self._weight(tensors)
         found = weight.in_graphs.pop(form, None)
         if found is None or found.capture != capture or not found.is_of(tensors):
             del found  # before memory is taken, so that what an older version had can serve
-            found = _Entry(tensors, prepare(form, w, scale, report=False), capture=capture)
+            found = _Entry(tensors, prepare(form, parts, report=False), capture=capture)
         weight.in_graphs[form], weight.trained_by_graph = found, True
         return found.use()
 
@@ -307,9 +288,21 @@ def _sample(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.to(torch.int32) for part in parts] if len({p.dtype for p in parts}) > 1 else parts)
 
 
-def _tensors(w: Any, scale: Tensor | None) -> list[Tensor]:
-    tensors = list(w) if isinstance(w, (list, tuple)) else [w]
-    return tensors if scale is None else [*tensors, scale]
+@torch.no_grad()
+def prepare(form: Form, parts: Parts, report: bool) -> Parts:
+    """A weight as `form` reads it. `report`: raise what folding refuses."""
+    return form.made(parts, report)
+
+
+def _tensors(parts: Parts) -> list[Tensor]:
+    data, *others = parts
+    return [*(data if isinstance(data, (list, tuple)) else [data]), *[one for one in others if one is not None]]
+
+
+def _like(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a weight's tensors look like: of a list, the first and the last, as all others do."""
+    first, last = tensors[0], tensors[-1]
+    return first.shape, first.dtype, last.shape, last.dtype
 
 
 def _version(tensor: Tensor) -> int:
@@ -318,37 +311,3 @@ def _version(tensor: Tensor) -> int:
 
 def _is_capturing(tensors: Sequence[Tensor]) -> bool:
     return runs_kernels(tensors[0]) and gpus.is_capturing()
-
-
-def is_prepared(form: str, w: Any, scale: Tensor | None) -> bool:
-    """Whether a weight is in one of FORMS; `scale`: None of one in 16 bits."""
-    if scale is None or form == FOUR_BITS:
-        return scale is not None and w.dtype == WORD_DTYPE
-    return (scale.dim() == 2) is (form == FOLDED_ROWS)
-
-
-@torch.no_grad()
-def prepare(form: str, w: Any, scale: Tensor | None, report: bool) -> Prepared:
-    """A weight in one of FORMS; `scale`: of a weight in MXFP8. `report`: raise what folding refuses."""
-    if form == BLOCKS:
-        return _quantized(w, MXFP8Tensor, quantize_mxfp8, 1)
-    if form == FOUR_BITS and scale is not None:
-        return Prepared(words_of(w), scale)
-    if form == FOUR_BITS:
-        data, made = _quantized(w, MXFP4Tensor, quantize_mxfp4, 2)
-        return Prepared(MXFP4Tensor(data, made).prepare_().data, made)
-    folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), axis=form, report=report)
-    return Prepared(folded.data, folded.scale)
-
-
-def _quantized(w: Any, kind: Any, quantize: Callable[..., Any], elements_a_byte: int) -> Prepared:
-    """By rows, with a scale for 32, one expert after the other; of one that is transposed a copy. On the meta device
-    there is nothing to quantise.
-    """
-    rows, columns = w[0].shape
-    data = torch.empty(len(w), rows, columns // elements_a_byte, dtype=kind.data_dtypes[0], device=w[0].device)
-    scale = torch.empty(len(w), rows, columns // BLOCK, dtype=SCALE_DTYPE, device=w[0].device)
-    for expert, out, out_scale in zip(w, data, scale, strict=True) if not data.is_meta else ():
-        matrix = expert.detach() if expert.stride(1) == 1 else expert.detach().contiguous()
-        quantize(matrix, out=kind(out, out_scale))
-    return Prepared(data, scale)

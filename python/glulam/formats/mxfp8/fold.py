@@ -22,18 +22,20 @@ from cute_kernels.chains import signature_of
 from cute_kernels.specs import FoldMxfp8Spec
 from ffi_bridge import profiles
 
-from ..calls.checks import check_choice, check_flag, check_number, check_plain, runs_kernels, shape_text
-from ..calls.memory import readable
-from ..choose import kernels
-from ..choose.problem import dtype_name
-from ..errors import UnsupportedDevice
-from ..host import device as gpus
+from ...calls.checks import check_choice, check_flag, check_number, check_plain, runs_kernels, shape_text
+from ...calls.memory import readable
+from ...choose import kernels
+from ...choose.problem import dtype_name
+from ...errors import UnsupportedDevice
+from ...host import device as gpus
 from ..scaled import BLOCK, E8M0_INF, E8M0_NAN, F32_MANTISSA_BITS, SCALE_DTYPE, SOURCE_DTYPES, Scaled, scales_of
 from .layout import AXES, BLOCK_SIZES, DATA_DTYPE
 from .reference import quantize_rows, to_e4m3
 from .tensor import MXFP8Tensor
 
 OP = "prepare_mxfp8_weight"
+FOLDED = "mxfp8 folded by "
+"""What folded weights are read as, before an axis."""
 MAX_ERROR = 1e-2
 """Of a block's norm; quantising it to MXFP8 costs 2.6e-2."""
 WIDE = BLOCK_SIZES["1x128"]
@@ -120,6 +122,12 @@ class FoldedWeight(Scaled):
                 f"FoldedWeight: data has shape {shape_text(shape)} and scale {shape_text(self.scale.shape)}; they must "
                 "be [E, R, C] and [E, R]"
             )
+
+    def form_name(self) -> str:
+        return FOLDED + self.axis
+
+    def in_16_bits(self, name: str) -> str:
+        return "an MXFP8Tensor [E, N, K] or the 16-bit weight"
 
     def dequantize(self) -> Tensor:
         """[E, N, K], float32."""

@@ -1,13 +1,9 @@
-"""grouped_mlp by the recipes that quantise: arguments in their forms, and what is checked of them.
-
-An argument in MXFP8 is two tensors from here on, data and scale, so that a call is made of plain tensors, as torch's
-operators are. A weight is what a caller gave (`scale` None: to be prepared) or what kernels read.
-"""
+"""grouped_mlp by the recipes that quantise: arguments in their parts, and what is checked of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import functools
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,65 +13,43 @@ from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
 
 from .. import recipes
 from ..activations import kernel_params
-from ..calls.call import Call
 from ..calls.checks import (
     any_requires_grad,
-    check_experts,
     check_indices,
     check_out,
-    check_width,
     intermediate_width,
     mismatch,
     runs_kernels,
 )
-from ..calls.front import operator
 from ..calls.launch import Made, launch_nothing
+from ..calls.quantized import Quantized
 from ..choose import kernels
-from ..choose.problem import Problem, changed, dtype_name
+from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
+from ..formats import mlp_reference
+from ..formats.mxfp8 import MXFP8Tensor, rebase_mxfp8
+from ..formats.mxfp8.layout import DATA_DTYPE, part_of_workspace
+from ..formats.scaled import BLOCK
 from ..host import device as gpus
-from ..host.experts import GateUp
-from ..mxfp4 import MXFP4Tensor
-from ..mxfp4.words import elements_of
-from ..mxfp8 import FoldedWeight, MXFP8Tensor, mlp_reference, prepared, rebase_mxfp8
-from ..mxfp8.layout import DATA_DTYPE, part_of_workspace
-from ..mxfp8.prepared import BLOCKS, FOLDED_ROWS, FOUR_BITS, Prepared
 from ..recipes import Recipe
 from ..reference import take_rows
-from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
+from .quantized_weights import (
+    READY_AS,
+    check_scale,
+    check_weight,
+    ready,
+    weight_as_read,
+    weight_parts,
+    with_parts_as_read,
+)
 
 
-def mlp_in_mxfp8(front: Callable[..., Tensor], op: str, recipe: Recipe, given: dict[str, Any]) -> Tensor:
-    """A call by a recipe that quantises, of `front`, which takes plain tensors: as these are given, by name."""
-    flatten(recipe, op, given)
-    x, rows = given["x"], given["rows"]
-    if rows is not None and "row_of" not in given and recipe.operands in DECODED and isinstance(x, Tensor):
-        check_indices(op, rows, x)
-        given["x"], given["rows"] = take_rows(x, rows), None
-    return front(**given)
-
-
-def refuse_transposed(op: str, recipe: Recipe, transpose_w: Any) -> None:
-    """Raises ValueError where weights are transposed, which scales along their rows do not allow."""
-    if transpose_w:
-        raise ValueError(
-            f"{op}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
-            "w1.mT.contiguous() does, and leave out transpose_w, or choose recipe 'bf16'"
-        )
-
-
-def flatten(recipe: Recipe, op: str, given: dict[str, Any]) -> None:
-    """Arguments by name as plain tensors, in place. `dtype`: of the result, where x is in MXFP8; else others tell it.
-
-    Raises:
-        ValueError, TypeError: an argument in MXFP8 is not what the recipe takes, or weights are transposed.
-    """
-    refuse_transposed(op, recipe, given.pop("transpose_w", False))
-    others = given.get("dtype"), given.get("out"), given["b1"], given["b2"]
-    given["x"], given["x_scale"], given["dtype"] = rows_as_read(op, given["x"], recipe, *others)
-    given["w1"], given["w1_scale"] = _weight(op, "w1", given["w1"], recipe)
-    given["w2"], given["w2_scale"] = _weight(op, "w2", given["w2"], recipe)
-    given["recipe"] = recipe.name
+def refuse_transposed(op: str, recipe: Recipe) -> NoReturn:
+    """Raises ValueError: weights are transposed, which scales along their rows do not allow."""
+    raise ValueError(
+        f"{op}: transpose_w reads weights in 16 bits, and recipe is {recipe.name!r}; transpose them once, as "
+        "w1.mT.contiguous() does, and leave out transpose_w, or choose recipe 'bf16'"
+    )
 
 
 def want_16_bits(op: str, name: str) -> NoReturn:
@@ -121,101 +95,39 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
     return wide.data.contiguous(), wide.scale.contiguous(), dtype
 
 
-def _weight(op: str, name: str, w: Any, recipe: Recipe) -> tuple[Any, Tensor | None]:
-    """A weight, and its scales where it is in MXFP8."""
-    if w.__class__ is FoldedWeight:
-        if not recipe.folds:
-            raise TypeError(
-                f"{op}: {name} is a FoldedWeight, but recipe {recipe.name!r} takes weights with a scale for 32 "
-                "elements; give an MXFP8Tensor [E, N, K] or the 16-bit weight, or choose recipe 'mxfp8'"
-            )
-        if w.axis != "row":
-            raise ValueError(
-                f"{op}: {name} is folded along its columns, for the data gradient; give what "
-                "prepare_mxfp8_weight(w, axis='row') returns"
-            )
-        return w.data, w.scale
-    wanted = MXFP4Tensor if recipe.has_4_bits else MXFP8Tensor
-    if isinstance(w, (MXFP8Tensor, MXFP4Tensor)) and w.__class__ is not wanted:
-        raise TypeError(
-            f"{op}: {name} is an {type(w).__name__}, but recipe {recipe.name!r} takes an {wanted.__name__} or the "
-            f"16-bit weight; give {name}.dequantize(torch.bfloat16), or choose recipe {w.recipe!r}"
-        )
-    if w.__class__ is MXFP4Tensor:
-        return w.data, w.scale
-    if w.__class__ is MXFP8Tensor:
-        if w.axis != "row" or w.scale_layout != "plain":
-            raise ValueError(
-                f"{op}: {name} is {w!r}; it must be quantised along its rows, with plain scales, as {name}.plain() has"
-            )
-        return w.data, w.scale
-    if isinstance(w, GateUp):
-        raise ValueError(
-            f"{op}: {name} is a GateUp, and recipe {recipe.name!r} prepares one tensor; give torch.cat({name}, dim=1), "
-            "or choose recipe 'bf16'"
-        )
-    return w, None
-
-
-def prepared_form(recipe: str) -> str:
-    """How a recipe's forward reads weights: one of `prepared.FORMS`."""
-    found = recipes.RECIPES[recipe]
-    return FOLDED_ROWS if found.folds else FOUR_BITS if found.has_4_bits else BLOCKS
-
-
-def ready(recipe: str, w: Any, scale: Tensor | None) -> tuple[Any, Any]:
-    """A weight as kernels read it, if it was prepared before; else itself."""
-    form = prepared_form(recipe)
-    if prepared.is_prepared(form, w, scale):
-        return w, scale
-    return prepared.PREPARED.find(form, w, scale) or (w, scale)
-
-
-def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
-    """The shape [E, N, K] of a call's weight, in any form that the recipe takes."""
-    value, scale = getattr(call, name), getattr(call, f"{name}_scale")
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    kind = MXFP4Tensor if recipe.has_4_bits else MXFP8Tensor
-    valid = SOURCE_DTYPES if scale is None else kind.data_dtypes
-    dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
-    if dtype not in valid:
-        raise TypeError(
-            f"{call.op}: {name} is {dtype}; recipe {recipe.name!r} takes "
-            f"{'FoldedWeight, ' if recipe.folds else ''}{kind.__name__}, {', '.join(map(str, valid))}"
-        )
-    shape = check_experts(call.op, name, value, call.lead.new_empty(0, dtype=dtype), letters)
-    if scale is not None and recipe.has_4_bits:
-        shape = (*shape[:2], shape[2] * elements_of(dtype))
-    check_width(call.op, name, shape[1], runs_kernels(call.lead))
-    if scale is not None:
-        folded = recipe.folds and scale.dim() == 2
-        check_scale(call.op, name, scale, shape[:2] if folded else (*shape[:2], -(-shape[2] // BLOCK)), first)
-    return shape
-
-
-def check_scale(op: str, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
-    """Check the scales of an argument's data: their dtype, shape, device and contiguity."""
-    if scale.dtype != SCALE_DTYPE:
-        raise TypeError(f"{op}: {name}'s scale is {scale.dtype}; it must be {SCALE_DTYPE}")
-    if tuple(scale.shape) != tuple(shape):
-        mismatch(op, f"{name}'s scale", scale.shape, shape, f"that is what its data {data.dtype} goes with")
-    if scale.device != data.device or not scale.is_contiguous():
-        raise ValueError(f"{op}: {name}'s scale must be contiguous, and on {data.device} as its data")
-
-
-class Mxfp8MlpCall(Call):
+class QuantizedMlpCall(Quantized):
     """A call by a recipe that quantises. `dtype`: of the result, where x is in MXFP8."""
+
+    in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}
+    unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global", "w2", "w2_scale", "w2_global"
 
     op = "grouped_mlp"
     torch_op = "grouped_mlp_mxfp8"
     differentiable = True
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),)
-    ready = staticmethod(ready)
+    ready, ready_as = staticmethod(ready), READY_AS
+    recipe_of = functools.partial(recipes.find, "grouped_mlp")
 
     @property
     def result_dtype(self) -> torch.dtype:
         return self.x.dtype if self.dtype is None else self.dtype
+
+    @classmethod
+    def unwrap(
+        cls, recipe: Recipe, x: Any, w1: Any, w2: Any, rows: Any, row_of: Any, transpose_w: Any, dtype: Any, out: Any,
+        b1: Any, b2: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The parts. Rows that kernels do not take by index are copied: of a layer, within the call."""
+        if transpose_w:
+            refuse_transposed(cls.op, recipe)
+        x_scale = None
+        if x.__class__ is MXFP8Tensor:
+            x, x_scale, dtype = rows_as_read(cls.op, x, recipe, dtype, out, b1, b2)
+        if rows is not None and row_of is None and recipe.operands in DECODED and isinstance(x, Tensor):
+            check_indices(cls.op, rows, x)
+            x, rows = take_rows(x, rows), None
+        return x, x_scale, dtype, rows, *weight_parts(cls.op, "w1", w1, recipe), *weight_parts(cls.op, "w2", w2, recipe)
 
     def refuse_gradients(self) -> None:
         """Where an argument requires one, and the recipe or an argument in MXFP8 has none."""
@@ -257,7 +169,7 @@ class Mxfp8MlpCall(Call):
         self.check_addends(experts, "w1", like, b1=w1_rows, b2=out_features)
         self.check_result(out_features, like)
         return self.problem(
-            experts, columns, op=Mxfp8MlpCall.op, dtype=dtype, intermediate=width, out_features=out_features,
+            experts, columns, op=QuantizedMlpCall.op, dtype=dtype, intermediate=width, out_features=out_features,
             quantized=self.x_scale is not None and recipe.operands == "mxfp8", operands=recipe.operands,
             fc2_operands=recipe.fc2_operands,
         )  # fmt: skip
@@ -274,33 +186,19 @@ class Mxfp8MlpCall(Call):
         if not self.x.is_contiguous():
             raise ValueError(f"{self.op}: x is in MXFP8 and not contiguous; its data and scale must be, so clone() it")
 
-    def _prepared_weights(self) -> tuple[Prepared, Prepared]:
-        first, second = (self._prepared_weight(prepared_form(self.recipe), name) for name in self.weights)
-        return first, second
-
-    def _prepared_weight(self, form: str, name: str) -> Prepared:
-        value, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        is_read = scale is not None and form == FOUR_BITS and not runs_kernels(self.lead)  # in either order
-        if is_read or prepared.is_prepared(form, value, scale):
-            return Prepared(value, scale)
-        return prepared.PREPARED.get(form, value, scale)
-
     def prepared(self) -> Any:
         """As for any operator, with weights as the kernels read them."""
-        first, second = self._prepared_weights()
-        changes = {"w1": first.data, "w1_scale": first.scale, "w2": second.data, "w2_scale": second.scale}
-        same = all(getattr(self, name) is value for name, value in changes.items())
-        call = self if same else changed(self, **changes)
-        return super(Mxfp8MlpCall, call).prepared()
+        return super(QuantizedMlpCall, with_parts_as_read(self)).prepared()
 
     def reference(self, problem: Problem) -> Tensor:
         return self.reference_rows(self.results(problem))
 
     def reference_rows(self, out: Tensor) -> Tensor:
         form = (self.activation, self.glu_layout, self.params)
-        biases, weights = (self.b1, self.b2), self._prepared_weights()
+        recipe, biases = recipes.RECIPES[self.recipe], (self.b1, self.b2)
+        first, second = (weight_as_read(self, name) for name in self.weights)
         mlp_reference.grouped_mlp(
-            recipes.RECIPES[self.recipe], self.taken(), weights, self.host_ends(), biases, self.row_scale, form, out
+            recipe, self.taken(), (first, second), self.host_ends(), biases, self.row_scale, form, out
         )
         return out
 
@@ -367,14 +265,3 @@ class Mxfp8MlpCall(Call):
         x, scale = read["x"], read.get("x_scale")
         if scale is not None and len(scale) != len(x):
             mismatch(op, "x's scale", scale.shape, (len(x), scale.shape[1]), "x has so many rows")
-
-
-@operator(Mxfp8MlpCall)
-def mlp_of_plain_tensors(
-    x: Tensor, x_scale: Tensor | None, w1: Any, w1_scale: Tensor | None, w2: Any, w2_scale: Tensor | None, *, offs: Any,
-    splits: Any, rows: Tensor | None, row_scale: Tensor | None, b1: Any, b2: Any, activation: str, glu_layout: str,
-    limit: float, alpha: float, offset: float, recipe: str, recompute: bool, dtype: torch.dtype | None,
-    out: Tensor | None,
-) -> Any:  # fmt: skip
-    """grouped_mlp by a recipe that quantises. An argument in MXFP8 is two: data and scale."""
-    raise NotImplementedError  # `front` writes the body

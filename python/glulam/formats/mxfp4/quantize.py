@@ -12,11 +12,11 @@ from torch.compiler import is_compiling
 from cute_kernels.chains import signature_of
 from cute_kernels.specs import QuantizeMxfp4Spec
 
-from ..calls.checks import check_alignment, check_no_overlap, check_plain, refuse_gradients, runs_kernels, shape_text
-from ..calls.memory import readable
-from ..choose import kernels
-from ..choose.problem import dtype_name
-from ..host import device as gpus
+from ...calls.checks import check_alignment, check_no_overlap, check_plain, refuse_gradients, runs_kernels, shape_text
+from ...calls.memory import readable
+from ...choose import kernels
+from ...choose.problem import dtype_name
+from ...host import device as gpus
 from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from .codec import encoded
 from .tensor import MXFP4Tensor

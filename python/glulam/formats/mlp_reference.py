@@ -9,44 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from ..mxfp4 import MXFP4Tensor
-from ..recipes import Format, Recipe
-from ..scaled import scales_of
-from .layout import BLOCK_SIZES
-from .prepared import Prepared
-from .reference import dequantized, quantize_rows
+from .form import Form
+from .mxfp8.reference import dequantized
+from .scaled import Parts
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
 
 
 @dataclass(frozen=True)
-class Values:
-    """Prepared weights as `reference` reads experts."""
+class Weight:
+    """A weight as `reference` reads experts: its parts, as a form has them."""
 
-    weights: Prepared
+    form: Form
+    parts: Parts
 
     def __getitem__(self, expert: int) -> Tensor:
         """An expert's weight [R, C], float32."""
-        data, scale = self.weights.data[expert], self.weights.scale[expert].view(torch.uint8)
-        if data.dtype in MXFP4Tensor.data_dtypes:
-            return MXFP4Tensor(data, scale).dequantize()
-        return data.float() * scales_of(scale)[:, None] if scale.dim() == 1 else dequantized(data, scale)
+        return self.form.values(self.parts, expert)
 
 
-def rounded(values: Tensor, number_format: Format | None) -> Tensor:
-    """Rows as the kernels multiply them: the values of a format, in float32 or float64, or as they are."""
-    if number_format is None:
-        return values
-    data, exponents = quantize_rows(values, BLOCK_SIZES[number_format.block])
-    return dequantized(data, exponents).to(torch.promote_types(values.dtype, torch.float32))
+def rounded(values: Tensor, rows: Any) -> Tensor:
+    """Rows as the kernels multiply them: as a recipe's `x` or `activation` has them, or as they are."""
+    return values if rows is None else rows.rounded(values)
 
 
 def grouped_mlp(
-    recipe: Recipe, x: tuple[Tensor, Tensor | None], weights: tuple[Prepared, Prepared], ends: Sequence[int],
+    recipe: Recipe, x: tuple[Tensor, Tensor | None], weights: tuple[Weight, Weight], ends: Sequence[int],
     biases: tuple[Any, Any], row_scale: Tensor | None, function: reference.ActivationArgs, out: Tensor,
     preact: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -56,15 +51,14 @@ def grouped_mlp(
     """
     data, scale = x
     rows = rounded(data, recipe.x) if scale is None else dequantized(data, scale.view(torch.uint8))
-    w1, w2 = map(Values, weights)
     reference.grouped_mlp(
-        rows, w1, w2, ends, *biases, row_scale, function, out,
+        rows, *weights, ends, *biases, row_scale, function, out,
         preact=preact, rounded=lambda act: rounded(act, recipe.activation),
     )  # fmt: skip
 
 
 def data_gradients(
-    recipe: Recipe, dy: Tensor, weights: tuple[Prepared | None, Prepared], preact: Tensor, ends: Sequence[int],
+    recipe: Recipe, dy: Tensor, weights: tuple[Weight | None, Weight], preact: Tensor, ends: Sequence[int],
     row_scale: Tensor | None, function: reference.ActivationArgs, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip
@@ -74,8 +68,8 @@ def data_gradients(
     """
     w1, w2 = weights
     reference.grouped_dglu(
-        rounded(dy, recipe.x), Values(w2), preact, ends, row_scale, function, dpreact, act, d_row_scale,
+        rounded(dy, recipe.x), w2, preact, ends, row_scale, function, dpreact, act, d_row_scale,
         transpose_w=True,
     )  # fmt: skip
     if dx is not None and w1 is not None:
-        reference.grouped_mm(rounded(dpreact, recipe.x), Values(w1), ends, None, None, False, dx)
+        reference.grouped_mm(rounded(dpreact, recipe.x), w1, ends, None, None, False, dx)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..calls.checks import shape_text
+from ...calls.checks import shape_text
 from ..scaled import BLOCK, SCALE_DTYPE, Stored
 from .codec import values_of
 from .words import WORD_DTYPE, bytes_of, elements_of, words_of
@@ -75,6 +75,9 @@ class MXFP4Tensor(Stored):
             raise ValueError("MXFP4Tensor.from_blocks: blocks of a row do not lie together; give blocks.contiguous()")
         return cls(blocks.flatten(-2), scales)
 
+    def form_name(self) -> str:
+        return "mxfp4"
+
     @property
     def shape(self) -> torch.Size:
         """That of the elements."""
@@ -100,6 +103,7 @@ class MXFP4Tensor(Stored):
                 raise ValueError(f"prepare_: the data of {self!r} are not contiguous words; give clone()")
             words = self.data.view(WORD_DTYPE)
             object.__setattr__(self, "data", words_of(self.data, out=words))
+            self.note()
         return self
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:

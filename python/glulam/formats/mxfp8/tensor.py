@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls.checks import check_choice, shape_text
+from ...calls.checks import check_choice, shape_text
 from ..scaled import BLOCK, SCALE_DTYPE, Stored
 from . import layout
 from .layout import BLOCK_SIZES, outer_and_blocks
@@ -56,6 +56,9 @@ class MXFP8Tensor(Stored):
                 f"MXFP8Tensor: scale has shape {shape_text(self.scale.shape)}; {self.scale_layout} scales by "
                 f"{self.axis} of data {shape_text(self.data.shape)} are {shape_text(wanted)}"
             )
+
+    def form_name(self) -> str:
+        return "mxfp8" if self.axis == "row" and self.scale_layout == "plain" else ""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values. Exact in float32, but that it has no 2^128, to which E4M3 rounds its very largest numbers."""

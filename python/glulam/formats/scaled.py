@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .calls.checks import shape_text
+from ..calls.checks import shape_text
 
-PARTS = ("data", "scale")
+NAMES = ("data", "scale")
 SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantised."""
@@ -47,6 +47,20 @@ def multipliers_of(exponents: Tensor) -> Tensor:
     return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
+SUFFIXES = ("", "_scale", "_global")
+"""Of a weight's name, for the names of its parts."""
+
+
+class Parts(NamedTuple):
+    """A weight of E experts: elements, scales, and where a format has one, what all of an expert's are multiplied by.
+    `scale`: None of a weight in 16 bits, which is to be prepared.
+    """
+
+    data: Any
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None
+
+
 class Scaled:
     """A dataclass of `data`, elements of 8 bits or less, `scale`, and fields that say how they lie: what all share.
 
@@ -56,18 +70,22 @@ class Scaled:
 
     data: Tensor
     scale: Tensor
+    parts: ClassVar[Parts]
+    reads_as: ClassVar[str]
+    """`form_name()`. This and parts are an instance's, but no fields."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
     """The name of one that takes it."""
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
     """Of data; the first is what bytes of a file are."""
+    scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE
     form: ClassVar[tuple[str, ...]]
     """The fields that are no tensors."""
     fields: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        cls.form = tuple(name for name in cls.__annotations__ if name not in PARTS)
-        cls.fields = PARTS + cls.form
+        cls.form = tuple(name for name in cls.__annotations__ if name not in NAMES)
+        cls.fields = NAMES + cls.form
         torch.serialization.add_safe_globals([cls])
         pytree.register_pytree_node(
             cls,
@@ -84,12 +102,24 @@ class Scaled:
         """The values of `form` as they were before JSON kept them."""
         return tuple(form)
 
+    def form_name(self) -> str:
+        """Of the `form.Form` that reads it as it lies; "" of none."""
+        return ""
+
+    def note(self) -> None:
+        """Keep what calls look at: a property takes them a frame each time."""
+        self.__dict__.update(parts=Parts(self.data, self.scale), reads_as=self.form_name())
+
+    def in_16_bits(self, name: str) -> str:
+        """What gives this in 16 bits, as text."""
+        return f"{name}.dequantize(torch.bfloat16)"
+
     def _flat(self) -> tuple[list[Any], Any]:
         return [self.data, self.scale], tuple(getattr(self, name) for name in self.form)
 
     def _flat_with_keys(self) -> tuple[list[Any], Any]:
         parts, form = self._flat()
-        return [(pytree.GetAttrKey(name), part) for name, part in zip(PARTS, parts, strict=True)], form
+        return [(pytree.GetAttrKey(name), part) for name, part in zip(NAMES, parts, strict=True)], form
 
     @classmethod
     def _unflattened(cls, parts: Any, form: Any) -> Any:
@@ -101,23 +131,26 @@ class Scaled:
         """Of the values of all fields, in their order, that are known to fit: checks take 3 us."""
         result = object.__new__(cls)
         result.__dict__.update(zip(cls.fields, values, strict=True))
+        result.note()
         return result
 
     def check_parts(self) -> None:
         """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
         kind = type(self).__name__
-        for name, dtypes in zip(PARTS, (self.data_dtypes, (SCALE_DTYPE,)), strict=True):
+        for name, dtypes in zip(NAMES, (self.data_dtypes, (SCALE_DTYPE,)), strict=True):
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
                 got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtypes[0]}")
         if self.scale.device != self.data.device:
             raise ValueError(f"{kind}: scale is on {self.scale.device} but data is on {self.data.device}")
+        self.note()
 
     def __getstate__(self) -> dict[str, Any]:
         """8-bit floats as bytes: Python's own pickle cannot restore torch's."""
-        parts = {name: getattr(self, name) for name in PARTS}
-        return {**vars(self), **{name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in parts.items()}}
+        parts = {name: getattr(self, name) for name in NAMES}
+        fields = {name: getattr(self, name) for name in self.fields}
+        return {**fields, **{name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in parts.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Checked as any other is, since it may come from a file."""
@@ -150,7 +183,7 @@ class Scaled:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def __repr__(self) -> str:
-        form = "".join(f"{name}={value!r}, " for name, value in vars(self).items() if isinstance(value, str))
+        form = "".join(f"{name}={vars(self)[name]!r}, " for name in self.form if isinstance(vars(self)[name], str))
         return f"{type(self).__name__}({shape_text(self.shape)}, {form}device={str(self.device)!r})"
 
 
@@ -189,11 +222,11 @@ class Stored(Scaled):
             if not isinstance(value, Mapping):
                 kind = type(value).__name__
                 raise TypeError(f"{cls.__name__}.from_tensors: {argument} is a {kind}; give a mapping by names")
-        for names, entries in ((PARTS, tensors), (cls.form, metadata)):
+        for names, entries in ((NAMES, tensors), (cls.form, metadata)):
             for name in names:
                 if f"{prefix}{name}" not in entries:
                     raise KeyError(f"{cls.__name__}.from_tensors: there is no entry {prefix + name!r}")
-        data, scale = (tensors[f"{prefix}{name}"] for name in PARTS)
+        data, scale = (tensors[f"{prefix}{name}"] for name in NAMES)
         if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
             scale = scale.view(SCALE_DTYPE)
         form = {name: metadata[f"{prefix}{name}"] for name in cls.form}

@@ -11,11 +11,11 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_kernels.specs import QUANTIZE_AXES
 
-from ..calls.call import Call
-from ..calls.checks import check_x, count_groups, mismatch
-from ..calls.front import operator
-from ..calls.launch import Made
-from ..choose.problem import Problem
+from ...calls.call import Call
+from ...calls.checks import check_x, count_groups, mismatch
+from ...calls.front import operator
+from ...calls.launch import Made
+from ...choose.problem import Problem
 from ..scaled import BLOCK, SCALE_DTYPE, SOURCE_DTYPES
 from . import reference
 from .layout import BLOCK_SIZES, DATA_DTYPE, GROUP_ALIGNMENT, round_up, scale_shape

@@ -1,0 +1,57 @@
+"""Calls whose arguments are quantised, or become so: what a user gives as one argument is its parts from here on.
+
+An argument `w` is then `w`, its elements (or a weight in 16 bits, which is yet to be prepared), `w_scale`, its scales,
+and `w_global`, where its format has a third part. So plans are found by tensors alone, and a call is made of what
+torch's operators take. The front of the public operator (`front`) takes the parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from ..formats.scaled import SUFFIXES
+from .call import Call
+
+
+class Quantized(Call):
+    """Attributes:
+    in_parts: arguments that come in parts, with how many of SUFFIXES each has.
+    unwraps: what `unwrap` gives, in order; `unwrap_takes`: what it takes besides the recipe, of the public arguments.
+    settles: public arguments that it settles.
+    classes: of arguments that the public operator leaves to this, where these tell.
+    """
+
+    in_parts: ClassVar[dict[str, int]]
+    unwraps: ClassVar[tuple[str, ...]]
+    unwrap_takes: ClassVar[tuple[str, ...]]
+    settles: ClassVar[tuple[str, ...]] = ("transpose_w",)
+    classes: ClassVar[frozenset[type]] = frozenset()
+
+    @classmethod
+    def unwrap(cls, recipe: Any, *public: Any) -> tuple[Any, ...]:
+        """The parts, and other arguments that they change. Raises ValueError, TypeError: the recipe takes no such."""
+        raise NotImplementedError
+
+    @staticmethod
+    def recipe_of(recipe: Any) -> Any:
+        """The recipe that a name stands for. Raises ValueError."""
+        raise NotImplementedError
+
+    @classmethod
+    def declare_public(cls, parameters: Iterable[str]) -> None:
+        """Let the operator have these parameters in their parts."""
+        names: list[str] = []
+        for name in parameters:
+            names += [f"{name}{part}" for part in SUFFIXES[: cls.in_parts.get(name, 1)]]
+        others = [name for name in (*cls.unwraps, "recipe") if name not in names]
+        cls.unwrap_takes = tuple(inspect.signature(cls.unwrap).parameters)[1:]
+        cls.declare([name for name in (*names, *others) if name not in cls.settles])
+
+    @classmethod
+    def unwrapped(cls, recipe: Any, public: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments by name, of the public ones by name; those that are not given are None."""
+        parts = cls.unwrap(recipe, *[public.get(name) for name in cls.unwrap_takes])
+        known = {**public, **dict(zip(cls.unwraps, parts, strict=True)), "recipe": recipe.name}
+        return {name: known.get(name) for name in cls.names}

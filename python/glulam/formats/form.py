@@ -1,0 +1,107 @@
+"""How kernels read a weight: in which parts, and how these are made of what a caller gives. A class for each format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..host.experts import GateUp
+from .scaled import SOURCE_DTYPES, Parts, Scaled
+
+
+class Form:
+    """Of a format's weights [E, N, K], as a recipe's kernels read them.
+
+    Attributes:
+        name: of it, and of tensors that are read as they are (`Scaled.reads_as`).
+        kind: what callers hold. classes: all that is taken besides weights in 16 bits.
+        multiple: what widths that scales run along are multiples of.
+        elements: of a number of `kind`'s data, as it is quantised.
+        ready_as: the dtype of data and the dimensions of scales that kernels read.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[type[Scaled]]
+    classes: ClassVar[tuple[type[Scaled], ...]]
+    multiple: ClassVar[int]
+    elements: ClassVar[int] = 1
+    ready_as: ClassVar[tuple[torch.dtype, int]]
+
+    def check(self, op: str, name: str, w: Any) -> None:
+        """Raises ValueError where a tensor of `classes` does not lie as this reads it."""
+
+    def is_ready(self, parts: Parts) -> bool:
+        """Whether kernels read these parts."""
+        return parts.scale is not None and (parts.data.dtype, parts.scale.dim()) == self.ready_as
+
+    def has_values(self, parts: Parts) -> bool:
+        """Whether `values` does."""
+        return self.is_ready(parts)
+
+    def made(self, parts: Parts, report: bool) -> Parts:
+        """What kernels read, of parts that are not ready. `report`: raise FoldError where too much would change."""
+        raise NotImplementedError
+
+    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Scaled:
+        """What callers hold, of parts that were made before; 8-bit floats may be bytes. Unchecked."""
+        raise NotImplementedError
+
+    def columns(self, data: Tensor) -> int:
+        """Elements of a row of data."""
+        return data.shape[-1]
+
+    def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
+        """What the scales of a weight of this shape have."""
+        return *shape[:-1], -(-shape[-1] // self.multiple)
+
+    def values(self, parts: Parts, expert: int) -> Tensor:
+        """An expert's weight [N, K], float32."""
+        raise NotImplementedError
+
+    def quantized(self, w: Any, quantize: Callable[..., Any]) -> Parts:
+        """Of a weight in 16 bits, packed or a list, by rows, one expert after the other; of one that is transposed a
+        copy. On the meta device there is nothing to quantise.
+        """
+        rows, columns = w[0].shape
+        data = w[0].new_empty(len(w), rows, columns // self.elements, dtype=self.kind.data_dtypes[0])
+        scale = w[0].new_empty(len(w), rows, columns // self.multiple, dtype=self.kind.scale_dtype)
+        for expert, out, out_scale in zip(w, data, scale, strict=True) if not data.is_meta else ():
+            matrix = expert.detach() if expert.stride(1) == 1 else expert.detach().contiguous()
+            quantize(matrix, out=self.kind(out, out_scale))  # type: ignore[call-arg]
+        return Parts(data, scale)
+
+    def parts_of(self, op: str, name: str, w: Any, recipe: str) -> Parts:
+        """An argument's parts.
+
+        Raises:
+            TypeError: it is in another format. ValueError: it lies otherwise than this reads it.
+        """
+        if w.__class__ in self.classes:
+            self.check(op, name, w)
+            parts: Parts = w.parts
+            return parts
+        if isinstance(w, Scaled):
+            self._refuse(op, name, w, recipe)
+        if isinstance(w, GateUp):
+            raise ValueError(
+                f"{op}: {name} is a GateUp, and recipe {recipe!r} prepares one tensor; give torch.cat({name}, dim=1), "
+                "or choose recipe 'bf16'"
+            )
+        return Parts(w)
+
+    def _refuse(self, op: str, name: str, w: Scaled, recipe: str) -> NoReturn:
+        wanted = " or ".join(kind.__name__ for kind in self.classes)
+        raise TypeError(
+            f"{op}: {name} is a {type(w).__name__}, but recipe {recipe!r} takes {wanted} or the 16-bit weight; give "
+            f"{w.in_16_bits(name)}, or choose recipe {w.recipe!r}"
+        )
+
+    def check_dtype(self, op: str, name: str, parts: Parts, dtype: torch.dtype, recipe: str) -> None:
+        """Raises TypeError where data, or a weight that is to be prepared, is of another dtype."""
+        valid = SOURCE_DTYPES if parts.scale is None else self.kind.data_dtypes
+        if dtype not in valid:
+            kinds = ", ".join(kind.__name__ for kind in self.classes)
+            raise TypeError(f"{op}: {name} is {dtype}; recipe {recipe!r} takes {kinds}, {', '.join(map(str, valid))}")

@@ -1,0 +1,101 @@
+"""MXFP8 as kernels read it: weights with a scale for 32 elements, or folded to one a row; rows rounded to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..form import Form
+from ..scaled import BLOCK, SCALE_DTYPE, Parts, scales_of
+from .fold import FOLDED, FoldedWeight, prepare_mxfp8_weight
+from .layout import AXES, BLOCK_SIZES, DATA_DTYPE
+from .quantize import quantize_mxfp8
+from .reference import dequantized, quantize_rows
+from .tensor import MXFP8Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Form):
+    """A scale for 32 elements of a row, as an MXFP8Tensor has them."""
+
+    name = "mxfp8"
+    kind = MXFP8Tensor
+    classes: ClassVar[tuple[Any, ...]] = (MXFP8Tensor,)
+    multiple = BLOCK
+    ready_as = DATA_DTYPE, 3
+
+    def check(self, op: str, name: str, w: Any) -> None:
+        if w.axis != "row" or w.scale_layout != "plain":
+            raise ValueError(
+                f"{op}: {name} is {w!r}; it must be quantised along its rows, with plain scales, as {name}.plain() has"
+            )
+
+    def made(self, parts: Parts, report: bool) -> Parts:
+        return self.quantized(parts.data, quantize_mxfp8)
+
+    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Any:
+        return MXFP8Tensor.unchecked(data.view(DATA_DTYPE), scale.view(SCALE_DTYPE), "row", "1x32", "plain")
+
+    def values(self, parts: Parts, expert: int) -> Tensor:
+        assert parts.scale is not None
+        return dequantized(parts.data[expert], parts.scale[expert].view(torch.uint8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded(Blocks):
+    """One scale for a row, along an axis of `prepare_mxfp8_weight`."""
+
+    classes = (FoldedWeight, MXFP8Tensor)
+    ready_as = DATA_DTYPE, 2
+
+    axis: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", FOLDED + self.axis)
+
+    def check(self, op: str, name: str, w: Any) -> None:
+        if w.__class__ is not FoldedWeight:
+            super().check(op, name, w)
+        elif w.axis != self.axis:
+            raise ValueError(
+                f"{op}: {name} is folded along its columns, for the data gradient; give what "
+                "prepare_mxfp8_weight(w, axis='row') returns"
+            )
+
+    def made(self, parts: Parts, report: bool) -> Parts:
+        w, scale, _ = parts
+        folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), axis=self.axis, report=report)
+        return folded.parts
+
+    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Any:
+        return FoldedWeight.unchecked(data.view(DATA_DTYPE), scale.view(SCALE_DTYPE), self.axis, None)
+
+    def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
+        return shape[:2] if scale.dim() == 2 else super().scale_shape(shape, scale)
+
+    def values(self, parts: Parts, expert: int) -> Tensor:
+        assert parts.scale is not None
+        data: Tensor = parts.data[expert]
+        return data.float() * scales_of(parts.scale[expert].view(torch.uint8))[:, None]
+
+
+BLOCKS = Blocks()
+FOLDED_ROWS, FOLDED_COLUMNS = map(Folded, AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of E4M3 elements, as GEMMs multiply them. block: a key of `layout.BLOCK_SIZES`."""
+
+    block: str
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """The values that they have, in float32 or float64."""
+        data, exponents = quantize_rows(values, BLOCK_SIZES[self.block])
+        return dequantized(data, exponents).to(torch.promote_types(values.dtype, torch.float32))
+
+
+BY_32, BY_128 = map(Rows, BLOCK_SIZES)

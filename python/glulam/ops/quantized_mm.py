@@ -1,0 +1,77 @@
+"""grouped_mm with quantised weights, which kernels decode on the way."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .. import recipes, reference
+from ..calls.checks import any_requires_grad, check_indices, check_out, mismatch, runs_kernels
+from ..calls.launch import Made
+from ..calls.quantized import Quantized
+from ..choose.problem import Problem, dtype_name
+from ..errors import GradientNotSupported
+from ..formats.mxfp4 import MXFP4Tensor
+from ..recipes import Recipe
+from ..reference import take_rows
+from .quantized_weights import READY_AS, check_weight, ready, weight_as_read, weight_parts, with_parts_as_read
+
+
+class QuantizedMmCall(Quantized):
+    """A call of grouped_mm of which w is in a format of 4 bits."""
+
+    in_parts: ClassVar = {"w": 3}
+    unwraps = "x", "w", "w_scale", "w_global"
+    settles = "rows", "transpose_w"
+    classes = frozenset((MXFP4Tensor,))
+
+    op = "grouped_mm"
+    torch_op = "grouped_mm_mxfp4"
+    sources = {"scale": "bias_scale"}
+    makes = (Made("out", "y", ("num_rows", "out_features")),)
+    ready, ready_as = staticmethod(ready), READY_AS
+    recipe_of = functools.partial(recipes.find, "grouped_mm")
+
+    @classmethod
+    def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any, transpose_w: Any) -> tuple[Any, ...]:
+        """The parts, with rows that come by index in order."""
+        if transpose_w:
+            raise ValueError(
+                f"{cls.op}: transpose_w is True, and w is an {type(w).__name__}, whose scales are of its rows; leave "
+                "transpose_w out, or give w.dequantize() in 16 bits"
+            )
+        if rows is not None:
+            check_indices(cls.op, rows, x)
+            x = take_rows(x, rows)
+        return x, *weight_parts(cls.op, "w", w, recipe)
+
+    def refuse_gradients(self) -> None:
+        for name in ("x", "bias", "bias_scale"):
+            if any_requires_grad(getattr(self, name)):
+                raise GradientNotSupported(
+                    f"{self.op}: w is quantised, and {name} requires a gradient; call it under torch.no_grad(), or "
+                    "give w.dequantize() in 16 bits"
+                )
+
+    def check(self) -> Problem:
+        columns, like = self.check_lead()
+        recipe = recipes.find(self.op, self.recipe)
+        experts, n, k = check_weight(self, "w", "E N K", recipe)
+        if k != columns:
+            mismatch(self.op, "w", (experts, n, k), (experts, n, columns), f"x has {columns} columns")
+        recipes.check_fits(self.op, recipe, dtype_name(self.x.dtype), runs_kernels(self.x))
+        self.check_addends(experts, "w", like, bias=n)
+        check_out(self.op, "out", self.out, like, n)
+        return self.problem(experts, columns, out_features=n, operands=recipe.operands)
+
+    def prepared(self) -> Any:
+        """As for any operator, with w as kernels read it."""
+        return super(QuantizedMmCall, with_parts_as_read(self)).prepared()
+
+    def reference(self, problem: Problem) -> Tensor:
+        out: Tensor = self.results(problem)
+        w: Any = weight_as_read(self, "w")
+        reference.grouped_mm(self.x, w, self.host_ends(), self.bias, self.bias_scale, False, out)
+        return out

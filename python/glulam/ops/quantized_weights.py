@@ -1,0 +1,91 @@
+"""Weights of calls whose arguments are quantised: their parts, what is checked of them, and what kernels read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import recipes
+from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
+from ..choose.problem import changed
+from ..formats import prepared
+from ..formats.form import Form
+from ..formats.mlp_reference import Weight
+from ..formats.scaled import SCALE_DTYPE, SUFFIXES, Parts
+from ..recipes import Recipe
+
+FORMS: dict[str, Form] = {name: recipe.weights for name, recipe in recipes.RECIPES.items() if recipe.weights}
+"""How each recipe's kernels read weights."""
+READY_AS = {name: form.ready_as for name, form in FORMS.items()}
+
+
+def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
+    """An argument's parts. Raises TypeError or ValueError where the recipe does not take it."""
+    form = FORMS[recipe.name]
+    if w.__class__ in form.classes and w.reads_as == form.name:
+        parts: Parts = w.parts
+        return parts
+    return form.parts_of(op, name, w, recipe.name)
+
+
+def ready(recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None) -> Parts:
+    """The parts of a weight that kernels do not read, as they were prepared before, if they were; else as they are."""
+    parts = Parts(w, scale, global_scale)
+    return prepared.PREPARED.find(FORMS[recipe], parts) or parts
+
+
+def form_of(call: Any) -> Form:
+    return FORMS[call.recipe]
+
+
+def parts_given(call: Any, name: str) -> Parts:
+    """Of a call's weight."""
+    return Parts(*[getattr(call, name + suffix, None) for suffix in SUFFIXES])
+
+
+def weight_as_read(call: Any, name: str) -> Weight:
+    """A call's weight, prepared now where it was not; on the CPU the reference reads more than kernels do."""
+    form, parts = form_of(call), parts_given(call, name)
+    if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
+        return Weight(form, parts)
+    return Weight(form, prepared.PREPARED.get(form, parts))
+
+
+def with_parts_as_read(call: Any) -> Any:
+    """A call with its weights as kernels read them; itself where they are."""
+    changes = {
+        part: value
+        for name in call.weights
+        for part, value in zip(call.parts_of(name), weight_as_read(call, name).parts, strict=False)
+    }
+    return call if all(getattr(call, name) is value for name, value in changes.items()) else changed(call, **changes)
+
+
+def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[int, ...]:
+    """The shape [E, N, K] of a call's weight, in any form that the recipe takes."""
+    form, parts = FORMS[recipe.name], parts_given(call, name)
+    value = parts.data
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    dtype = first.dtype if isinstance(first, Tensor) else torch.bfloat16
+    form.check_dtype(call.op, name, parts, dtype, recipe.name)
+    shape = check_experts(call.op, name, value, call.lead.new_empty(0, dtype=dtype), letters)
+    if parts.scale is not None:
+        shape = (*shape[:2], form.columns(value))
+    check_width(call.op, name, shape[1], runs_kernels(call.lead))
+    if parts.scale is not None:
+        check_scale(call.op, name, parts.scale, form.scale_shape(shape, parts.scale), value, form.kind.scale_dtype)
+    return shape
+
+
+def check_scale(
+    op: str, name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor, dtype: torch.dtype = SCALE_DTYPE
+) -> None:
+    """Check the scales of an argument's data: their dtype, shape, device and contiguity."""
+    if scale.dtype != dtype:
+        raise TypeError(f"{op}: {name}'s scale is {scale.dtype}; it must be {dtype}")
+    if tuple(scale.shape) != tuple(shape):
+        mismatch(op, f"{name}'s scale", scale.shape, shape, f"that is what its data {data.dtype} goes with")
+    if scale.device != data.device or not scale.is_contiguous():
+        raise ValueError(f"{op}: {name}'s scale must be contiguous, and on {data.device} as its data")
