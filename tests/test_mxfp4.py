@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 import glulam
 from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
-from glulam.formats.mxfp4.words import bytes_of, words_of
 from glulam.formats.prepared import PREPARED
+from glulam.formats.words import bytes_of, words_of
 
 pytest_plugins = ["support.fixtures"]
 
@@ -237,7 +237,7 @@ class TestWords:
     def test_large_tensors_in_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
         q = random_tensor(3, 5, 64)
         wanted = words_of(q.data)
-        monkeypatch.setattr("glulam.mxfp4.words.CHUNK_BYTES", 64)
+        monkeypatch.setattr("glulam.formats.words.CHUNK_BYTES", 64)
         assert torch.equal(words_of(q.data), wanted) and torch.equal(bytes_of(wanted), q.data)
 
     def test_prepared_where_it_lies(self) -> None:

@@ -15,6 +15,7 @@ from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
 from .formats.mxfp4 import MXFP4Tensor, quantize_mxfp4
 from .formats.mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
+from .formats.nvfp4 import NVFP4Tensor, quantize_nvfp4
 from .formats.prepared import refresh_weights
 from .host.experts import GateUp
 from .layer import Routing, combine, load_balancing_loss, moe, permute, route, router_z_loss
@@ -39,6 +40,7 @@ __all__ = [
     "GradientNotSupported",
     "MXFP4Tensor",
     "MXFP8Tensor",
+    "NVFP4Tensor",
     "Routing",
     "TuneReport",
     "UnsupportedDevice",
@@ -62,6 +64,7 @@ __all__ = [
     "prepare_mxfp8_weight",
     "quantize_mxfp4",
     "quantize_mxfp8",
+    "quantize_nvfp4",
     "recipes",
     "refresh_weights",
     "route",

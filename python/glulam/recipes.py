@@ -10,8 +10,9 @@ from typing import Any
 
 from .calls.checks import PLAIN_RECIPE
 from .formats.form import Form
-from .formats.mxfp4.form import WORDS
+from .formats.mxfp4.form import MXFP4
 from .formats.mxfp8.forms import BLOCKS, BY_32, BY_128, FOLDED_ROWS, Rows
+from .formats.nvfp4.form import NVFP4
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,12 @@ def weight_only(name: str, weights: Form) -> Recipe:
 
 
 MXFP8_WEIGHT_ONLY = weight_only("mxfp8_weight_only", BLOCKS)
-MXFP4_WEIGHT_ONLY = weight_only("mxfp4_weight_only", WORDS)
+MXFP4_WEIGHT_ONLY = weight_only("mxfp4_weight_only", MXFP4)
+NVFP4_WEIGHT_ONLY = weight_only("nvfp4_weight_only", NVFP4)
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (BF16, MXFP8, MXFP8_EXACT, MXFP8_WEIGHT_ONLY, MXFP4_WEIGHT_ONLY)
+    recipe.name: recipe
+    for recipe in (BF16, MXFP8, MXFP8_EXACT, MXFP8_WEIGHT_ONLY, MXFP4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY)
 }
 """By name. "bf16": 16-bit operands of x's dtype, which may be float16 as well."""
 

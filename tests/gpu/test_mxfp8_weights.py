@@ -19,7 +19,7 @@ from cute_kernels.sm90.configs import TINY_W8
 from cute_kernels.specs import DECODED, GATED, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec
 from cute_kernels.tiles import TileConfig
 from glulam.activations import ActivationParams, kernel_params
-from glulam.formats.mxfp4.words import words_of
+from glulam.formats.words import words_of
 
 pytestmark = pytest.mark.gpu
 

@@ -72,7 +72,7 @@ class Arguments:
     gradients: ClassVar[tuple[str, ...]] = ()
     labels: ClassVar[dict[str, str]] = {
         **{f"{name}_scale": f"{name}'s scale" for name in ("x", *WEIGHTS)},
-        **{f"{name}_global": f"{name}'s global_scale" for name in WEIGHTS},
+        **{f"{name}_global_scale": f"{name}'s global_scale" for name in WEIGHTS},
     }
     torch_op: ClassVar[str]
 

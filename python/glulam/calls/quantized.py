@@ -1,7 +1,7 @@
 """Calls whose arguments are quantised, or become so: what a user gives as one argument is its parts from here on.
 
 An argument `w` is then `w`, its elements (or a weight in 16 bits, which is yet to be prepared), `w_scale`, its scales,
-and `w_global`, where its format has a third part. So plans are found by tensors alone, and a call is made of what
+and `w_global_scale`, where its format has a third part. So plans are found by tensors alone, and a call is made of what
 torch's operators take. The front of the public operator (`front`) takes the parts.
 """
 

@@ -18,8 +18,8 @@ class Form:
     Attributes:
         name: of it, and of tensors that are read as they are (`Scaled.reads_as`).
         kind: what callers hold. classes: all that is taken besides weights in 16 bits.
-        multiple: what widths that scales run along are multiples of.
-        elements: of a number of `kind`'s data, as it is quantised.
+        multiple: what widths that scales run along are multiples of. block: elements of a row that share a scale.
+        quantize: makes a `kind` of a matrix in 16 bits or float32, or of several.
         ready_as: the dtype of data and the dimensions of scales that kernels read.
     """
 
@@ -27,7 +27,8 @@ class Form:
     kind: ClassVar[type[Scaled]]
     classes: ClassVar[tuple[type[Scaled], ...]]
     multiple: ClassVar[int]
-    elements: ClassVar[int] = 1
+    block: ClassVar[int]
+    quantize: ClassVar[Callable[..., Any]]
     ready_as: ClassVar[tuple[torch.dtype, int]]
 
     def check(self, op: str, name: str, w: Any) -> None:
@@ -45,6 +46,11 @@ class Form:
         """What kernels read, of parts that are not ready. `report`: raise FoldError where too much would change."""
         raise NotImplementedError
 
+    def check_global(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
+        """Raises ValueError, TypeError: the third part does not fit a weight of this shape. is_concatenated: the rows'
+        halves are a gate's.
+        """
+
     def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Scaled:
         """What callers hold, of parts that were made before; 8-bit floats may be bytes. Unchecked."""
         raise NotImplementedError
@@ -55,23 +61,28 @@ class Form:
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
         """What the scales of a weight of this shape have."""
-        return *shape[:-1], -(-shape[-1] // self.multiple)
+        return *shape[:-1], -(-shape[-1] // self.block)
 
     def values(self, parts: Parts, expert: int) -> Tensor:
         """An expert's weight [N, K], float32."""
         raise NotImplementedError
 
-    def quantized(self, w: Any, quantize: Callable[..., Any]) -> Parts:
-        """Of a weight in 16 bits, packed or a list, by rows, one expert after the other; of one that is transposed a
-        copy. On the meta device there is nothing to quantise.
-        """
-        rows, columns = w[0].shape
-        data = w[0].new_empty(len(w), rows, columns // self.elements, dtype=self.kind.data_dtypes[0])
-        scale = w[0].new_empty(len(w), rows, columns // self.multiple, dtype=self.kind.scale_dtype)
-        for expert, out, out_scale in zip(w, data, scale, strict=True) if not data.is_meta else ():
-            matrix = expert.detach() if expert.stride(1) == 1 else expert.detach().contiguous()
-            quantize(matrix, out=self.kind(out, out_scale))  # type: ignore[call-arg]
-        return Parts(data, scale)
+    def quantized(self, w: Any) -> Parts:
+        """Of a weight in 16 bits, packed or a list, one expert after the other; of one that is transposed a copy."""
+        whole: list[Tensor | None] = []
+        for expert, matrix in enumerate(w):
+            parts = self.quantize(matrix.detach().contiguous()).parts
+            if not whole:
+                whole = [None if part is None else part.new_empty(len(w), *part.shape) for part in parts]
+            for to, part in zip(whole, parts, strict=True):
+                if to is not None:
+                    to[expert] = part
+        return Parts(*whole)
+
+    def quantized_tensor(self, w: Any) -> Any:
+        """A weight in 16 bits as a `kind`."""
+        made: Any = self.kind
+        return made(*[part for part in self.quantized(w) if part is not None])
 
     def parts_of(self, op: str, name: str, w: Any, recipe: str) -> Parts:
         """An argument's parts.

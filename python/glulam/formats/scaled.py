@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ..calls.checks import shape_text
 
-NAMES = ("data", "scale")
+NAMES = ("data", "scale", "global_scale")
+"""Of the fields of a tensor in a format that are tensors; most have two."""
 SCALE_DTYPE = torch.float8_e8m0fnu
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantised."""
@@ -47,7 +48,7 @@ def multipliers_of(exponents: Tensor) -> Tensor:
     return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
-SUFFIXES = ("", "_scale", "_global")
+SUFFIXES = ("", "_scale", "_global_scale")
 """Of a weight's name, for the names of its parts."""
 
 
@@ -62,7 +63,8 @@ class Parts(NamedTuple):
 
 
 class Scaled:
-    """A dataclass of `data`, elements of 8 bits or less, `scale`, and fields that say how they lie: what all share.
+    """A dataclass of `data`, elements of 8 bits or less, `scale`, in some formats `global_scale`, and fields that say
+    how they lie: what all share.
 
     They copy and pickle, and pass torch.load(weights_only=True) and pytree functions, and so containers of them
     torch.compile and torch.export.
@@ -79,13 +81,19 @@ class Scaled:
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
     """Of data; the first is what bytes of a file are."""
     scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE
+    names: ClassVar[tuple[str, ...]]
+    """The fields that are tensors."""
     form: ClassVar[tuple[str, ...]]
     """The fields that are no tensors."""
     fields: ClassVar[tuple[str, ...]]
 
     def __init_subclass__(cls) -> None:
-        cls.form = tuple(name for name in cls.__annotations__ if name not in NAMES)
-        cls.fields = NAMES + cls.form
+        annotated = cls.__annotations__
+        if "data" not in annotated:  # of several formats
+            return
+        cls.names = tuple(name for name in NAMES if name in annotated)
+        cls.form = tuple(name for name in annotated if name not in NAMES)
+        cls.fields = cls.names + cls.form
         torch.serialization.add_safe_globals([cls])
         pytree.register_pytree_node(
             cls,
@@ -108,18 +116,21 @@ class Scaled:
 
     def note(self) -> None:
         """Keep what calls look at: a property takes them a frame each time."""
-        self.__dict__.update(parts=Parts(self.data, self.scale), reads_as=self.form_name())
+        self.__dict__.update(parts=Parts(*self._tensors()), reads_as=self.form_name())
+
+    def _tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.names]
 
     def in_16_bits(self, name: str) -> str:
         """What gives this in 16 bits, as text."""
         return f"{name}.dequantize(torch.bfloat16)"
 
     def _flat(self) -> tuple[list[Any], Any]:
-        return [self.data, self.scale], tuple(getattr(self, name) for name in self.form)
+        return self._tensors(), tuple(getattr(self, name) for name in self.form)
 
     def _flat_with_keys(self) -> tuple[list[Any], Any]:
         parts, form = self._flat()
-        return [(pytree.GetAttrKey(name), part) for name, part in zip(NAMES, parts, strict=True)], form
+        return [(pytree.GetAttrKey(name), part) for name, part in zip(self.names, parts, strict=True)], form
 
     @classmethod
     def _unflattened(cls, parts: Any, form: Any) -> Any:
@@ -137,26 +148,27 @@ class Scaled:
     def check_parts(self) -> None:
         """Raises TypeError for a part that is no tensor of its dtype, ValueError for two that lie apart."""
         kind = type(self).__name__
-        for name, dtypes in zip(NAMES, (self.data_dtypes, (SCALE_DTYPE,)), strict=True):
-            tensor = getattr(self, name)
+        dtypes_of = {"data": self.data_dtypes, "scale": (self.scale_dtype,), "global_scale": (torch.float32,)}
+        for name in self.names:
+            tensor, dtypes = getattr(self, name), dtypes_of[name]
             if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
                 got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise TypeError(f"{kind}: {name} is {got}; it must be a tensor of {dtypes[0]}")
-        if self.scale.device != self.data.device:
-            raise ValueError(f"{kind}: scale is on {self.scale.device} but data is on {self.data.device}")
+        for name in self.names[1:]:
+            if (device := getattr(self, name).device) != self.data.device:
+                raise ValueError(f"{kind}: {name} is on {device} but data is on {self.data.device}")
         self.note()
 
     def __getstate__(self) -> dict[str, Any]:
         """8-bit floats as bytes: Python's own pickle cannot restore torch's."""
-        parts = {name: getattr(self, name) for name in NAMES}
         fields = {name: getattr(self, name) for name in self.fields}
-        return {**fields, **{name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in parts.items()}}
+        return fields | {name: t.view(torch.uint8) for name, t in fields.items() if name in NAMES and t.itemsize == 1}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Checked as any other is, since it may come from a file."""
         data = state["data"]
         typed = data.view(self.data_dtypes[0]) if data.dtype == torch.uint8 else data
-        self.__init__(**{**state, "data": typed, "scale": state["scale"].view(SCALE_DTYPE)})  # type: ignore[misc]
+        self.__init__(**{**state, "data": typed, "scale": state["scale"].view(self.scale_dtype)})  # type: ignore[misc]
 
     @property
     def shape(self) -> torch.Size:
@@ -168,16 +180,15 @@ class Scaled:
 
     @property
     def nbytes(self) -> int:
-        """Of data and scales together."""
-        return self.data.nbytes + self.scale.nbytes
+        """Of all parts together."""
+        return sum(part.nbytes for part in self._tensors())
 
     def to(self: Kind, device: torch.device | str | int, non_blocking: bool = False) -> Kind:
         """On another device; itself where it is there. The dtype is the format's: `dequantize` gives others."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"to: {self.format} has no other dtype; call dequantize({device})")
-        if (data := self.data.to(device, non_blocking=non_blocking)) is self.data:
-            return self
-        return self._with(data=data, scale=self.scale.to(device, non_blocking=non_blocking))
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in self.names}
+        return self if moved["data"] is self.data else self._with(**moved)
 
     def _with(self: Kind, **changes: Any) -> Kind:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
@@ -197,11 +208,12 @@ class Stored(Scaled):
         return self.to(torch.device("cuda") if device is None else torch.device("cuda", device))
 
     def clone(self: Kind) -> Kind:
-        return self._with(data=self.data.clone(), scale=self.scale.clone())
+        return self._with(**{name: getattr(self, name).clone() for name in self.names})
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """What a checkpoint stores: `<prefix>data` and `<prefix>scale`; scales as uint8, which every format knows."""
-        return {f"{prefix}data": self.data, f"{prefix}scale": self.scale.view(torch.uint8)}
+        """What a checkpoint stores: `<prefix>data` and so on; E8M0 scales as uint8, which every format knows."""
+        parts = {f"{prefix}{name}": getattr(self, name) for name in self.names}
+        return {name: part.view(torch.uint8) if part.dtype == SCALE_DTYPE else part for name, part in parts.items()}
 
     def metadata(self, prefix: str = "") -> dict[str, str]:
         """What else a checkpoint stores, as strings: the fields that are no tensors."""
@@ -222,12 +234,12 @@ class Stored(Scaled):
             if not isinstance(value, Mapping):
                 kind = type(value).__name__
                 raise TypeError(f"{cls.__name__}.from_tensors: {argument} is a {kind}; give a mapping by names")
-        for names, entries in ((NAMES, tensors), (cls.form, metadata)):
+        for names, entries in ((cls.names, tensors), (cls.form, metadata)):
             for name in names:
                 if f"{prefix}{name}" not in entries:
                     raise KeyError(f"{cls.__name__}.from_tensors: there is no entry {prefix + name!r}")
-        data, scale = (tensors[f"{prefix}{name}"] for name in NAMES)
-        if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
-            scale = scale.view(SCALE_DTYPE)
+        parts = {name: tensors[f"{prefix}{name}"] for name in cls.names}
+        if isinstance(scale := parts["scale"], Tensor) and scale.dtype == torch.uint8:
+            parts["scale"] = scale.view(cls.scale_dtype)
         form = {name: metadata[f"{prefix}{name}"] for name in cls.form}
-        return cls(data, scale, **form)  # type: ignore[call-arg]
+        return cls(**parts, **form)

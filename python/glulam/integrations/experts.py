@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.scaled import SUFFIXES, Parts
-from ..nn.mxfp4_linear import refusal
+from ..nn.four_bits_linear import refusal
 from ..recipes import Recipe
 
 NAME = "glulam"

@@ -19,9 +19,9 @@ from transformers.quantizers.base import HfQuantizer
 
 from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp4.tensor import BLOCK_BYTES
-from ..formats.mxfp4.words import words_of
 from ..formats.scaled import BLOCK, Parts
-from ..nn.mxfp4_linear import SCALE_DTYPES, refusal
+from ..formats.words import words_of
+from ..nn.four_bits_linear import SCALE_DTYPES, refusal
 from ..recipes import MXFP4_WEIGHT_ONLY
 from .experts import NAME, SCALE, is_experts, keep, weight_names
 

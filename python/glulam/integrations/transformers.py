@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .. import recipes
-from ..formats.mxfp4.form import WORDS
+from ..formats.mxfp4.form import MXFP4
 from ..formats.prepared import prepare
 from ..formats.scaled import Parts
 from ..layer import Routing, combine, permute
@@ -96,7 +96,7 @@ def register(recipe: str | Recipe = "bf16") -> None:
 
     warn_if_untested("transformers", KNOWN_VERSIONS)
     ExpertsInterface.register(NAME, experts_forward)
-    mxfp4_checkpoints.use(as_shipped=found.weights is WORDS)
+    mxfp4_checkpoints.use(as_shipped=found.weights is MXFP4)
     _recipe = found
 
 

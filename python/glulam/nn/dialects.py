@@ -15,7 +15,7 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
-from .mxfp4_linear import SCALE_DTYPES, refusal, scale_bytes
+from .four_bits_linear import SCALE_DTYPES, refusal, scale_bytes
 from .state import PACKED_RANKS, Move, alike
 
 RENAMES = {

@@ -14,13 +14,12 @@ from .. import recipes
 from ..activations import ActivationParams
 from ..calls.checks import check_activation, check_params, intermediate_width, runs_kernels
 from ..choose.problem import dtype_name
-from ..formats.mxfp4.form import WORDS
 from ..host.groups import Splits
 from ..ops.grouped_mlp import GroupedMlpCall, grouped_mlp
 from ..ops.quantized_mlp import QuantizedMlpCall
 from ..recipes import BF16, Recipe
+from .four_bits_linear import LAYERS
 from .linear import GroupedLinear
-from .mxfp4_linear import MXFP4Linear
 from .options import check_options, check_placement, shown_options
 from .weight_gradients import DelaysWeightGradients, run
 
@@ -42,7 +41,8 @@ class GroupedMLP(DelaysWeightGradients):
             whole forward, which FC2 is part of.
         delay_wgrad: leave the gradients of both weights out of backward; `backward_dw` computes them.
         recipe: as of `glulam.grouped_mlp`. Those without a gradient ("mxfp8_exact", "mxfp8_weight_only") run where none
-            is asked for. With "mxfp4_weight_only" weights are buffers in MXFP4 (`MXFP4Linear`).
+            is asked for. With "mxfp4_weight_only" and "nvfp4_weight_only" weights are buffers in these formats
+            (`FourBitsLinear`).
         device, dtype: of the parameters.
 
     Raises:
@@ -90,11 +90,12 @@ class GroupedMLP(DelaysWeightGradients):
             "activation": activation, "glu_layout": glu_layout, "limit": limit, "alpha": alpha, "offset": offset,
             "recipe": chosen.name, "recompute": recompute,
         }  # fmt: skip
-        linear = MXFP4Linear if chosen.weights is WORDS else GroupedLinear
+        linear: Any = GroupedLinear if chosen.weights is None else LAYERS.get(chosen.weights, GroupedLinear)
         if linear is not GroupedLinear and not packed:
             raise ValueError(f"{NAME}: packed is False, but recipe {chosen.name!r} has packed weights; leave it out")
         how: dict[str, Any] = {"bias": bias, "packed": packed, "device": device, "dtype": dtype}
-        self.fc1 = linear(num_experts, hidden_size, rows, **how)
+        is_cut = linear is not GroupedLinear and activation in GATED and glu_layout == "concat"
+        self.fc1 = linear(num_experts, hidden_size, rows, **how, **({"halves": 2} if is_cut else {}))
         self.fc2 = linear(num_experts, intermediate_size, width, **how)
 
     def reset_parameters(self) -> None:

@@ -88,7 +88,7 @@ class FoldsRows(Call):
     """Of a forward in MXFP8: x and weights are in 16 bits. `trained`: whether a weight is."""
 
     tabled = ()  # a launch looks prepared weights up
-    x_scale = w1_scale = w2_scale = w1_global = w2_global = dtype = None
+    x_scale = w1_scale = w2_scale = w1_global_scale = w2_global_scale = dtype = None
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), "trained": self.trained, "folded_rows": folded_rows}
@@ -230,7 +230,7 @@ class Mxfp8GradientsCall(FoldsColumns):
     torch_op = "grouped_mlp_mxfp8_backward"
     torch_results = {"": ("Tensor[]", {})}
     torch_types = {"w1": "Tensor[]?"}
-    w1_scale = w2_scale = w1_global = w2_global = None  # weights are not in MXFP8
+    w1_scale = w2_scale = w1_global_scale = w2_global_scale = None  # weights are not in MXFP8
 
     def check(self) -> Problem:
         recipe = recipes.find(self.op, self.recipe)

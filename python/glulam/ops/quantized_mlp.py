@@ -37,6 +37,7 @@ from .quantized_weights import (
     READY_AS,
     check_scale,
     check_weight,
+    global_counts,
     ready,
     weight_as_read,
     weight_parts,
@@ -99,7 +100,7 @@ class QuantizedMlpCall(Quantized):
     """A call by a recipe that quantises. `dtype`: of the result, where x is in MXFP8."""
 
     in_parts: ClassVar = {"x": 2, "w1": 3, "w2": 3}
-    unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global", "w2", "w2_scale", "w2_global"
+    unwraps = "x", "x_scale", "dtype", "rows", "w1", "w1_scale", "w1_global_scale", "w2", "w2_scale", "w2_global_scale"
 
     op = "grouped_mlp"
     torch_op = "grouped_mlp_mxfp8"
@@ -211,7 +212,7 @@ class QuantizedMlpCall(Quantized):
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         params = kernel_params(self.activation, self.glu_layout, self.params)
-        return {"out_dtype": self.result_dtype, **params._asdict()}
+        return {"out_dtype": self.result_dtype, **params._asdict(), **global_counts(self)}
 
     def scratch_of(self, problem: Problem) -> dict[str, str]:
         return self._rows_between(problem)

@@ -14,18 +14,27 @@ from ..calls.quantized import Quantized
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
 from ..formats.mxfp4 import MXFP4Tensor
+from ..formats.nvfp4 import NVFP4Tensor
 from ..recipes import Recipe
 from ..reference import take_rows
-from .quantized_weights import READY_AS, check_weight, ready, weight_as_read, weight_parts, with_parts_as_read
+from .quantized_weights import (
+    READY_AS,
+    check_weight,
+    global_counts,
+    ready,
+    weight_as_read,
+    weight_parts,
+    with_parts_as_read,
+)
 
 
 class QuantizedMmCall(Quantized):
     """A call of grouped_mm of which w is in a format of 4 bits."""
 
     in_parts: ClassVar = {"w": 3}
-    unwraps = "x", "w", "w_scale", "w_global"
+    unwraps = "x", "w", "w_scale", "w_global_scale"
     settles = "rows", "transpose_w"
-    classes = frozenset((MXFP4Tensor,))
+    classes = frozenset((MXFP4Tensor, NVFP4Tensor))
 
     op = "grouped_mm"
     torch_op = "grouped_mm_mxfp4"
@@ -65,6 +74,9 @@ class QuantizedMmCall(Quantized):
         self.check_addends(experts, "w", like, bias=n)
         check_out(self.op, "out", self.out, like, n)
         return self.problem(experts, columns, out_features=n, operands=recipe.operands)
+
+    def constants(self, problem: Problem) -> dict[str, Any]:
+        return {**super().constants(problem), **global_counts(self)}
 
     def prepared(self) -> Any:
         """As for any operator, with w as kernels read it."""

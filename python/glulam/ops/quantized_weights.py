@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.specs import GATED
+
 from .. import recipes
 from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
 from ..choose.problem import changed
@@ -76,7 +78,15 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
     check_width(call.op, name, shape[1], runs_kernels(call.lead))
     if parts.scale is not None:
         check_scale(call.op, name, parts.scale, form.scale_shape(shape, parts.scale), value, form.kind.scale_dtype)
+        is_concatenated = name == "w1" and call.activation in GATED and call.glu_layout == "concat"
+        form.check_global(call.op, name, parts, shape, is_concatenated)
     return shape
+
+
+def global_counts(call: Any) -> dict[str, int]:
+    """What kernels take of global scales besides addresses: how many dimensions they have."""
+    found = {name: getattr(call, f"{name}_global_scale", None) for name in call.weights}
+    return {f"{name}_global_count": one.dim() for name, one in found.items() if one is not None}
 
 
 def check_scale(

@@ -23,14 +23,15 @@ from cute_kernels.specs import (
     is_gated,
 )
 
-from ..formats.mxfp4 import quantize_mxfp4
-from ..formats.mxfp8 import MXFP8Tensor, quantize_mxfp8
+from ..formats.mxfp8 import quantize_mxfp8
 from ..host.experts import GateUp
 from ..ops.grouped_dglu import grouped_dglu
 from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
+from ..ops.quantized_mm import QuantizedMmCall
+from ..ops.quantized_weights import FORMS
 from ..recipes import BF16
 from .inputs import Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
 from .trial import Given, Trial, gradients
@@ -66,29 +67,29 @@ def _replayed(sized: Sized, size: Size) -> Given:
 
 
 def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
-    """Of decoded weights in MXFP8 there is no call but that of an MLP, see `mlp`."""
+    """Of decoded weights in some formats, as MXFP8, there is no call but that of an MLP, see `mlp`."""
     if spec.in_halves:
         yield from _in_halves(spec, size)
         return
-    if spec.operands not in (IN_16_BITS, "mxfp4_weight_only"):
+    dtype, is_decoded = _dtype(spec), spec.operands != IN_16_BITS
+    if is_decoded and (spec.operands not in FORMS or FORMS[spec.operands].kind not in QuantizedMmCall.classes):
         return
-    dtype, of_mxfp4 = _dtype(spec), spec.operands != IN_16_BITS
-    for sized in _sizes(size, size.in_blocks if of_mxfp4 else size.hidden):
+    for sized in _sizes(size, size.in_blocks if is_decoded else size.hidden):
         routing, k, n = sized
         total, experts = total_rows(routing), len(routing.sizes)
         w = weights_of(experts, n, k, dtype, seed=2)
         given: dict[str, Any] = {
             "x": rows_of(total, k, dtype, routing.rows), "offs": routing.offs, "w": w,
         }  # fmt: skip
-        if of_mxfp4:
-            given["w"] = quantize_mxfp4(w)
+        if is_decoded:
+            given["w"] = FORMS[spec.operands].quantized_tensor(w)
         elif spec.transpose_w:
             given["w"] = w.mT.contiguous()
         addends = {
             "bias": weights_of(experts, 1, n, dtype, seed=4)[:, 0].contiguous(),
             "bias_scale": scales_of(total, routing.rows),
         }
-        for name, more in _ways(given, addends, () if of_mxfp4 else ("w",), routing, routing == routings(size)[0]):
+        for name, more in _ways(given, addends, () if is_decoded else ("w",), routing, routing == routings(size)[0]):
             call = _listed(grouped_mm, transpose_w=spec.transpose_w)
             yield Trial(
                 f"{routing.name}, {name}", {**given, **more}, call, _ends(routing), True,
@@ -216,14 +217,9 @@ def _weights(spec: GroupedMlpSpec, routing: Routing, hidden: int, both: int, int
     if spec.fc1.transpose_w:
         w1, w2 = w1.mT.contiguous(), w2.mT.contiguous()
     if spec.fc1.operands != IN_16_BITS:
-        quantized = quantize_mxfp4 if spec.fc1.operands.startswith("mxfp4") else _in_mxfp8
-        return {"w1": quantized(w1), "w2": quantized(w2)}
+        form = FORMS[spec.fc1.operands]
+        return {"w1": form.quantized_tensor(w1), "w2": form.quantized_tensor(w2)}
     return {"w1": w1, "w2": w2}
-
-
-def _in_mxfp8(w: Tensor) -> MXFP8Tensor:
-    made = quantize_mxfp8(w.flatten(0, 1))
-    return MXFP8Tensor(made.data.view(w.shape), made.scale.view(*w.shape[:2], -1))
 
 
 def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:

@@ -24,7 +24,8 @@ class Blocks(Form):
     name = "mxfp8"
     kind = MXFP8Tensor
     classes: ClassVar[tuple[Any, ...]] = (MXFP8Tensor,)
-    multiple = BLOCK
+    block = multiple = BLOCK
+    quantize = staticmethod(quantize_mxfp8)
     ready_as = DATA_DTYPE, 3
 
     def check(self, op: str, name: str, w: Any) -> None:
@@ -34,7 +35,7 @@ class Blocks(Form):
             )
 
     def made(self, parts: Parts, report: bool) -> Parts:
-        return self.quantized(parts.data, quantize_mxfp8)
+        return self.quantized(parts.data)
 
     def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Any:
         return MXFP8Tensor.unchecked(data.view(DATA_DTYPE), scale.view(SCALE_DTYPE), "row", "1x32", "plain")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cute_kernels.formats import WORD_ELEMENTS
 
-from ..scaled import BLOCK
+from .scaled import BLOCK
 
 WORD_DTYPE = torch.int32
 WORD_BITS, WORD_BYTES = 32, WORD_ELEMENTS // 2

@@ -1,0 +1,92 @@
+"""What tensors of 4-bit elements share: bytes as checkpoints have them, or words as kernels read them (`words`)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..calls.checks import shape_text
+from .scaled import Stored
+from .words import WORD_DTYPE, bytes_of, elements_of, words_of
+
+Kind = TypeVar("Kind", bound="FourBits")
+
+
+class FourBits(Stored):
+    """A matrix [N, K], or a batch of them, of E2M1 elements, two a byte, with a scale for each block of a row."""
+
+    data_dtypes = (torch.uint8, WORD_DTYPE)
+    block: ClassVar[int]
+    """Elements that share a scale."""
+    multiple: ClassVar[int] = 32
+    """What K is a multiple of: whole blocks, and whole words of them."""
+
+    def check_shapes(self) -> None:
+        """Raises ValueError where data and scales do not fit together."""
+        kind = type(self).__name__
+        if self.data.dim() < 2:
+            raise ValueError(f"{kind}: data has shape {shape_text(self.data.shape)}; give [..., N, K/2]")
+        *lead, k = self.shape
+        if k % self.multiple:
+            raise ValueError(
+                f"{kind}: data has shape {shape_text(self.data.shape)}, so K = {k}; it must be a multiple of "
+                f"{self.multiple}: pad the matrix with zeros before it is quantised"
+            )
+        wanted = (*lead, k // self.block)
+        if tuple(self.scale.shape) != wanted:
+            raise ValueError(
+                f"{kind}: scale has shape {shape_text(self.scale.shape)}; the scales of data "
+                f"{shape_text(self.data.shape)} are {shape_text(wanted)}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the elements."""
+        *lead, columns = self.data.shape
+        return torch.Size((*lead, columns * elements_of(self.data.dtype)))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether data are words, which kernels read."""
+        return self.data.dtype == WORD_DTYPE
+
+    def prepare_(self: Kind) -> Kind:
+        """Bring data into the order in which kernels read it, where it lies; nothing where it is. Returns self.
+
+        Operators take a tensor in either order, but of one that is not prepared they make and keep a prepared copy.
+        Other views of the same memory, as blocks of a checkpoint or a slice, are not told: their values change.
+
+        Raises:
+            ValueError: data is not contiguous.
+        """
+        if not self.is_prepared:
+            if not self.data.is_contiguous() or self.data.storage_offset() % WORD_DTYPE.itemsize:
+                raise ValueError(f"prepare_: the data of {self!r} are not contiguous words; give clone()")
+            words = self.data.view(WORD_DTYPE)
+            object.__setattr__(self, "data", words_of(self.data, out=words))
+            self.note()
+        return self
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """What a checkpoint stores; data as bytes, of a prepared tensor a copy."""
+        stored = self._with(data=self.bytes) if self.is_prepared else self
+        return super(FourBits, stored).tensors(prefix)
+
+    @property
+    def bytes(self) -> Tensor:
+        """Data as checkpoints have them: of a prepared tensor a copy."""
+        return bytes_of(self.data) if self.is_prepared else self.data
+
+    def __getitem__(self: Kind, index: int | slice) -> Kind:
+        """Entries of the first leading dimension, as an expert's matrix of [E, N, K], or rows of a matrix; a view."""
+        if isinstance(index, int) and self.data.dim() < 3:
+            raise IndexError(
+                f"{type(self).__name__}: a single matrix has no leading dimension to index; slice its rows"
+            )
+        return self._with(data=self.data[index], scale=self.scale[index], **self.others_at(index))
+
+    def others_at(self, index: int | slice) -> dict[str, Tensor]:
+        """What other parts of `self[index]` are."""
+        return {}

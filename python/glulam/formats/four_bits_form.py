@@ -1,0 +1,33 @@
+"""Weights of 4-bit elements as kernels read them: words of eight elements, and scales as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from .form import Form
+from .four_bits import FourBits
+from .scaled import Parts
+from .words import WORD_DTYPE, elements_of, words_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Words(Form):
+    """As a tensor of `kind` that is prepared has them; references read bytes as well."""
+
+    kind: ClassVar[type[FourBits]]
+    ready_as = WORD_DTYPE, 3
+
+    def has_values(self, parts: Parts) -> bool:
+        return parts.scale is not None
+
+    def made(self, parts: Parts, report: bool) -> Parts:
+        if parts.scale is not None:
+            return parts._replace(data=words_of(parts.data))
+        parts = self.quantized(parts.data)
+        return parts._replace(data=words_of(parts.data, out=parts.data.view(WORD_DTYPE)))
+
+    def columns(self, data: Tensor) -> int:
+        return data.shape[-1] * elements_of(data.dtype)

@@ -1,0 +1,95 @@
+"""NVFP4Tensor: weights as NVIDIA's checkpoints ship them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ...calls.checks import shape_text
+from ..e2m1 import numbers_of
+from ..four_bits import FourBits
+
+BLOCK = 16
+SCALE_DTYPE = torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class NVFP4Tensor(FourBits):
+    """A matrix [N, K], or E of them [E, N, K], in NVFP4: E2M1 elements, an E4M3 scale for 16 along a row, and a global
+    scale.
+
+    The value of an element is its E2M1 number times its scale times the global scale.
+
+    Attributes:
+        data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
+            [..., N, K/8] int32, words as kernels read them.
+        scale: [..., N, K/16] float8_e4m3fn, none of them negative; uint8 is taken for it.
+        global_scale: float32, positive: one for all; or [E], one for each matrix; or [E, 2], one for the first N/2 rows
+            of each and one for the others, as the halves of a gated w1 in layout "concat".
+
+    Raises:
+        ValueError, TypeError: the parts do not fit together, or a global scale is not a positive number.
+    """
+
+    data: Tensor
+    scale: Tensor
+    global_scale: Tensor
+
+    format = "NVFP4"
+    recipe = "nvfp4_weight_only"
+    scale_dtype = SCALE_DTYPE
+    block = BLOCK
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, Tensor) and self.scale.dtype == torch.uint8:
+            object.__setattr__(self, "scale", self.scale.view(SCALE_DTYPE))
+        self.check_parts()
+        self.check_shapes()
+        check_global_scale("NVFP4Tensor: global_scale", self.global_scale, tuple(self.shape))
+        if not is_compiling() and not self.global_scale.is_meta:
+            _check_positive(self.global_scale)
+
+    def form_name(self) -> str:
+        return "nvfp4"
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, rounded once from float32."""
+        exact = numbers_of(self.bytes) * self.scale.float().repeat_interleave(BLOCK, dim=-1)
+        return (exact * by_row(self.global_scale, tuple(self.shape))).to(dtype)
+
+    def others_at(self, index: int | slice) -> dict[str, Tensor]:
+        if self.data.dim() < 3 or not self.global_scale.dim():  # rows of a matrix have its global scale
+            return {}
+        if self.global_scale.dim() == 2 and isinstance(index, int):
+            raise IndexError("NVFP4Tensor: a matrix of two global scales is no NVFP4Tensor; take a slice of experts")
+        return {"global_scale": self.global_scale[index]}
+
+
+def check_global_scale(name: str, global_scale: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where the global scale of a weight of this shape has another shape than it may have."""
+    valid: list[tuple[int, ...]] = [()]
+    if len(shape) == 3:
+        valid += [shape[:1], (shape[0], 2)]
+    if tuple(global_scale.shape) not in valid or (global_scale.dim() == 2 and shape[1] % 2):
+        wanted = ", ".join(shape_text(one) for one in valid)
+        raise ValueError(
+            f"{name} has shape {shape_text(global_scale.shape)}; of a weight {shape_text(shape)} it is {wanted}"
+        )
+
+
+def by_row(global_scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The global scale of each row, [..., N, 1] or a number."""
+    if global_scale.dim() < 2:
+        return global_scale if not global_scale.dim() else global_scale[:, None, None]
+    return global_scale.repeat_interleave(shape[-2] // 2, dim=1)[:, :, None]
+
+
+def _check_positive(global_scale: Tensor) -> None:
+    if not bool(((global_scale > 0) & global_scale.isfinite()).all()):
+        raise ValueError(
+            "NVFP4Tensor: global_scale has a number that is 0, negative, NaN or infinite; give positive ones: of "
+            "modelopt's checkpoints `weight_scale_2`, of compressed-tensors' 1 / `weight_global_scale`"
+        )
