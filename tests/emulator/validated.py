@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 from support.fake_gpu import reference
 from support.trials import try_out
+from torch import Tensor
 
 from cute_kernels.specs import Spec
 from glulam.choose import known
@@ -38,10 +40,15 @@ SMALL = Size(
 
 
 class Tried(NamedTuple):
-    """How many trials a function passed, and the functions that their calls called or launched."""
+    """The results of each trial that a function passed, and the functions that their calls called or launched."""
 
-    count: int
+    results: list[Sequence[Tensor]]
     called: frozenset[str]
+
+    @property
+    def trials(self) -> int:
+        """The number of trials."""
+        return len(self.results)
 
 
 def called_by(gpu: EmulatedGpu, spec: Spec, size: Size) -> frozenset[str]:
@@ -70,13 +77,15 @@ def try_function(gpu: EmulatedGpu, spec: Spec, size: Size = SMALL, most: int | N
         most: stop after so many trials.
 
     Raises:
-        Wrong: a result is not as it should be, or other functions served the calls.
+        Wrong: a result is not as it should be, or other functions served the calls; the message names the function.
         Fault: device code did what it must not do.
     """
     trials = _begun(gpu, spec, size, most)
-    with torch.no_grad():
-        for trial in trials:
-            try_out(trial)
-    if trials and spec not in gpu.fake.specs:
-        raise Wrong("other functions served its calls")
-    return Tried(len(trials), frozenset(gpu.called))
+    try:
+        with torch.no_grad():
+            results = [try_out(trial) for trial in trials]
+        if trials and spec not in gpu.fake.specs:
+            raise Wrong("other functions served its calls")
+    except Wrong as wrong:
+        raise Wrong(f"{spec.name}: {wrong}") from None
+    return Tried(results, frozenset(gpu.called))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from glulam.validate import child
 from glulam.validate.child import Wrong
 from glulam.validate.guards import Guards
@@ -10,8 +14,15 @@ from glulam.validate.trial import Trial
 from .fake_gpu import reference
 
 
-def try_out(trial: Trial) -> None:
-    """Run a trial between canaries, and compare its results with the CPU reference. Raises Wrong, naming the trial."""
+def try_out(trial: Trial) -> Sequence[Tensor]:
+    """Run a trial between canaries, and compare its results with the CPU reference.
+
+    Returns:
+        The results; rows after the last group hold canaries.
+
+    Raises:
+        Wrong: a result is not as it should be; the message names the trial.
+    """
     try:
         with Guards() as guards:
             made = trial.call(trial.given)
@@ -21,3 +32,4 @@ def try_out(trial: Trial) -> None:
             child.check_results(trial, made)
     except Wrong as wrong:
         raise Wrong(f"{trial.what}: {wrong}") from None
+    return made
