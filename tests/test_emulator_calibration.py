@@ -3,6 +3,8 @@
 Calls are `emulator.calls`', results `emulator/h100.json`, as `emulator.record` kept them. Kernels are chosen as on the
 H100, whose number of SMs decides about tiles; launches have a grid for LAUNCHED_SMS, since 132 CTAs, most of which have
 nothing to do, take ten times as long. Where a sum is split by that number, it is exact or within the tolerance.
+
+The file does not say which functions served a call on the H100. The choice needs no GPU, so SERVED_BY is checked here.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,43 @@ FAST = {
     "sm_90": ("grouped_mm_transposed", "grouped_glu_reglu", "grouped_bias_grad", "route_by_sigmoids_and_groups"),
 }
 """Calls of one launch each; all others run with `-m emulator`."""
+SERVED_BY = {
+    "grouped_mm": "grouped_mm_bf16_nt_*",
+    "grouped_mm_float16": "grouped_mm_f16_nt_*",
+    "grouped_mm_transposed": "grouped_mm_bf16_nn_*",
+    "grouped_mm_by_index": "grouped_mm_bf16_nt_*",
+    "grouped_mm_of_listed_experts": "grouped_mm_bf16_nt_*",
+    "grouped_mm_of_few_rows": "grouped_mm_bf16_nt_*",
+    "grouped_mm_mxfp4": "quantize_mxfp4_bf16 grouped_mm_mxfp4w_bf16_*",
+    "grouped_glu_reglu": "grouped_glu_bf16_gated_blocked_preact_*",
+    "grouped_wgrad": "grouped_wgrad_bf16_bf16_*",
+    "grouped_wgrad_by_index_in_float32": "grouped_wgrad_bf16_f32_*",
+    "grouped_bias_grad": "grouped_wgrad_bf16_f32_*",
+    "grouped_dglu_reglu": "grouped_dglu_bf16_reglu_concat_*",
+    "quantize_mxfp8": "quantize_mxfp8_bf16_row quantize_mxfp8_bf16_col quantize_mxfp8_bf16_both",
+    "quantize_mxfp8_swizzled": "quantize_mxfp8_bf16_row",
+    "quantize_mxfp4": "quantize_mxfp4_bf16",
+    "prepare_mxfp8_weight": "fold_mxfp8_bf16_row",
+    "permute_and_combine": "layer_sort_* layer_permute_bf16 layer_combine_bf16",
+    "permute_and_combine_backward": "layer_sort_* layer_permute_bf16 layer_combine_bf16",
+    "grouped_glu": "grouped_glu_bf16_gated_blocked_preact_*",
+    "grouped_glu_gate_up": "grouped_glu_bf16_*",
+    "grouped_mlp": "grouped_mlp_bf16_*",
+    "grouped_mlp_clamped": "grouped_mlp_bf16_*",
+    "grouped_mlp_mxfp8": "fold_mxfp8_bf16_row grouped_mlp_mxfp8_bf16_*",
+    "grouped_mlp_mxfp8_exact": "quantize_mxfp8_bf16_row quantize_mxfp8_bf16_row_rounded grouped_mlp_mxfp8exact_bf16_*",
+    "grouped_mlp_mxfp8_weight_only": "quantize_mxfp8_bf16_row grouped_mlp_mxfp8w_bf16_*",
+    "grouped_mlp_mxfp4_weight_only": "quantize_mxfp4_bf16 grouped_mlp_mxfp4w_bf16_*",
+    "grouped_mlp_backward": "grouped_mlp_bf16_*_preact_* grouped_dglu_bf16_*__nn_* grouped_wgrad_bf16_bf16_*",
+    "route": "layer_route_e* layer_route_backward",
+    "route_by_sigmoids_and_groups": "layer_route_e*",
+    "moe": "layer_sort_* grouped_mlp_bf16_*",
+    "mhc_sinkhorn": "mhc_sinkhorn_n4 mhc_sinkhorn_backward_n4",
+    "mhc_aggregate_and_post_mix": "mhc_aggregate_bf16_n4 mhc_aggregate_backward_bf16_n4 "
+    "mhc_post_mix_bf16_n4 mhc_post_mix_backward_bf16_n4",
+    "mhc_project": "mhc_project_bf16_n4 mhc_project_backward_bf16_n4",
+}
+"""Exported functions that a call is meant to try: patterns of their names, without the architecture."""
 
 
 @contextlib.contextmanager
@@ -50,9 +90,20 @@ def _of(arch: str, names: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("arch", "name"), [case for arch in ARCHS for case in _of(arch, calls.calls_of(arch))])
 def test_a_call_gives_what_an_h100_gave(arch: str, name: str) -> None:
-    with _gpu(arch):
+    with _gpu(arch) as gpu:
         made = calls.results(name, "cpu")
+    _check_served(name, gpu)
     assert not record.complaint(name, made, RECORDED[arch][name])
+
+
+def _check_served(name: str, gpu: EmulatedGpu) -> None:
+    """Check that a call was served by every function that SERVED_BY names and no other, and that their kernels ran."""
+    patterns = [f"{pattern}_{gpu.emulator.arch}" for pattern in SERVED_BY[name].split()]
+    functions = {spec.name for spec in gpu.fake.specs}
+    matches = {pattern: {function for function in functions if fnmatch(function, pattern)} for pattern in patterns}
+    assert all(matches.values()) and set.union(*matches.values()) == functions, f"{functions} served it"
+    stages = tuple(f"{stage}_" for stage in gpu.called)
+    assert gpu.emulator.counts.kernels and all(ran.startswith(stages) for ran in gpu.emulator.counts.kernels)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
