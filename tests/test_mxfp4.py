@@ -19,10 +19,12 @@ from support.checks import check_mm
 from support.fake_gpu import FakeGpu
 from support.inputs import make_case, poisoned
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import glulam
 from glulam import MXFP4Tensor, MXFP8Tensor, quantize_mxfp4
+from glulam.formats import words
 from glulam.formats.prepared import PREPARED
 from glulam.formats.words import bytes_of, words_of
 
@@ -247,6 +249,19 @@ class TestWords:
         assert q.shape == (2, 8, 96) and q.nbytes == 2 * 8 * (48 + 3) and torch.equal(q.dequantize(), values)
         assert all(torch.equal(t, stored[name]) for name, t in q.tensors().items())
         assert torch.equal(q[1].dequantize(), values[1]) and torch.equal(q.prepare_().dequantize(), values)
+
+    @pytest.mark.parametrize("allow", [False, True])
+    def test_fake_tensors_are_prepared_and_change_no_later_call(self, allow: bool) -> None:
+        """Whichever comes first: tables of this conversion were once kept as fake tensors, or as real ones."""
+        for first in (False, True):
+            words._tables.cache_clear()
+            if first:
+                words_of(random_tensor(2, 8, 64).data)
+            with FakeTensorMode(allow_non_fake_inputs=allow):
+                made = words_of(torch.empty(2, 8, 32, dtype=torch.uint8))
+                assert made.shape == (2, 8, 8) and made.dtype == torch.int32
+            q = random_tensor(2, 8, 64)
+            assert torch.equal(bytes_of(words_of(q.data)), q.data)
 
     def test_an_expert_alone_is_prepared_as_with_others(self) -> None:
         one, all_ = random_tensor(3, 8, 160), random_tensor(3, 8, 160).prepare_()

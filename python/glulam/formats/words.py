@@ -19,6 +19,7 @@ which have neighbouring blocks ask for x from banks of their own (`cute_kernels/
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from cute_kernels.formats import WORD_ELEMENTS
 
 from .scaled import BLOCK
 
+Bits = TypeVar("Bits", Tensor, int)
 WORD_DTYPE = torch.int32
 WORD_BITS, WORD_BYTES = 32, WORD_ELEMENTS // 2
 PAIRS = WORD_ELEMENTS // 2
@@ -47,7 +49,8 @@ def words_of(data: Tensor, out: Tensor | None = None) -> Tensor:
     """
     *lead, num_bytes = data.shape
     words = torch.empty(*lead, num_bytes // WORD_BYTES, dtype=WORD_DTYPE, device=data.device) if out is None else out
-    tables = _tables(data.device)
+    # Made anew by each call: under a FakeTensorMode they are fake, and kept ones would leave later words unwritten.
+    tables = torch.tensor(_tables(), dtype=WORD_DTYPE, device=data.device)
     for source, target in _chunks(data, words):
         pairs = _turned(source.unflatten(-1, (-1, PAIRS, BLOCK_WORDS))).int().unbind(-2)
         found = [table[pair] for table, pair in zip(tables, pairs, strict=True)]
@@ -78,24 +81,23 @@ def _turned(pairs: Tensor) -> Tensor:
     return torch.where(is_turned[:, None, None], pairs.roll(PAIRS // 2, dims=-2), pairs)
 
 
-def _pairs(words: Tensor) -> list[Tensor]:
+def _pairs(words: Bits) -> list[Bits]:
     """Each pair of words int32, as the byte that it is in a checkpoint."""
     down, turned = words >> 4 & 0x0FFFFFFF, words << 10 | words >> 22 & 0x3FF
     return [_byte(bits) for bits in (words, words << 4, down ^ turned, down ^ words << 6)]
 
 
-def _byte(bits: Tensor) -> Tensor:
+def _byte(bits: Bits) -> Bits:
     """Of two bfloat16 numbers' bits."""
     return bits >> 6 & 0x07 | bits >> 12 & 0x08 | bits >> 18 & 0x70 | bits >> 24 & 0x80
 
 
 @functools.cache
-def _tables(device: torch.device) -> list[Tensor]:
-    """For each pair, what bits of the word each of its bytes asks for, int32 [256]."""
+def _tables() -> list[list[int]]:
+    """For each pair, the bits of the word that each of its 256 bytes asks for, as int32."""
     rows = []
     for bit in range(WORD_BITS):
-        pairs = _pairs(torch.tensor(1 << bit, device="cpu").to(WORD_DTYPE))
-        rows.append((sum(int(byte) << 8 * i for i, byte in enumerate(pairs)), 1 << bit))
+        rows.append((sum(byte << 8 * i for i, byte in enumerate(_pairs(1 << bit))), 1 << bit))
     for bit in range(WORD_BITS):  # Gauss-Jordan elimination: row `bit` comes to make that bit of the pairs alone
         pivot = next(i for i in range(bit, WORD_BITS) if rows[i][0] >> bit & 1)
         rows[bit], rows[pivot] = rows[pivot], rows[bit]
@@ -103,8 +105,9 @@ def _tables(device: torch.device) -> list[Tensor]:
         for i, row in enumerate(rows):
             if i != bit and row[0] >> bit & 1:
                 rows[i] = row[0] ^ made, row[1] ^ word
-    tables = torch.zeros(PAIRS, 256, dtype=torch.int64, device="cpu")
+    tables = [[0] * 256 for _ in range(PAIRS)]
     for bit, (_, word) in enumerate(rows):
         pair, place = divmod(bit, 8)
-        tables[pair] ^= torch.where(torch.arange(256, device="cpu") >> place & 1 > 0, word, 0)
-    return list(tables.to(WORD_DTYPE).to(device))
+        signed = word - (word >> WORD_BITS - 1 << WORD_BITS)
+        tables[pair] = [kept ^ signed if byte >> place & 1 else kept for byte, kept in enumerate(tables[pair])]
+    return tables
