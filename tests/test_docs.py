@@ -185,7 +185,8 @@ def test_environment_variables_exist(page: Path) -> None:
 @each_page
 def test_a_class_that_is_not_in_glulam_is_named_with_its_module(page: Path) -> None:
     text = page.read_text()
-    for module in ("glulam.mxfp8", "glulam.mxfp4", "glulam.distributed", "ffi_bridge"):
+    formats = (f"glulam.formats.{name}" for name in ("mxfp8", "mxfp4", "nvfp4"))
+    for module in (*formats, "glulam.distributed", "ffi_bridge"):
         elsewhere = set(importlib.import_module(module).__all__) - set(glulam.__all__)
         for name in sorted(elsewhere & set(spans(page))):
             is_class = isinstance(pkgutil.resolve_name(f"{module}:{name}"), type)

@@ -727,7 +727,7 @@ class TestFold:
             )
             for axis in ("row", "col")
         }
-        monkeypatch.setattr("glulam.mxfp8.fold.CHUNK_ELEMENTS", 5 * 256)
+        monkeypatch.setattr("glulam.formats.mxfp8.fold.CHUNK_ELEMENTS", 5 * 256)
         listed = prepare_mxfp8_weight(list(w), axis="both")
         for axis in ("row", "col"):
             one = getattr(wanted, axis)

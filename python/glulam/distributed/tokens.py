@@ -44,7 +44,8 @@ def _check_form(op: str, x: MXFP8Tensor, dtype: torch.dtype) -> None:
     if (x.axis, x.block, x.scale_layout) != FORM:
         raise ValueError(
             f"{op}: x is {x!r}; it must have axis 'row', block '1x128' and plain scales, as "
-            "quantize_mxfp8(x, block='1x128') makes it, or glulam.formats.mxfp8.rebase_mxfp8(x.plain()) of another by rows"
+            "quantize_mxfp8(x, block='1x128') makes it, or glulam.formats.mxfp8.rebase_mxfp8(x.plain()) of another by "
+            "rows"
         )
     if x.shape[1] % WIDE:
         raise ValueError(
