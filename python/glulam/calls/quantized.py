@@ -35,7 +35,7 @@ class Quantized(Call):
         raise NotImplementedError
 
     @staticmethod
-    def recipe_of(recipe: Any) -> Any:
+    def recipe_of(op: str, recipe: Any) -> Any:
         """The recipe that a name stands for. Raises ValueError."""
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from .. import reference
 from .form import Form
 from .mxfp8.reference import dequantized
 from .scaled import Parts
-
-if TYPE_CHECKING:
-    from ..recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def rounded(values: Tensor, rows: Any) -> Tensor:
 
 
 def grouped_mlp(
-    recipe: Recipe, x: tuple[Tensor, Tensor | None], weights: tuple[Weight, Weight], ends: Sequence[int],
+    recipe: Any, x: tuple[Tensor, Tensor | None], weights: tuple[Weight, Weight], ends: Sequence[int],
     biases: tuple[Any, Any], row_scale: Tensor | None, function: reference.ActivationArgs, out: Tensor,
     preact: Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -58,7 +55,7 @@ def grouped_mlp(
 
 
 def data_gradients(
-    recipe: Recipe, dy: Tensor, weights: tuple[Weight | None, Weight], preact: Tensor, ends: Sequence[int],
+    recipe: Any, dy: Tensor, weights: tuple[Weight | None, Weight], preact: Tensor, ends: Sequence[int],
     row_scale: Tensor | None, function: reference.ActivationArgs, dpreact: Tensor, act: Tensor, dx: Tensor | None,
     d_row_scale: Tensor | None,
 ) -> None:  # fmt: skip

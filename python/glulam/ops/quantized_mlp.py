@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -108,7 +107,7 @@ class QuantizedMlpCall(Quantized):
     sources = {"scale": "row_scale"}
     makes: tuple[Made, ...] = (Made("out", "y", ("num_rows", "out_features"), dtype="out_dtype"),)
     ready, ready_as = staticmethod(ready), READY_AS
-    recipe_of = functools.partial(recipes.find, "grouped_mlp")
+    recipe_of = staticmethod(recipes.find)
 
     @property
     def result_dtype(self) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -41,7 +40,7 @@ class QuantizedMmCall(Quantized):
     sources = {"scale": "bias_scale"}
     makes = (Made("out", "y", ("num_rows", "out_features")),)
     ready, ready_as = staticmethod(ready), READY_AS
-    recipe_of = functools.partial(recipes.find, "grouped_mm")
+    recipe_of = staticmethod(recipes.find)
 
     @classmethod
     def unwrap(cls, recipe: Recipe, x: Any, w: Any, rows: Any, transpose_w: Any) -> tuple[Any, ...]:
