@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import glulam
-from glulam.formats.mxfp8 import MXFP8Tensor
-from glulam.formats.mxfp8.forms import BLOCKS
-from glulam.formats.prepared import PREPARED
+from glulam.formats.prepared import prepare
 from glulam.formats.scaled import Parts
+from glulam.ops.quantized_weights import FORMS
 
 from .contestants import TorchGrouped
 from .problem import Buffers
@@ -29,29 +28,24 @@ from .timing import Call
 CONTESTANTS = (BF16, *FP8_RECIPES, TORCH_FP8)
 # Of the result against BF16's: three quantised operands on the way to it, or two; a wrong scale or group is about 1.
 MAX_RELATIVE_ERROR = {
-    BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, "mxfp4_weight_only": 0.3, TORCH_FP8: 0.08
+    BF16: 0.02, "mxfp8": 0.08, "mxfp8_exact": 0.08, "mxfp8_weight_only": 0.06, "mxfp4_weight_only": 0.3,
+    "nvfp4_weight_only": 0.25, TORCH_FP8: 0.08,
 }  # fmt: skip
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 
 Mlp = Callable[[Buffers], Tensor]
 
 
-def _quantised(w: Tensor) -> MXFP8Tensor:
-    """A weight [E, N, K] with a scale for 32 elements."""
-    made: MXFP8Tensor = BLOCKS.tensor_of(*PREPARED.get(BLOCKS, Parts(w)))  # type: ignore[arg-type]
-    return made
-
-
 def _recipe(name: str, sets: list[Buffers]) -> Mlp:
     """grouped_mlp on weights that were prepared before, as a server holds them."""
     if name == BF16:
         return lambda b: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
-    makers: dict[str, Callable[..., Any]] = {
-        "mxfp8": glulam.prepare_mxfp8_weight,
-        "mxfp4_weight_only": lambda w: glulam.quantize_mxfp4(w).prepare_(),
-    }
-    prepare = makers.get(name, _quantised)
-    weights = {id(b): (prepare(b.w1), prepare(b.w2)) for b in sets}
+    form = FORMS[name]
+
+    def prepared(w: Tensor) -> Any:
+        return form.tensor_of(prepare(form, Parts(w), report=True))
+
+    weights = {id(b): (prepared(b.w1), prepared(b.w2)) for b in sets}
     return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
 
 

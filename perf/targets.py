@@ -31,14 +31,15 @@ DECODE_COPY = 0.92  # of a device copy's bytes a second
 
 HOST_OURS = "glulam.grouped_mlp, out given"  # of the host suite's items, what peers are compared with
 BF16, TORCH_FP8 = "bf16", "torch fp8"
-FP8_RECIPES = ("mxfp8", "mxfp8_exact", "mxfp8_weight_only", "mxfp4_weight_only")
+FP8_RECIPES = ("mxfp8", "mxfp8_exact", "mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only")
 FP4_PREFILL = {("mxfp4_weight_only", BF16): 0.88}
-FP4_COPY = {"mxfp4_weight_only": 0.82}
+FP4_COPY = {"mxfp4_weight_only": 0.82, "nvfp4_weight_only": 0.75}
 """Of a device copy's bytes a second, in decoding."""
 FP8_COMPUTE_BOUND = {("mxfp8", BF16): 1.45, ("mxfp8", TORCH_FP8): 1.05, ("mxfp8_exact", BF16): 0.80, **FP4_PREFILL}
 FP8_DECODE = {
     ("mxfp8", BF16): 1.75, ("mxfp8", TORCH_FP8): 1.25, ("mxfp8_weight_only", BF16): 1.7,
     ("mxfp4_weight_only", "mxfp8_weight_only"): 1.6, ("mxfp4_weight_only", BF16): 2.9,
+    ("nvfp4_weight_only", BF16): 2.6,
 }  # fmt: skip
 FP8: dict[str, dict[tuple[str, str], float]] = {
     "Mixtral-8x7B": FP8_COMPUTE_BOUND,

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..activations import ActivationParams
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
-from ..formats.scaled import SUFFIXES
 from ..host import device as gpus
 from ..host import groups
 from ..host.groups import leading
@@ -43,6 +42,8 @@ INDICES = ("rows", "dy_rows", "x_rows")
 PER_ROW = ("row_scale", "bias_scale", "x_scale", *INDICES)
 OF_TOKENS = ("row_of", "ids", "id_weights", "residual")
 """Of a layer: with a row for each token."""
+SUFFIXES = ("", "_scale", "_global_scale")
+"""Of a quantised argument's name, for the names of its parts."""
 PARTS_OF_WEIGHTS = tuple(f"{name}{suffix}" for name in WEIGHTS for suffix in SUFFIXES[1:])
 VECTORS = (*PER_ROW, *OF_TOKENS, *PARTS_OF_WEIGHTS, "mask")
 """Tensors that kernels take by address."""

@@ -153,7 +153,8 @@ def operator(
             quantized.operator, kind.quantized = staticmethod(inner), quantized
             lines = [*quantized_text_of(quantized, list(parameters), when, recipe), *lines]
             names.update(
-                quantized=inner, unwrap=quantized.unwrap, classes=quantized.classes, recipe_of=functools.partial(quantized.recipe_of, kind.op),
+                quantized=inner, unwrap=quantized.unwrap, classes=quantized.classes,
+                recipe_of=functools.partial(quantized.recipe_of, kind.op),
                 plain=quantized.recipe_of(kind.op, PLAIN_RECIPE),
             )  # fmt: skip
         front = functools.update_wrapper(_front(name, _parameters(function), lines, module, names), function)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from ..formats.scaled import SUFFIXES
+from .arguments import SUFFIXES
 from .call import Call
 
 

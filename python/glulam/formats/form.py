@@ -51,7 +51,7 @@ class Form:
         halves are a gate's.
         """
 
-    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Scaled:
+    def tensor_of(self, parts: Parts) -> Scaled:
         """What callers hold, of parts that were made before; 8-bit floats may be bytes. Unchecked."""
         raise NotImplementedError
 

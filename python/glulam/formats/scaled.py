@@ -48,10 +48,6 @@ def multipliers_of(exponents: Tensor) -> Tensor:
     return _power(torch.where(wide == E8M0_NAN, E8M0_NAN, E8M0_INF - wide))
 
 
-SUFFIXES = ("", "_scale", "_global_scale")
-"""Of a weight's name, for the names of its parts."""
-
-
 class Parts(NamedTuple):
     """A weight of E experts: elements, scales, and where a format has one, what all of an expert's are multiplied by.
     `scale`: None of a weight in 16 bits, which is to be prepared.

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls.arguments import SUFFIXES
 from ..formats.mxfp8.layout import DATA_DTYPE
-from ..formats.scaled import SUFFIXES, Parts
+from ..formats.scaled import Parts
 from ..nn.four_bits_linear import refusal
 from ..recipes import Recipe
 
@@ -66,5 +67,5 @@ def parameter(experts: Any, name: str) -> Any:
 
 def quantised(experts: Any, name: str) -> Any:
     """A weight that was kept, as `glulam.moe` takes it."""
-    data, *others = (experts._buffers.get(name + part) for part in SUFFIXES)
-    return experts.glulam_recipe.weights.tensor_of(data, *others)
+    parts = Parts(*[experts._buffers.get(name + part) for part in SUFFIXES])
+    return experts.glulam_recipe.weights.tensor_of(parts)

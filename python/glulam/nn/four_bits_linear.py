@@ -17,7 +17,7 @@ from ..formats.four_bits import FourBits
 from ..formats.mxfp4.codec import SCALE_BIAS
 from ..formats.mxfp4.form import MXFP4
 from ..formats.nvfp4.form import NVFP4
-from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES
+from ..formats.scaled import SCALE_DTYPE, SOURCE_DTYPES, Parts
 from ..formats.words import WORD_DTYPE, bytes_of, words_of
 from .linear import GroupedLinear
 from .state import Move
@@ -66,7 +66,7 @@ class FourBitsLinear(GroupedLinear):
 
     def experts(self, name: str) -> Any:
         if name == "weight":
-            return self.form.tensor_of(self.weight, self.weight_scale, getattr(self, "weight_global_scale", None))
+            return self.form.tensor_of(Parts(*[getattr(self, name) for name in self.weight_names]))
         return super().experts(name)
 
     def grad_writer(self, *_: Any) -> None:
@@ -121,8 +121,12 @@ class NVFP4Linear(FourBitsLinear):
     def quantized(self, weight: Tensor) -> FourBits:
         """Each half by itself."""
         made = super().quantized(weight.reshape(-1, weight.shape[1] // self.halves, weight.shape[2]))
-        parts = made.data.view(*weight.shape[:2], -1), made.scale.view(*weight.shape[:2], -1)
-        return NVFP4.tensor_of(*parts, made.parts.global_scale.view(self.weight_global_scale.shape))  # type: ignore
+        data, scale, global_scale = made.parts
+        shape = (*weight.shape[:2], -1)
+        assert scale is not None and global_scale is not None
+        return NVFP4.tensor_of(
+            Parts(data.view(shape), scale.view(shape), global_scale.view(self.weight_global_scale.shape))
+        )
 
     def others(self, made: FourBits) -> list[Tensor]:
         return [made.parts.global_scale]  # type: ignore[list-item]

@@ -10,12 +10,13 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from .. import recipes
+from ..calls.arguments import SUFFIXES
 from ..calls.checks import check_experts, check_width, mismatch, runs_kernels
 from ..choose.problem import changed
 from ..formats import prepared
 from ..formats.form import Form
 from ..formats.mlp_reference import Weight
-from ..formats.scaled import SCALE_DTYPE, SUFFIXES, Parts
+from ..formats.scaled import SCALE_DTYPE, Parts
 from ..recipes import Recipe
 
 FORMS: dict[str, Form] = {name: recipe.weights for name, recipe in recipes.RECIPES.items() if recipe.weights}

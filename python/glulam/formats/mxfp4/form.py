@@ -21,8 +21,8 @@ class Mxfp4(Words):
     block = multiple = BLOCK
     quantize = staticmethod(quantize_mxfp4)
 
-    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> MXFP4Tensor:
-        made: MXFP4Tensor = MXFP4Tensor.unchecked(data, scale.view(SCALE_DTYPE))
+    def tensor_of(self, parts: Parts) -> MXFP4Tensor:
+        made: MXFP4Tensor = MXFP4Tensor.unchecked(parts.data, parts.scale.view(SCALE_DTYPE))  # type: ignore[union-attr]
         return made
 
     def values(self, parts: Parts, expert: int) -> Tensor:

@@ -37,8 +37,9 @@ class Blocks(Form):
     def made(self, parts: Parts, report: bool) -> Parts:
         return self.quantized(parts.data)
 
-    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Any:
-        return MXFP8Tensor.unchecked(data.view(DATA_DTYPE), scale.view(SCALE_DTYPE), "row", "1x32", "plain")
+    def tensor_of(self, parts: Parts) -> Any:
+        data, scale = parts.data.view(DATA_DTYPE), parts.scale.view(SCALE_DTYPE)  # type: ignore[union-attr]
+        return MXFP8Tensor.unchecked(data, scale, "row", "1x32", "plain")
 
     def values(self, parts: Parts, expert: int) -> Tensor:
         assert parts.scale is not None
@@ -71,8 +72,9 @@ class Folded(Blocks):
         folded = prepare_mxfp8_weight(w if scale is None else MXFP8Tensor(w, scale), axis=self.axis, report=report)
         return folded.parts
 
-    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> Any:
-        return FoldedWeight.unchecked(data.view(DATA_DTYPE), scale.view(SCALE_DTYPE), self.axis, None)
+    def tensor_of(self, parts: Parts) -> Any:
+        data, scale = parts.data.view(DATA_DTYPE), parts.scale.view(SCALE_DTYPE)  # type: ignore[union-attr]
+        return FoldedWeight.unchecked(data, scale, self.axis, None)
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
         return shape[:2] if scale.dim() == 2 else super().scale_shape(shape, scale)

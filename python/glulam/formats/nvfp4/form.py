@@ -22,8 +22,9 @@ class Nvfp4(Words):
     block, multiple = BLOCK, FourBits.multiple
     quantize = staticmethod(quantize_nvfp4)
 
-    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> NVFP4Tensor:
-        made: NVFP4Tensor = NVFP4Tensor.unchecked(data, scale.view(SCALE_DTYPE), global_scale)
+    def tensor_of(self, parts: Parts) -> NVFP4Tensor:
+        data, scale, global_scale = parts
+        made: NVFP4Tensor = NVFP4Tensor.unchecked(data, scale.view(SCALE_DTYPE), global_scale)  # type: ignore[union-attr]
         return made
 
     def check_global(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
