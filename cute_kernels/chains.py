@@ -110,7 +110,9 @@ def _scales(operands: str, x: str, w: str) -> dict[str, str]:
     formats = OPERANDS[operands]
     if not formats.w.scale:
         return {"w_table": f"{w}_table"}
-    return {"w_scale": f"{w}_scale", **({"x_scale": f"{x}_scale"} if formats.x.scale else {})}
+    more = ("global_scale", "global_count") if formats.w.has_global else ()
+    found = {f"w_{name}": f"{w}_{name}" for name in ("scale", *more)}
+    return found | ({"x_scale": f"{x}_scale"} if formats.x.scale else {})
 
 
 def _combined(spec: Spec, rows: str, out: str, residual: Source = 0) -> Step:

@@ -119,10 +119,16 @@ LAUNCH = (*_each(INT32, "num_sms"), *_each(INT32, "position", optional=True))
 
 
 def _scales_of(formats: Operands) -> tuple[Argument, ...]:
-    """Where a GEMM finds the scales of its x and w, or a table of experts' weights that have none."""
+    """Where a GEMM finds the scales of its x and w, or a table of experts' weights that have none.
+
+    `w_scale`: [E, N, K / block] scales; an even address where they are E4M3 numbers, of which a negative one is as bad
+    as NaN. `w_global_scale`: float32 numbers, all other scales' factor, `w_global_count` for each expert: 0: one for
+    all experts; 1: [E]; 2: [E, 2], of a gated w, whose first is that of the activated half.
+    """
     names = f"{'x_scale' if formats.x.scale else ''} {'w_scale' if formats.w.scale else ''}"
     table = () if formats.w.scale else _each(ADDRESS, "w_table", optional=True)
-    return (*_each(ADDRESS, names), *table)
+    more = (*_each(ADDRESS, "w_global_scale"), *_each(INT32, "w_global_count")) if formats.w.has_global else ()
+    return (*_each(ADDRESS, names), *more, *table)
 
 
 _OPTIONAL_INPUTS = _each(ADDRESS, "bias bias_table scale", optional=True)

@@ -54,7 +54,7 @@ def _check_operands(operands: str, tile: TileConfig) -> None:
     if tile.by_warps and formats.has_scaled_rows:
         raise SpecError(
             f"operands={operands!r} needs an FP8 MMA, which Hopper's kernels alone have; choose 16 bits, or weights "
-            "alone in MXFP8 or MXFP4"
+            "alone in MXFP8, MXFP4 or NVFP4"
         )
     if tile.swapped != formats.decodes and not tile.by_warps:
         needs = "schedule='swapped'" if formats.decodes else "another schedule"

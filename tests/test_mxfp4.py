@@ -203,18 +203,21 @@ from cute_kernels.decoding.elements import E2m1
 from cute_kernels.decoding.scales import E8m0
 from cutlass import Int32
 element = E2m1()
-scales = E8m0(element)
+scales = E8m0(element, None)
 def word(byte, index):
     word = byte << 8 * index
     return Int32(word - (word >> 31 << 32))
+def of_each(function):
+    return [int(function(word(byte, byte % 4), byte % 4)) for byte in range(256)]
 print(json.dumps({
     "first_bad": scales.first_bad,
     "first_large": scales.first_large,
     "read": [[int(element.spread(Int32(word), pair)) for pair in range(4)] for word in WORDS],
-    **{name: [int(getattr(scales, name)(word(byte, byte % 4), *more(byte))) for byte in range(256)] for name, more in {
-        "multiplier": lambda byte: (byte % 4,), "rest_of_multiplier": lambda byte: (byte % 4,),
-        "large": lambda byte: (), "bad": lambda byte: (byte % 8,),
-    }.items()},
+    "multiplier": of_each(lambda word, index: scales.multipliers(word, index, 1)[0]),
+    "rest": of_each(scales.rest_of_multiplier),
+    "small": [int(scales.small_multipliers(Int32(byte), 1, None)[0]) for byte in range(scales.first_large)],
+    "large": of_each(lambda word, index: scales.large(word)),
+    "bad": [int(scales.bad(word(byte, byte % 4), byte % 8)) for byte in range(256)],
 }))
 """
 """What kernels compute of each byte, as a scale in every place of its word. The DSL has a process of its own."""
@@ -289,7 +292,8 @@ def test_kernels_decode_every_byte_with_every_scale_exactly() -> None:
     assert torch.equal(read.double() * 2.0**126, wanted) and len(wanted.unique()) == 15
     assert [bad != 0 for bad in told["bad"]] == [byte >= told["first_bad"] for byte in range(256)]
     assert [large != 0 for large in told["large"]] == [byte >= told["first_large"] for byte in range(256)]
-    multipliers, rests = numbers(told["multiplier"]), numbers(told["rest_of_multiplier"])
+    assert told["small"] == told["multiplier"][: told["first_large"]]
+    multipliers, rests = numbers(told["multiplier"]), numbers(told["rest"])
     for byte in range(told["first_bad"]):
         assert bool((rests[byte] == 1).all()) is (byte < told["first_large"])
         first = (read * multipliers[byte]).to(BF16).float()

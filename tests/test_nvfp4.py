@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import nvfp4
+from support import mxfp4, nvfp4
 from support.checks import check_mm
 from support.inputs import make_case
 from torch import Tensor
@@ -117,12 +117,12 @@ class TestQuantiser:
         for expert in range(3):
             amax = w[expert].abs().amax().double()
             torch.testing.assert_close(q.global_scale[expert].double(), amax / 2688, rtol=2**-23, atol=0)
-            steps = nvfp4.SCALES[q.scale[expert].view(torch.uint8).long()] * q.global_scale[expert].double()
+            steps = nvfp4.NUMBERS[q.scale[expert].view(torch.uint8).long()] * q.global_scale[expert].double()
             blocks = w[expert].double().unflatten(1, (-1, 16))
             wanted = blocks.abs().amax(2) / 6 / q.global_scale[expert].double()
-            assert ((nvfp4.SCALES[q.scale[expert].view(torch.uint8).long()] / wanted - 1).abs() <= 2**-4 + 1e-6).all()
+            assert ((nvfp4.NUMBERS[q.scale[expert].view(torch.uint8).long()] / wanted - 1).abs() <= 2**-4 + 1e-6).all()
             values = nvfp4.values(q.data, q.scale, q.global_scale)[expert].unflatten(1, (-1, 16))
-            choices = nvfp4.NUMBERS * steps[..., None]
+            choices = mxfp4.NUMBERS * steps[..., None]
             best = (blocks[..., None] - choices[:, :, None, :]).abs().amin(-1)
             torch.testing.assert_close((blocks - values).abs(), best, rtol=0, atol=1e-6 * float(amax))
 

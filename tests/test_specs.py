@@ -107,10 +107,10 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
 
 
 def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
-    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact", "mxfp4_weight_only")
+    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact", "mxfp4_weight_only", "nvfp4_weight_only")
     assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8"]
     follows = {name: next_operands(name) for name in OPERANDS}
-    decoded = {**dict.fromkeys(DECODED, "mxfp8_weight_only"), "mxfp4_weight_only": "mxfp4_weight_only"}
+    decoded = {name: "mxfp8_weight_only" if name.startswith("mxfp8") else name for name in DECODED}
     assert follows == {"16bit": "16bit", "mxfp8": "mxfp8", **decoded}, "rounded rows are 16-bit rows"
     for name, operands in OPERANDS.items():
         assert operands.x.dtype("bfloat16") == operands.act.dtype("bfloat16"), "what FC1 makes, FC2 reads"

@@ -6,20 +6,26 @@ result at the end of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
-from cutlass import Int32
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
 
 from ..device.select import select
-from ..formats import E8M0
+from ..formats import E4M3, E8M0
 from .elements import Element
-from .lanes import EXPONENT_BIAS, EXPONENT_ONE, HALF_OF_LEAST_NORMAL, NAN
+from .lanes import EXPONENT_BIAS, EXPONENT_ONE, HALF_OF_LEAST_NORMAL, LANES_OF_16, NAN
 
 BYTE_LANES = 0x01010101
 BYTE_SIGNS = 0x80808080
 BYTE_MAGNITUDES = 0x7F7F7F7F
-E8M0_NAN = 0xFF
+E8M0_NAN, E4M3_NAN = 0xFF, 0x7F
+# Of 448, the greatest number of E4M3; and what makes up for where bfloat16 has exponents.
+GREATEST_E4M3_EXPONENT, MOVED_E4M3_EXPONENT = 8, 120
+# For prmt: bytes 0 and 2 of what it makes.
+LOW_BYTES = 0x0101
 
 
 class Scales:
@@ -28,27 +34,30 @@ class Scales:
     Attributes:
         first_large: the least byte whose multiplier leaves bfloat16's range, 128 or more: what it multiplies is
             multiplied by the rest afterwards. None: there is none.
+        rest_exponent: products lack 2^rest_exponent, by which the epilogue multiplies sums.
     """
 
     first_large: int | None = None
+    rest_exponent = 0
 
-    def __init__(self, element: Element):
-        self.element = element
+    def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
+        """product: of two words of two bfloat16 numbers, by the instruction that a GPU has."""
+        self.element, self.product = element, product
 
     def value(self, byte: Int32) -> Int32:
         """A scale; NaN where it is bad."""
         raise NotImplementedError
 
-    def multiplier(self, scales: Int32, index: int) -> Int32:
-        """Byte `index` of four, times what the element is read too small by."""
+    def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
+        """`count` of four bytes from `first` on, times what the element is read too small by."""
         raise NotImplementedError
 
-    def small_multiplier(self, byte: Int32) -> Int32:
-        """`multiplier` of a byte that is not large."""
+    def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
+        """The same of the first `count` bytes, none of which is large; the last first where these are turned."""
         raise NotImplementedError
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
-        """What `multiplier` lacks where a byte is large; 1 where it is not."""
+        """What the multiplier of byte `index` lacks where the byte is large; 1 where it is not."""
         raise NotImplementedError
 
     def bad(self, scales: Int32, row: int) -> Int32:
@@ -63,10 +72,13 @@ class Scales:
 class E8m0(Scales):
     """Byte e is 2^(e - 127), at e = 0 a subnormal number. Bad are NaN, and scales that take the greatest element out of
     bfloat16's range: the bytes from `first_bad` on, 128 or more.
+
+    Multipliers of elements that are read as 2^-126 times what they are have that power of two besides, and are bfloat16
+    numbers up to a scale of 2. Larger scales take a second product.
     """
 
-    def __init__(self, element: Element):
-        super().__init__(element)
+    def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
+        super().__init__(element, product)
         self.first_bad = E8M0_NAN - element.greatest_exponent
         self.shift = -element.read_exponent
         self.first_large = E8M0_NAN - self.shift if self.shift else None
@@ -74,13 +86,19 @@ class E8m0(Scales):
     def value(self, byte: Int32) -> Int32:
         return select(byte >= self.first_bad, Int32(NAN), power_of(byte))
 
-    def multiplier(self, scales: Int32, index: int) -> Int32:
-        byte = byte_of(scales, index)
+    def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
+        return [self._multiplier(byte_of(scales, index)) for index in range(first, first + count)]
+
+    def _multiplier(self, byte: Int32) -> Int32:
         if self.first_large is None:
             return power_of(byte)
-        return self.small_multiplier(cutlass.min(byte, Int32(self.first_large - 1)))
+        return self._small_multiplier(cutlass.min(byte, Int32(self.first_large - 1)))
 
-    def small_multiplier(self, byte: Int32) -> Int32:
+    def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
+        assert count == 1
+        return [self._small_multiplier(scales)]
+
+    def _small_multiplier(self, byte: Int32) -> Int32:
         return byte * EXPONENT_ONE + self.shift * EXPONENT_ONE
 
     def rest_of_multiplier(self, scales: Int32, index: int) -> Int32:
@@ -95,7 +113,54 @@ class E8m0(Scales):
         return _from(self.first_large, scales) & Int32(_signs_of(0))
 
 
-SCALES: dict[str, type[Scales]] = {E8M0: E8m0}
+class UnsignedE4m3(Scales):
+    """E4M3 numbers of at most 448. Bad are NaN and bytes with a sign.
+
+    A byte four bits up has its exponent and significand where bfloat16 has them, and is the scale times 2^-120, also
+    where it is subnormal. Two powers of two make it as great as bfloat16 allows, or as the element is read too small.
+    """
+
+    def __init__(self, element: Element, product: Callable[[Int32, Int32], Int32]):
+        super().__init__(element, product)
+        made_up_for = min(EXPONENT_BIAS - GREATEST_E4M3_EXPONENT, -element.read_exponent)
+        self.rest_exponent = -element.read_exponent - made_up_for
+        self.powers = EXPONENT_BIAS, MOVED_E4M3_EXPONENT + made_up_for - EXPONENT_BIAS
+
+    def value(self, byte: Int32) -> Int32:
+        number = self.product(byte * (LANES_OF_16 << 4), Int32(power(MOVED_E4M3_EXPONENT)))
+        return select(byte >= E4M3_NAN, Int32(NAN), number)
+
+    def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
+        assert count == 2
+        return self._two(scales, Int32(0x4140 + first * LOW_BYTES))
+
+    def small_multipliers(self, scales: Int32, count: int, is_turned: Boolean) -> list[Int32]:
+        assert count == 2
+        return self._two(scales, select(is_turned, Int32(0x4041), Int32(0x4140)))
+
+    def _two(self, scales: Int32, bytes_: Int32) -> list[Int32]:
+        """bytes_: for prmt, two bytes of four, each in a half of its own."""
+        moved = Int32(cute.arch.prmt(scales, Int32(0), bytes_)) << 4
+        two = self.product(self.product(moved, Int32(power(self.powers[0]))), Int32(power(self.powers[1])))
+        return [doubled(two, half) for half in ("low", "high")]
+
+    def bad(self, scales: Int32, row: int) -> Int32:
+        found = ((scales & Int32(BYTE_MAGNITUDES)) + Int32(BYTE_LANES)) | scales
+        return (found >> row) & Int32(_signs_of(row))
+
+
+SCALES: dict[str, type[Scales]] = {E8M0: E8m0, E4M3: UnsignedE4m3}
+
+
+def doubled(word: Int32, half: str) -> Int32:
+    """The "low" or "high" half of a word in both halves: on Hopper a modifier of the instruction that reads it."""
+    ptx = f"{{ .reg .b16 low, high; mov.b32 {{low, high}}, {{$r0}}; mov.b32 {{$w0}}, {{{half}, {half}}}; }}"
+    return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[word]))
+
+
+def power(exponent: int) -> int:
+    """2^exponent in both halves of a word."""
+    return (EXPONENT_BIAS + exponent) * EXPONENT_ONE
 
 
 def byte_of(scales: Int32, index: int) -> Int32:

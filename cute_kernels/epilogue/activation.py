@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 
 from .. import activation as act
 from ..device.select import select
+from ..formats import OPERANDS
 from ..memory.weights import row_of
 from ..schedule.work import WorkTile
 from ..specs import LAYOUTS, GroupedGluSpec
@@ -46,7 +47,7 @@ class ActivationEpilogue(Epilogue):
         self.preact_chunks = spec.tile.n // spec.tile.chunk_columns if spec.save_preact else 0
         self.act_n = spec.tile.n // (1 + spec.gated)
         parts = 2 if spec.gated and not in_order else 1
-        super().__init__(dtype, spec.tile, parts, spec.glu_layout)
+        super().__init__(dtype, spec.tile, parts, spec.glu_layout, OPERANDS[spec.operands].w)
         self.chunks_per_slab = self.preact_chunks + self.act_n // self.cols
 
     def store_views(self, outputs: tuple, inputs: Any) -> tuple:

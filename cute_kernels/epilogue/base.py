@@ -11,6 +11,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr
 from .. import activation as act
 from ..device.gmem import vector_at
 from ..device.invariant import Invariant
+from ..formats import DENSE, ROW, Format
 from ..memory.weights import NO_GATE, GateRows
 from ..quantize.scales import power_of_two
 from ..schedule.groups import Groups
@@ -35,12 +36,24 @@ class OptionalInputs(NamedTuple):
     scale: Int64
 
 
+class GlobalScales(NamedTuple):
+    """float32 numbers at an address that multiply all scales of weights, `count` of each expert: 0: one for all; 1; 2:
+    one for each part of a gated layer.
+    """
+
+    address: Int64
+    count: Int32
+
+    def of(self, expert: Int32, part: Int32 | int) -> Float32:
+        return vector_at(Float32, self.address)[expert * self.count + (self.count >> 1) * part]
+
+
 class Inputs(NamedTuple):
     """Run-time inputs of a GEMM's epilogue.
 
     bias_size: the number of elements of an expert's bias, and of its weight rows. w_scale: the address of a scale byte
     for each weight row, [E, bias_size], where weights are folded. out_scale: where those of a quantised result go.
-    gate: where a gated layer's weight rows lie.
+    gate: where a gated layer's weight rows lie. global_scales: None where the weights' format has none.
     """
 
     optional: OptionalInputs
@@ -49,6 +62,7 @@ class Inputs(NamedTuple):
     w_scale: Int64 = Int64(0)
     out_scale: Int64 = Int64(0)
     gate: GateRows = NO_GATE
+    global_scales: GlobalScales | None = None
 
 
 class ColumnSmem(NamedTuple):
@@ -88,16 +102,17 @@ class Epilogue(KernelEpilogue):
     `begin` fetches what the tile needs beside the accumulators, so that its latency hides behind the MMAs: two row
     scales a thread and slab, and the tile's biases into the warpgroup's row of shared memory.
 
-    scales_columns: weights are folded, with a scale for each of their rows.
+    weights: their format. scales_columns: they are folded, with a scale for each of their rows.
     cols: of a chunk, which a slot holds. chunks_per_slab: chunks that a slab of 64 rows stores, over all outputs.
     """
 
     def __init__(
         self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
-        scales_columns: bool = False,
+        weights: Format = DENSE,
     ):  # fmt: skip
         self.tile = tile
-        self.scales_columns = scales_columns
+        self.scales_columns = weights.block == ROW
+        self.has_global_scales = weights.has_global
         self.tile_n = tile.n
         self.slabs = tile.slabs
         self.parts = parts
@@ -148,6 +163,8 @@ class Epilogue(KernelEpilogue):
         scales = prefetched.row_scales
         if const_expr(self.scales_columns):
             self._put_column_scales(state, prefetched.column_scales)
+        if const_expr(self.has_global_scales):
+            self._scale_parts(state, acc, work)
         for slab in cutlass.range_constexpr(self.slabs):
             row = work.row + (share.first_slab + slab) * ROWS
             first_slot = slab * self.chunks_per_slab % SLOTS
@@ -234,6 +251,16 @@ class Epilogue(KernelEpilogue):
                     bits = two << 16 if const_expr(pair == 0) else two & Int32(UPPER_HALF)
                     values[4 * i + pair] *= bits.bitcast(Float32)
                     values[4 * i + 2 + pair] *= bits.bitcast(Float32)
+
+    @cute.jit
+    def _scale_parts(self, state: WarpgroupState, acc: cute.Tensor, work: WorkTile):
+        """acc *= the global scale of each part of the tile's columns."""
+        for part in cutlass.range_constexpr(self.parts):
+            scale = state.inputs.global_scales.of(work.expert, part)
+            for slab in cutlass.range_constexpr(self.slabs):
+                first = slab * (cute.size(acc) // self.slabs) + part * (self.part_n // 2)
+                for i in cutlass.range_constexpr(self.part_n // 2):
+                    acc[first + i] *= scale
 
     @cute.jit
     def _add_bias(self, state: WarpgroupState, acc: cute.Tensor, scale_upper_row: Float32, scale_lower_row: Float32):

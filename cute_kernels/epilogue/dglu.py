@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .. import activation as act
 from ..device.gmem import vector_at
-from ..formats import OPERANDS, ROW
+from ..formats import OPERANDS
 from ..memory.weights import NO_GATE, GateRows
 from ..schedule.groups import Groups
 from ..schedule.work import WorkTile
@@ -73,7 +73,7 @@ class DgluEpilogue(Epilogue):
     """
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedDgluSpec):
-        super().__init__(dtype, spec.tile, scales_columns=OPERANDS[spec.operands].w.block == ROW)
+        super().__init__(dtype, spec.tile, weights=OPERANDS[spec.operands].w)
         self.spec = spec
         self.preact_layout = PreactLayout(spec.glu_layout, spec.gated)
         self.chunks_per_slab = spec.tile.n // COLS

@@ -21,6 +21,7 @@ from .mxfp8 import MXFP8 as MXFP8
 from .mxfp8 import MXFP8_FOLDED as MXFP8_FOLDED
 from .mxfp8 import MXFP8_VALUES as MXFP8_VALUES
 from .mxfp8 import MXFP8_WIDE as MXFP8_WIDE
+from .nvfp4 import NVFP4 as NVFP4
 from .operands import DECODED as DECODED
 from .operands import OPERANDS as OPERANDS
 from .operands import Operands as Operands

@@ -28,6 +28,7 @@ class Format:
         scale: the type of its scales, likewise; "": none.
         block: elements along the contraction that share a scale, or ROW.
         copies: equal scales that memory holds for each block.
+        has_global: whether float32 numbers, one for all experts, for each or for each half of one, multiply all scales.
         holds: for 16-bit elements, the format whose values they are; None: any values.
     """
 
@@ -36,6 +37,7 @@ class Format:
     scale: str = ""
     block: int = 0
     copies: int = 1
+    has_global: bool = False
     holds: Format | None = None
 
     @property

@@ -7,6 +7,7 @@ import dataclasses
 from .format import DENSE, Format
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_FOLDED, MXFP8_VALUES, MXFP8_WIDE
+from .nvfp4 import NVFP4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ OPERANDS = {
     "mxfp8_weight_only": weight_only(MXFP8),
     "mxfp8_exact": Operands(MXFP8_VALUES, MXFP8, MXFP8_VALUES, "mxfp8exact_"),
     "mxfp4_weight_only": weight_only(MXFP4),
+    "nvfp4_weight_only": weight_only(NVFP4),
 }
 """By a spec's `operands`. Results, biases and preactivations are of the spec's dtype, whatever is multiplied."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)

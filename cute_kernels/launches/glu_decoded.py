@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from ..activation import ActivationParams
-from ..epilogue.base import Inputs, OptionalInputs
+from ..epilogue.base import GlobalScales, Inputs, OptionalInputs
 from ..formats import OPERANDS
 from ..memory.weights import gate_rows
 from ..specs import GroupedGluSpec
@@ -32,5 +32,23 @@ class Glu:
             self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
 
 
+class GluWithGlobalScales(Glu):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, act: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, w_global_scale: Int64, w_global_count: Int32, bias: Int64, bias_table: Int64,
+        scale: Int64, kind: Int32, glu_layout: Int32, limit: Float32, alpha: Float32, offset: Float32, num_sms: Int32,
+        position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            params, gate = ActivationParams(kind, limit, alpha, offset), gate_rows(glu_layout, w.shape[1])
+            optional = OptionalInputs(bias, bias_table, scale)
+            global_scales = GlobalScales(w_global_scale, w_global_count)
+            inputs = Inputs(optional, params, w.shape[1], w_scale, gate=gate, global_scales=global_scales)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, act, sizes, inputs, num_sms, position, stream)
+
+
 def trace(spec: GroupedGluSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    return traced(spec, Glu(spec, gemm_type, epilogue_type))
+    launch = GluWithGlobalScales if OPERANDS[spec.operands].w.has_global else Glu
+    return traced(spec, launch(spec, gemm_type, epilogue_type))

@@ -1,4 +1,4 @@
-"""y = grouped_mm(x, w) of 16-bit rows and weights to be decoded: plain scales, [E, N, K / 32]."""
+"""y = grouped_mm(x, w) of 16-bit rows and weights to be decoded: plain scales, [E, N, K / block]."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from ..activation import no_params
-from ..epilogue.base import Inputs, OptionalInputs
+from ..epilogue.base import GlobalScales, Inputs, OptionalInputs
 from ..formats import OPERANDS
 from ..specs import GroupedMmSpec
 from ..tracing import DTYPES, Traced, traced
@@ -16,7 +16,7 @@ from ..tracing import DTYPES, Traced, traced
 class Mm:
     def __init__(self, spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any):
         dtype, weights = DTYPES[spec.dtype], OPERANDS[spec.operands].w
-        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec.tile), weights)
+        self.gemm = gemm_type(spec, dtype, epilogue_type(dtype, spec.tile, weights=weights), weights)
 
     @cute.jit
     def __call__(
@@ -30,5 +30,21 @@ class Mm:
             self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
 
 
+class MmWithGlobalScales(Mm):
+    @cute.jit
+    def __call__(
+        self, x: cute.Tensor, w: cute.Tensor, y: cute.Tensor, groups: Int64, group_form: Int32, num_groups: Int32,
+        tickets: Int64, w_scale: Int64, w_global_scale: Int64, w_global_count: Int32, bias: Int64, bias_table: Int64,
+        scale: Int64, num_sms: Int32, position: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        if x.shape[0] > 0:
+            optional = OptionalInputs(bias, bias_table, scale)
+            global_scales = GlobalScales(w_global_scale, w_global_count)
+            inputs = Inputs(optional, no_params(), w.shape[1], w_scale, global_scales=global_scales)
+            sizes = (groups, group_form, num_groups, tickets)
+            self.gemm.launch(x, w, y, sizes, inputs, num_sms, position, stream)
+
+
 def trace(spec: GroupedMmSpec, gemm_type: Any, epilogue_type: Any) -> Traced:
-    return traced(spec, Mm(spec, gemm_type, epilogue_type))
+    launch = MmWithGlobalScales if OPERANDS[spec.operands].w.has_global else Mm
+    return traced(spec, launch(spec, gemm_type, epilogue_type))

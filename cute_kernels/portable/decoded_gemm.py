@@ -1,4 +1,4 @@
-"""The grouped GEMM of 16-bit rows and weights in MXFP8 or MXFP4, decoded on the way."""
+"""The grouped GEMM of 16-bit rows and weights in MXFP8, MXFP4 or NVFP4, decoded on the way."""
 
 import cuda.bindings.driver as cuda
 import cutlass

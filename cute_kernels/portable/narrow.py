@@ -8,7 +8,7 @@ mma.sync wants of a lane, for a column, two pairs of every 16 elements, and leav
 have the same, t = lane % 4. Of E4M3, where a tile has few rows, a lane takes the word of elements 4 t to 4 t + 3, whose
 pairs are bytes 0 and 2, 1 and 3, so that a pair is a shift and a mask away. Where it has many, registers do not suffice
 for x's rows in that order (sm_100 spilled 216 bytes), and the pairs are elements 2 t + (0, 1) and 8 + 2 t + (0, 1). Of
-E2M1 it is word t of 32 elements, which has pairs for two steps (`python/glulam/mxfp4/words.py`); every other two of
+E2M1 it is word t of 32 elements, which has pairs for two steps (`python/glulam/formats/words.py`); every other two of
 such 32 have these steps the other way round.
 
 E4M3 is decoded in integer arithmetic, which every GPU from Ampere on has: moved to where bfloat16 has exponent and
@@ -25,8 +25,9 @@ from cutlass import BFloat16, Int32, Int64, Uint8, Uint16
 
 from ..decoding.elements import E2m1, E4m3, Element
 from ..decoding.lanes import EXPONENT_BIAS, EXPONENT_ONE, LANES_OF_16, NAN
-from ..decoding.scales import BYTE_LANES, SCALES, is_bad
+from ..decoding.scales import BYTE_LANES, SCALES, byte_of, is_bad
 from ..device.gmem import vector_at
+from ..device.invariant import Invariant
 from ..device.select import select
 from ..epilogue.sizes import THREADS
 from ..formats import E2M1, E4M3, Format
@@ -36,6 +37,8 @@ from .mainloop import DEPTH, MMA_K
 from .operands import Along, Lines
 from .sources import Weights
 
+# Of a word.
+BYTES = 4
 RUN_OF_FEW = 2
 """k-tiles between barriers where a tile has few rows: two are 3 % faster than one, since a warp finds more to do while
 it waits for what it decodes."""
@@ -87,6 +90,51 @@ class NarrowLines(NamedTuple):
     blocks: Int32
 
 
+class ScaleBytes(Invariant):
+    """Scale bytes of a thread's row that were asked for: a number for each of `blocks` of each k-tile of a run."""
+
+    def __init__(self, run: int, blocks: int):
+        self.blocks = blocks
+        self.bytes = cute.make_rmem_tensor((run, blocks), Int32)
+        self.bytes.fill(0)
+
+    def byte(self, place: int, block: int) -> Int32:
+        return self.bytes[place, block]
+
+    @cute.jit
+    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+        """Past the last block: byte 0, since a stale NaN scale would turn padding zeros into NaN."""
+        for block in cutlass.range_constexpr(self.blocks):
+            number = tile * self.blocks + block
+            self.bytes[place, block] = Int32(0)
+            if number < sources.blocks:
+                self.bytes[place, block] = Int32(vector_at(Uint8, sources.scales)[number]) & 0xFF
+
+
+class ScaleWords(Invariant):
+    """The same of four blocks, which are one word and, where rows of scales are whole words, one load."""
+
+    def __init__(self, run: int, blocks: int):
+        assert blocks == BYTES
+        self.words = cute.make_rmem_tensor(run, Int32)
+        self.words.fill(0)
+
+    def byte(self, place: int, block: int) -> Int32:
+        return byte_of(self.words[place], block)
+
+    @cute.jit
+    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+        number = tile * BYTES
+        self.words[place] = Int32(0)
+        if (sources.blocks | Int32(sources.scales)) % BYTES == 0:
+            if number < sources.blocks:
+                self.words[place] = vector_at(Int32, sources.scales)[tile]
+        else:
+            for block in cutlass.range_constexpr(BYTES):
+                if number + block < sources.blocks:
+                    self.words[place] |= (Int32(vector_at(Uint8, sources.scales)[number + block]) & 0xFF) << 8 * block
+
+
 class Narrow(Along):
     """`lines` weight rows of a format, a thread's own scales those of row number thread. `few_rows`: of the tile.
 
@@ -99,7 +147,7 @@ class Narrow(Along):
     def __init__(self, lines: int, weights: Format, few_rows: bool):
         super().__init__(BFloat16, lines, weights.bits)
         assert lines == THREADS
-        self.scales = SCALES[weights.scale](self.element())
+        self.scales = SCALES[weights.scale](self.element(), product)
         self.steps_per_block, self.blocks = weights.block // MMA_K, DEPTH // weights.block
         self.line_area = self.stage_bytes
         # Columns lane / 4 + 8 i of a block follow each other, and 8 such lanes ask banks of their own for two of them.
@@ -107,8 +155,7 @@ class Narrow(Along):
         self.multipliers = cute.make_layout(((8, lines // 8), self.blocks), stride=((pitch, 1), 8 * pitch))
         self.stage_bytes += 8 * pitch * self.blocks * 4
         self.run = RUN_OF_FEW if few_rows else 1
-        self.pending = cute.make_rmem_tensor((self.run, self.blocks), Int32)
-        self.pending.fill(0)
+        self.pending = (ScaleWords if weights.scale_words(DEPTH) else ScaleBytes)(self.run, self.blocks)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
         """Of a stage, (row, block)."""
@@ -123,14 +170,14 @@ class Narrow(Along):
         for place in cutlass.range_constexpr(self.run):
             held = self._multipliers(before + place)
             for block in cutlass.range_constexpr(self.blocks):
-                held[thread, block] = self.scales.value(self.pending[place, block])
+                where = self._place(block, tile - self.run + place)
+                held[thread, where] = self.scales.value(self.pending.byte(place, block))
         for place in cutlass.range_constexpr(self.run):
-            for block in cutlass.range_constexpr(self.blocks):
-                number = (tile + place) * self.blocks + block
-                # Past the last block: scale 0, since a stale NaN scale would turn padding zeros into NaN.
-                self.pending[place, block] = Int32(0)
-                if number < sources.blocks:
-                    self.pending[place, block] = Int32(vector_at(Uint8, sources.scales)[number]) & 0xFF
+            self.pending.ask(sources, place, tile + place)
+
+    def _place(self, block: int, tile: Int32) -> Int32 | int:
+        """When in a k-tile the steps of a block come."""
+        return block
 
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
         """16 columns and 16 of the depth, its halves first."""
@@ -197,6 +244,9 @@ class NarrowE2m1(Narrow):
 
     def rows_of(self, x: Along, stage: Int32, first: Int32 | int, tile: Int32, k: Int32 | int) -> Any:
         return x.rows(stage, first, k ^ tile % 2)
+
+    def _place(self, block: int, tile: Int32) -> Int32 | int:
+        return block ^ tile % 2 if self.steps_per_block == 1 else block
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:
         word = self._load(Int32, first + self.at(column, Int32(k // 2)) + self.lane % 4 * 4)

@@ -57,10 +57,10 @@ SMALL8_FC2 = TileConfig(m=64, n=128, k=128)
 # Preactivations and their gradients take the shared memory that 256 columns would.
 DGLU8 = TileConfig(m=128, n=128, k=128, cluster_m=2, adaptive=True)
 TILES8 = (LARGE8, SMALL8)
-# Weights alone, in MXFP8 or MXFP4. Many rows an expert: a weight is decoded once for 256 of them. Few: four warpgroups
-# decode, which hide each other's latencies, and the fewer columns an MMA has, the less of x goes to every CTA beside
-# its weights. The fewest: those warpgroups are two CTAs', so that a token's few experts fill more SMs (23.6 us instead
-# of 29.1 for eight of Qwen3-30B's in MXFP8), and one's epilogue hides behind the other's decoding.
+# Weights alone, in MXFP8, MXFP4 or NVFP4. Many rows an expert: a weight is decoded once for 256 of them. Few: four
+# warpgroups decode, which hide each other's latencies, and the fewer columns an MMA has, the less of x goes to every
+# CTA beside its weights. The fewest: those warpgroups are two CTAs', so that a token's few experts fill more SMs (23.6
+# us instead of 29.1 for eight of Qwen3-30B's in MXFP8), and one's epilogue hides behind the other's decoding.
 LARGE_W8 = TileConfig(m=256, n=128, k=128, schedule="swapped_single")
 MEDIUM_W8 = TileConfig(m=128, n=256, k=128, schedule="swapped")
 SMALL_W8 = TileConfig(m=64, n=256, k=128, schedule="swapped_single")
@@ -78,7 +78,7 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     ("mxfp8", SMALL8, False): _GATED,
     **{
         (operands, tile, False): _GATED
-        for operands in ("mxfp8_weight_only", "mxfp4_weight_only")
+        for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only")
         for tile in (MEDIUM_W8, SMALL_W8, TINY_W8)
     },
     ("mxfp8_exact", TINY_W8, False): _EITHER,

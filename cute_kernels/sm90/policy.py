@@ -36,12 +36,12 @@ _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
     "mxfp8": {SMALL8: 64, LARGE8: math.inf},
     **dict.fromkeys(DECODED, _DECODING),
-    "mxfp4_weight_only": {**_DECODING, TINY_W8: 18},
+    **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), {**_DECODING, TINY_W8: 18}),
 }
 """By operands: tiles in ascending order, each with the most rows an expert that it is for. Weights are decoded again
 for every row tile of an expert. A row tile of the next size takes 1.14, 1.30 and 1.55 times as long, as do the smaller
 ones where random routing gives 10, 30 and 50 % of the groups more rows than one of them has. In MXFP4 the first step is
-1.8 times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py).
+1.8 times, since TINY_W8 alone has a faster mainloop (mainloop/few_rows.py); NVFP4, not yet measured, has the same.
 """
 WIDE_PADDING = 0.9
 """WGRAD_WIDE serves weights where its tiles have at most this share of the elements that WGRAD's have.

@@ -44,7 +44,6 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         super().__init__(dtype, spec)
-        self.scales_columns = True
         self.blocks = self.part_n // BLOCK_COLS
         self.chunks_per_slab = self.preact_chunks + self.blocks
 

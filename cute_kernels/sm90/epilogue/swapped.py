@@ -25,7 +25,7 @@ from ...epilogue.fragments import TileShare, registers
 from ...epilogue.shape import EpilogueShape, SlotShape, Smem, SmemField
 from ...epilogue.sizes import ROWS, SLOTS, THREADS
 from ...epilogue.slots import narrowed
-from ...formats import OPERANDS
+from ...formats import DENSE, OPERANDS, Format
 from ...memory.weights import row_of
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
 from ...schedule.groups import Groups
@@ -33,6 +33,7 @@ from ...schedule.work import WorkTile
 from ...specs import GroupedGluSpec
 from ...tiles import TileConfig
 from ..budget import stage_k
+from ..mainloop.decoders import decoder_of
 from ..swapped_rows import SWIZZLE_CHUNK, SwappedRows
 from .store import Slots
 
@@ -43,11 +44,12 @@ MATRICES = 4
 
 
 class RowSmem(NamedTuple):
-    """A warpgroup's shared memory: a float32 for each row of the tile, and a byte for each of its warps and rows of a
-    chunk where the output is rounded."""
+    """A warpgroup's shared memory: a float32 for each row of the tile; a byte for each of its warps and rows of a chunk
+    where the output is rounded; a float32 for each part where weights have global scales."""
 
     scales: cute.Tensor
     exponents: Any = None  # cute.Tensor | None
+    globals: Any = None  # cute.Tensor | None
 
 
 class SwappedSlots(Slots):
@@ -93,6 +95,7 @@ class SwappedState(Invariant):
 
     def __init__(self, inputs: Any, slots: SwappedSlots, smem: RowSmem):
         self.optional = inputs.optional
+        self.global_scales = inputs.global_scales
         self.params = inputs.params
         self.bias_size = inputs.bias_size
         self.gate = inputs.gate
@@ -108,15 +111,20 @@ class SwappedState(Invariant):
 class SwappedEpilogue(Epilogue):
     """Chunks of at most 64 rows and 64 columns, or 32 of a slab that has both a and u.
 
-    `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory.
+    `begin` returns a thread's biases, one a weight row, and puts the tile's row scales into shared memory, and the
+    global scales of its parts, times what products lack (`decoding.scales`).
     """
 
     # Whether a row scale multiplies the bias alone, and counts only where there is one.
     scales_bias = False
     rounds = False
 
-    def __init__(self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat"):
-        super().__init__(dtype, tile, parts, layout)
+    def __init__(
+        self, dtype: type[cutlass.Numeric], tile: TileConfig, parts: int = 1, layout: str = "concat",
+        weights: Format = DENSE,
+    ):  # fmt: skip
+        super().__init__(dtype, tile, parts, layout, weights)
+        self.unit = 2.0 ** decoder_of(weights).scales.rest_exponent if self.has_global_scales else 1.0
         self.rows = SwappedRows(tile, parts)
         # Where stages are halves of k-tiles, slots are halves too: they make room for one more.
         self.chunk_rows = min(tile.m, ROWS) if stage_k(tile) == tile.k else ROWS // 2
@@ -133,6 +141,8 @@ class SwappedEpilogue(Epilogue):
         smem: tuple[SmemField, ...] = (SmemField("scales", Float32, (self.tile.m,)),)
         if self.rounds:
             smem += (SmemField("exponents", Uint8, (self.chunk_rows, WARPS)),)
+        if self.has_global_scales:
+            smem += (SmemField("globals", Float32, (self.parts,)),)
         return EpilogueShape(slots, smem, self.parts, self.layout)
 
     def make_state(self, inputs: Any, groups: Groups, slots: Slots, smem: Smem, ring: Any) -> SwappedState:
@@ -155,6 +165,10 @@ class SwappedEpilogue(Epilogue):
                 scale = vector_at(Float32, address)[work.row + row]
             if row < self.tile.m:
                 state.smem.scales[row] = scale
+        if const_expr(self.has_global_scales):
+            part = state.slots.thread
+            if part < self.parts:
+                state.smem.globals[part] = state.global_scales.of(work.expert, part) * self.unit
         return biases
 
     @cute.jit
@@ -199,6 +213,8 @@ class SwappedEpilogue(Epilogue):
             for part in cutlass.range_constexpr(self.parts):
                 row = count * column_chunk + i // 2 % count + part * self.rows.part_count
                 total = registers(acc, row // 2 * slab_regs)[4 * eight + 2 * (row % 2) + i % 2]
+                if const_expr(self.has_global_scales):
+                    total *= state.smem.globals[part]
                 bias = biases[row]
                 if const_expr(self.scales_bias):
                     bias *= self._row_scale(state, eight, i)
@@ -236,7 +252,7 @@ class SwappedActivationEpilogue(SwappedEpilogue):
     def __init__(self, dtype: type[cutlass.Numeric], spec: GroupedGluSpec):
         self.spec = spec
         self.rounds = OPERANDS[spec.operands].act.holds is not None
-        super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout)
+        super().__init__(dtype, spec.tile, 2 if spec.gated else 1, spec.glu_layout, OPERANDS[spec.operands].w)
 
     def _activated(self, state: SwappedState, sums: tuple) -> cute.Tensor:
         return act.activate(self.spec.activation, sums, state.params)

@@ -19,8 +19,8 @@ from ...formats import E2M1, E4M3, Format
 
 
 def product(pair: Int32, multiplier: Int32) -> Int32:
-    """Of two bfloat16 numbers each."""
-    ptx = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
+    """Of two bfloat16 numbers each. The instruction takes no constants, so that a multiplier is moved to a register."""
+    ptx = "{ .reg .b32 factor; mov.b32 factor, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, factor; }"
     return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
 
 
@@ -51,4 +51,4 @@ ELEMENTS: dict[str, type[Element]] = {E4M3: HopperE4m3, E2M1: HopperE2m1}
 def decoder_of(weights: Format) -> Decoder:
     """The decoder of a format."""
     element = ELEMENTS[weights.element]()
-    return Decoder(element, SCALES[weights.scale](element))
+    return Decoder(element, SCALES[weights.scale](element, product))

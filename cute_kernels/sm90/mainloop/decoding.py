@@ -45,7 +45,7 @@ from .base import BEFORE_MMA, MMA_K, MmaTile, Operands, WeightsFirst
 from .decoders import decoder_of, product
 from .gathered_rows import NO_ROWS
 
-# A word of scale bytes is a row's for a k-tile.
+# Scale bytes: a row has one word of them for a k-tile, or two.
 SCALES_PER_WORD = 4
 # Elements that are decoded at a time: a word of E2M1 has its eight in every eight of 32. wgmmas of such a step, then.
 STEP_K = 32
@@ -57,23 +57,25 @@ STEP_PAIRS = STEP * WGMMA_PAIRS
 
 
 class ScaleGrid(NamedTuple):
-    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles. share: a warpgroup's.
-    gate: which of the rows are whose.
+    """Where weights' scales lie: bytes [E, rows, blocks] at an address, for `k_tiles` k-tiles of `words` words each.
+    share: a warpgroup's. gate: which of the rows are whose.
     """
 
     address: Int64
     rows: Int32
     blocks: Int32
     k_tiles: Int32
+    words: int
     share: TileShare
     gate: GateRows
 
 
 class WeightScales(Invariant):
-    """Scale bytes of a thread's rows, a word of four for each k-tile, asked for while the one before is in work; those
+    """Scale bytes of a thread's rows, words of four for each k-tile, asked for while the one before is in work; those
     of a tile's first one during the last of the tile before.
 
-    expert: the address of its scales. begins: where a row's begin. bad: of the tile so far; large: of `words`.
+    expert: the address of its scales. begins: where a row's begin. words: (word, row). bad: of the tile so far; large:
+    of `words`.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
@@ -83,8 +85,8 @@ class WeightScales(Invariant):
         self.layout = layout
         self.expert = cute.make_rmem_tensor(1, Int64)
         self.begins = cute.make_rmem_tensor(rows.count, Int32)
-        self.words = cute.make_rmem_tensor(rows.count, Int32)
-        self.next = cute.make_rmem_tensor(rows.count, Int32)
+        self.words = cute.make_rmem_tensor((grid.words, rows.count), Int32)
+        self.next = cute.make_rmem_tensor((grid.words, rows.count), Int32)
         self.bad = cute.make_rmem_tensor(1, Int32)
         self.bad.fill(0)
         self.large = cute.make_rmem_tensor(1, Int32)
@@ -116,27 +118,43 @@ class WeightScales(Invariant):
     def _fetch(self, k_tile: Int32):
         """Ask for the scales of a k-tile: words, or a byte for each of the four threads that have the same rows."""
         if self._has_words():
-            first = self.expert[0] + k_tile * SCALES_PER_WORD
-            for i in cutlass.range_constexpr(self.rows.count):
-                self.next[i] = vector_at(Int32, first + self.begins[i])[0]
+            first = self.expert[0] + k_tile * (self.grid.words * SCALES_PER_WORD)
+            for word in cutlass.range_constexpr(self.grid.words):
+                self._fetch_word(first, word, k_tile)
         else:
             self._fetch_bytes(k_tile)
 
     @cute.jit
+    def _fetch_word(self, first: Int64, word: cutlass.Constexpr[int], k_tile: Int32):
+        """Ask for a word of each row; 0 past the last block, which only words after a k-tile's first may be."""
+        count = self.grid.words * SCALES_PER_WORD
+        if const_expr(word > 0):
+            for i in cutlass.range_constexpr(self.rows.count):
+                self.next[word, i] = Int32(0)
+            if k_tile * count + word * SCALES_PER_WORD < self.grid.blocks:
+                for i in cutlass.range_constexpr(self.rows.count):
+                    self.next[word, i] = vector_at(Int32, first + self.begins[i])[word]
+        else:
+            for i in cutlass.range_constexpr(self.rows.count):
+                self.next[word, i] = vector_at(Int32, first + self.begins[i])[0]
+
+    @cute.jit
     def _fetch_bytes(self, k_tile: Int32):
-        """Ask for the thread's own block of each row; 0 behind the last one."""
-        block = k_tile * SCALES_PER_WORD + cute.arch.lane_idx() % SCALES_PER_WORD
+        """Ask for the thread's own block of each word of each row; 0 behind the last one."""
+        block = k_tile * (self.grid.words * SCALES_PER_WORD) + cute.arch.lane_idx() % SCALES_PER_WORD
         scales = vector_at(Uint8, self.expert[0])
-        for i in cutlass.range_constexpr(self.rows.count):
-            self.next[i] = Int32(0)
-            if block < self.grid.blocks:
-                self.next[i] = Int32(scales[self.begins[i] + block]) & 0xFF
+        for word in cutlass.range_constexpr(self.grid.words):
+            number = block + word * SCALES_PER_WORD
+            for i in cutlass.range_constexpr(self.rows.count):
+                self.next[word, i] = Int32(0)
+                if number < self.grid.blocks:
+                    self.next[word, i] = Int32(scales[self.begins[i] + number]) & 0xFF
 
     @cute.jit
     def _gather_bytes(self):
         """Make words of what the four threads have."""
         shift = cute.arch.lane_idx() % SCALES_PER_WORD * 8
-        for i in cutlass.range_constexpr(self.rows.count):
+        for i in cutlass.range_constexpr(cute.size(self.next)):
             word = self.next[i] << shift
             for distance in cutlass.range_constexpr(1, 3):
                 word |= cute.arch.shuffle_sync_bfly(word, distance)
@@ -149,9 +167,9 @@ class WeightScales(Invariant):
             self._gather_bytes()
         if const_expr(self.decoder.scales.first_large is not None):
             self.large[0] = Int32(0)
-        for i in cutlass.range_constexpr(self.rows.count):
+        for i in cutlass.range_constexpr(cute.size(self.words)):
             self.words[i] = self.next[i]
-            self.bad[0] |= self.decoder.scales.bad(self.words[i], i)
+            self.bad[0] |= self.decoder.scales.bad(self.words[i], i // self.grid.words)
             if const_expr(self.decoder.scales.first_large is not None):
                 self.large[0] |= self.decoder.scales.large(self.words[i])
 
@@ -181,7 +199,7 @@ class WeightScales(Invariant):
 class DecodingMainloop(WeightsFirst):
     """A: `parts` ranges of an expert's weight rows in a format, B: tile.m rows of x at any row, in boxes.
 
-    `scales` of the operands is the address of the weights' scale bytes, [E, N, K / 32]. A k-tile is one stage or two.
+    `scales` of the operands is the address of the weights' scale bytes, [E, N, K / block]. A k-tile is a stage or two.
     """
 
     gathers = False
@@ -297,7 +315,8 @@ class DecodingMainloop(WeightsFirst):
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
         blocks, k_tiles = self.format.num_scales(k), cute.ceil_div(k, self.tile.k)
-        grid = ScaleGrid(operands.scales, expert_rows, blocks, k_tiles, share, gate)
+        words = self.format.scale_words(self.tile.k)
+        grid = ScaleGrid(operands.scales, expert_rows, blocks, k_tiles, words, share, gate)
         return self.scales_type(grid, self.rows, self.layout, self.decoder)
 
     @cute.jit
@@ -384,13 +403,15 @@ class DecodingMainloop(WeightsFirst):
     def _decode(self, shares: cute.Tensor, scales: WeightScales, fragment: cute.Tensor, step: int) -> None:
         registers = cute.recast_tensor(fragment, Int32)
         element, pairs = self.decoder.element, self.decoder.element.pairs
+        count = self.format.num_scales(STEP_K)
+        word, first = divmod(step * count, SCALES_PER_WORD)
         for row in range(self.rows.count):
             slab, half = divmod(row, ROW_HALVES)
-            multiplier = self.decoder.scales.multiplier(scales.words[row], step)
+            multipliers = self.decoder.scales.multipliers(scales.words[word, row], first, count)
             for number in range(STEP_PAIRS):
                 share, pair = divmod(number, pairs)
                 i, beside = divmod(element.place(number, step), WGMMA_PAIRS)
-                decoded = element.decoded(shares[share, row], pair, multiplier)
+                decoded = element.decoded(shares[share, row], pair, multipliers[i * count // STEP])
                 registers[half + ROW_HALVES * beside, slab, i] = decoded
         if self.decoder.scales.first_large is not None:
             self._enlarge(scales, registers, step)
@@ -401,7 +422,7 @@ class DecodingMainloop(WeightsFirst):
         if cute.arch.vote_any_sync(scales.large[0] != 0):
             for slab in cutlass.range_constexpr(self.tile.slabs):
                 for half in cutlass.range_constexpr(ROW_HALVES):
-                    rest = self.decoder.scales.rest_of_multiplier(scales.words[ROW_HALVES * slab + half], step)
+                    rest = self.decoder.scales.rest_of_multiplier(scales.words[0, ROW_HALVES * slab + half], step)
                     for i in cutlass.range_constexpr(STEP):
                         for register in cutlass.range_constexpr(half, FRAGMENT_REGS, ROW_HALVES):
                             registers[register, slab, i] = product(registers[register, slab, i], rest)

@@ -1,8 +1,9 @@
 """The mainloop of 4-bit weights and few rows of x: whole words are decoded, and multiplied by a warp's own MMAs.
 
 A warp's MMA leaves free which places of the contraction a thread multiplies, as long as both operands agree. So thread
-t % 4 of a k-tile of 128 has 32 neighbouring elements of a weight row, which are one block and one load of 16 bytes, and
-of x the same 32 columns. A wgmma fixes the places: with it a thread takes a load for every 8 elements, and 4 scales.
+t % 4 of a k-tile of 128 has 32 neighbouring elements of a weight row, which are one block of MXFP4 or two of NVFP4, and
+one load of 16 bytes, and of x the same 32 columns. A wgmma fixes the places: with it a thread takes a load for every 8
+elements, and all scales of the k-tile.
 
 Weight rows, columns of the result and accumulators are those of `DecodingMainloop`.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, Uint8
+from cutlass import Boolean, Int32, Uint8, Uint16, const_expr
 
 from ...decoding.decoder import Decoder
 from ...device.gmem import vector_at
@@ -29,53 +30,62 @@ from .decoding import DecodingMainloop, ScaleGrid, WeightScales, thread_of_warpg
 
 # Threads with the same rows: each has a block of every row in a k-tile.
 QUAD = 4
-# Words of a block, of which each has a pair of elements of every 8 of the block.
+# Words of a thread's elements, of which each has a pair of every 8 of them.
 WORDS, WORD_BYTES = 4, 4
+ELEMENTS = WORDS * WORD_ELEMENTS
 PAIRS = WORD_ELEMENTS // 2
 # Rows of x of one MMA.
 COLUMNS = 8
-# Threads whose columns of x are in the second half of a k-tile begin with the second half of their block: else they
+# Threads whose columns of x are in the second half of a k-tile begin with the second half of their elements: else they
 # would ask for the banks of those in the first. The first pairs of their words are from there (`E2m1.place`).
 TURNED = 2
 
 
 class BlockScales(WeightScales):
-    """A byte for each row and k-tile: that of the thread's own block. The first ones of a tile are asked for before the
-    epilogue of the tile before.
+    """The scales of a thread's own elements, one byte or two, for each row and k-tile. The first ones of a tile are
+    asked for before the epilogue of the tile before.
 
-    next_block: the block of a row whose byte was asked for.
+    next_block: the first block of a row whose scale was asked for. count: a thread's blocks. is_turned: whether the
+    thread begins with the second half of its elements.
     """
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
-        super().__init__(grid, rows, layout, decoder)
+        super().__init__(grid._replace(words=1), rows, layout, decoder)
+        self.count = grid.words
         self.next_block = cute.make_rmem_tensor(1, Int32)
+        self.is_turned = cute.arch.lane_idx() % QUAD & TURNED != 0
 
     def begin(self, work: WorkTile) -> None:
         """Ask for the first scales of a tile."""
         self._aim(work)
-        self.next_block[0] = cute.arch.lane_idx() % QUAD
+        self.next_block[0] = cute.arch.lane_idx() % QUAD * self.count
         self._fetch_next()
 
     def ask_next(self) -> None:
         """Ask for the scales of the next k-tile; of the one behind the last there are none."""
-        self.next_block[0] += QUAD
+        self.next_block[0] += QUAD * self.count
         self._fetch_next()
 
     @cute.jit
     def _fetch_next(self):
         block = self.next_block[0]
         first = self.expert[0] + block
+        dtype = Uint8 if self.count == 1 else Uint16
         for i in cutlass.range_constexpr(self.rows.count):
             self.next[i] = Int32(0)
             if block < self.grid.blocks:
-                self.next[i] = Int32(vector_at(Uint8, first + self.begins[i])[0]) & 0xFF
+                self.next[i] = Int32(vector_at(dtype, first + self.begins[i])[0]) & (2**dtype.width - 1)
 
     def take(self) -> None:
-        """Make `words` of the bytes that were asked for, and `large` the greatest; `note_bad` notes the bad ones."""
+        """Make `words` of the bytes that were asked for, and `large` the greatest where bytes may be large: bad ones
+        are noted where it is, else now.
+        """
         self.large[0] = Int32(0)
         for i in range(self.rows.count):
             self.words[i] = self.next[i]
             self.large[0] = cutlass.max(self.large[0], self.words[i])
+        if self.decoder.scales.first_large is None:
+            self.note_bad()
 
     def has_large(self) -> Boolean:
         """Whether any thread of the warp has a large one, as a bad one is."""
@@ -125,14 +135,14 @@ class FewRowsMainloop(DecodingMainloop):
             stages.consumer_wait(state)
             words = self._words(weights + state.index * (self.tile.n * self.row_bytes))
             first_column = columns + state.index * (self.tile.m * self.stage_k * self.dtype.width // 8)
-            if scales.has_large():
-                scales.note_bad()
-                self._multiply(acc, words, first_column, scales, self.tile.m, True)
+            if const_expr(self.decoder.scales.first_large is None):
+                self._multiply_small(acc, words, first_column, scales, rows)
             else:
-                if rows > COLUMNS:
-                    self._multiply(acc, words, first_column, scales, self.tile.m, False)
+                if scales.has_large():
+                    scales.note_bad()
+                    self._multiply(acc, words, first_column, scales, self.tile.m, True)
                 else:
-                    self._multiply(acc, words, first_column, scales, COLUMNS, False)
+                    self._multiply_small(acc, words, first_column, scales, rows)
             cute.arch.sync_warp()
             stages.consumer_release(state)
             state.advance()
@@ -144,6 +154,16 @@ class FewRowsMainloop(DecodingMainloop):
         """A thread's block of each of its rows."""
         return [_shared_words(first + self.rows.distance(row) * self.row_bytes) for row in range(self.rows.count)]
 
+    @cute.jit
+    def _multiply_small(
+        self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, rows: Int32
+    ):  # fmt: skip
+        """acc += a k-tile without large scales, of as many boxes of x's rows as have some."""
+        if rows > COLUMNS:
+            self._multiply(acc, words, first_column, scales, self.tile.m, False)
+        else:
+            self._multiply(acc, words, first_column, scales, COLUMNS, False)
+
     def _multiply(
         self, acc: cute.Tensor, words: list[cute.Tensor], first_column: Int32, scales: BlockScales, columns: int,
         large: bool,
@@ -151,12 +171,15 @@ class FewRowsMainloop(DecodingMainloop):
         """acc += a k-tile, of the first `columns` rows of x. `large`: some scale of the warp's is."""
         element, scale = self.decoder
         warp_mma = WarpMma(self.dtype)
-        bytes_ = [scales.words[row] for row in range(self.rows.count)]
-        multipliers = [scale.multiplier(b, 0) if large else scale.small_multiplier(b) for b in bytes_]
+        bytes_, count = [scales.words[row] for row in range(self.rows.count)], scales.count
+        if large:
+            multipliers = [scale.multipliers(b, 0, count) for b in bytes_]
+        else:
+            multipliers = [scale.small_multipliers(b, count, scales.is_turned) for b in bytes_]
         for pair in range(PAIRS):
             weights = [
-                [element.decoded(row[word], pair, multiplier) for word in range(WORDS)]
-                for row, multiplier in zip(words, multipliers, strict=True)
+                [element.decoded(row[word], pair, of_halves[pair * count // PAIRS]) for word in range(WORDS)]
+                for row, of_halves in zip(words, multipliers, strict=True)
             ]
             if large:
                 rests = [scale.rest_of_multiplier(byte, 0) for byte in bytes_]

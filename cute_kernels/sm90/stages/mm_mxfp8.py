@@ -10,6 +10,7 @@ from cutlass import Int32, Int64
 from ...activation import no_params
 from ...epilogue.activation import LinearEpilogue
 from ...epilogue.base import Inputs, OptionalInputs
+from ...formats import OPERANDS
 from ...specs import GroupedMmSpec
 from ...tracing import DTYPES, Traced, traced
 from ..grouped_gemm import GroupedFp8Gemm
@@ -17,7 +18,7 @@ from ..grouped_gemm import GroupedFp8Gemm
 
 class Mm:
     def __init__(self, spec: GroupedMmSpec):
-        epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, scales_columns=True)
+        epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
         self.gemm = GroupedFp8Gemm(spec, epilogue)
 
     @cute.jit

@@ -37,6 +37,7 @@ from .quantized_weights import (
     check_scale,
     check_weight,
     global_counts,
+    look_at_scales,
     ready,
     weight_as_read,
     weight_parts,
@@ -262,6 +263,7 @@ class QuantizedMlpCall(Quantized):
     @classmethod
     def look(cls, op: str, outs: list[Any], **read: Any) -> None:
         super().look(op, outs, **read)
+        look_at_scales(op, cls.labels, read)
         x, scale = read["x"], read.get("x_scale")
         if scale is not None and len(scale) != len(x):
             mismatch(op, "x's scale", scale.shape, (len(x), scale.shape[1]), "x has so many rows")

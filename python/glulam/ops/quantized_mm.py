@@ -20,6 +20,7 @@ from .quantized_weights import (
     READY_AS,
     check_weight,
     global_counts,
+    look_at_scales,
     ready,
     weight_as_read,
     weight_parts,
@@ -76,6 +77,11 @@ class QuantizedMmCall(Quantized):
 
     def constants(self, problem: Problem) -> dict[str, Any]:
         return {**super().constants(problem), **global_counts(self)}
+
+    @classmethod
+    def look(cls, op: str, outs: list[Any], **read: Any) -> None:
+        super().look(op, outs, **read)
+        look_at_scales(op, cls.labels, read)
 
     def prepared(self) -> Any:
         """As for any operator, with w as kernels read it."""

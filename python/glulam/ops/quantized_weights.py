@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,6 +83,13 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
         is_concatenated = name == "w1" and call.activation in GATED and call.glu_layout == "concat"
         form.check_global(call.op, name, parts, shape, is_concatenated)
     return shape
+
+
+def look_at_scales(op: str, labels: Mapping[str, str], read: Mapping[str, Any]) -> None:
+    """Raises ValueError for E4M3 scales of weights at an odd address: kernels read two at once."""
+    for name, tensor in read.items():
+        if name.endswith("_scale") and getattr(tensor, "dtype", None) == torch.float8_e4m3fn and tensor.data_ptr() % 2:
+            raise ValueError(f"{op}: {labels[name]} starts at an odd address; clone() it, or cut the view elsewhere")
 
 
 def global_counts(call: Any) -> dict[str, int]:

@@ -14,6 +14,7 @@ from ..four_bits import FourBits
 
 BLOCK = 16
 SCALE_DTYPE = torch.float8_e4m3fn
+NAN_BYTE = 0x7F
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -26,7 +27,7 @@ class NVFP4Tensor(FourBits):
     Attributes:
         data: [..., N, K/2] uint8, two elements a byte, the even one in its lower half; once it is prepared,
             [..., N, K/8] int32, words as kernels read them.
-        scale: [..., N, K/16] float8_e4m3fn, none of them negative; uint8 is taken for it.
+        scale: [..., N, K/16] float8_e4m3fn; uint8 is taken for it. One with a sign, be it of 0, is as bad as NaN.
         global_scale: float32, positive: one for all; or [E], one for each matrix; or [E, 2], one for the first N/2 rows
             of each and one for the others, as the halves of a gated w1 in layout "concat".
 
@@ -57,7 +58,9 @@ class NVFP4Tensor(FourBits):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, rounded once from float32."""
-        exact = numbers_of(self.bytes) * self.scale.float().repeat_interleave(BLOCK, dim=-1)
+        signed = self.scale.view(torch.uint8) > NAN_BYTE  # as bad as NaN
+        scale = self.scale.float().masked_fill(signed, torch.nan)
+        exact = numbers_of(self.bytes) * scale.repeat_interleave(BLOCK, dim=-1)
         return (exact * by_row(self.global_scale, tuple(self.shape))).to(dtype)
 
     def others_at(self, index: int | slice) -> dict[str, Tensor]:

@@ -1,0 +1,11 @@
+"""NVFP4: E2M1 elements, an E4M3 scale for each 16, and a float32 global scale.
+
+Elements lie in words as those of MXFP4 do. An element is element x scale x global scale; element x scale is a bfloat16
+number, and the global scale, of an expert or of either half of a gated w1, multiplies sums of products.
+"""
+
+from __future__ import annotations
+
+from .format import E2M1, E4M3, Format
+
+NVFP4 = Format("nvfp4", E2M1, E4M3, block=16, has_global=True)
