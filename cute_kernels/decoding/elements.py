@@ -4,9 +4,9 @@ E4M3's NaN stays one on the way, and makes NaN of its whole row, for all rows of
 
 E2M1: a sign, two bits of exponent and one of significand, which are brought to where bfloat16 has its own, so that
 what is read is the element times 2^-126, also where it is 0 or 0.5, which are subnormal in both. Weights lie in words
-of eight elements whose bits are ordered for this (`python/glulam/formats/words.py`): four shifts, four logical operations
-and four products, 12 instructions, make all eight. In the order of checkpoints it is 19, since no shift brings the sign
-and the other bits of an element to their places together, nor two elements to two halves of a word.
+of eight elements whose bits are ordered for this (`python/glulam/formats/words.py`): four shifts, four logical
+operations and four products, 12 instructions, make all eight. In the order of checkpoints it is 19, since no shift
+brings the sign and the other bits of an element to their places together, nor two elements to two halves of a word.
 """
 
 from __future__ import annotations

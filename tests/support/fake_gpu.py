@@ -47,7 +47,7 @@ from glulam.formats.mxfp4.codec import encoded
 from glulam.host import device, experts, groups, tickets
 from glulam.host.plans import forget_plans
 
-from . import fake_layer, fake_mhc, fake_mxfp8, mxfp8, oracle
+from . import fake_layer, fake_mhc, fake_mxfp8, fake_nvfp4, mxfp8, oracle
 from .memory import memory, optional, read
 from .steps import taken
 
@@ -165,6 +165,8 @@ def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
 def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
     if spec.operands == "16bit":
         return _weights(c.w, c.w_table, c.num_groups)
+    if spec.operands == "nvfp4_weight_only":
+        return fake_nvfp4.words(c)
     readers = {"mxfp8": fake_mxfp8.folded, "mxfp4_weight_only": fake_mxfp8.words}
     return readers.get(spec.operands, fake_mxfp8.blocked)(c.w, c.w_scale)
 
