@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from .formats import OPERANDS
+from .formats import FP8_ROWS, OPERANDS
 from .signatures import ADDRESS, KINDS, MHC, TENSOR, Argument, Signature, stage_signature
 from .specs import (
     DgluSpec,
@@ -19,6 +19,7 @@ from .specs import (
     GroupedMmSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeFp8BlockSpec,
     QuantizeMxfp8Spec,
     Spec,
     TailSpec,
@@ -98,8 +99,11 @@ each of its warps: 32 KiB of shared memory."""
 _WIDE = 1  # MXFP8 rows have a scale for 128 elements, four equal bytes
 
 
-def _quantized(dtype: str, arch: str, x: str, data: str, scale: str) -> Step:
-    """All T rows: what lies behind the last group is read by nobody."""
+def _quantized(spec: GroupedMlpSpec | GroupedDgluSpec, operands: str, x: str, data: str, scale: str) -> Step:
+    """All T rows of x, as GEMMs of these operands read them: what lies behind the last group is read by nobody."""
+    dtype, arch = spec.dtype, spec.arch
+    if OPERANDS[operands].x == FP8_ROWS:
+        return _step(QuantizeFp8BlockSpec(dtype, arch), "", x=x, data=Of(data, "address"), scale=scale)
     return _step(
         QuantizeMxfp8Spec(dtype, "row", arch), "", x=x, row_data=Of(data, "address"), row_scale=scale, wide=_WIDE
     )
@@ -154,7 +158,7 @@ def _mlp(spec: GroupedMlpSpec) -> tuple[Step, ...]:
     formats = OPERANDS[fc1.operands]
     quantizes = bool(formats.x.scale) and not spec.quantized
     x, mid = "x8" if quantizes else "x", "mid"
-    first = (_quantized(spec.dtype, spec.arch, "x", x, f"{x}_scale"),) if quantizes else ()
+    first = (_quantized(spec, fc1.operands, "x", x, f"{x}_scale"),) if quantizes else ()
     copied = (_copied(spec),) if formats.decodes else ()
     optional = (" preact" if fc1.save_preact else "") + ("" if formats.decodes else " rows")
     own = {"act_scale": f"{mid}_scale"} if formats.act.scale else {} if formats.w.scale else {"w_up": "w1_up"}
@@ -182,7 +186,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     names = "dtype", "activation", "glu_layout", "tile", "arch", "operands", "transpose_w"
     fields = {name: getattr(spec, name) for name in names}
     dy = "dy8" if in_mxfp8 else "dy"
-    steps = [_quantized(spec.dtype, spec.arch, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
+    steps = [_quantized(spec, spec.operands, "dy", dy, f"{dy}_scale")] if in_mxfp8 else []
     steps.append(
         _step(
             DgluSpec(**fields), f"{_GROUPS} {_PARAMS} rows preact dpreact act scale partials", x=dy, w="w2",
@@ -193,7 +197,7 @@ def _dglu(spec: GroupedDgluSpec) -> tuple[Step, ...]:
     if spec.dgrad:
         dpreact = "dpreact8" if in_mxfp8 else "dpreact"
         if in_mxfp8:
-            steps.append(_quantized(spec.dtype, spec.arch, "dpreact", dpreact, f"{dpreact}_scale"))
+            steps.append(_quantized(spec, spec.operands, "dpreact", dpreact, f"{dpreact}_scale"))
         dgrad = GroupedMmSpec(spec.dtype, not in_mxfp8, spec.dgrad, spec.arch, spec.operands)
         steps.append(_step(dgrad, _GROUPS, x=dpreact, w="w1", y="dx", **_scales(spec.operands, dpreact, "w1")))
         dx = {"dx": Of("dx", "address"), "dx_columns": Of("dx", "size", 1), "dx_pitch": Of("dx", "stride", 0)}

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .formats import BYTE, E4M3, MXFP4, MXFP8, OPERANDS, WORD_ELEMENTS, Operands
+from .formats import BYTE, E4M3, FP8_ROWS, MXFP4, MXFP8, OPERANDS, WORD_ELEMENTS, Operands
 from .specs import (
     DgluSpec,
     FoldMxfp8Spec,
@@ -21,6 +21,7 @@ from .specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeFp8BlockSpec,
     QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
@@ -251,6 +252,13 @@ def _quantize4(spec: QuantizeMxfp4Spec) -> Signature:
     return Signature((*tensors, *_each(ADDRESS, "scale")), (("K", MXFP4.block), ("K/2", MXFP4.block // 2)))
 
 
+def _quantize8_block(spec: QuantizeFp8BlockSpec) -> Signature:
+    """Addresses of E4M3 `data` [T,K] and of float32 `scale` [T, ceil(K / 128)], both packed. `offs`: int32 [num_groups]
+    or 0."""
+    addresses = (*_each(ADDRESS, "data scale"), *_each(ADDRESS, "offs", True), *_each(INT32, "num_groups", True))
+    return Signature((_tensor("x", "T K", spec.dtype), *addresses), (("K", FP8_ROWS.multiple),))
+
+
 def _numbers(addresses: str, integers: str, floats: str = "", optional: bool = False) -> Signature:
     """Of a kernel that takes no tensor; so the stream is an argument. `optional`: so are its integers."""
     kinds = (*_each(ADDRESS, addresses, optional=True), *_each(INT32, integers, optional), *_each(FLOAT32, floats))
@@ -322,6 +330,7 @@ _STAGES: dict[type, Callable[[Any], Signature]] = {
     QuantizeMxfp8Spec: _quantize,
     FoldMxfp8Spec: _fold,
     QuantizeMxfp4Spec: _quantize4,
+    QuantizeFp8BlockSpec: _quantize8_block,
 }
 
 

@@ -157,8 +157,8 @@ class GroupedGluSpec:
         formats = OPERANDS[self.operands]
         block = formats.act.block * (1 + self.gated)
         if formats.act.scale and self.tile.n % block:
-            raise SpecError(f"tile n={self.tile.n}: a scale of an activation in MXFP8 is of {block} weight rows")
-        if self.save_preact and formats.decodes:
+            raise SpecError(f"tile n={self.tile.n}: a scale of an activation in FP8 is of {block} weight rows")
+        if self.save_preact and not formats.trains:
             raise SpecError(f"save_preact is for training, which operands={self.operands!r} does not serve")
         _check_transposed(self.transpose_w, self.operands)
         if self.transpose_w and self.gated:
@@ -206,7 +206,7 @@ class GroupedDgluSpec:
     def __post_init__(self) -> None:
         require("dtype", self.dtype, DTYPES)
         require("arch", self.arch, ARCHS)
-        require("operands", self.operands, [operands for operands in OPERANDS if operands not in DECODED])
+        require("operands", self.operands, [name for name, formats in OPERANDS.items() if formats.trains])
         for tile in (self.tile, self.dgrad) if self.dgrad else (self.tile,):
             _check_operands(self.operands, tile)
         check_accumulators(self.tile, self.tile.max_accumulators)
@@ -271,7 +271,7 @@ class GroupedMlpSpec:
     """grouped_glu then grouped_mm in one call, programmatic dependent launch between; with fc1's preactivation the
     forward of training.
 
-    `quantized`: of operands "mxfp8", x comes in MXFP8; else its rows are quantised first.
+    `quantized`: of operands "mxfp8" and "fp8_block", x comes in that format; else its rows are quantised first.
     """
 
     op: ClassVar[str] = "grouped_mlp"
@@ -285,7 +285,9 @@ class GroupedMlpSpec:
         if self.fc1.transpose_w != self.fc2.transpose_w:
             raise SpecError("fc1 and fc2 of a grouped_mlp are both transposed or neither; give both one transpose_w")
         if self.quantized and (not OPERANDS[self.fc1.operands].has_scaled_rows or self.fc1.save_preact):
-            raise SpecError("quantized is of a grouped_mlp with operands='mxfp8' and without save_preact")
+            raise SpecError(
+                "quantized is of a grouped_mlp with operands='mxfp8' or 'fp8_block' and without save_preact"
+            )
         reads = next_operands(self.fc1.operands)
         if self.fc2.operands != reads:
             raise SpecError(
@@ -392,6 +394,23 @@ class QuantizeMxfp4Spec:
         return f"quantize_mxfp4_{QUANTIZED_DTYPES[self.dtype]}_{self.arch}"
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizeFp8BlockSpec:
+    """x[T,K] to E4M3 with a float32 scale for each 128 of a row."""
+
+    op: ClassVar[str] = "quantize_fp8_block"
+    dtype: str = "bfloat16"
+    arch: str = "sm_90a"
+
+    def __post_init__(self) -> None:
+        require("dtype", self.dtype, QUANTIZED_DTYPES)
+        require("arch", self.arch, ARCHS)
+
+    @property
+    def name(self) -> str:
+        return f"quantize_fp8block_{QUANTIZED_DTYPES[self.dtype]}_row_{self.arch}"
+
+
 PARAM_FORMS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """How a kernel reads parameters: their dtype is a run-time value, since they are few."""
 STREAM_DTYPES = {**DTYPES, "float32": "f32"}
@@ -481,6 +500,7 @@ _SPECS = (
     QuantizeMxfp8Spec,
     FoldMxfp8Spec,
     QuantizeMxfp4Spec,
+    QuantizeFp8BlockSpec,
     MhcSpec,
     LayerSpec,
 )
@@ -495,6 +515,7 @@ Spec = (
     | QuantizeMxfp8Spec
     | FoldMxfp8Spec
     | QuantizeMxfp4Spec
+    | QuantizeFp8BlockSpec
     | MhcSpec
     | LayerSpec
 )

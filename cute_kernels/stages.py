@@ -14,6 +14,7 @@ from .specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeFp8BlockSpec,
     QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
@@ -27,6 +28,7 @@ _MODULES: dict[type, str] = {
     QuantizeMxfp8Spec: "quantize.quantize_mxfp8",
     FoldMxfp8Spec: "quantize.fold_mxfp8",
     QuantizeMxfp4Spec: "quantize.quantize_mxfp4",
+    QuantizeFp8BlockSpec: "quantize.quantize_fp8_block",
 }
 """Of kernels that know no architecture's facts, as those of `mhc`, `layer` and `ranks` do."""
 _HYPER_CONNECTIONS = {"project_backward": "project_backward", "pre_backward": "project_backward"}
@@ -52,7 +54,8 @@ def _module(spec: Spec) -> str:
         return _LAYER[spec.kernel]
     if type(spec) in _GEMMS:
         formats = OPERANDS[operands_of(spec)]
-        mainloop = "_decoded" if formats.decodes else "_mxfp8" if formats.has_scaled_rows else ""
+        in_fp8 = "_fp8_block" if formats.w.rows > 1 else "_mxfp8"
+        mainloop = "_decoded" if formats.decodes else in_fp8 if formats.has_scaled_rows else ""
         return f"{FOLDERS[spec.arch]}.stages.{_GEMMS[type(spec)]}{mainloop}"
     if type(spec) not in _MODULES:
         raise SpecError(f"{spec.name} is a chain of several kernels, no stage")

@@ -107,11 +107,17 @@ def test_bundle_ships_every_form_of_an_mlp_that_decodes_its_weights() -> None:
 
 
 def test_operands_say_what_is_decoded_scaled_and_read_next() -> None:
-    assert DECODED == ("mxfp8_weight_only", "mxfp8_exact", "mxfp4_weight_only", "nvfp4_weight_only")
-    assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8"]
+    assert DECODED == (
+        "mxfp8_weight_only",
+        "mxfp8_exact",
+        "mxfp4_weight_only",
+        "nvfp4_weight_only",
+        "fp8_block_weight_only",
+    )
+    assert [name for name, operands in OPERANDS.items() if operands.has_scaled_rows] == ["mxfp8", "fp8_block"]
+    assert [name for name, operands in OPERANDS.items() if operands.trains] == ["16bit", "mxfp8"]
     follows = {name: next_operands(name) for name in OPERANDS}
-    decoded = {name: "mxfp8_weight_only" if name.startswith("mxfp8") else name for name in DECODED}
-    assert follows == {"16bit": "16bit", "mxfp8": "mxfp8", **decoded}, "rounded rows are 16-bit rows"
+    assert follows == {**{name: name for name in OPERANDS}, "mxfp8_exact": "mxfp8_weight_only"}, "16-bit rows"
     for name, operands in OPERANDS.items():
         assert operands.x.dtype("bfloat16") == operands.act.dtype("bfloat16"), "what FC1 makes, FC2 reads"
         assert bool(operands.prefix) == (name != "16bit")
@@ -215,8 +221,11 @@ def test_a_name_tells_every_field_apart() -> None:
         (lambda: GroupedGluSpec(activation="silu", glu_layout="interleaved"), "no gate; leave glu_layout"),
         (
             lambda: GroupedGluSpec(tile=TileConfig(n=128, k=128), operands="mxfp8"),
-            "tile n=128: a scale of an activation in MXFP8 is of 256 weight rows",
+            "tile n=128: a scale of an activation in FP8 is of 256 weight rows",
         ),
+        (lambda: GroupedGluSpec(save_preact=True, tile=LARGE8, operands="fp8_block"), "save_preact is for training"),
+        (lambda: GroupedDgluSpec(tile=DGLU8, operands="fp8_block"), "'fp8_block' is not.*one of: 16bit, mxfp8"),
+        (lambda: GroupedMmSpec(tile=LARGE8, arch="sm_80", operands="fp8_block_weight_only"), "schedule"),
         (lambda: GroupedMlpSpec(GroupedGluSpec(dtype="float16")), "must agree in dtype"),
         (lambda: GroupedMlpSpec(fc2=GroupedMmSpec(transpose_w=True)), "both transposed or neither"),
         (lambda: GroupedMlpSpec(fc1=GroupedGluSpec(transpose_w=True)), "both transposed or neither"),

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ..device.select import select
-from ..formats import E4M3, E8M0
+from ..formats import E4M3, E8M0, FLOAT32
 from .elements import Element
 from .lanes import EXPONENT_BIAS, EXPONENT_ONE, HALF_OF_LEAST_NORMAL, LANES_OF_16, NAN
 
@@ -149,7 +149,20 @@ class UnsignedE4m3(Scales):
         return (found >> row) & Int32(_signs_of(row))
 
 
-SCALES: dict[str, type[Scales]] = {E8M0: E8m0, E4M3: UnsignedE4m3}
+class Float32s(Scales):
+    """A word is a float32 number, of one block, and multiplies elements as float32 numbers. None is bad: a NaN or an
+    infinite scale makes such weights by itself.
+    """
+
+    def value(self, byte: Int32) -> Int32:
+        return byte
+
+    def multipliers(self, scales: Int32, first: int, count: int) -> list[Int32]:
+        assert count == 1
+        return [scales]
+
+
+SCALES: dict[str, type[Scales]] = {E8M0: E8m0, E4M3: UnsignedE4m3, FLOAT32: Float32s}
 
 
 def doubled(word: Int32, half: str) -> Int32:

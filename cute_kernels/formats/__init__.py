@@ -12,10 +12,13 @@ from .format import DENSE as DENSE
 from .format import E2M1 as E2M1
 from .format import E4M3 as E4M3
 from .format import E8M0 as E8M0
+from .format import FLOAT32 as FLOAT32
 from .format import ROW as ROW
 from .format import WORD as WORD
 from .format import WORD_ELEMENTS as WORD_ELEMENTS
 from .format import Format as Format
+from .fp8_block import FP8_BLOCK as FP8_BLOCK
+from .fp8_block import FP8_ROWS as FP8_ROWS
 from .mxfp4 import MXFP4 as MXFP4
 from .mxfp8 import MXFP8 as MXFP8
 from .mxfp8 import MXFP8_FOLDED as MXFP8_FOLDED

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-E4M3, E2M1, E8M0 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu"
-BITS = {"": 16, E4M3: 8, E2M1: 4, E8M0: 8}
+E4M3, E2M1, E8M0, FLOAT32 = "float8_e4m3fn", "float4_e2m1fn", "float8_e8m0fnu", "float32"
+BITS = {"": 16, E4M3: 8, E2M1: 4, E8M0: 8, FLOAT32: 32}
 """Bits of an element or of a scale, by type; "": a spec's own 16-bit dtype."""
 BYTE, WORD = "uint8", "int32"
 """Dtypes of tensors of 4-bit elements: two a byte, the first in its lower half, or eight, in GEMMs' order."""
@@ -29,6 +29,8 @@ class Format:
         block: elements along the contraction that share a scale, or ROW.
         copies: equal scales that memory holds for each block.
         has_global: whether float32 numbers, one for all experts, for each or for each half of one, multiply all scales.
+        rows: neighbouring rows that share a scale; the last ones may be fewer.
+        whole: a row is whole blocks; else its last block may be shorter.
         holds: for 16-bit elements, the format whose values they are; None: any values.
     """
 
@@ -38,6 +40,8 @@ class Format:
     block: int = 0
     copies: int = 1
     has_global: bool = False
+    rows: int = 1
+    whole: bool = True
     holds: Format | None = None
 
     @property
@@ -68,7 +72,8 @@ class Format:
 
     def num_scales(self, elements: Any) -> Any:
         """Scales that memory holds for so many elements of a row, a number of any kind."""
-        return elements // self.scale_step
+        step = self.scale_step
+        return elements // step if self.whole else (elements + (step - 1)) // step
 
     def scale_words(self, elements: int) -> int:
         """32-bit words of these scales."""
@@ -76,8 +81,9 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """A row's number of elements is a multiple of this: whole scales, and whole loads of 16 bytes."""
-        return max(self.scale_step, LOAD_BITS // self.bits)
+        """A row's number of elements is a multiple of this: whole loads of 16 bytes, and whole blocks where it has
+        such."""
+        return max(self.scale_step if self.whole else 1, LOAD_BITS // self.bits)
 
 
 DENSE = Format()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .format import DENSE, Format
+from .fp8_block import FP8_BLOCK, FP8_ROWS
 from .mxfp4 import MXFP4
 from .mxfp8 import MXFP8, MXFP8_FOLDED, MXFP8_VALUES, MXFP8_WIDE
 from .nvfp4 import NVFP4
@@ -30,6 +31,11 @@ class Operands:
         return bool(self.x.scale)
 
     @property
+    def trains(self) -> bool:
+        """Whether kernels of training take them: 16-bit operands, and weights that are folded after each step."""
+        return not self.decodes and self.w.rows == 1
+
+    @property
     def multiple(self) -> int:
         """Widths of matrices are multiples of this number of elements."""
         return max(self.x.multiple, self.w.multiple)
@@ -47,6 +53,8 @@ OPERANDS = {
     "mxfp8_exact": Operands(MXFP8_VALUES, MXFP8, MXFP8_VALUES, "mxfp8exact_"),
     "mxfp4_weight_only": weight_only(MXFP4),
     "nvfp4_weight_only": weight_only(NVFP4),
+    "fp8_block": Operands(FP8_ROWS, FP8_BLOCK, FP8_ROWS, "fp8block_"),
+    "fp8_block_weight_only": weight_only(FP8_BLOCK),
 }
 """By a spec's `operands`. Results, biases and preactivations are of the spec's dtype, whatever is multiplied."""
 DECODED = tuple(name for name, operands in OPERANDS.items() if operands.decodes)

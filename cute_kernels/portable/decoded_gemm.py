@@ -12,6 +12,7 @@ from ..quantize.e4m3 import e4m3_value
 from ..quantize.scales import exponent_of, magnitude_of, multiplier_of, power_of_two
 from ..schedule.work import WorkTile
 from ..specs import GemmSpec, GroupedGluSpec
+from .block_narrow import BlockE4m3, BlockE4m3ByFours, block_narrow_sources
 from .grouped_gemm import GroupedGemm, Operands
 from .mainloop import Mainloop, is_split
 from .narrow import Narrow, narrow, narrow_sources
@@ -64,7 +65,10 @@ class DecodedGemm(GroupedGemm):
         self.weights = weights
 
     def make_operands(self) -> tuple[Along, Narrow]:
-        return Along(self.dtype, self.tile.m), narrow(self.tile.n, self.weights, is_split(self.tile))
+        few_rows = is_split(self.tile)
+        by_blocks = BlockE4m3ByFours if few_rows else BlockE4m3
+        make = narrow if self.weights.rows == 1 else by_blocks
+        return Along(self.dtype, self.tile.m), make(self.tile.n, self.weights, few_rows)
 
     @cute.jit
     def launch(
@@ -81,7 +85,8 @@ class DecodedGemm(GroupedGemm):
         a = row_sources(operands.rows, work, mainloop.a)
         weights, part_n = operands.weights, self.tile.n // self.parts
         lines = weight_sources(weights, work, mainloop.b, part_n, self.layout)
-        b = narrow_sources(
+        sources = const_expr(narrow_sources if self.weights.rows == 1 else block_narrow_sources)
+        b = sources(
             lines, weights, operands.w_scale, operands.depth, work, self.weights, self.parts, part_n, self.layout
         )  # fmt: skip
         mainloop.run(acc, a, b, operands.depth)

@@ -148,14 +148,14 @@ class Narrow(Along):
         super().__init__(BFloat16, lines, weights.bits)
         assert lines == THREADS
         self.scales = SCALES[weights.scale](self.element(), product)
-        self.steps_per_block, self.blocks = weights.block // MMA_K, DEPTH // weights.block
+        self.steps_per_block, self.blocks = weights.block // MMA_K, max(DEPTH // weights.block, 1)
         self.line_area = self.stage_bytes
         # Columns lane / 4 + 8 i of a block follow each other, and 8 such lanes ask banks of their own for two of them.
         pitch = lines // 8 + 2
         self.multipliers = cute.make_layout(((8, lines // 8), self.blocks), stride=((pitch, 1), 8 * pitch))
         self.stage_bytes += 8 * pitch * self.blocks * 4
         self.run = RUN_OF_FEW if few_rows else 1
-        self.pending = (ScaleWords if weights.scale_words(DEPTH) else ScaleBytes)(self.run, self.blocks)
+        self.pending = self.make_pending(weights)
 
     def _multipliers(self, stage: Int32) -> cute.Tensor:
         """Of a stage, (row, block)."""
@@ -179,6 +179,14 @@ class Narrow(Along):
         """When in a k-tile the steps of a block come."""
         return block
 
+    def make_pending(self, weights: Format) -> Any:
+        """What holds the scales that were asked for."""
+        return (ScaleWords if weights.scale_words(DEPTH) else ScaleBytes)(self.run, self.blocks)
+
+    def _scaled(self, pair: Int32, multiplier: Int32) -> Int32:
+        """Two elements times the value of their scale."""
+        return product(pair, multiplier)
+
     def columns(self, stage: Int32, pair: int, k: Int32 | int) -> list[Int32]:
         """16 columns and 16 of the depth, its halves first."""
         multipliers, words = cute.make_rmem_tensor(2, Int32), []
@@ -188,7 +196,7 @@ class Narrow(Along):
         for half in range(2):
             column = self.lane // 4 + pair * 16 + half * 8
             two = self._two_words(first, column, k, pair * 2 + half)
-            words += [product(product(word, Int32(self.shift)), multipliers[half]) for word in two]
+            words += [self._scaled(product(word, Int32(self.shift)), multipliers[half]) for word in two]
         return words
 
     def _two_words(self, first: Int32, column: Int32, k: Int32 | int, number: int) -> list[Int32]:

@@ -22,11 +22,13 @@ from ..specs import (
     DTYPES,
     GATED,
     GLU_LAYOUTS,
+    QUANTIZED_DTYPES,
     DgluSpec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
+    QuantizeFp8BlockSpec,
     Spec,
     is_gated,
 )
@@ -47,7 +49,7 @@ WGRAD_TILES = (WGRAD, WGRAD_WIDE)
 # a token fill the GPU (31.8 us instead of 40.5 for two of DeepSeek-V3's in FC1).
 SMALL = TileConfig(m=64, n=128, k=64)
 TILES = (LARGE, SMALL)
-# MXFP8 rows and folded weights. A promotion every 128 costs more than an exposed epilogue: warpgroups of one tile hide
+# FP8 rows and weights. A promotion every 128 costs more than an exposed epilogue: warpgroups of one tile hide
 # it behind each other's MMAs, pingpong ones, one of which is in its epilogue, do not (0.9 against 1.2 PFLOP/s).
 LARGE8 = TileConfig(m=128, n=256, k=128, cluster_m=2, adaptive=True)
 SMALL8 = TileConfig(m=64, n=256, k=128)
@@ -76,9 +78,11 @@ MERGED: dict[tuple[str, TileConfig, bool], tuple[str, ...]] = {
     ("mxfp8", LARGE8, False): _ALL,
     ("mxfp8", LARGE8, True): _GATED,
     ("mxfp8", SMALL8, False): _GATED,
+    ("fp8_block", LARGE8, False): _ALL,
+    ("fp8_block", SMALL8, False): _GATED,
     **{
         (operands, tile, False): _GATED
-        for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only")
+        for operands in ("mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only", "fp8_block_weight_only")
         for tile in (MEDIUM_W8, SMALL_W8, TINY_W8)
     },
     ("mxfp8_exact", TINY_W8, False): _EITHER,
@@ -148,19 +152,27 @@ def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
 def _all_specs() -> list[Spec]:
     specs = forward_specs(ARCH, TILES, glu_form) + backward_specs(ARCH, LARGE, WGRAD_TILES) + quantizing_specs(ARCH)
     specs += folding_specs(ARCH)
-    return specs + mxfp8_specs() + decoded_specs(ARCH, TILES_W8, glu_form) + mhc_specs(ARCH) + layer_specs(ARCH)
+    specs += [QuantizeFp8BlockSpec(dtype, ARCH) for dtype in QUANTIZED_DTYPES]
+    specs += [*fp8_specs("mxfp8"), *mxfp8_training_specs(), *fp8_specs("fp8_block")]
+    return specs + decoded_specs(ARCH, TILES_W8, glu_form) + mhc_specs(ARCH) + layer_specs(ARCH)
 
 
-def mxfp8_specs() -> list[Spec]:
-    """Every GEMM of MXFP8 rows and folded weights; `dtype` is that of what stays 16-bit."""
-    mxfp8 = "mxfp8"
+def fp8_specs(operands: str) -> list[Spec]:
+    """Every forward of FP8 rows and weights; `dtype` is that of what stays 16-bit."""
     specs: list[Spec] = []
     for tile, dtype in product(TILES8, DTYPES):
-        fc2 = GroupedMmSpec(dtype, False, second_tile(tile), operands=mxfp8)
+        fc2 = GroupedMmSpec(dtype, False, second_tile(tile), operands=operands)
         specs.append(fc2)
-        for form in glu_forms(glu_form, mxfp8, tile):
-            fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=mxfp8)
+        for form in glu_forms(glu_form, operands, tile):
+            fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=operands)
             specs += [GroupedMlpSpec(fc1, fc2, quantized) for quantized in (False, True)]
+    return specs
+
+
+def mxfp8_training_specs() -> list[Spec]:
+    """Every forward that saves its preactivation, and every data path of a backward."""
+    mxfp8 = "mxfp8"
+    specs: list[Spec] = []
     for dtype, form in product(DTYPES, glu_forms(glu_form, mxfp8, LARGE8, save_preact=True)):
         fc1 = GroupedGluSpec(dtype, *form, True, LARGE8, operands=mxfp8)
         specs.append(GroupedMlpSpec(fc1, GroupedMmSpec(dtype, False, LARGE8, operands=mxfp8)))

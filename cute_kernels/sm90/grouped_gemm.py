@@ -1,5 +1,7 @@
 """The grouped GEMM, ragged in rows: y[row] = epilogue(x[row] @ w[e]^T) for every row of every group e."""
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -51,6 +53,10 @@ class GroupedGemm(PersistentGemm):
     def _make_store(self, view: cute.Tensor) -> RaggedStore:
         return make_store(view, cols=self.shape.slots.columns(view.element_type))
 
+    def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> Any:
+        """Host side: where the mainloop finds the scales that it multiplies by."""
+        return x_scale
+
     def make_scheduler(self, groups: Groups, grid: TileGrid, tickets: Tickets | None) -> GroupTileScheduler:
         if tickets is None:
             return GroupTileScheduler(self.tile, groups, grid)
@@ -69,7 +75,8 @@ class GroupedGemm(PersistentGemm):
         """
         epilogue, shape = self.epilogue, self.shape
         view, address = weight_view(w, w_table, shape.parts, shape.layout, self.transposed, inputs.gate, w_up)
-        operands = self.make_mainloop().operands(x, view, address, rows, Int64(x_scale))
+        scales = self.mainloop_scales(x, w, Int64(x_scale), inputs)
+        operands = self.make_mainloop().operands(x, view, address, rows, scales)
         stores = tuple(self._make_store(view) for view in epilogue.store_views(outputs, inputs))
         groups = *groups[:3], select(x.shape[1] < MIN_TICKET_DEPTH, Int64(0), counter(groups[3], position))
         n = w.shape[2] if const_expr(self.transposed) else weight_rows(w, w_up)

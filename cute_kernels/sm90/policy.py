@@ -34,7 +34,7 @@ MEASURED = Path(__file__).with_name("measured.json")
 
 _DECODING = {TINY_W8: 12, SMALL_W8: 60, MEDIUM_W8: 128, LARGE_W8: math.inf}
 MOST_ROWS: dict[str, Mapping[TileConfig, float]] = {
-    "mxfp8": {SMALL8: 64, LARGE8: math.inf},
+    **dict.fromkeys(("mxfp8", "fp8_block"), {SMALL8: 64, LARGE8: math.inf}),
     **dict.fromkeys(DECODED, _DECODING),
     **dict.fromkeys(("mxfp4_weight_only", "nvfp4_weight_only"), {**_DECODING, TINY_W8: 18}),
 }
@@ -60,7 +60,7 @@ def tiles(problem: Problem) -> tuple[TileConfig, ...]:
         return WGRAD_TILES
     if problem.op == "grouped_dglu":
         return (LARGE,) if problem.operands == "16bit" else (DGLU8,)
-    if problem.op == "quantize_mxfp8":  # whose spec has no tile
+    if problem.op in ("quantize_mxfp8", "quantize_fp8_block"):  # whose spec has no tile
         return (LARGE,)
     if problem.operands == "16bit":
         return TILES

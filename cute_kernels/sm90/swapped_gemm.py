@@ -16,6 +16,7 @@ from ..specs import GemmSpec
 from .budget import RESERVED_BYTES, SMEM_BYTES, smem_bytes, stage_k
 from .epilogue.store import make_store
 from .epilogue.swapped import SwappedEpilogue, SwappedSlots
+from .mainloop.block_decoding import BlockDecodingMainloop
 from .mainloop.decoding import DecodingMainloop
 from .mainloop.few_rows import FewRowsMainloop
 from .persistent import PersistentGemm
@@ -40,7 +41,8 @@ class SwappedGemm(PersistentGemm):
 
     def make_mainloop(self) -> DecodingMainloop:
         by_words = self.weights.bits < 8 and self.tile.m <= FEW_ROWS
-        return (FewRowsMainloop if by_words else DecodingMainloop)(
+        by_blocks = BlockDecodingMainloop if self.weights.rows > 1 else DecodingMainloop
+        return (FewRowsMainloop if by_words else by_blocks)(
             self.dtype, self.weights, self.tile, self.shape.parts, self.shape.layout, self.stages, self.policy
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ in the registers of four lanes, 32 each, for each of their two rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +18,7 @@ from ...epilogue.activation import ActivationEpilogue
 from ...epilogue.base import ColumnSmem, WarpgroupState
 from ...epilogue.shape import EpilogueShape, Smem
 from ...epilogue.sizes import ROWS, SLOTS, THREADS
-from ...formats import MXFP8_WIDE
+from ...formats import MXFP8_WIDE, OPERANDS
 from ...quantize.scales import exponent_of, magnitude_of, multiplier_of
 from ...schedule.groups import Groups
 from ...schedule.work import WorkTile
@@ -31,7 +32,7 @@ SCALES = BLOCK_COLS // SCALE_COLS
 
 
 class QuantizingState(WarpgroupState):
-    """`act_slots`: the staging slots as 128 columns of E4M3. `pitch`: scale bytes of a row."""
+    """`act_slots`: the staging slots as 128 columns of E4M3. `pitch`: scales of a row."""
 
     def __init__(self, inputs, slots: Slots, smem: ColumnSmem, act_slots: Slots, pitch: Int32):
         super().__init__(inputs, slots, smem)
@@ -54,8 +55,8 @@ class QuantizingEpilogue(ActivationEpilogue):
 
     def make_state(self, inputs, groups: Groups, slots: Slots, smem: Smem, ring) -> QuantizingState:
         act_slots = slots.recast(Float8E4M3FN) if self.spec.save_preact else slots
-        width = inputs.bias_size // self.parts
-        return QuantizingState(inputs, slots, ColumnSmem(**smem), act_slots, width // SCALE_COLS)
+        pitch = OPERANDS[self.spec.operands].act.num_scales(inputs.bias_size // self.parts)
+        return QuantizingState(inputs, slots, ColumnSmem(**smem), act_slots, pitch)
 
     @cute.jit
     def finish_slab(
@@ -83,18 +84,27 @@ class QuantizingEpilogue(ActivationEpilogue):
                     amax = cutlass.max(amax, magnitude_of(values[i]))
             for distance in cutlass.range_constexpr(1, 3):
                 amax = cutlass.max(amax, cute.arch.shuffle_sync_bfly(amax, distance))
-            exponent = exponent_of(amax.bitcast(Float32))
-            multiplier = multiplier_of(exponent)
+            scale = self._scale_of(amax.bitcast(Float32))
+            multiplier = self._multiplier_of(scale)
             for i in cutlass.range_constexpr(BLOCK_REGS):
                 if const_expr(i // 2 % 2 == half):
                     values[i] = values[i] * multiplier
             at = row + state.row_in_slab + half * 8
             if (state.lane % 4 == half) & (at < work.group_end):
-                self._store_scale(state, exponent, at, column // SCALE_COLS)
+                self._store_scale(state, scale, at, column)
+
+    def _scale_of(self, amax: Float32) -> Any:
+        """A block's scale, as `_multiplier_of` and `_store_scale` take it."""
+        return exponent_of(amax)
+
+    def _multiplier_of(self, scale: Any) -> Float32:
+        """What makes E4M3 numbers of the block's elements."""
+        return multiplier_of(scale)
 
     @cute.jit
-    def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, block: Int32):
+    def _store_scale(self, state: QuantizingState, exponent: Int32, row: Int32, column: Int32):
         """A scale four times: at once where the width of the rows lets the four be aligned."""
+        block = column // SCALE_COLS
         address = state.inputs.out_scale + Int64(row) * state.pitch + block
         if state.pitch % SCALES == 0:
             if block < state.pitch:

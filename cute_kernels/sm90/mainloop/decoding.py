@@ -15,7 +15,7 @@ Which weight rows those are, and which bytes of them, swapped_rows.py says; what
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -80,6 +80,7 @@ class WeightScales(Invariant):
 
     def __init__(self, grid: ScaleGrid, rows: SwappedRows, layout: str, decoder: Decoder):
         self.grid = grid
+        self.k_tiles = grid.k_tiles
         self.decoder = decoder
         self.rows = rows
         self.layout = layout
@@ -310,7 +311,7 @@ class DecodingMainloop(WeightsFirst):
         shape = (self.tile.slabs * ROWS, self.tile.m)
         return cute.make_rmem_tensor(self.tiled_mma().partition_shape_C(shape), Float32)
 
-    def scales(self, operands: Operands, share: TileShare) -> WeightScales:
+    def scales(self, operands: Operands, share: TileShare) -> Any:
         """A thread's, for all of its tiles."""
         _, expert_rows, gate = operands.extra
         k = cute.size(operands.b, mode=[1])
@@ -334,7 +335,7 @@ class DecodingMainloop(WeightsFirst):
         shape = tiled_mma.partition_shape_A((self.tile.slabs * ROWS, STEP_K))
         buffers = [tiled_mma.make_fragment_A(shape) for _ in range(2)]
         steps, stage_steps = self.tile.k // STEP_K, self.stage_k // STEP_K
-        num_k_tiles = scales.grid.k_tiles
+        num_k_tiles = scales.k_tiles
         if num_k_tiles > 0:
             self._open(first, buffers[0], scales, stages, state)
         for k_tile in cutlass.range(num_k_tiles, unroll=1):

@@ -41,18 +41,22 @@ class RowScales(Invariant):
 
     Memory has equal scales for a k-tile, of which the first is read. Scales are asked for while the k-tile before
     is in work: a tile's first ones before the epilogue of the tile before.
-    rows: which of x's rows are whose. first_row: a thread's, in the tile. blocks: scales of a row. last: the last
-    k-tile. begins: where a row's scales do.
+    rows: which of x's rows are whose. first_row: a thread's, in the tile. pitch: bytes of a row's scales. last: the
+    last k-tile. begins: where a row's scales do. count: of what `take` gives. halves: parts of a piece's columns that
+    have factors of their own.
     """
 
+    halves = 1
+
     def __init__(
-        self, address: Int64, rows: RowIndices, first_row: Int32, num_rows: int, blocks: Int32, last: Int32
+        self, address: Int64, rows: RowIndices, first_row: Int32, num_rows: int, pitch: Int32, last: Int32
     ):  # fmt: skip
         self.address = address
+        self.count = num_rows
         self.rows = rows
         self.first_row = first_row
         self.num_rows = num_rows
-        self.blocks = Int64(blocks)
+        self.pitch = Int64(pitch)
         self.last = last
         self.begins = cute.make_rmem_tensor(num_rows, Int64)
         self.next = cute.make_rmem_tensor(num_rows, Int32)
@@ -68,7 +72,7 @@ class RowScales(Invariant):
             row = cutlass.max(cutlass.min(first + i // 2 * ROWS + i % 2 * 8, work.group_end - 1), Int32(0))
             if self.rows.address != 0:
                 row = self.rows.clamped(self.rows.index_of(row))
-            self.begins[i] = self.address + row * self.blocks
+            self.begins[i] = self.address + row * self.pitch
         self._fetch(Int32(0))
 
     @cute.jit
@@ -85,6 +89,10 @@ class RowScales(Invariant):
             scales[i] = power_of_two(self.next[i])
         self._fetch(k_tile + 1)
         return scales
+
+    def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
+        """What multiplies a row's part of a piece, of what `take` gave. columns: the number of the piece's columns."""
+        return scales[row]
 
 
 class Fp8Mainloop(GemmMainloop):
@@ -111,11 +119,15 @@ class Fp8Mainloop(GemmMainloop):
         """A thread's accumulators: slab by slab, in the order that one wgmma of all columns would have."""
         return cute.make_rmem_tensor(self.tile.slabs * self.pieces * PIECE_REGS, Float32)
 
-    def scales(self, operands: Operands, share: TileShare) -> RowScales:
-        """A thread's, for all of its tiles."""
+    def first_row(self, share: TileShare) -> Int32:
+        """A thread's, in the tile."""
         thread, _, _ = cute.arch.thread_idx()
         thread = thread % THREADS
-        first_row = share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
+        return share.first_slab * ROWS + thread // 32 * 16 + thread % 32 // 4
+
+    def scales(self, operands: Operands, share: TileShare) -> RowScales:
+        """A thread's, for all of its tiles."""
+        first_row = self.first_row(share)
         k = cute.size(operands.a, mode=[1])
         last = cute.ceil_div(k, self.tile.k) - 1
         return RowScales(operands.scales, operands.rows, first_row, 2 * self.tile.slabs, MXFP8_WIDE.num_scales(k), last)
@@ -157,7 +169,7 @@ class Fp8Mainloop(GemmMainloop):
         for k_tile in cutlass.range(num_k_tiles, unroll=1):
             stages.consumer_wait(state)
             self.after_wait()
-            row_scales = cute.make_rmem_tensor(2 * self.tile.slabs, Float32)
+            taken = cute.make_rmem_tensor(scales.count, Float32)
             for piece in cutlass.range_constexpr(self.tile.slabs * self.pieces):
                 slab, columns = piece // self.pieces, piece % self.pieces
                 warpgroup.fence()
@@ -168,21 +180,27 @@ class Fp8Mainloop(GemmMainloop):
                     cute.gemm(tiled_mma, wgmma_acc, a, b, wgmma_acc)
                 warpgroup.commit_group()
                 if const_expr(piece == 0):
-                    row_scales.store(scales.take(k_tile).load())
+                    taken.store(scales.take(k_tile).load())
                 warpgroup.wait_group(0)
-                self._promote(registers(acc, piece * PIECE_REGS, PIECE_REGS), partial, row_scales, slab)
+                self._promote(registers(acc, piece * PIECE_REGS, PIECE_REGS), partial, scales, taken, slab, columns)
             stages.consumer_release(state)
             state.advance()
         return state
 
     @cute.jit
-    def _promote(self, acc: cute.Tensor, partial: cute.Tensor, scales: cute.Tensor, slab: cutlass.Constexpr[int]):
+    def _promote(
+        self, acc: cute.Tensor, partial: cute.Tensor, scales: RowScales, taken: cute.Tensor,
+        slab: cutlass.Constexpr[int], columns: cutlass.Constexpr[int],
+    ):  # fmt: skip
         """One row after the other, so that a scale is read by every second multiply-add alone (`.reuse`).
 
         Two and two in turns, as they lie, four took 6 cycles where the scales were in different banks of registers, and
         8 where they were not: 3 to 7 % of the whole loop, as ptxas likes.
         """
+        regs = PIECE_REGS // 2 // scales.halves
         for row in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(PIECE_REGS // 2):
-                at = i // 2 * 4 + row * 2 + i % 2
-                acc[at] += partial[at] * scales[2 * slab + row]
+            for half in cutlass.range_constexpr(scales.halves):
+                factor = scales.factor(taken, 2 * slab + row, columns, half)
+                for i in cutlass.range_constexpr(half * regs, (half + 1) * regs):
+                    at = i // 2 * 4 + row * 2 + i % 2
+                    acc[at] += partial[at] * factor

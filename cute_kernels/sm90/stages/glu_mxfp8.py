@@ -14,8 +14,8 @@ from ..grouped_gemm import GroupedFp8Gemm
 
 
 class Glu:
-    def __init__(self, spec: GroupedGluSpec):
-        self.gemm = GroupedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+    def __init__(self, gemm: GroupedFp8Gemm):
+        self.gemm = gemm
 
     @cute.jit
     def __call__(
@@ -47,4 +47,5 @@ class GluPreact(Glu):
 
 
 def trace(spec: GroupedGluSpec) -> Traced:
-    return traced(spec, (GluPreact if spec.save_preact else Glu)(spec))
+    gemm = GroupedFp8Gemm(spec, QuantizingEpilogue(DTYPES[spec.dtype], spec))
+    return traced(spec, (GluPreact if spec.save_preact else Glu)(gemm))

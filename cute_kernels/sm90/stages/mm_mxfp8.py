@@ -17,9 +17,8 @@ from ..grouped_gemm import GroupedFp8Gemm
 
 
 class Mm:
-    def __init__(self, spec: GroupedMmSpec):
-        epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
-        self.gemm = GroupedFp8Gemm(spec, epilogue)
+    def __init__(self, gemm: GroupedFp8Gemm):
+        self.gemm = gemm
 
     @cute.jit
     def __call__(
@@ -34,4 +33,5 @@ class Mm:
 
 
 def trace(spec: GroupedMmSpec) -> Traced:
-    return traced(spec, Mm(spec))
+    epilogue = LinearEpilogue(DTYPES[spec.dtype], spec.tile, weights=OPERANDS[spec.operands].w)
+    return traced(spec, Mm(GroupedFp8Gemm(spec, epilogue)))

@@ -1,0 +1,66 @@
+"""Where the float32 scales of weights' blocks of 128 x 128 lie: [E, grid rows, ceil(K / 128)].
+
+A weight row's scales are in grid row (weight row) / 128. The halves of a gated layer in layout "concat" have a grid of
+their own each, one after the other: half h's row i has its scales in grid row h ceil(I / 128) + i / 128. Where I is a
+multiple of 128 that is the same; elsewhere no block then holds rows of both.
+
+So 64 columns of a half, from a multiple of 64 on, have one grid row in every layout: interleaved, they are 64 of 128
+weight rows, which are one block's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from ..device.select import select
+from ..formats import FP8_BLOCK
+from ..specs import LAYOUTS
+from .weights import GateRows, row_of
+
+BLOCK = FP8_BLOCK.block
+SCALE_BYTES = 4
+
+
+class BlockGrid(NamedTuple):
+    """The scales of all experts at `address`: `rows` grid rows an expert, `blocks` scales a grid row; a half in layout
+    "concat" has `half` grid rows."""
+
+    address: Int64
+    rows: Int32
+    half: Int32
+    blocks: Int32
+
+    def expert(self, expert: Int32) -> Int64:
+        """The address of an expert's scales; of the end mark's, those of the first expert."""
+        return self.address + Int64(cutlass.max(expert, Int32(0))) * (self.rows * self.blocks * SCALE_BYTES)
+
+
+def in_concat(layout: str, gate: GateRows) -> Boolean | bool:
+    """Whether each half of the weight rows has a grid of its own. `layout`: one of specs.LAYOUT_FORMS."""
+    return layout == "concat" if layout in LAYOUTS else gate.layout == LAYOUTS["concat"]
+
+
+def block_grid(
+    address: Int64, layout: str, gate: GateRows, parts: int, weight_rows: Int32, blocks: Int32
+) -> BlockGrid:  # fmt: skip
+    """Of weights with `weight_rows` rows an expert, in `parts` halves, and `blocks` blocks along a row."""
+    half = cute.ceil_div(weight_rows // parts, BLOCK)
+    rows = _chosen(in_concat(layout, gate), parts * half, cute.ceil_div(weight_rows, BLOCK))
+    return BlockGrid(address, rows, half, blocks)
+
+
+def grid_row(grid: BlockGrid, layout: str, gate: GateRows, column: Int32, part: int, half: Int32) -> Int32:
+    """The grid row of a column of a part, which has `half` columns."""
+    own = part * grid.half + column // BLOCK
+    return _chosen(in_concat(layout, gate), own, row_of(layout, gate, column, part, half) // BLOCK)
+
+
+def _chosen(condition: Boolean | bool, if_true: Int32, if_false: Int32) -> Int32:
+    """`select`, of a condition that may be known at compile time."""
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return select(condition, if_true, if_false)

@@ -1,0 +1,86 @@
+"""Weights in E4M3 with a float32 scale for each block of 128 x 128, decoded on their way to mma.sync.
+
+As in narrow.py, except that a pair of elements becomes two float32 numbers, which are multiplied by the block's scale
+and rounded to bfloat16. That is what dequantising the weight to bfloat16 gives, and takes 5 instructions a pair where a
+power of two takes 1. A stage of 64 has one scale a row.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ..device.gmem import vector_at
+from ..device.invariant import Invariant
+from ..formats import Format
+from ..memory.block_scales import BLOCK, SCALE_BYTES, block_grid, grid_row
+from ..schedule.work import WorkTile
+from .mainloop import DEPTH
+from .narrow import Narrow, NarrowE4m3, NarrowE4m3ByFours, NarrowLines
+from .operands import Lines
+from .sources import Weights
+
+
+class PendingScales(Invariant):
+    """The bits of a float32 scale that was asked for, for each k-tile of a run."""
+
+    def __init__(self, run: int):
+        self.words = cute.make_rmem_tensor(run, Int32)
+        self.words.fill(0)
+
+    def byte(self, place: int, block: int) -> Int32:
+        return self.words[place]
+
+    @cute.jit
+    def ask(self, sources: NarrowLines, place: cutlass.Constexpr[int], tile: Int32):
+        """Past the last block: 0, since a stale NaN scale would turn padding zeros into NaN."""
+        number = tile // (BLOCK // DEPTH)
+        self.words[place] = Int32(0)
+        if number < sources.blocks:
+            self.words[place] = vector_at(Int32, sources.scales)[number]
+
+
+class BlockScaled(Narrow):
+    """A scale is the bits of a float32 number, in registers and in shared memory."""
+
+    def make_pending(self, weights: Format) -> PendingScales:
+        return PendingScales(self.run)
+
+    def _scaled(self, pair: Int32, multiplier: Int32) -> Int32:
+        ptx = """{
+        .reg .b32 low, high; .reg .f32 first, second, scale;
+        shl.b32 low, {$r0}, 16;
+        and.b32 high, {$r0}, 0xFFFF0000;
+        mov.b32 first, low;
+        mov.b32 second, high;
+        mov.b32 scale, {$r1};
+        mul.rn.f32 first, first, scale;
+        mul.rn.f32 second, second, scale;
+        cvt.rn.bf16x2.f32 {$w0}, second, first;
+        }"""
+        return Int32(cute.arch.inline_ptx(ptx, write_only_types=[Int32], read_only_args=[pair, multiplier]))
+
+
+class BlockE4m3(BlockScaled, NarrowE4m3):
+    pass
+
+
+class BlockE4m3ByFours(BlockScaled, NarrowE4m3ByFours):
+    pass
+
+
+@cute.jit
+def block_narrow_sources(
+    lines: Lines, weights: Weights, w_scale: Int64, depth: Int32, work: WorkTile,
+    weight_format: cutlass.Constexpr[Format], parts: cutlass.Constexpr[int], part_n: cutlass.Constexpr[int],
+    layout: cutlass.Constexpr[str],
+) -> NarrowLines:  # fmt: skip
+    """Of a thread's copies and scales; behind an expert's last row those of that one."""
+    thread, _, _ = cute.arch.thread_idx()
+    gate, half = weights.gate, weights.count
+    grid = block_grid(w_scale, layout, gate, parts, parts * half, weight_format.num_scales(depth))
+    column = cutlass.min(work.n_tile * part_n + thread % part_n, half - 1)
+    row = grid_row(grid, layout, gate, column, thread // part_n, half)
+    scales = grid.expert(work.expert) + row * (grid.blocks * SCALE_BYTES)
+    return NarrowLines(lines.parts, lines.distances, scales, grid.blocks)

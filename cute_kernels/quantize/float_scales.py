@@ -1,0 +1,37 @@
+"""A block's scale in float32, and what makes E4M3 numbers of its elements.
+
+    scale       max(fl32(amax / 448), 2^-126); 1 where all elements are 0; NaN where one is NaN or infinite
+    element     x * fl32(1 / scale), rounded to nearest even, saturating; NaN is 0x7F
+
+A block of NaN or infinite elements has NaN for its scale and for every element. 2^-126, the least normal number, keeps
+the reciprocal finite.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+INVERSE_OF_448, MINUS_448, LEAST_SCALE, ONE = "0f3B124925", "0fC3E00000", "0f00800000", "0f3F800000"
+
+
+def scale_of(amax: Float32) -> Float32:
+    """The quotient by 448 is rounded correctly: one step of Newton's after a product with fl32(1/448), whose remainder
+    an fma has exactly. That remainder is NaN where amax is infinite.
+    """
+    ptx = f"""{{
+        .reg .f32 amax, quotient, rest; .reg .pred is_zero;
+        mov.f32 amax, {{$r0}};
+        mul.rn.f32 quotient, amax, {INVERSE_OF_448};
+        fma.rn.f32 rest, quotient, {MINUS_448}, amax;
+        fma.rn.f32 quotient, rest, {INVERSE_OF_448}, quotient;
+        max.NaN.f32 quotient, quotient, {LEAST_SCALE};
+        setp.eq.f32 is_zero, amax, 0f00000000;
+        selp.f32 {{$w0}}, {ONE}, quotient, is_zero;
+        }}"""
+    return Float32(cute.arch.inline_ptx(ptx, write_only_types=[Float32], read_only_args=[amax]))
+
+
+def inverse_of(scale: Float32) -> Float32:
+    """fl32(1 / scale)."""
+    return Float32(cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[scale]))

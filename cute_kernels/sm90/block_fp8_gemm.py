@@ -1,0 +1,26 @@
+"""The grouped GEMM of FP8 with block scales: promotions multiply by the scales of rows and of weights."""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ..epilogue.base import Inputs
+from ..formats import FP8_ROWS
+from ..memory.block_scales import block_grid
+from .grouped_gemm import GroupedFp8Gemm
+from .mainloop.block_fp8 import BlockFp8Mainloop, ScaleSources
+
+
+class GroupedBlockFp8Gemm(GroupedFp8Gemm):
+    """Of rows with a float32 scale for 128 columns, and weights with one for a block of 128 x 128."""
+
+    def make_mainloop(self) -> BlockFp8Mainloop:
+        shape = self.shape
+        return BlockFp8Mainloop(
+            self.tile, shape.parts, shape.layout, self.stages, self.policy, shape.has_load_warp
+        )  # fmt: skip
+
+    def mainloop_scales(self, x: cute.Tensor, w: cute.Tensor, x_scale: Int64, inputs: Inputs) -> ScaleSources:
+        rows, parts, layout = Int32(w.shape[1]), self.shape.parts, self.shape.layout
+        blocks = FP8_ROWS.num_scales(Int32(x.shape[1]))
+        grid = block_grid(inputs.w_scale, layout, inputs.gate, parts, rows, blocks)
+        return ScaleSources(x_scale, grid, inputs.gate, rows // parts)

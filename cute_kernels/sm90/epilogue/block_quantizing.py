@@ -1,0 +1,26 @@
+"""Epilogue of a fused FC1 in FP8 with block scales: the activation leaves as E4M3 with a float32 scale for each 128 of
+a row (quantize/float_scales.py). Weights' scales were in the promotions.
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...device.gmem import vector_at
+from ...quantize.float_scales import inverse_of, scale_of
+from .quantizing import BLOCK_COLS, QuantizingEpilogue, QuantizingState
+
+
+class BlockQuantizingEpilogue(QuantizingEpilogue):
+    def _scale_of(self, amax: Float32) -> Float32:
+        return scale_of(amax)
+
+    def _multiplier_of(self, scale: Float32) -> Float32:
+        return inverse_of(scale)
+
+    @cute.jit
+    def _store_scale(self, state: QuantizingState, scale: Float32, row: Int32, column: Int32):
+        block = column // BLOCK_COLS
+        if block < state.pitch:
+            vector_at(Float32, state.inputs.out_scale)[Int64(row) * state.pitch + block] = scale

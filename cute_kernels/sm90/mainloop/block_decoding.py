@@ -1,0 +1,95 @@
+"""The decoding mainloop for E4M3 weights with a float32 scale for each block of 128 x 128 (FP8 as checkpoints ship it).
+
+An element times its scale is a float32 product, rounded to bfloat16: what dequantising the weight to bfloat16 gives, so
+that the MMA multiplies the dequantised weight. A k-tile is 128 deep, which is a block: a warpgroup's rows of a part of
+the tile have one scale a k-tile, and every thread asks for the same one.
+
+Scales need no checks: a NaN or infinite scale makes NaN or infinite weights, and so results, by itself.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...device.gmem import vector_at
+from ...device.invariant import Invariant
+from ...epilogue.fragments import TileShare
+from ...memory.block_scales import SCALE_BYTES, BlockGrid, block_grid, grid_row
+from ...memory.weights import GateRows
+from ...schedule.work import WorkTile
+from ..swapped_rows import SwappedRows
+from .base import Operands
+from .decoding import DecodingMainloop
+
+
+class BlockScales(Invariant):
+    """The bits of a float32 scale for each part of the tile, asked for while the k-tile before is in work; for a tile's
+    first k-tile, during the last of the tile before.
+
+    words: (0, row), the scale of each of the thread's rows. begins: where the scales of a part's grid row begin.
+    """
+
+    def __init__(
+        self, grid: BlockGrid, gate: GateRows, half: Int32, share: TileShare, rows: SwappedRows, layout: str
+    ):  # fmt: skip
+        self.grid = grid
+        self.k_tiles = grid.blocks
+        self.gate = gate
+        self.half = half
+        self.share = share
+        self.rows = rows
+        self.layout = layout
+        self.begins = cute.make_rmem_tensor(rows.parts, Int64)
+        self.taken = cute.make_rmem_tensor(rows.parts, Int32)
+        self.next = cute.make_rmem_tensor(rows.parts, Int32)
+        by_row = cute.make_layout((1, (rows.part_count, rows.parts)), stride=(0, (0, 1)))
+        self.words = cute.make_tensor(self.taken.iterator, by_row)
+
+    @cute.jit
+    def begin(self, work: WorkTile):
+        """Ask for the first scales of a tile."""
+        self._aim(work)
+        self._fetch(Int32(0))
+
+    @cute.jit
+    def _aim(self, work: WorkTile):
+        """Fetch from a tile's rows from now on. Rows past the last one are zeros and never stored: its scales do."""
+        rows = self.rows
+        first = self.grid.expert(work.expert)
+        column = cutlass.min(work.n_tile * rows.part_n + rows.first_column(self.share.first_slab), self.half - 1)
+        for part in cutlass.range_constexpr(rows.parts):
+            row = grid_row(self.grid, self.layout, self.gate, column, part, self.half)
+            self.begins[part] = first + row * (self.grid.blocks * SCALE_BYTES)
+
+    @cute.jit
+    def _fetch(self, k_tile: Int32):
+        for part in cutlass.range_constexpr(self.rows.parts):
+            self.next[part] = vector_at(Int32, self.begins[part])[k_tile]
+
+    def take(self) -> None:
+        """Make `words` of the scales that were asked for."""
+        for part in range(self.rows.parts):
+            self.taken[part] = self.next[part]
+
+    @cute.jit
+    def ask(self, k_tile: Int32, next_work: WorkTile):
+        """Ask for the scales of a k-tile; of the one behind the last, for the first of the next tile."""
+        if k_tile == self.k_tiles:
+            self._aim(next_work)
+            k_tile = Int32(0)
+        self._fetch(k_tile)
+
+    def spoil(self, acc: cute.Tensor) -> None:
+        """Nothing is noted."""
+
+
+class BlockDecodingMainloop(DecodingMainloop):
+    """As `DecodingMainloop`; `scales` of the operands is the address of the grids' (memory/block_scales.py)."""
+
+    def scales(self, operands: Operands, share: TileShare) -> BlockScales:
+        _, expert_rows, gate = operands.extra
+        blocks = self.format.num_scales(cute.size(operands.b, mode=[1]))
+        grid = block_grid(operands.scales, self.layout, gate, self.parts, expert_rows, blocks)
+        return BlockScales(grid, gate, expert_rows // self.parts, share, self.rows, self.layout)

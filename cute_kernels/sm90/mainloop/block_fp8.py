@@ -1,0 +1,135 @@
+"""The FP8 mainloop with float32 scales: E4M3 rows with one for each 128 of the contraction, times weights with one for
+each block of 128 x 128.
+
+As `Fp8Mainloop`, except that the sum of a k-tile is multiplied by a row's scale times the weights': one multiplication
+for each of a thread's rows and scales, beside 64 multiply-adds a piece. 64 columns of a half have one weight scale in
+every layout (memory/block_scales.py), so a tile of 256 weight rows has two in all, which all its threads ask for:
+
+    no gate        a scale for each 128 columns
+    concat         one for the activated half, one for the linear half
+    interleaved    one for the first 64 columns of both halves, one for the last 64
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...device.gmem import vector_at
+from ...device.select import select
+from ...epilogue.fragments import TileShare
+from ...memory.block_scales import BLOCK, SCALE_BYTES, BlockGrid, grid_row, in_concat
+from ...memory.weights import GateRows
+from ...schedule.work import WorkTile
+from ...tiles import TileConfig
+from ..gemm_policy import GemmPolicy
+from .base import Operands
+from .fp8 import Fp8Mainloop, RowScales
+from .gathered_rows import RowIndices
+
+HALF_BLOCK = BLOCK // 2
+
+
+class ScaleSources(NamedTuple):
+    """Where scales lie: of rows, float32 [rows, ceil(K / 128)] at an address, and of weights. gate: which weight rows
+    are whose. half: weight rows of each part."""
+
+    rows: Int64
+    weights: BlockGrid
+    gate: GateRows
+    half: Int32
+
+
+class BlockScales(RowScales):
+    """The scales of a thread's rows, and after them the tile's weight scales: `count` in all, each taken and asked for
+    as `RowScales` does.
+
+    weights: how many a tile has. weight_begins: where the scales of each one's grid row begin. halves: of a piece,
+    which has scales of its own for either half of its columns in an interleaved layout.
+    """
+
+    def __init__(
+        self, sources: ScaleSources, rows: RowIndices, first_row: Int32, num_rows: int, part_n: int, parts: int,
+        weights: int, layout: str,
+    ):  # fmt: skip
+        blocks = sources.weights.blocks
+        super().__init__(sources.rows, rows, first_row, num_rows, blocks * SCALE_BYTES, blocks - 1)
+        self.sources = sources
+        self.part_n = part_n
+        self.parts = parts
+        self.weights = weights
+        self.layout = layout
+        self.count = num_rows + weights
+        self.halves = 2 if parts == 2 and layout != "concat" else 1
+        self.weight_begins = cute.make_rmem_tensor(weights, Int64)
+        self.next = cute.make_rmem_tensor(self.count, Float32)
+
+    @cute.jit
+    def begin(self, work: WorkTile):
+        """Ask for a tile's first scales."""
+        grid = self.sources.weights
+        first = grid.expert(work.expert)
+        for i in cutlass.range_constexpr(self.weights):
+            self.weight_begins[i] = first + self._grid_row(work, i) * (grid.blocks * SCALE_BYTES)
+        RowScales.begin(self, work)
+
+    def _grid_row(self, work: WorkTile, i: int) -> Int32:
+        """The grid row of the tile's weight scale number i. Columns past the last one are zeros: any scale will do, as
+        long as other columns of their block have it."""
+        sources, layout = self.sources, self.layout
+        column, part = work.n_tile * self.part_n, 0
+        if self.parts == 1:
+            column += i * BLOCK
+        elif isinstance(is_concat := in_concat(layout, sources.gate), bool):
+            column, part = (column, i) if is_concat else (column + i * HALF_BLOCK, 0)
+        else:
+            column += select(is_concat, Int32(0), Int32(i * HALF_BLOCK))
+            part = select(is_concat, Int32(i), Int32(0))
+        column = cutlass.min(column, sources.half - 1)
+        return grid_row(sources.weights, layout, sources.gate, column, part, sources.half)
+
+    @cute.jit
+    def _fetch(self, k_tile: Int32):
+        block = cutlass.min(k_tile, self.last)
+        for i in cutlass.range_constexpr(self.num_rows):
+            self.next[i] = vector_at(Float32, self.begins[i])[block]
+        for i in cutlass.range_constexpr(self.weights):
+            self.next[self.num_rows + i] = vector_at(Float32, self.weight_begins[i])[block]
+
+    @cute.jit
+    def take(self, k_tile: Int32) -> cute.Tensor:
+        """The scales of a k-tile, which the call before asked for; asks for the next one's."""
+        scales = cute.make_rmem_tensor(self.count, Float32)
+        scales.store(self.next.load())
+        self._fetch(k_tile + 1)
+        return scales
+
+    def factor(self, scales: cute.Tensor, row: int, columns: int, half: int) -> Float32:
+        """What multiplies a half of a piece of a row: the row's scale times the weights'."""
+        return scales[row] * self._weight_scale(scales, columns, half)
+
+    def _weight_scale(self, scales: cute.Tensor, columns: int, half: int) -> Float32:
+        of_columns = scales[self.num_rows + columns]
+        if self.halves == 1 or columns == half:
+            return of_columns
+        of_half, is_concat = scales[self.num_rows + half], in_concat(self.layout, self.sources.gate)
+        return of_half if is_concat is False else select(is_concat, of_columns, of_half)
+
+
+class BlockFp8Mainloop(Fp8Mainloop):
+    """`scales` of the operands: a ScaleSources. `layout`: of the weights, one of specs.LAYOUT_FORMS."""
+
+    def __init__(
+        self, tile: TileConfig, parts: int, layout: str, stages: int, policy: GemmPolicy, load_warp_gathers: bool
+    ):  # fmt: skip
+        super().__init__(tile, parts, stages, policy, load_warp_gathers)
+        self.layout = layout
+
+    def scales(self, operands: Operands, share: TileShare) -> BlockScales:
+        """A thread's, for all of its tiles."""
+        of_tile = self.part_n, self.parts, self.pieces, self.layout
+        sources: Any = operands.scales
+        return BlockScales(sources, operands.rows, self.first_row(share), 2 * self.tile.slabs, *of_tile)

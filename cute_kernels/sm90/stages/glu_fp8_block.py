@@ -1,0 +1,11 @@
+"""act = grouped_glu(x, w) of FP8 with block scales: an activation in E4M3, with a float32 scale for 128 of a row."""
+
+from ...specs import GroupedGluSpec
+from ...tracing import DTYPES, Traced, traced
+from ..block_fp8_gemm import GroupedBlockFp8Gemm
+from ..epilogue.block_quantizing import BlockQuantizingEpilogue
+from .glu_mxfp8 import Glu
+
+
+def trace(spec: GroupedGluSpec) -> Traced:
+    return traced(spec, Glu(GroupedBlockFp8Gemm(spec, BlockQuantizingEpilogue(DTYPES[spec.dtype], spec))))

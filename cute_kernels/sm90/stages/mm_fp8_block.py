@@ -1,0 +1,11 @@
+"""y = grouped_mm(x, w) of E4M3 rows with a float32 scale for 128, and weights with one for a block of 128 x 128."""
+
+from ...epilogue.activation import LinearEpilogue
+from ...specs import GroupedMmSpec
+from ...tracing import DTYPES, Traced, traced
+from ..block_fp8_gemm import GroupedBlockFp8Gemm
+from .mm_mxfp8 import Mm
+
+
+def trace(spec: GroupedMmSpec) -> Traced:
+    return traced(spec, Mm(GroupedBlockFp8Gemm(spec, LinearEpilogue(DTYPES[spec.dtype], spec.tile))))

@@ -1,0 +1,125 @@
+"""FP8 with block scales, from the definition: float64, and no code of ours.
+
+A weight's element w[e, n, k] is data[e, n, k] * scale[e, g, k // 128]. In a gated w1 whose halves lie one after the
+other ("concat") each half of I rows has a grid of ceil(I / 128) rows of its own; else g is n // 128.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+
+
+def blocks_of(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def grid_rows(rows: int, layout: str = "") -> Tensor:
+    """int64 [rows], the grid row of each weight row. `layout`: of a gated w1."""
+    number = torch.arange(rows)
+    if layout == "concat":
+        half = rows // 2
+        return number // half * blocks_of(half) + number % half // BLOCK
+    return number // BLOCK
+
+
+def halves(rows: int, layout: str) -> tuple[Tensor, Tensor]:
+    """int64 [rows / 2] each, the weight rows of the activated and of the linear half."""
+    number = torch.arange(rows // 2)
+    if layout == "concat":
+        return number, number + rows // 2
+    if layout == "interleaved":
+        return 2 * number, 2 * number + 1
+    first = number // 32 * 64 + number % 32
+    return first, first + 32
+
+
+class Weights(NamedTuple):
+    """data: E4M3 [E, N, K]; scale: float32 [E, grid rows, ceil(K / 128)]; layout: of a gated w1, or ""."""
+
+    data: Tensor
+    scale: Tensor
+    layout: str = ""
+
+    def scales(self) -> Tensor:
+        """Each element's scale, float32 [E, N, K]."""
+        rows, k = self.data.shape[1:]
+        return self.scale[:, grid_rows(rows, self.layout)][:, :, torch.arange(k) // BLOCK]
+
+    def values(self) -> Tensor:
+        """float64."""
+        return self.data.double() * self.scales().double()
+
+    def in_bfloat16(self) -> Tensor:
+        """Each element's float32 product, rounded."""
+        return (self.data.float() * self.scales()).bfloat16()
+
+
+class Rows(NamedTuple):
+    """data: E4M3 [T, K]; scale: float32 [T, ceil(K / 128)]."""
+
+    data: Tensor
+    scale: Tensor
+
+    def values(self) -> Tensor:
+        """float64."""
+        return self.data.double() * self.scale[:, torch.arange(self.data.shape[1]) // BLOCK].double()
+
+
+def quantized_rows(x: Tensor) -> Rows:
+    """float32 [T, C], with a scale for each 128 of a row."""
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    amax = padded.abs().amax(2)  # NaN where one is
+    scale = (amax / 448).clamp(min=2.0**-126)
+    scale = torch.where(amax == 0, 1.0, torch.where(torch.isfinite(amax), scale, torch.nan))
+    data = (padded * (1 / scale)[:, :, None]).to(E4M3).view(rows, -1)[:, :columns]
+    return Rows(data.contiguous(), scale)
+
+
+def integers(random: np.random.Generator, *shape: int, most: int = 3) -> Tensor:
+    return torch.from_numpy(random.integers(-most, most + 1, shape)).float()
+
+
+def powers(random: np.random.Generator, *shape: int, most: int = 2) -> Tensor:
+    """Powers of two, float32."""
+    return torch.from_numpy(np.ldexp(np.float32(1.0), random.integers(-most, most + 1, shape)))
+
+
+def exact_weights(random: np.random.Generator, experts: int, rows: int, k: int, layout: str = "") -> Weights:
+    """Small integers by powers of two, which differ by expert and block."""
+    grid = int(grid_rows(rows, layout).max()) + 1
+    return Weights(
+        integers(random, experts, rows, k).to(E4M3), powers(random, experts, grid, blocks_of(k)), layout
+    )  # fmt: skip
+
+
+def exact_rows(random: np.random.Generator, rows: int, k: int) -> Rows:
+    return Rows(integers(random, rows, k).to(E4M3), powers(random, rows, blocks_of(k)))
+
+
+def any_weights(random: np.random.Generator, experts: int, rows: int, k: int, layout: str = "") -> Weights:
+    """Every finite E4M3 number, by scales of any float32 in some binades."""
+    grid = int(grid_rows(rows, layout).max()) + 1
+    codes = random.integers(0, 127, (experts, rows, k)) | random.integers(0, 2, (experts, rows, k)) << 7
+    data = torch.from_numpy(codes.astype(np.uint8)).view(E4M3)
+    scale = random.uniform(1.0, 2.0, (experts, grid, blocks_of(k))) * np.exp2(
+        random.integers(-12, -4, (experts, grid, 1))
+    )
+    return Weights(data, torch.from_numpy(scale.astype(np.float32)), layout)
+
+
+def product(x: Tensor, w: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """float64: rows of x times the transpose of their experts' w; NaN after the last group."""
+    result = torch.full((x.shape[0], w.shape[1]), torch.nan, dtype=torch.float64)
+    first = 0
+    for expert, size in enumerate(sizes):
+        result[first : first + size] = x[first : first + size].double() @ w[expert].double().T
+        first += size
+    return result
