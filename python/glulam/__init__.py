@@ -13,8 +13,16 @@ from . import recipes as recipes
 from .choose.kernels import compile, preload
 from .errors import CaptureError, GradientNotSupported, UnsupportedDevice
 from .explanation import Explanation, explain
+from .formats.checkpoints import load_experts
+from .formats.fp8_block import FP8BlockTensor, quantize_fp8_block
 from .formats.mxfp4 import MXFP4Tensor, quantize_mxfp4
-from .formats.mxfp8 import FoldError, MXFP8Tensor, prepare_mxfp8_weight, quantize_mxfp8
+from .formats.mxfp8 import (
+    FoldError,
+    MXFP8Tensor,
+    mxfp8_of_square_blocks,
+    prepare_mxfp8_weight,
+    quantize_mxfp8,
+)
 from .formats.nvfp4 import NVFP4Tensor, quantize_nvfp4
 from .formats.prepared import refresh_weights
 from .host.experts import GateUp
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CaptureError",
     "Explanation",
+    "FP8BlockTensor",
     "FoldError",
     "GateUp",
     "GluGradients",
@@ -56,12 +65,15 @@ __all__ = [
     "grouped_mm",
     "grouped_wgrad",
     "load_balancing_loss",
+    "load_experts",
     "mhc",
     "moe",
+    "mxfp8_of_square_blocks",
     "nn",
     "permute",
     "preload",
     "prepare_mxfp8_weight",
+    "quantize_fp8_block",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "quantize_nvfp4",

@@ -10,6 +10,7 @@ from typing import Any
 
 from .calls.checks import PLAIN_RECIPE
 from .formats.form import Form
+from .formats.fp8_block.form import FP8_BLOCK, FP8_BLOCK_IN_BF16, FP8_ROWS, Fp8Rows
 from .formats.mxfp4.form import MXFP4
 from .formats.mxfp8.forms import BLOCKS, BY_32, BY_128, FOLDED_ROWS, Rows
 from .formats.nvfp4.form import NVFP4
@@ -31,8 +32,8 @@ class Recipe:
     name: str
     operands: str
     fc2_operands: str
-    x: Rows | None = None
-    activation: Rows | None = None
+    x: Rows | Fp8Rows | None = None
+    activation: Rows | Fp8Rows | None = None
     weights: Form | None = None
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     trains: bool = False
@@ -45,6 +46,7 @@ BF16 = Recipe(PLAIN_RECIPE, "16bit", "16bit", trains=True)
 MXFP8 = Recipe("mxfp8", "mxfp8", "mxfp8", BY_128, BY_128, FOLDED_ROWS, trains=True)
 # 2^e beyond float16's range would have to saturate, so that weights are decoded to bfloat16 alone.
 MXFP8_EXACT = Recipe("mxfp8_exact", "mxfp8_exact", "mxfp8_weight_only", BY_32, BY_32, BLOCKS, ("bfloat16",))
+FP8_BLOCKS = Recipe("fp8_block", "fp8_block", "fp8_block", FP8_ROWS, FP8_ROWS, FP8_BLOCK)
 
 
 def weight_only(name: str, weights: Form) -> Recipe:
@@ -55,10 +57,20 @@ def weight_only(name: str, weights: Form) -> Recipe:
 MXFP8_WEIGHT_ONLY = weight_only("mxfp8_weight_only", BLOCKS)
 MXFP4_WEIGHT_ONLY = weight_only("mxfp4_weight_only", MXFP4)
 NVFP4_WEIGHT_ONLY = weight_only("nvfp4_weight_only", NVFP4)
+FP8_BLOCK_WEIGHT_ONLY = weight_only("fp8_block_weight_only", FP8_BLOCK_IN_BF16)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
-    for recipe in (BF16, MXFP8, MXFP8_EXACT, MXFP8_WEIGHT_ONLY, MXFP4_WEIGHT_ONLY, NVFP4_WEIGHT_ONLY)
+    for recipe in (
+        BF16,
+        MXFP8,
+        MXFP8_EXACT,
+        MXFP8_WEIGHT_ONLY,
+        MXFP4_WEIGHT_ONLY,
+        NVFP4_WEIGHT_ONLY,
+        FP8_BLOCKS,
+        FP8_BLOCK_WEIGHT_ONLY,
+    )
 }
 """By name. "bf16": 16-bit operands of x's dtype, which may be float16 as well."""
 
@@ -90,6 +102,6 @@ def check_fits(op: str, recipe: Recipe, dtype: str, on_gpu: bool, **widths: int)
     for name, width in widths.items():
         if recipe.weights is not None and width % (multiple := recipe.weights.multiple):
             raise ValueError(
-                f"{op}: {name} is {width}; recipe {recipe.name!r} takes multiples of {multiple}, the elements of a "
-                "scale, so pad it with zeros, or use recipe 'bf16'"
+                f"{op}: {name} is {width}; recipe {recipe.name!r} takes multiples of {multiple}, so pad it with "
+                "zeros, or use recipe 'bf16'"
             )

@@ -46,9 +46,13 @@ class Form:
         """What kernels read, of parts that are not ready. `report`: raise FoldError where too much would change."""
         raise NotImplementedError
 
-    def check_global(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
-        """Raises ValueError, TypeError: the third part does not fit a weight of this shape. is_concatenated: the rows'
-        halves are a gate's.
+    def of_gate(self, num_rows: int) -> Form:
+        """The form of a gated w1 in layout "concat" that is given in 16 bits, with so many rows."""
+        return self
+
+    def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
+        """Raises ValueError, TypeError: scales or the third part do not fit a weight of this shape. is_concatenated:
+        the rows' halves are a gate's.
         """
 
     def tensor_of(self, parts: Parts) -> Scaled:

@@ -235,7 +235,7 @@ class Stored(Scaled):
                 if f"{prefix}{name}" not in entries:
                     raise KeyError(f"{cls.__name__}.from_tensors: there is no entry {prefix + name!r}")
         parts = {name: tensors[f"{prefix}{name}"] for name in cls.names}
-        if isinstance(scale := parts["scale"], Tensor) and scale.dtype == torch.uint8:
+        if isinstance(scale := parts["scale"], Tensor) and scale.dtype == torch.uint8 and cls.scale_dtype.itemsize == 1:
             parts["scale"] = scale.view(cls.scale_dtype)
         form = {name: metadata[f"{prefix}{name}"] for name in cls.form}
         return cls(**parts, **form)

@@ -27,6 +27,7 @@ from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
 from ..formats import mlp_reference
 from ..formats.mxfp8 import MXFP8Tensor, rebase_mxfp8
+from ..formats.mxfp8.forms import Rows as MXFP8Rows
 from ..formats.mxfp8.layout import DATA_DTYPE, part_of_workspace
 from ..formats.scaled import BLOCK
 from ..host import device as gpus
@@ -81,7 +82,7 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
     if not isinstance(x, MXFP8Tensor):
         return x, None, None
     dtype = _result_dtype(*others)
-    if recipe.x is None:
+    if not isinstance(recipe.x, MXFP8Rows):
         raise TypeError(
             f"{op}: x is an MXFP8Tensor, but recipe {recipe.name!r} takes 16-bit rows; give x.dequantize({dtype}), or "
             "choose recipe 'mxfp8' or 'mxfp8_exact'"

@@ -40,8 +40,16 @@ def ready(recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None
     return prepared.PREPARED.find(FORMS[recipe], parts) or parts
 
 
-def form_of(call: Any) -> Form:
-    return FORMS[call.recipe]
+def form_of(call: Any, name: str) -> Form:
+    """How kernels read a call's weight."""
+    form, data = FORMS[call.recipe], getattr(call, name)
+    first = data if isinstance(data, Tensor) else data[0]
+    return form.of_gate(first.shape[-2]) if is_concatenated(call, name) else form
+
+
+def is_concatenated(call: Any, name: str) -> bool:
+    """Whether the first half of a weight's rows is a gate's and the second the up-projection's."""
+    return name == "w1" and call.activation in GATED and call.glu_layout == "concat"
 
 
 def parts_given(call: Any, name: str) -> Parts:
@@ -51,7 +59,7 @@ def parts_given(call: Any, name: str) -> Parts:
 
 def weight_as_read(call: Any, name: str) -> Weight:
     """A call's weight, prepared now where it was not; on the CPU the reference reads more than kernels do."""
-    form, parts = form_of(call), parts_given(call, name)
+    form, parts = form_of(call, name), parts_given(call, name)
     if form.is_ready(parts) or (form.has_values(parts) and not runs_kernels(call.lead)):
         return Weight(form, parts)
     return Weight(form, prepared.PREPARED.get(form, parts))
@@ -80,8 +88,7 @@ def check_weight(call: Any, name: str, letters: str, recipe: Recipe) -> tuple[in
     check_width(call.op, name, shape[1], runs_kernels(call.lead))
     if parts.scale is not None:
         check_scale(call.op, name, parts.scale, form.scale_shape(shape, parts.scale), value, form.kind.scale_dtype)
-        is_concatenated = name == "w1" and call.activation in GATED and call.glu_layout == "concat"
-        form.check_global(call.op, name, parts, shape, is_concatenated)
+        form.check_fit(call.op, name, parts, shape, is_concatenated(call, name))
     return shape
 
 

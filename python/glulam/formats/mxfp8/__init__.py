@@ -2,6 +2,7 @@
 
 from .fold import FoldedWeight, FoldError, FoldReport, prepare_mxfp8_weight, rebase_mxfp8
 from .quantize import quantize_mxfp8
+from .square_blocks import mxfp8_of_square_blocks
 from .tensor import MXFP8Copies, MXFP8Tensor
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "FoldedWeight",
     "MXFP8Copies",
     "MXFP8Tensor",
+    "mxfp8_of_square_blocks",
     "prepare_mxfp8_weight",
     "quantize_mxfp8",
     "rebase_mxfp8",

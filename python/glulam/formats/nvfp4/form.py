@@ -27,7 +27,7 @@ class Nvfp4(Words):
         made: NVFP4Tensor = NVFP4Tensor.unchecked(data, scale.view(SCALE_DTYPE), global_scale)  # type: ignore[union-attr]
         return made
 
-    def check_global(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
+    def check_fit(self, op: str, name: str, parts: Parts, shape: tuple[int, ...], is_concatenated: bool) -> None:
         data, _, global_scale = parts
         label = f"{op}: {name}'s global_scale"
         if not isinstance(global_scale, Tensor) or global_scale.dtype != torch.float32:

@@ -1,0 +1,125 @@
+"""Names of quantised experts in checkpoints, `<prefix>.<expert>.<projection>.<part>`, and what these tensors hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from .form import Form
+from .fp8_block.codec import BLOCK as FP8_BLOCK_SIZE
+from .fp8_block.form import FP8_BLOCK
+from .mxfp4.form import MXFP4
+from .mxfp8.forms import BLOCKS as MXFP8
+from .nvfp4.form import NVFP4
+
+PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""The gate, the up-projection and the down-projection."""
+IGNORED = frozenset(("input_scale", "input_global_scale"))
+"""Parts that are of activations: recipes here quantise rows by their own maxima, or not at all."""
+
+Dtypes = tuple[torch.dtype, ...]
+E4M3: Dtypes = (torch.float8_e4m3fn,)
+E8M0: Dtypes = (torch.float8_e8m0fnu, torch.uint8)
+E2M1_PAIRS: Dtypes = (torch.uint8, torch.int8)
+FLOAT32: Dtypes = (torch.float32,)
+SQUARE = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
+
+
+class Dialect(NamedTuple):
+    """How checkpoints store a projection [out, in].
+
+    Attributes:
+        name: the format, and who ships it so.
+        form: what the weight becomes.
+        block: rows and columns that share a scale.
+        parts: the elements', the scales' and the global scale's name, each with its dtypes.
+        divides: whether values are divided by the global scale, not multiplied.
+    """
+
+    name: str
+    form: Form
+    block: tuple[int, int]
+    parts: Mapping[str, Dtypes]
+    divides: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(f'{name} ({dtypes[0]})' for name, dtypes in self.parts.items())}"
+
+
+DIALECTS = (
+    Dialect("FP8 blocks of DeepSeek-V3, Qwen3", FP8_BLOCK, SQUARE, {"weight": E4M3, "weight_scale_inv": FLOAT32}),
+    Dialect("FP8 blocks of DeepSeek-V4", FP8_BLOCK, SQUARE, {"weight": E4M3, "scale": FLOAT32}),
+    Dialect("FP8 blocks of AMD Quark", FP8_BLOCK, SQUARE, {"weight": E4M3, "weight_scale": FLOAT32}),
+    Dialect("MXFP8 of MiniMax-M3", MXFP8, (1, 32), {"weight": E4M3, "weight_scale_inv": E8M0}),
+    Dialect("MXFP8 of compressed-tensors", MXFP8, (1, 32), {"weight": E4M3, "weight_scale": E8M0}),
+    Dialect("MXFP4 of DeepSeek-V4", MXFP4, (1, 32), {"weight": E2M1_PAIRS, "scale": E8M0}),
+    Dialect(
+        "NVFP4 of modelopt", NVFP4, (1, 16),
+        {"weight": E2M1_PAIRS, "weight_scale": E4M3, "weight_scale_2": FLOAT32},
+    ),
+    Dialect(
+        "NVFP4 of compressed-tensors", NVFP4, (1, 16),
+        {"weight_packed": E2M1_PAIRS, "weight_scale": E4M3, "weight_global_scale": FLOAT32}, divides=True,
+    ),
+)  # fmt: skip
+"""Two that have the same names differ in dtypes."""
+
+
+class ExpertNames(NamedTuple):
+    """The experts at a prefix.
+
+    Attributes:
+        start: what their names begin with.
+        parts: of each projection of each expert, the names of its parts, but for IGNORED.
+    """
+
+    start: str
+    parts: dict[int, dict[str, set[str]]]
+
+    def key(self, expert: int, projection: str, part: str) -> str:
+        return f"{self.start}{expert}.{projection}.{part}"
+
+    def projections(self) -> set[str]:
+        return {projection for expert in self.parts.values() for projection in expert}
+
+    def part_names(self) -> dict[str, str]:
+        """Every name of a part, with the first key that has it."""
+        found: dict[str, str] = {}
+        for expert, projections in sorted(self.parts.items()):
+            for projection, parts in projections.items():
+                for part in sorted(parts):
+                    found.setdefault(part, self.key(expert, projection, part))
+        return found
+
+
+_EXPERT = re.compile(r"(\d+)\.(\w+)\.(\w+)")
+_ANY_EXPERT = re.compile(rf"(.*?)\.?\d+\.(?:{'|'.join(name for names in PROJECTIONS for name in names)})\.\w+")
+
+
+def experts_at(keys: Iterable[object], prefix: str) -> ExpertNames:
+    """The experts whose names begin with a prefix."""
+    start = f"{prefix.removesuffix('.')}." if prefix else ""
+    parts: dict[int, dict[str, set[str]]] = {}
+    for key in keys:
+        if not isinstance(key, str) or not key.startswith(start):
+            continue
+        if match := _EXPERT.fullmatch(key, len(start)):
+            expert, projection, part = match.groups()
+            names = parts.setdefault(int(expert), {}).setdefault(projection, set())
+            if part not in IGNORED:
+                names.add(part)
+    return ExpertNames(start, parts)
+
+
+def prefixes(keys: Iterable[object]) -> list[str]:
+    """Those at which there are experts."""
+    matches = (_ANY_EXPERT.fullmatch(key) for key in keys if isinstance(key, str))
+    return list(dict.fromkeys(match[1] for match in matches if match))
+
+
+def dialects_of(part_names: Collection[str]) -> list[Dialect]:
+    """Those that have these names of parts, and no others."""
+    return [dialect for dialect in DIALECTS if dialect.parts.keys() == set(part_names)]

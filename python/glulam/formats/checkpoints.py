@@ -1,0 +1,289 @@
+"""load_experts: a layer's experts from a checkpoint, under the checkpoint's own names, as operators take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..calls.checks import shape_text
+from .checkpoint_names import DIALECTS, PROJECTIONS, Dialect, ExpertNames, dialects_of, experts_at, prefixes
+from .scaled import SCALE_DTYPE, Scaled, scales_of
+
+OP = "load_experts"
+LISTED = 4
+"""Names that a message lists at most."""
+
+
+def load_experts(
+    state: Mapping[str, Tensor],
+    prefix: str,
+    num_experts: int,
+    *,
+    experts: Sequence[int] | None = None,
+    device: torch.device | str | int | None = None,
+) -> tuple[Scaled, Scaled]:
+    """Return the quantised weights (w1, w2) of a layer's experts from a checkpoint that has them one by one.
+
+    Names and dtypes tell the format: FP8 blocks (DeepSeek-V3, Qwen3-FP8, DeepSeek-V4's base, AMD Quark), MXFP8
+    (MiniMax-M3, compressed-tensors), MXFP4 (DeepSeek-V4), NVFP4 (modelopt, compressed-tensors). w1 and w2 hold the
+    checkpoint's numbers unchanged, except for compressed-tensors' global scales, which become their reciprocals.
+    Scales of activations (`input_scale`, `input_global_scale`) are not read.
+
+    Args:
+        state: tensors by the checkpoint's names, on any device, contiguous or not. A mapping that reads files when it
+            is asked for a tensor works: tensors are asked for one by one. It is not changed.
+        prefix: what comes before an expert's number, as "model.layers.3.mlp.experts".
+        num_experts: how many experts the layer has.
+        experts: numbers of those to load, in this order, as of a rank; by default all.
+        device: of the result; by default that of the first tensor.
+
+    Returns:
+        (w1, w2): FP8BlockTensors, MXFP8Tensors, MXFP4Tensors or NVFP4Tensors [E, 2I, H] and [E, H, I], for glu_layout
+        "concat": the gate's rows before the up-projection's. Their `recipe` is the name of one that takes them. An
+        NVFP4 w1 has a global scale [E], or [E, 2] where the halves' differ.
+
+    Raises:
+        ValueError: no experts at the prefix, an expert or a part is missing, names of several formats are mixed, shapes
+            that do not fit each other, scales that are NaN, infinite or negative, global scales that are not positive.
+        TypeError: an argument of another kind, a tensor of another dtype.
+    """
+    _check_arguments(state, prefix, num_experts)
+    names = experts_at(state, prefix)
+    wanted = _wanted(state, prefix, num_experts, experts, names)
+    projections = _projections(names)
+    source = Source(state, names, _dialect(state, names, wanted, projections))
+    *gate_up, down = projections
+    to = source.data(wanted[0], gate_up[0]).device if device is None else torch.device(device)
+    w1 = _loaded(source, wanted, gate_up, to)
+    w2 = _loaded(source, wanted, [down], to)
+    if w2.shape[2] * 2 != w1.shape[1]:
+        first = (names.key(wanted[0], one, next(iter(source.dialect.parts))) for one in (down, gate_up[0]))
+        raise ValueError(
+            f"{OP}: {next(first)} is of {w2.shape[2]} columns, but {next(first)} of {w1.shape[1] // 2} rows, and both "
+            f"are I; one of them is truncated or another projection's"
+        )
+    return w1, w2
+
+
+def _check_arguments(state: Any, prefix: Any, num_experts: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{OP}: state is a {type(state).__name__}; give a mapping of tensors by names")
+    if not isinstance(prefix, str):
+        raise TypeError(f"{OP}: prefix is a {type(prefix).__name__}; give a string, as 'model.layers.0.mlp.experts'")
+    if not isinstance(num_experts, int) or num_experts < 1:
+        raise ValueError(f"{OP}: num_experts is {num_experts!r}; give a positive number")
+
+
+def _listed(names: Sequence[Any]) -> str:
+    """Some names as text, and how many others there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"{', '.join(map(repr, names[:LISTED]))}{more}"
+
+
+# What there is --------------------------------------------------------------------------------------------------------
+
+
+def _wanted(
+    state: Mapping[str, Tensor], prefix: str, num_experts: int, experts: Sequence[int] | None, names: ExpertNames
+) -> list[int]:
+    """Numbers of the experts to load. Raises ValueError where they are none, or not all there."""
+    if not names.parts:
+        found = sorted(prefixes(state), key=lambda one: not one.startswith(prefix))
+        where = f"there are experts at {_listed(found)}" if found else "nor anywhere else in the mapping"
+        raise ValueError(f"{OP}: there is no expert at prefix {prefix!r}; {where}")
+    if max(names.parts) >= num_experts:
+        raise ValueError(
+            f"{OP}: num_experts is {num_experts}, but there is an expert {max(names.parts)} at prefix {prefix!r}; give "
+            "the number of the layer's experts, and which of them to load as experts="
+        )
+    wanted = list(range(num_experts) if experts is None else experts)
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(num_experts)):
+        raise ValueError(f"{OP}: experts is {experts!r:.60}; give different numbers from 0 to {num_experts - 1}")
+    if missing := [expert for expert in wanted if expert not in names.parts]:
+        raise ValueError(
+            f"{OP}: {_listed(missing)} of the experts at prefix {prefix!r} are missing; give all tensors of the layer, "
+            "from each of the checkpoint's files, or name the experts to load as experts="
+        )
+    return wanted
+
+
+def _projections(names: ExpertNames) -> tuple[str, str, str]:
+    found = names.projections()
+    for projections in PROJECTIONS:
+        if found == set(projections):
+            return projections
+    known = ", or ".join(map(", ".join, PROJECTIONS))
+    raise ValueError(
+        f"{OP}: experts at {names.start!r} have the projections {', '.join(sorted(found))}; known are {known}, each "
+        "complete and alone: names of two checkpoints are mixed, or a projection is missing"
+    )
+
+
+def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int], projections: Sequence[str]) -> Dialect:
+    """The one whose names and dtypes these are. Raises ValueError, TypeError: there is none, or a part is missing."""
+    part_names = names.part_names()
+    by_names = dialects_of(part_names)
+    if not by_names:
+        _refuse_names(part_names)
+    for expert in wanted:
+        for projection in projections:
+            if missing := part_names.keys() - names.parts[expert].get(projection, set()):
+                key = names.key(expert, projection, min(missing))
+                raise ValueError(f"{OP}: {key} is missing, which other experts have; give all tensors of the layer")
+    given = {part: _tensor(state, names.key(wanted[0], projections[0], part)).dtype for part in part_names}
+    for dialect in by_names:
+        if all(given[part] in dtypes for part, dtypes in dialect.parts.items()):
+            return dialect
+    got = ", ".join(f"{names.key(wanted[0], projections[0], part)} is {dtype}" for part, dtype in given.items())
+    raise TypeError(f"{OP}: {got}; by these names there are {'; '.join(map(str, by_names))}")
+
+
+def _refuse_names(part_names: Mapping[str, str]) -> None:
+    """Raises ValueError: no dialect has exactly these names of parts."""
+    if set(part_names) == {"weight"}:
+        raise ValueError(
+            f"{OP}: {part_names['weight']} has no scales beside it, so it is not quantised; stack such weights, or "
+            "load them into nn.MoE by load_state_dict"
+        )
+    within = [dialect.name for dialect in DIALECTS if dialect.parts.keys() < part_names.keys()]
+    what = f"names of {' and '.join(within)} are mixed" if len(within) > 1 else "these are no known format's"
+    raise ValueError(
+        f"{OP}: {', '.join(part_names.values())} do not belong together: {what}; give the tensors of one checkpoint, "
+        f"in one of these formats: {'; '.join(map(str, DIALECTS))}"
+    )
+
+
+# What it holds --------------------------------------------------------------------------------------------------------
+
+
+def _tensor(state: Mapping[str, Tensor], key: str) -> Tensor:
+    tensor = state[key]
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{OP}: {key} is a {type(tensor).__name__}; give a tensor")
+    if tensor.is_meta:
+        raise ValueError(f"{OP}: {key} is on the meta device and has no values; give it on another")
+    return tensor.detach()
+
+
+class Source(NamedTuple):
+    """A checkpoint's experts in a dialect."""
+
+    state: Mapping[str, Tensor]
+    names: ExpertNames
+    dialect: Dialect
+
+    def data(self, expert: int, projection: str) -> Tensor:
+        return _tensor(self.state, self.names.key(expert, projection, next(iter(self.dialect.parts))))
+
+    def parts(self, expert: int, projection: str) -> dict[str, Tensor]:
+        """A projection's parts by their keys, checked: data [out, in / elements], scales, global scale [].
+
+        Raises TypeError, ValueError: a dtype or a shape is no such part's.
+        """
+        found = {}
+        for part, dtypes in self.dialect.parts.items():
+            key = self.names.key(expert, projection, part)
+            tensor = _tensor(self.state, key)
+            if tensor.dtype not in dtypes:
+                raise TypeError(
+                    f"{OP}: {key} is {tensor.dtype}; in {self.dialect.name} it is {' or '.join(map(str, dtypes))}, and "
+                    "parts are never converted, so give the checkpoint's own"
+                )
+            found[key] = tensor
+        (data_key, data), (scale_key, scale), *others = found.items()
+        if data.dim() != 2 or not data.numel():
+            raise ValueError(f"{OP}: {data_key} has shape {shape_text(data.shape)}; give a matrix [out, in]")
+        columns, multiple = self.dialect.form.columns(data), self.dialect.form.multiple
+        if columns % multiple:
+            raise ValueError(
+                f"{OP}: {data_key} has rows of {columns} elements; kernels take multiples of {multiple}, so dequantise "
+                "it, and pad it with zeros or use recipe 'bf16'"
+            )
+        rows_of, columns_of = self.dialect.block
+        grid = -(-data.shape[0] // rows_of), -(-columns // columns_of)
+        if tuple(scale.shape) != grid:
+            raise ValueError(
+                f"{OP}: {scale_key} has shape {shape_text(scale.shape)}; the scales of a {data_key.rpartition('.')[2]} "
+                f"[{data.shape[0]}, {columns}] in {self.dialect.name} are {shape_text(grid)}, so it is truncated, or "
+                "another tensor's"
+            )
+        for key, number in others:
+            if number.numel() != 1:
+                raise ValueError(f"{OP}: {key} has shape {shape_text(number.shape)}; it is one number for a projection")
+            found[key] = number.reshape(())
+        return found
+
+
+def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], device: torch.device) -> Any:
+    """A weight of experts in the dialect's format: the rows of these projections, one after the other."""
+    wholes: list[Tensor] = []
+    firsts: list[tuple[str, Tensor]] = []
+    keys: list[list[str]] = []
+    bad: list[Tensor] = []
+    for place, expert in enumerate(experts):
+        for half, projection in enumerate(projections):
+            parts = source.parts(expert, projection)
+            if not wholes:
+                firsts = list(parts.items())
+                shape = len(experts), len(projections)
+                wholes = [_bytes(part).new_empty((*shape, *part.shape), device=device) for part in parts.values()]
+            _check_like(next(iter(parts.items())), firsts[0])
+            for whole, part in zip(wholes, parts.values(), strict=True):
+                whole[place, half] = _bytes(part)
+            keys.append(list(parts)[1:])
+            bad.append(torch.stack(_are_bad(source.dialect, [whole[place, half] for whole in wholes[1:]])))
+    _refuse_bad(keys, torch.stack(bad).cpu())
+    return _joined(source.dialect, wholes)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """Elements and scales of 8 bits as bytes, in which they are copied."""
+    return part.view(torch.uint8) if part.itemsize == 1 else part
+
+
+def _check_like(part: tuple[str, Tensor], first: tuple[str, Tensor]) -> None:
+    (key, tensor), (first_key, like) = part, first
+    if tensor.shape != like.shape:
+        raise ValueError(
+            f"{OP}: {key} has shape {shape_text(tensor.shape)}, but {first_key} {shape_text(like.shape)}; a layer's "
+            "experts, and gate and up-projection, are alike, so one is truncated or another projection's"
+        )
+
+
+def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
+    """Of scales and a global scale, bool [] on their device: whether a number in them cannot be."""
+    first, *others = scales
+    dtype = dialect.form.kind.scale_dtype
+    numbers = scales_of(first) if dtype == SCALE_DTYPE else first.view(dtype).float()
+    found = [(numbers.signbit() | ~numbers.isfinite()).any()]
+    return found + [~((one > 0) & one.isfinite() & one.reciprocal().isfinite()) for one in others]
+
+
+def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
+    """Raises ValueError for the first of these scales that is bad."""
+    for names, flags in zip(keys, bad.tolist(), strict=True):
+        for place, (key, is_bad) in enumerate(zip(names, flags, strict=True)):
+            if is_bad and not place:
+                raise ValueError(f"{OP}: {key} has a scale that is NaN, infinite or negative; mend the checkpoint")
+            if is_bad:
+                raise ValueError(
+                    f"{OP}: {key} is 0, negative, NaN or infinite; a global scale is positive, so mend the checkpoint"
+                )
+
+
+def _joined(dialect: Dialect, wholes: list[Tensor]) -> Scaled:
+    """Of parts [E, halves, ...]."""
+    data, scale, *others = wholes
+    kind, has_halves = dialect.form.kind, data.shape[1] > 1
+    is_by_row = dialect.block[0] == 1
+    scale = scale.flatten(1, 2) if is_by_row else scale if has_halves else scale[:, 0]
+    made = {"data": data.flatten(1, 2).view(kind.data_dtypes[0]), "scale": scale.view(kind.scale_dtype)}
+    for factors in others:
+        factors = factors.reciprocal() if dialect.divides else factors
+        is_one = not has_halves or bool((factors[:, 0] == factors[:, 1]).all())
+        made["global_scale"] = factors[:, 0].contiguous() if is_one else factors
+    result: Scaled = kind(**made)
+    return result

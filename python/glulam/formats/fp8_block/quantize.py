@@ -1,0 +1,71 @@
+"""quantize_fp8_block: weights to FP8 with block scales, by torch's operators on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...calls.checks import check_flag, check_plain, refuse_gradients, shape_text
+from ..mxfp8.layout import DATA_DTYPE
+from ..scaled import SOURCE_DTYPES
+from .codec import BLOCK, encoded_tiles
+from .tensor import MULTIPLE, FP8BlockTensor, grid_shape
+
+OP = "quantize_fp8_block"
+CHUNK_BLOCKS = 128
+"""Blocks of rows that are quantised together: their float32 copies take memory."""
+
+
+def quantize_fp8_block(w: Tensor, *, in_halves: bool = False) -> FP8BlockTensor:
+    """Return w in E4M3 with a float32 scale for each block of 128 x 128.
+
+    A block's scale is amax / 448, at least 2^-126; the scale of a block of zeros is 1. Elements are rounded to nearest
+    even. A NaN or an Inf makes its block's scale NaN, and all elements of the block.
+
+    Args:
+        w: [N, K] or [E, N, K], bfloat16, float16 or float32; K a multiple of 16.
+        in_halves: quantise the first N/2 rows and the last N/2 apart, for a gated w1 in layout "concat"; see
+            FP8BlockTensor. The result differs only where N/2 is no multiple of 128.
+
+    Returns:
+        FP8BlockTensor of w's shape.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit.
+        GradientNotSupported: grad mode is on and w requires a gradient.
+    """
+    _check(w, in_halves)
+    halves = 2 if in_halves else 1
+    with torch.no_grad():
+        data = torch.empty(w.shape, dtype=DATA_DTYPE, device=w.device)
+        scale = w.new_empty(grid_shape(tuple(w.shape), halves), dtype=torch.float32)
+        experts = [part if w.dim() == 3 else part[None] for part in (w, data, scale)]
+        for matrix, elements, grid in zip(*experts, strict=True):
+            grids = grid if in_halves else grid[None]
+            for half in zip(matrix.tensor_split(halves), elements.tensor_split(halves), grids, strict=True):
+                _quantize(*half)
+    return FP8BlockTensor(data, scale)
+
+
+def _quantize(matrix: Tensor, data: Tensor, grid: Tensor) -> None:
+    """Write data [N, K] and the grid of its scales."""
+    for first in range(0, len(grid), CHUNK_BLOCKS):
+        rows = slice(first * BLOCK, (first + CHUNK_BLOCKS) * BLOCK)
+        data[rows], grid[first : first + CHUNK_BLOCKS] = encoded_tiles(matrix[rows])
+
+
+def _check(w: Tensor, in_halves: bool) -> None:
+    if not isinstance(w, Tensor) or w.dtype not in SOURCE_DTYPES:
+        got = w.dtype if isinstance(w, Tensor) else type(w).__name__
+        raise TypeError(f"{OP}: w is {got}; give a tensor of {', '.join(map(str, SOURCE_DTYPES))}")
+    check_flag(OP, "in_halves", in_halves)
+    if w.dim() not in (2, 3) or w.shape[-1] % MULTIPLE:
+        raise ValueError(
+            f"{OP}: w has shape {shape_text(w.shape)}; give [N, K] or [E, N, K] with K a multiple of {MULTIPLE}, so "
+            "pad it with zeros"
+        )
+    if in_halves and w.shape[-2] % 2:
+        raise ValueError(f"{OP}: in_halves is True, but w has {w.shape[-2]} rows, an odd number; leave in_halves out")
+    check_plain(OP, "w", w)
+    if torch.is_grad_enabled():
+        refuse_gradients(OP, w=w)
