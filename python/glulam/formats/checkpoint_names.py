@@ -25,6 +25,8 @@ E4M3: Dtypes = (torch.float8_e4m3fn,)
 E8M0: Dtypes = (torch.float8_e8m0fnu, torch.uint8)
 E2M1_PAIRS: Dtypes = (torch.uint8, torch.int8)
 FLOAT32: Dtypes = (torch.float32,)
+FLOATS: Dtypes = (torch.float32, torch.bfloat16, torch.float16)
+"""Of block scales, which Qwen's checkpoints have in 16 bits; they become float32."""
 SQUARE = (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
 
 
@@ -50,9 +52,9 @@ class Dialect(NamedTuple):
 
 
 DIALECTS = (
-    Dialect("FP8 blocks of DeepSeek-V3, Qwen3", FP8_BLOCK, SQUARE, {"weight": E4M3, "weight_scale_inv": FLOAT32}),
-    Dialect("FP8 blocks of DeepSeek-V4", FP8_BLOCK, SQUARE, {"weight": E4M3, "scale": FLOAT32}),
-    Dialect("FP8 blocks of AMD Quark", FP8_BLOCK, SQUARE, {"weight": E4M3, "weight_scale": FLOAT32}),
+    Dialect("FP8 blocks of DeepSeek-V3, Qwen3", FP8_BLOCK, SQUARE, {"weight": E4M3, "weight_scale_inv": FLOATS}),
+    Dialect("FP8 blocks of DeepSeek-V4", FP8_BLOCK, SQUARE, {"weight": E4M3, "scale": FLOATS}),
+    Dialect("FP8 blocks of AMD Quark", FP8_BLOCK, SQUARE, {"weight": E4M3, "weight_scale": FLOATS}),
     Dialect("MXFP8 of MiniMax-M3", MXFP8, (1, 32), {"weight": E4M3, "weight_scale_inv": E8M0}),
     Dialect("MXFP8 of compressed-tensors", MXFP8, (1, 32), {"weight": E4M3, "weight_scale": E8M0}),
     Dialect("MXFP4 of DeepSeek-V4", MXFP4, (1, 32), {"weight": E2M1_PAIRS, "scale": E8M0}),

@@ -143,16 +143,21 @@ def _dialect(state: Mapping[str, Tensor], names: ExpertNames, wanted: list[int],
 
 def _refuse_names(part_names: Mapping[str, str]) -> None:
     """Raises ValueError: no dialect has exactly these names of parts."""
+    known = {name for dialect in DIALECTS for name in dialect.parts}
+    if unknown := [key for part, key in part_names.items() if part not in known]:
+        raise ValueError(
+            f"{OP}: {_listed(unknown)} has a name that no known format of weights has; give a mapping without it if "
+            "it is no part of a weight, as a bias, which operators take as b1 or b2"
+        )
     if set(part_names) == {"weight"}:
         raise ValueError(
-            f"{OP}: {part_names['weight']} has no scales beside it, so it is not quantised; stack such weights, or "
-            "load them into nn.MoE by load_state_dict"
+            f"{OP}: {part_names['weight']} has no scales beside it; give all tensors of the layer. Weights in 16 bits "
+            "need no loader: stack them, or load them into nn.MoE by load_state_dict"
         )
-    within = [dialect.name for dialect in DIALECTS if dialect.parts.keys() < part_names.keys()]
-    what = f"names of {' and '.join(within)} are mixed" if len(within) > 1 else "these are no known format's"
+    formats = dict.fromkeys(" and ".join(dialect.parts) for dialect in DIALECTS)
     raise ValueError(
-        f"{OP}: {', '.join(part_names.values())} do not belong together: {what}; give the tensors of one checkpoint, "
-        f"in one of these formats: {'; '.join(map(str, DIALECTS))}"
+        f"{OP}: {_listed(list(part_names.values()))} do not belong together: names of several formats are mixed, or "
+        f"one is missing; formats have {', or '.join(formats)}"
     )
 
 
@@ -179,7 +184,7 @@ class Source(NamedTuple):
         return _tensor(self.state, self.names.key(expert, projection, next(iter(self.dialect.parts))))
 
     def parts(self, expert: int, projection: str) -> dict[str, Tensor]:
-        """A projection's parts by their keys, checked: data [out, in / elements], scales, global scale [].
+        """A projection's parts by their keys: data, scales and a global scale, which fit each other.
 
         Raises TypeError, ValueError: a dtype or a shape is no such part's.
         """
@@ -193,7 +198,12 @@ class Source(NamedTuple):
                     "parts are never converted, so give the checkpoint's own"
                 )
             found[key] = tensor
-        (data_key, data), (scale_key, scale), *others = found.items()
+        self._check_shapes(found)
+        return found
+
+    def _check_shapes(self, parts: Mapping[str, Tensor]) -> None:
+        """Raises ValueError where a projection's parts do not fit each other, or kernels do not take its rows."""
+        (data_key, data), (scale_key, scale), *others = parts.items()
         if data.dim() != 2 or not data.numel():
             raise ValueError(f"{OP}: {data_key} has shape {shape_text(data.shape)}; give a matrix [out, in]")
         columns, multiple = self.dialect.form.columns(data), self.dialect.form.multiple
@@ -202,41 +212,41 @@ class Source(NamedTuple):
                 f"{OP}: {data_key} has rows of {columns} elements; kernels take multiples of {multiple}, so dequantise "
                 "it, and pad it with zeros or use recipe 'bf16'"
             )
-        rows_of, columns_of = self.dialect.block
-        grid = -(-data.shape[0] // rows_of), -(-columns // columns_of)
+        grid = tuple(-(-size // block) for size, block in zip((len(data), columns), self.dialect.block, strict=True))
         if tuple(scale.shape) != grid:
             raise ValueError(
-                f"{OP}: {scale_key} has shape {shape_text(scale.shape)}; the scales of a {data_key.rpartition('.')[2]} "
-                f"[{data.shape[0]}, {columns}] in {self.dialect.name} are {shape_text(grid)}, so it is truncated, or "
-                "another tensor's"
+                f"{OP}: {scale_key} has shape {shape_text(scale.shape)}; the scales of a weight [{len(data)}, "
+                f"{columns}] in {self.dialect.name} are {shape_text(grid)}, so it is truncated, or another tensor's"
             )
         for key, number in others:
-            if number.numel() != 1:
+            if number.numel() != 1 or number.dim() > 1:
                 raise ValueError(f"{OP}: {key} has shape {shape_text(number.shape)}; it is one number for a projection")
-            found[key] = number.reshape(())
-        return found
 
 
 def _loaded(source: Source, experts: Sequence[int], projections: Sequence[str], device: torch.device) -> Any:
     """A weight of experts in the dialect's format: the rows of these projections, one after the other."""
     wholes: list[Tensor] = []
-    firsts: list[tuple[str, Tensor]] = []
-    keys: list[list[str]] = []
-    bad: list[Tensor] = []
+    like, keys, bad = None, [], []
     for place, expert in enumerate(experts):
         for half, projection in enumerate(projections):
             parts = source.parts(expert, projection)
-            if not wholes:
-                firsts = list(parts.items())
-                shape = len(experts), len(projections)
-                wholes = [_bytes(part).new_empty((*shape, *part.shape), device=device) for part in parts.values()]
-            _check_like(next(iter(parts.items())), firsts[0])
+            first = next(iter(parts.items()))
+            if like is None:
+                like, shape = first, (len(experts), len(projections))
+                wholes = [_made(shape, part, device) for part in parts.values()]
+            _check_like(first, like)
             for whole, part in zip(wholes, parts.values(), strict=True):
-                whole[place, half] = _bytes(part)
+                whole[place, half] = _bytes(part).view(whole.shape[2:])
             keys.append(list(parts)[1:])
             bad.append(torch.stack(_are_bad(source.dialect, [whole[place, half] for whole in wholes[1:]])))
     _refuse_bad(keys, torch.stack(bad).cpu())
     return _joined(source.dialect, wholes)
+
+
+def _made(shape: tuple[int, ...], part: Tensor, device: torch.device) -> Tensor:
+    """Memory for a part of all experts. A global scale has no dimension of its own, however it is stored."""
+    own = part.shape if part.dim() == 2 else ()
+    return torch.empty(*shape, *own, dtype=torch.uint8 if part.itemsize == 1 else torch.float32, device=device)
 
 
 def _bytes(part: Tensor) -> Tensor:
@@ -259,7 +269,8 @@ def _are_bad(dialect: Dialect, scales: list[Tensor]) -> list[Tensor]:
     dtype = dialect.form.kind.scale_dtype
     numbers = scales_of(first) if dtype == SCALE_DTYPE else first.view(dtype).float()
     found = [(numbers.signbit() | ~numbers.isfinite()).any()]
-    return found + [~((one > 0) & one.isfinite() & one.reciprocal().isfinite()) for one in others]
+    factors = [one.reciprocal() if dialect.divides else one for one in others]
+    return found + [~((factor > 0) & factor.isfinite()) for factor in factors]
 
 
 def _refuse_bad(keys: list[list[str]], bad: Tensor) -> None:
