@@ -427,3 +427,108 @@ def test_arguments(options: dict[str, Any], message: str) -> None:
 def test_formats_that_kernels_of_fp8_read_have_their_dtypes() -> None:
     w1, _ = loaded(checkpoint(KINDS[MXFP8]))
     assert (w1.data.dtype, w1.scale.dtype, w1.block) == (E4M3, E8M0, "1x32")
+
+
+# State dicts ----------------------------------------------------------------------------------------------------------
+
+FOUR_BITS = [name for name, kind in KINDS.items() if kind.recipe in ("mxfp4_weight_only", "nvfp4_weight_only")]
+
+
+def module_of(kind: str, **options: Any) -> glulam.nn.MoE:
+    made = glulam.nn.MoE(160, 96, EXPERTS, 2, recipe=KINDS[kind].recipe, dtype=torch.bfloat16, **options)
+    return made.requires_grad_(False)
+
+
+def block_of(kind: str, c: Checkpoint) -> dict[str, Tensor]:
+    """The state of one block, with its router."""
+    start = c.prefix.removesuffix("experts")
+    state = {name.removeprefix(start): t for name, t in c.state.items() if name.startswith(start)}
+    return {**state, "gate.weight": torch.randn(EXPERTS, 160)}
+
+
+def equalise(c: Checkpoint) -> None:
+    """Give gate and up-projection the same global scale."""
+    for name in list(c.state):
+        if name.endswith(("_scale_2", "weight_global_scale")) and ".up_proj." in name:
+            c.state[name] = c.state[name.replace(".up_proj.", ".gate_proj.")].clone()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_a_module_loads_a_block_by_its_names(kind: str, assign: bool) -> None:
+    c = checkpoint(KINDS[kind])
+    module, state = module_of(kind), block_of(kind, c)
+    before = dict(state)
+    module.load_state_dict(state, assign=assign)
+    assert list(state) == list(before)
+    assert_values(module.experts.fc1.experts("weight"), c.w1)
+    assert_values(module.experts.fc2.experts("weight"), c.w2)
+    assert torch.equal(module.router.weight.float(), before["gate.weight"].to(module.router.weight.dtype).float())
+    x = matrix(9, 160, torch.bfloat16, "cpu", 1)
+    wanted = glulam.moe(x, module.route(x), *loaded(c), recipe=KINDS[kind].recipe)
+    assert torch.equal(module(x), wanted) and wanted.abs().max() > 0.1
+    again = module_of(kind)
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(again(x), wanted)
+    nested = torch.nn.ModuleDict({"mlp": module_of(kind)})
+    nested.load_state_dict({f"mlp.{name}": t for name, t in before.items()})
+    assert torch.equal(nested["mlp"](x), wanted)
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize("layout", ["interleaved", "interleaved32"])
+def test_a_module_of_another_layout_loads_it(kind: str, layout: str) -> None:
+    c = checkpoint(KINDS[kind])
+    module = module_of(kind, glu_layout=layout)
+    if "nvfp4" in kind:
+        with pytest.raises(ValueError, match=f"different global scales, which rows in glu_layout '{layout}' cannot"):
+            module.load_state_dict(block_of(kind, c))
+        equalise(c)
+    module.load_state_dict(block_of(kind, c))
+    plain = module_of(kind)
+    plain.load_state_dict({**block_of(kind, c), "gate.weight": module.router.weight})
+    x = matrix(9, 160, torch.bfloat16, "cpu", 1)
+    assert torch.allclose(module(x), plain(x), rtol=0.02) and module(x).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_a_module_with_equal_global_scales(kind: str) -> None:
+    c = checkpoint(KINDS[kind])
+    equalise(c)
+    module = module_of(kind)
+    module.load_state_dict(block_of(kind, c))
+    w1 = loaded(c)[0]
+    assert torch.equal(module.experts.fc1.experts("weight").dequantize(), w1.dequantize())
+
+
+def test_a_module_refuses_damaged_and_keeps_other_formats() -> None:
+    c = checkpoint(KINDS[NVFP4])
+    module = module_of(NVFP4)
+    kept = {name: t.clone() for name, t in module.state_dict().items()}
+    state = block_of(NVFP4, c)
+    state["experts.1.up_proj.weight_scale"] = state["experts.1.up_proj.weight_scale"][:5]
+    with pytest.raises(ValueError, match=r"experts\.1\.up_proj\.weight_scale has shape \[5, 10\]"):
+        module.load_state_dict(state)
+    for kind in ("qwen3-fp8", "deepseek-v4"):
+        with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: .*experts.fc1.weight"):
+            module.load_state_dict(block_of(kind, checkpoint(KINDS[kind])))
+    both = {**block_of(NVFP4, c), **module.state_dict()}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*experts\.\d\.\w+_proj\.weight"):
+        module.load_state_dict(both)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) .*experts.fc1.bias"):
+        module_of(NVFP4, bias=True).load_state_dict(block_of(NVFP4, c))
+    for name, value in module.state_dict().items():
+        same = name.startswith("router") or torch.equal(value.view(torch.uint8), kept[name].view(torch.uint8))
+        assert same, name
+
+
+def test_a_module_in_nvfp4_quantises_experts_in_16_bits_by_another_librarys_names() -> None:
+    gate_up, down = torch.randn(EXPERTS, 192, 160) / 9, torch.randn(EXPERTS, 160, 96) / 9
+    module = module_of(NVFP4)
+    module.load_state_dict(
+        {"gate.weight": torch.randn(EXPERTS, 160), "experts.gate_up_proj": gate_up, "experts.down_proj": down}
+    )
+    made = [layer.experts("weight").dequantize() for layer in (module.experts.fc1, module.experts.fc2)]
+    gate, up = (glulam.quantize_nvfp4(half.contiguous()).dequantize() for half in gate_up.chunk(2, dim=1))
+    assert torch.equal(made[0], torch.cat((gate, up), dim=1))
+    assert torch.equal(made[1], glulam.quantize_nvfp4(down).dequantize())

@@ -15,7 +15,9 @@ from torch import Tensor
 from cute_kernels.specs import GATED
 
 from ..activations import INTERLEAVED32_BLOCK, join_halves, split_halves
-from .four_bits_linear import SCALE_DTYPES, refusal, scale_bytes
+from ..formats.checkpoint_names import dialects_of, experts_at
+from ..formats.checkpoints import load_experts
+from .four_bits_linear import SCALE_DTYPES, FourBitsLinear, refusal, scale_bytes
 from .state import PACKED_RANKS, Move, alike
 
 RENAMES = {
@@ -88,7 +90,8 @@ FORMS: dict[str, tuple[Form, ...]] = {
 def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]]:
     """Of entries that have these keys, to the names of `block`, the nn.MoE at `prefix`.
 
-    Blocks and scales in MXFP4 that are no bytes raise TypeError when they are moved.
+    Blocks and scales in MXFP4 that are no bytes raise TypeError when they are moved; quantised experts one by one
+    raise what `load_experts` does.
     """
     for theirs, ours in RENAMES.items():
         path, _, last = ours.rpartition(".")
@@ -100,12 +103,14 @@ def moves(keys: Collection[str], prefix: str, block: Any) -> Iterator[list[Move]
             found = [moves for form in forms if (moves := _of_form(keys, prefix, part, form, mlp))]
             if len(found) == 1:
                 yield found[0]
+    if move := _of_quantized_experts(keys, prefix, block.experts):
+        yield [move]
 
 
 def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any) -> list[Move]:
     """None unless a form's keys are there, for each of the module's parameters, and no others beside them."""
     own = {f"{layer}.{name}" for layer in ("fc1", "fc2") for name in mlp.fc1.names}
-    scales = {name for name in own if name.endswith(".weight_scale")}  # which layers make of weights in 16 bits
+    scales = {name for name in own if name.endswith("_scale")}  # which layers make of weights in 16 bits
     if form.keys() not in (own, own - scales) or mlp.call_options["activation"] not in GATED:
         return []
     found = []
@@ -122,6 +127,48 @@ def _of_form(keys: Collection[str], prefix: str, part: str, form: Form, mlp: Any
     spaces = tuple(f"{prefix}{name.split('.')[0]}." for name in (part, *form["fc2.weight"].keys))
     there = {key for key in keys if isinstance(key, str) and key.startswith(spaces)}
     return found if there == {key for move in found for key in move.old} else []
+
+
+def _of_quantized_experts(keys: Collection[str], prefix: str, mlp: Any) -> Move | None:
+    """Experts one by one in a checkpoint's format (`formats.checkpoint_names`), where that is the layers' own."""
+    layers = {f"{prefix}experts.{name}": getattr(mlp, name) for name in ("fc1", "fc2")}
+    if not isinstance(mlp.fc1, FourBitsLinear) or mlp.fc1.has_bias or mlp.call_options["activation"] not in GATED:
+        return None
+    experts = f"{prefix}experts"
+    names = experts_at(keys, experts)
+    old = [key for key in keys if isinstance(key, str) and key.startswith(f"{experts}.")]
+    is_known = any(dialect.form == mlp.fc1.form for dialect in dialects_of(names.part_names()))
+    if not is_known or any(not key.removeprefix(f"{experts}.")[:1].isdecimal() for key in old):
+        return None
+    new = [f"{path}.{name}" for path, layer in layers.items() for name in layer.weight_names]
+    return Move(old, new, partial(_of_checkpoint, keys=old, experts=experts, mlp=mlp))
+
+
+def _of_checkpoint(values: list[Any], keys: list[str], experts: str, mlp: Any) -> list[Tensor] | None:
+    """The buffers of both layers. None where the tensors turn out to be in another format."""
+    w1, w2 = load_experts(dict(zip(keys, values, strict=True)), experts, mlp.fc1.num_experts)
+    if not isinstance(w1, mlp.fc1.form.kind):
+        return None
+    layout, made = mlp.call_options["glu_layout"], []
+    for layer, weight in ((mlp.fc1, w1), (mlp.fc2, w2)):
+        parts = [weight.data, scale_bytes(weight.scale)]
+        if layer is mlp.fc1:
+            parts = [join_halves(gate, up, layout, 1) for gate, up in (part.chunk(2, dim=1) for part in parts)]
+        factors = weight.parts.global_scale
+        made += [*parts, *([] if factors is None else [_factors(factors, layer.halves, experts, layout)])]
+    return made
+
+
+def _factors(factors: Tensor, halves: int, experts: str, layout: str) -> Tensor:
+    """A global scale as a layer has it. Raises ValueError where it has one for rows with two."""
+    if factors.dim() == halves:
+        return factors
+    if halves == 1:
+        raise ValueError(
+            f"state dict: gate and up-projection at {experts} have different global scales, which rows in glu_layout "
+            f"{layout!r} cannot; make the module with glu_layout='concat'"
+        )
+    return factors[:, None].expand(-1, halves).contiguous()
 
 
 def _joined_bytes(parts: list[Any], key: str, dtypes: tuple[torch.dtype, ...], make: Any) -> list[Tensor] | None:
