@@ -62,8 +62,8 @@ class Fp8Block(Form):
             f"the weight in 16 bits, or glulam.load_experts' weights"
         )
 
-    def tensor_of(self, data: Tensor, scale: Tensor, global_scale: Tensor | None) -> FP8BlockTensor:
-        made: FP8BlockTensor = FP8BlockTensor.unchecked(data.view(DATA_DTYPE), scale)
+    def tensor_of(self, parts: Parts) -> FP8BlockTensor:
+        made: FP8BlockTensor = FP8BlockTensor.unchecked(parts.data.view(DATA_DTYPE), parts.scale)
         return made
 
     def scale_shape(self, shape: tuple[int, ...], scale: Tensor) -> tuple[int, ...]:
