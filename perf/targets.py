@@ -31,7 +31,15 @@ DECODE_COPY = 0.92  # of a device copy's bytes a second
 
 HOST_OURS = "glulam.grouped_mlp, out given"  # of the host suite's items, what peers are compared with
 BF16, TORCH_FP8 = "bf16", "torch fp8"
-FP8_RECIPES = ("mxfp8", "mxfp8_exact", "mxfp8_weight_only", "mxfp4_weight_only", "nvfp4_weight_only")
+FP8_RECIPES = (
+    "mxfp8",
+    "mxfp8_exact",
+    "mxfp8_weight_only",
+    "mxfp4_weight_only",
+    "nvfp4_weight_only",
+    "fp8_block",
+    "fp8_block_weight_only",
+)
 FP4_PREFILL = {("mxfp4_weight_only", BF16): 0.88}
 FP4_COPY = {"mxfp4_weight_only": 0.82, "nvfp4_weight_only": 0.75}
 """Of a device copy's bytes a second, in decoding."""

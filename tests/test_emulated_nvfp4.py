@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from emulator.launch import Emulator
-from glulam.mxfp4.words import words_of
 from support import nvfp4
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from cute_kernels.formats import MXFP4, NVFP4, OPERANDS
 from cute_kernels.signatures import stage_signature
 from cute_kernels.specs import KINDS, LAYOUTS, GroupedGluSpec, GroupedMlpSpec, GroupedMmSpec, Spec
 from ffi_bridge import profiles
+from glulam.formats.words import words_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 ARCHS = ("sm_90a", "sm_90")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from ..shipped import PROFILES as PROFILES
@@ -22,13 +23,11 @@ from ..specs import (
     DTYPES,
     GATED,
     GLU_LAYOUTS,
-    QUANTIZED_DTYPES,
     DgluSpec,
     GroupedDgluSpec,
     GroupedGluSpec,
     GroupedMlpSpec,
     GroupedMmSpec,
-    QuantizeFp8BlockSpec,
     Spec,
     is_gated,
 )
@@ -152,20 +151,19 @@ def shipped_specs(arch: str = ARCH, profile: str = "full") -> list[Spec]:
 def _all_specs() -> list[Spec]:
     specs = forward_specs(ARCH, TILES, glu_form) + backward_specs(ARCH, LARGE, WGRAD_TILES) + quantizing_specs(ARCH)
     specs += folding_specs(ARCH)
-    specs += [QuantizeFp8BlockSpec(dtype, ARCH) for dtype in QUANTIZED_DTYPES]
-    specs += [*fp8_specs("mxfp8"), *mxfp8_training_specs(), *fp8_specs("fp8_block")]
+    specs += [*fp8_specs("mxfp8", (False, True)), *mxfp8_training_specs(), *fp8_specs("fp8_block", (False,))]
     return specs + decoded_specs(ARCH, TILES_W8, glu_form) + mhc_specs(ARCH) + layer_specs(ARCH)
 
 
-def fp8_specs(operands: str) -> list[Spec]:
-    """Every forward of FP8 rows and weights; `dtype` is that of what stays 16-bit."""
+def fp8_specs(operands: str, quantized: Sequence[bool]) -> list[Spec]:
+    """Every forward of FP8 rows and weights; `dtype` is that of what stays 16-bit. quantized: whether x may come so."""
     specs: list[Spec] = []
     for tile, dtype in product(TILES8, DTYPES):
         fc2 = GroupedMmSpec(dtype, False, second_tile(tile), operands=operands)
         specs.append(fc2)
         for form in glu_forms(glu_form, operands, tile):
             fc1 = GroupedGluSpec(dtype, *form, False, tile, operands=operands)
-            specs += [GroupedMlpSpec(fc1, fc2, quantized) for quantized in (False, True)]
+            specs += [GroupedMlpSpec(fc1, fc2, one) for one in quantized]
     return specs
 
 

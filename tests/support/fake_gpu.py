@@ -25,6 +25,8 @@ from cute_kernels.signatures import DIVISOR, FLOAT32, TENSOR, Argument, Signatur
 from cute_kernels.specs import (
     ACTIVATION_FORMS,
     ACTIVATIONS,
+    DECODED,
+    GATED,
     GLU_LAYOUTS,
     LAYOUT_FORMS,
     DgluSpec,
@@ -35,6 +37,7 @@ from cute_kernels.specs import (
     GroupedWgradSpec,
     LayerSpec,
     MhcSpec,
+    QuantizeFp8BlockSpec,
     QuantizeMxfp4Spec,
     QuantizeMxfp8Spec,
     Spec,
@@ -47,7 +50,7 @@ from glulam.formats.mxfp4.codec import encoded
 from glulam.host import device, experts, groups, tickets
 from glulam.host.plans import forget_plans
 
-from . import fake_layer, fake_mhc, fake_mxfp8, fake_nvfp4, mxfp8, oracle
+from . import fake_fp8_block, fake_layer, fake_mhc, fake_mxfp8, fake_nvfp4, mxfp8, oracle
 from .memory import memory, optional, read
 from .steps import taken
 
@@ -162,19 +165,26 @@ def _sizes(spec: Spec, c: Any, rows: int) -> list[int]:
     return _ends(c.groups, c.group_form, c.num_groups, rows)
 
 
-def _weights_of(spec: Spec, c: Any) -> list[Tensor]:
+FP8_ROWS: dict[str, Any] = {"mxfp8": fake_mxfp8.Rows, "fp8_block": fake_fp8_block.Rows}
+"""Of operands whose rows are in FP8."""
+
+
+def _weights_of(spec: Spec, c: Any, layout: str = "") -> list[Tensor]:
+    """layout: of a gated w1."""
     if spec.operands == "16bit":
         return _weights(c.w, c.w_table, c.num_groups)
     if spec.operands == "nvfp4_weight_only":
         return fake_nvfp4.words(c)
+    if spec.operands.startswith("fp8_block"):
+        return fake_fp8_block.weights(c, layout, is_decoded=spec.operands in DECODED)
     readers = {"mxfp8": fake_mxfp8.folded, "mxfp4_weight_only": fake_mxfp8.words}
     return readers.get(spec.operands, fake_mxfp8.blocked)(c.w, c.w_scale)
 
 
 def _rows_of(spec: Spec, c: Any, count: int, used: int) -> Tensor:
     rows, by_index = c.x, getattr(c, "rows", 0)
-    if spec.operands == "mxfp8":
-        rows = fake_mxfp8.Rows(c.x, c.x_scale).read(len(c.x) if by_index else used)
+    if spec.operands in FP8_ROWS:
+        rows = FP8_ROWS[spec.operands](c.x, c.x_scale).read(len(c.x) if by_index else used)
     if spec.operands == "mxfp8_exact":
         fake_mxfp8.check_rounded(c.x[:used])
     return _taken(rows, by_index, count, used) if by_index else rows
@@ -217,15 +227,16 @@ def _glu(spec: GroupedGluSpec, c: Any) -> None:
     is_apart = bool(getattr(c, "w_up", 0))
     assert not is_apart or (form[1] == "concat" and c.act.shape[1] == c.w.shape[1] and not spec.transpose_w)
     both = c.w.shape[1 + spec.transpose_w] * (1 + is_apart)
+    layout = form[1] if form[0] in GATED else ""
     act, h = oracle.grouped_glu(
-        _rows_of(spec, c, rows, ends[-1]), _with_up(c) if is_apart else _weights_of(spec, c), ends,
+        _rows_of(spec, c, rows, ends[-1]), _with_up(c) if is_apart else _weights_of(spec, c, layout), ends,
         bias=_biases(c.bias, c.bias_table, c.num_groups, both, getattr(torch, spec.dtype)),
         row_scale=_scale(c.scale, rows), form=form, params=(c.limit, c.alpha, c.offset), transpose_w=spec.transpose_w,
     )  # fmt: skip
     if spec.save_preact:
         _store(c.preact, h, ends)
-    if spec.operands == "mxfp8":
-        mid = fake_mxfp8.Rows(c.act, c.act_scale)
+    if spec.operands in FP8_ROWS:
+        mid = FP8_ROWS[spec.operands](c.act, c.act_scale)
         mid.poison()
         mid.write(act, ends[-1])
     else:
@@ -319,6 +330,7 @@ _STAGES: dict[type, Callable[[Any, Any], None]] = {
     TailSpec: _tail,
     GroupedWgradSpec: _wgrad,
     QuantizeMxfp8Spec: _quantize,
+    QuantizeFp8BlockSpec: lambda spec, c: fake_fp8_block.quantize(c),
     FoldMxfp8Spec: _fold,
     QuantizeMxfp4Spec: _quantize4,
     MhcSpec: fake_mhc.run,

@@ -135,9 +135,13 @@ def grouped_mlp(
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
-            "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only": weights in MXFP4 instead, as
-            MXFP4Tensors, or in 16 bits and quantised once for each version (docs/mxfp4.md).
-            All but "bf16" want H, I and the result's columns to be multiples of 32.
+            "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only", "nvfp4_weight_only": weights in
+            MXFP4 or NVFP4 instead, as MXFP4Tensors or NVFP4Tensors (docs/mxfp4.md, docs/nvfp4.md).
+            "fp8_block": x and the activation in E4M3 with a float32 scale for 128 elements, weights with one for
+            128 x 128; "fp8_block_weight_only": such weights, rounded to bfloat16, and rows in bfloat16
+            (docs/formats.md).
+            Weights in 16 bits are quantised once for each version. Recipes with MXFP8, MXFP4 or NVFP4 want H, I and
+            the result's columns to be multiples of 32, those with FP8 blocks of 16.
         recompute: with gradients: save x and row_scale only, and make h again in the backward ("mxfp8": by all of
             forward).
         transpose_w: h = x w1_e + b1_e and y = m w2_e + s b2_e instead: w1 is [E, H, 2I or I] and w2 [E, I, H], and

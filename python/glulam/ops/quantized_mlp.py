@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.chains import signature_of
-from cute_kernels.specs import DECODED, QuantizeMxfp8Spec
+from cute_kernels.formats import BITS, DECODED, OPERANDS, Format
+from cute_kernels.specs import QuantizeMxfp8Spec
 
 from .. import recipes
 from ..activations import kernel_params
@@ -28,7 +29,7 @@ from ..errors import GradientNotSupported
 from ..formats import mlp_reference
 from ..formats.mxfp8 import MXFP8Tensor, rebase_mxfp8
 from ..formats.mxfp8.forms import Rows as MXFP8Rows
-from ..formats.mxfp8.layout import DATA_DTYPE, part_of_workspace
+from ..formats.mxfp8.layout import DATA_DTYPE
 from ..formats.scaled import BLOCK
 from ..host import device as gpus
 from ..recipes import Recipe
@@ -95,6 +96,11 @@ def rows_as_read(op: str, x: Any, recipe: Recipe, *others: Any) -> tuple[Any, Te
         return x.data, x.scale, dtype
     wide = rebase_mxfp8(x.plain()) if x.shape[0] else x.plain()
     return wide.data.contiguous(), wide.scale.contiguous(), dtype
+
+
+def _scale_bytes(rows: Format, count: int, columns: int) -> int:
+    """Of so many rows of a format."""
+    return count * int(rows.num_scales(columns)) * BITS[rows.scale] // 8
 
 
 class QuantizedMlpCall(Quantized):
@@ -172,7 +178,7 @@ class QuantizedMlpCall(Quantized):
         self.check_result(out_features, like)
         return self.problem(
             experts, columns, op=QuantizedMlpCall.op, dtype=dtype, intermediate=width, out_features=out_features,
-            quantized=self.x_scale is not None and recipe.operands == "mxfp8", operands=recipe.operands,
+            quantized=self.x_scale is not None and OPERANDS[recipe.operands].has_scaled_rows, operands=recipe.operands,
             fc2_operands=recipe.fc2_operands,
         )  # fmt: skip
 
@@ -220,7 +226,7 @@ class QuantizedMlpCall(Quantized):
 
     def _rows_between(self, problem: Problem) -> dict[str, str]:
         """The activation, and rows as GEMMs read them: quantised, rounded to values of MXFP8, copied by index."""
-        if problem.operands == "mxfp8":
+        if OPERANDS[problem.operands].has_scaled_rows:
             quantised = {"mid": "matrix", "mid_scale": "bytes"}
             return quantised if problem.quantized else {"x8": "matrix", "x8_scale": "bytes", **quantised}
         rows = {"rounded": "matrix"} if problem.operands == "mxfp8_exact" else {}
@@ -229,11 +235,10 @@ class QuantizedMlpCall(Quantized):
     def memory(self, problem: Problem) -> list[Any]:
         x, of_rows = (self.x.shape[0], problem.in_features), (problem.rows, problem.in_features)
         shapes = {"x8": x, "rounded": x, "copied": of_rows, "mid": (problem.rows, problem.intermediate)}
-        dtype = DATA_DTYPE if problem.operands == "mxfp8" else self.result_dtype
-        return [
-            part_of_workspace(shapes[name.removesuffix("_scale")], kind, dtype)
-            for name, kind in self._rows_between(problem).items()
-        ]
+        rows = OPERANDS[problem.operands].x
+        dtype = DATA_DTYPE if rows.scale else self.result_dtype
+        parts = ((shapes[name.removesuffix("_scale")], kind) for name, kind in self._rows_between(problem).items())
+        return [_scale_bytes(rows, *shape) if kind == "bytes" else (shape, dtype) for shape, kind in parts]
 
     def texts(self, problem: Problem) -> dict[str, str]:
         names = self.scratch_of(problem)

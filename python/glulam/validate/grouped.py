@@ -211,14 +211,17 @@ def glu(spec: GroupedGluSpec, size: Size) -> Iterator[Trial]:
             )  # fmt: skip
 
 
-def _weights(spec: GroupedMlpSpec, routing: Routing, hidden: int, both: int, inter: int) -> dict[str, Any]:
+def _weights(
+    spec: GroupedMlpSpec, routing: Routing, hidden: int, both: int, inter: int, is_concatenated: bool
+) -> dict[str, Any]:
     dtype, experts = _dtype(spec), len(routing.sizes)
     w1, w2 = weights_of(experts, both, hidden, dtype, seed=2), weights_of(experts, hidden, inter, dtype, seed=3)
     if spec.fc1.transpose_w:
         w1, w2 = w1.mT.contiguous(), w2.mT.contiguous()
     if spec.fc1.operands != IN_16_BITS:
         form = FORMS[spec.fc1.operands]
-        return {"w1": form.quantized_tensor(w1), "w2": form.quantized_tensor(w2)}
+        first = form.of_gate(both) if is_concatenated else form
+        return {"w1": first.quantized_tensor(w1), "w2": form.quantized_tensor(w2)}
     return {"w1": w1, "w2": w2}
 
 
@@ -236,7 +239,7 @@ def mlp(spec: GroupedMlpSpec, size: Size) -> Iterator[Trial]:
         total, experts, both = total_rows(routing), len(routing.sizes), inter * (1 + is_gated(form[0]))
         given = {
             "x": rows_of(total, hidden, dtype, routing.rows), "offs": routing.offs,
-            **_weights(spec, routing, hidden, both, inter),
+            **_weights(spec, routing, hidden, both, inter, both > inter and form[1] == "concat"),
         }  # fmt: skip
         if spec.quantized:
             given["x"] = quantize_mxfp8(given["x"], block="1x128")
