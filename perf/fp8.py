@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import glulam
+from glulam.formats.form import Form
 from glulam.formats.prepared import prepare
 from glulam.formats.scaled import Parts
 from glulam.ops.quantized_weights import FORMS
@@ -42,10 +43,10 @@ def _recipe(name: str, sets: list[Buffers]) -> Mlp:
         return lambda b: glulam.grouped_mlp(b.x, b.w1, b.w2, offs=b.offs, out=b.y)
     form = FORMS[name]
 
-    def prepared(w: Tensor) -> Any:
+    def prepared(w: Tensor, form: Form) -> Any:
         return form.tensor_of(prepare(form, Parts(w), report=True))
 
-    weights = {id(b): (prepared(b.w1), prepared(b.w2)) for b in sets}
+    weights = {id(b): (prepared(b.w1, form.of_gate(b.w1.shape[1])), prepared(b.w2, form)) for b in sets}
     return lambda b: glulam.grouped_mlp(b.x, *weights[id(b)], offs=b.offs, out=b.y, recipe=name)
 
 

@@ -135,8 +135,8 @@ def grouped_mlp(
             "bf16": 16-bit operands of x's dtype.
             "mxfp8": x and the activation in MXFP8 with a scale for 128 elements, folded weights.
             "mxfp8_exact": x, the activation and weights in MXFP8 with a scale for 32, multiplied in bfloat16.
-            "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only", "nvfp4_weight_only": weights in
-            MXFP4 or NVFP4 instead, as MXFP4Tensors or NVFP4Tensors (docs/mxfp4.md, docs/nvfp4.md).
+            "mxfp8_weight_only": such weights, and rows in bfloat16. "mxfp4_weight_only" and "nvfp4_weight_only":
+            weights in MXFP4 or NVFP4 instead, as MXFP4Tensors or NVFP4Tensors (docs/mxfp4.md, docs/nvfp4.md).
             "fp8_block": x and the activation in E4M3 with a float32 scale for 128 elements, weights with one for
             128 x 128; "fp8_block_weight_only": such weights, rounded to bfloat16, and rows in bfloat16
             (docs/formats.md).

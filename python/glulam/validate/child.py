@@ -15,6 +15,7 @@ from cute_kernels.specs import Spec, from_dict
 
 from ..choose import known
 from ..choose.shipped import TILED
+from ..formats.scaled import Scaled
 from . import judge
 from .catalogue import trials_of
 from .guards import Guards, untouched
@@ -51,8 +52,12 @@ def _all(given: Given, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
 
 
 def _in_float64(given: Given) -> dict[str, Any]:
-    """But for the bytes of quantised tensors."""
-    return _all(given, lambda one: one.double() if one.is_floating_point() and one.itemsize > 1 else one)
+    """But for quantised tensors, which are exact."""
+
+    def wide(one: Tensor) -> Tensor:
+        return one.double() if one.is_floating_point() else one
+
+    return {name: value if isinstance(value, Scaled) else _each(value, wide) for name, value in given.items()}
 
 
 def try_out(trial: Trial, device: torch.device) -> None:
