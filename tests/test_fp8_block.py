@@ -141,6 +141,12 @@ class TestTensor:
         with pytest.raises((ValueError, TypeError), match=message):
             FP8BlockTensor(data, scale)
 
+    def test_bytes_of_a_file_are_no_float32_scales(self) -> None:
+        """Four bytes would become a scale that fits."""
+        parts = {"data": torch.zeros(256, 16).to(E4M3), "scale": torch.zeros(2, 4, dtype=torch.uint8)}
+        with pytest.raises(TypeError, match="scale is torch.uint8; it must be a tensor of torch.float32"):
+            FP8BlockTensor.from_tensors(parts, {})
+
     def test_parts_on_two_devices(self) -> None:
         with pytest.raises(ValueError, match="scale is on meta but data is on cpu"):
             FP8BlockTensor(torch.zeros(2, 16).to(E4M3), torch.zeros(1, 1, device="meta"))

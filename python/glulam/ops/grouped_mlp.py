@@ -14,6 +14,7 @@ from ..calls.checks import check_experts, check_out, check_recipe, check_w1, che
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
+from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
 from ..formats.mxfp8 import FoldedWeight, MXFP8Tensor
 from ..formats.scaled import Scaled
@@ -22,7 +23,7 @@ from ..recipes import Recipe
 from ..reference import take_rows
 from .quantized_mlp import QuantizedMlpCall
 
-Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor
+Weights = Tensor | Sequence[Tensor] | FoldedWeight | MXFP8Tensor | MXFP4Tensor | FP8BlockTensor
 
 
 class GroupedMlpCall(Call):
