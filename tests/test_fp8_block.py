@@ -15,6 +15,7 @@ import torch
 from support import fp8_block as oracle
 from support import oracle as exact_mlp
 from support.criterion import assert_close
+from support.fake_gpu import FakeGpu
 from support.inputs import Case, make_case, poisoned
 from support.routing import catalogue
 from torch import Tensor
@@ -25,6 +26,8 @@ from cute_kernels.sm90.configs import activation_forms
 from cute_kernels.specs import GATED
 from glulam import FP8BlockTensor, MXFP8Tensor, mxfp8_of_square_blocks, quantize_fp8_block
 from glulam.formats.fp8_block.form import FP8_ROWS
+
+pytest_plugins = ["support.fixtures"]
 
 BF16, E4M3, E8M0 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu
 FP8, WEIGHT_ONLY = "fp8_block", "fp8_block_weight_only"
@@ -443,6 +446,26 @@ class TestReference:
         wanted = glulam.grouped_mlp(c.x, *q, **call)[: c.rows]
         assert torch.equal(glulam.grouped_mlp(c.x, c.w1, c.w2, **call)[: c.rows], wanted)
         assert torch.equal(glulam.grouped_mlp(c.x, list(c.w1), list(c.w2), **call)[: c.rows], wanted)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("in_16_bits", [False, True])
+    @pytest.mark.parametrize("layout", ["concat", "interleaved"])
+    def test_kernels_read_the_grids_that_weights_have(
+        self, layout: str, in_16_bits: bool, width: int, recipe: str, fake_gpu: FakeGpu
+    ) -> None:
+        form = ("swiglu", layout)
+        c = case(form, width)
+        c.w1[:, width:] *= 16
+        q = quantize_fp8_block(c.w1, in_halves=layout == "concat"), quantize_fp8_block(c.w2)
+        weights = (c.w1, c.w2) if in_16_bits else q
+        values = [w.dequantize(BF16 if recipe == WEIGHT_ONLY else torch.float64).double() for w in q]
+        wanted = expected(c, recipe, (values[0], values[1]), form, {})[: c.rows]
+        for _ in range(2):  # by checks, then by the plan
+            fake_gpu.launches.clear()
+            y = glulam.grouped_mlp(c.x, *weights, offs=c.offs, recipe=recipe, glu_layout=layout)[: c.rows]
+            assert fake_gpu.launches
+            assert float(((y.double() - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < 0.03
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_a_nan_block_reaches_its_columns_alone(self, recipe: str) -> None:
