@@ -26,6 +26,7 @@ from glulam.recipes import RECIPES
 pytestmark = pytest.mark.gpu
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+OF_4_BITS = {"mxfp4_weight_only": glulam.quantize_mxfp4, "nvfp4_weight_only": glulam.quantize_nvfp4}
 # Tokens and experts: one token, the most of one launch, one more, chunks of one and of several, all capacities.
 SHAPES = [(1, 128), (64, 128), (256, 256), (65, 128), (3000, 64), (700, 512), (65, 1024)]
 
@@ -292,8 +293,8 @@ class TestMoe:
     @pytest.mark.parametrize("tokens", [1, 40, 1500])
     def test_against_the_reference(self, tokens: int, recipe: str) -> None:
         x, w1, w2, logits = self.layer(tokens)
-        if recipe == "mxfp4_weight_only":  # whose weights' own error is larger than that of the kernels
-            w1, w2 = (glulam.quantize_mxfp4(w).dequantize(w.dtype) for w in (w1, w2))
+        if recipe in OF_4_BITS:  # whose weights' own error is larger than that of the kernels
+            w1, w2 = (OF_4_BITS[recipe](w).dequantize(w.dtype) for w in (w1, w2))
         made = glulam.route(logits, 2)
         out = glulam.moe(x, made, w1, w2, residual=x, recipe=recipe)
         wide = [t.cpu().to(F64) for t in (x, w1, w2)]
@@ -301,7 +302,7 @@ class TestMoe:
         wanted = glulam.moe(wide[0], on_cpu, *wide[1:])
         error = ((out.cpu().to(F64) - wide[0]) - wanted).norm() / wanted.norm()
         assert wanted.abs().max() > 0.2
-        assert error < (0.02 if recipe in ("bf16", "mxfp4_weight_only") else 0.1)
+        assert error < (0.02 if recipe in ("bf16", *OF_4_BITS) else 0.1)
 
     @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
     def test_gradients(self, recipe: str) -> None:

@@ -147,6 +147,10 @@ OWN: dict[str, Callable[[str], Arguments]] = {
             torch.ones(EXPERTS, HIDDEN, HIDDEN // 32, device=d).to(torch.float8_e8m0fnu),
         )
     },
+    "mxfp8_of_square_blocks": lambda d: {
+        "data": torch.zeros(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float8_e4m3fn, device=d),
+        "scale": torch.ones(EXPERTS, HIDDEN // 32, HIDDEN // 32, device=d).to(torch.float8_e8m0fnu),
+    },
     "aggregate": lambda d: {**_streams(d), "out": _numbers(d, 52, TOKENS, HIDDEN)},
     "sinkhorn": lambda d: {name: values(d)["h_res"] for name in ("logits", "out")},
     "post_mix": lambda d: {
@@ -165,7 +169,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("activation", "glu_layout", "recipe", "score", "axis", "block", "scale_layout"), ("x", 3, None)),
     **dict.fromkeys(("limit", "alpha", "offset"), _NUMBER),
     **dict.fromkeys(("transpose_w", "transpose_res", "recompute", "return_preact", "accumulate", "normalize"), _FLAG),
-    **dict.fromkeys(("row_scale_grad", "report"), _FLAG),
+    **dict.fromkeys(("row_scale_grad", "report", "in_halves"), _FLAG),
     **dict.fromkeys(("eps", "sinkhorn_eps"), (-1.0, "x", None)),
     "iters": (-1, 1.5, "x", None),
     "splits": ("x", 3, [1, 2], [1.5] * EXPERTS, list(SIZES)),  # the last beside offs
@@ -184,7 +188,9 @@ LEGAL: dict[str, dict[str, tuple[str, ...]]] = {
     "quantize_mxfp8": {"offs": ("one less", "one row less"), "x": ("one row less",)},
     "permute": {"routing": ("one less",)},  # of K = 1, whose rows past the end nobody writes
     "route": {"logits": ("on meta",)},  # where one tensor is all, the result is on meta
-    **dict.fromkeys(("prepare_mxfp8_weight", "quantize_mxfp4"), {"w": ("on meta",)}),
+    **dict.fromkeys(
+        ("prepare_mxfp8_weight", "quantize_mxfp4", "quantize_nvfp4", "quantize_fp8_block"), {"w": ("on meta",)}
+    ),
 }
 
 # Variants of calls, whose arguments differ from those that parameters tell.
@@ -230,6 +236,14 @@ def _in_mxfp4(good: Arguments) -> Arguments:
     return _quantised(good, "mxfp4_weight_only", glulam.quantize_mxfp4)
 
 
+def _in_nvfp4(good: Arguments) -> Arguments:
+    return _quantised(good, "nvfp4_weight_only", glulam.quantize_nvfp4)
+
+
+def _in_fp8_blocks(good: Arguments) -> Arguments:
+    return _quantised(good, "fp8_block", lambda w: glulam.quantize_fp8_block(w, in_halves=w.shape[1] > HIDDEN))
+
+
 def _in_mxfp8(good: Arguments) -> Arguments:
     def blocks(w: Tensor) -> MXFP8Tensor:
         made = glulam.quantize_mxfp8(w.flatten(0, 1))
@@ -249,7 +263,10 @@ def _16_bit_parameters(good: Arguments) -> Arguments:
 
 
 _RECIPES = {recipe: _recipe(recipe) for recipe in ("mxfp8", "mxfp8_exact", "mxfp8_weight_only")}
-_FORMATS = {"folded": _folded, "in MXFP8": _in_mxfp8, "in MXFP4": _in_mxfp4}
+_FORMATS = {
+    "folded": _folded, "in MXFP8": _in_mxfp8, "in MXFP4": _in_mxfp4, "in NVFP4": _in_nvfp4,
+    "in FP8 blocks": _in_fp8_blocks,
+}  # fmt: skip
 _WEIGHTS = {"transposed": _transposed, "of lists": _of_lists}
 VARIANTS: dict[str, dict[str, Callable[[Arguments], Arguments]]] = {
     "grouped_mm": {**_WEIGHTS, "by index": _by_index("x", "rows")},
@@ -280,9 +297,10 @@ def _public() -> dict[str, Callable[..., Any]]:
 
 
 def _takes_tensors(function: Callable[..., Any]) -> bool:
+    """Not those of a checkpoint, whose names tests/test_checkpoints.py exchanges and leaves out."""
     hints = typing.get_type_hints(function)
     kinds = [str(hint) for name, hint in hints.items() if name != "return"]
-    return any("Tensor" in kind or "Routing" in kind for kind in kinds)
+    return any(("Tensor" in kind or "Routing" in kind) and "Mapping" not in kind for kind in kinds)
 
 
 PUBLIC = _public()

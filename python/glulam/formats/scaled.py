@@ -112,7 +112,8 @@ class Scaled:
 
     def note(self) -> None:
         """Keep what calls look at: a property takes them a frame each time."""
-        self.__dict__.update(parts=Parts(*self._tensors()), reads_as=self.form_name())
+        object.__setattr__(self, "parts", Parts(*self._tensors()))
+        object.__setattr__(self, "reads_as", self.form_name())
 
     def _tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.names]

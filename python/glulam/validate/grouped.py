@@ -40,8 +40,8 @@ IN_16_BITS = BF16.operands
 ODD = Routing("N = 1504, K = 736", spread(150, 4))
 UNREACHED = 1e4
 """A limit of clamped activations."""
-ROUNDED_TWICE = 2e-2
-"""Tolerance of what rounds its activation to MXFP8: a value that lies on the edge of two numbers may become either."""
+ROUNDED_TWICE = 3e-2
+"""Tolerance of what rounds its activation to FP8: a value that lies on the edge of two numbers may become either."""
 
 Sized = tuple[Routing, int, int]
 """Groups, H and I."""
