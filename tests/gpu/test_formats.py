@@ -14,7 +14,6 @@ from cute_kernels.specs import GroupedMlpSpec, GroupedMmSpec, Spec
 from ffi_bridge import profiles
 from glulam.choose import known
 from glulam.host.plans import forget_plans
-from glulam.ops.quantized_mm import QuantizedMmCall
 from glulam.ops.quantized_weights import FORMS
 from glulam.validate import child
 from glulam.validate.catalogue import trials_of
@@ -31,7 +30,7 @@ def _functions() -> Iterator[Spec]:
         if isinstance(spec, GroupedMlpSpec):
             operands, is_called = spec.fc1.operands, True
         elif isinstance(spec, GroupedMmSpec) and spec.operands in FORMS:
-            operands, is_called = spec.operands, FORMS[spec.operands].kind in QuantizedMmCall.classes
+            operands, is_called = spec.operands, FORMS[spec.operands].kind.weight_only == spec.operands
         else:
             continue
         if is_called and OPERANDS[operands].w.scale not in ("", E8M0):

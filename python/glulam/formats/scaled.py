@@ -73,7 +73,8 @@ class Scaled:
     """`form_name()`. This and parts are an instance's, but no fields."""
     format: ClassVar[str] = "MXFP8"
     recipe: ClassVar[str] = "mxfp8"
-    """The name of one that takes it."""
+    """The name of one that takes it; `weight_only`: of the one that decodes it for rows in 16 bits, if any does."""
+    weight_only: ClassVar[str] = "mxfp8_weight_only"
     data_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
     """Of data; the first is what bytes of a file are."""
     scale_dtype: ClassVar[torch.dtype] = SCALE_DTYPE

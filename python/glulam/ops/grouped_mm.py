@@ -12,7 +12,7 @@ from ..calls.checks import check_experts, check_halves, check_out, check_width, 
 from ..calls.front import operator
 from ..calls.launch import Made
 from ..choose.problem import Problem
-from ..formats.mxfp4 import MXFP4Tensor
+from ..formats.scaled import Stored
 from ..host.experts import GateUp
 from ..host.groups import Splits
 from ..reference import take_rows
@@ -63,10 +63,10 @@ class GroupedMmCall(Call):
         return out
 
 
-@operator(GroupedMmCall, quantized=QuantizedMmCall, when="w.__class__ in classes", recipe="w.recipe")
+@operator(GroupedMmCall, quantized=QuantizedMmCall, when="w.__class__ in classes", recipe="w.weight_only")
 def grouped_mm(
     x: Tensor,
-    w: Tensor | Sequence[Tensor] | MXFP4Tensor,
+    w: Tensor | Sequence[Tensor] | Stored,
     *,
     offs: Tensor | None = None,
     splits: Splits | None = None,
@@ -85,8 +85,9 @@ def grouped_mm(
         x: [T, K], bfloat16 or float16; on the CPU also float32 or float64. Rows may be padded.
         w: [E, N, K], or a list of E tensors [N, K]; contiguous, x's dtype. K and N are multiples of 8 on a GPU. With
             transpose_w also a GateUp of two [E, N, K], without bias, rows and gradients: x is [T, 2N] and
-            y = x[:, :N] gate_e + x[:, N:] up_e, the gradient of what `grouped_glu` makes of it. Or an MXFP4Tensor
-            [E, N, K], without transpose_w and gradients; x is then bfloat16 on a GPU, and K a multiple of 32.
+            y = x[:, :N] gate_e + x[:, N:] up_e, the gradient of what `grouped_glu` makes of it. Or quantised
+            by rows, [E, N, K], without transpose_w and gradients: an MXFP8Tensor, MXFP4Tensor, NVFP4Tensor or
+            FP8BlockTensor; x is then bfloat16 on a GPU, and K a multiple of 32, of an FP8BlockTensor of 16.
         offs: int32 [E], each group's end: group e is rows offs[e-1] .. offs[e]. Give this or splits.
         splits: row counts: int32 or int64 [E] on x's device, or a CPU tensor or a list, which is checked and copied.
         rows: int32 [T] on x's device: row t is x[rows[t]], x is [N, K], and no copy of the rows is made. An index

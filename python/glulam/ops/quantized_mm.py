@@ -12,7 +12,9 @@ from ..calls.launch import Made
 from ..calls.quantized import Quantized
 from ..choose.problem import Problem, dtype_name
 from ..errors import GradientNotSupported
+from ..formats.fp8_block import FP8BlockTensor
 from ..formats.mxfp4 import MXFP4Tensor
+from ..formats.mxfp8 import MXFP8Tensor
 from ..formats.nvfp4 import NVFP4Tensor
 from ..recipes import Recipe
 from ..reference import take_rows
@@ -29,12 +31,12 @@ from .quantized_weights import (
 
 
 class QuantizedMmCall(Quantized):
-    """A call of grouped_mm of which w is in a format of 4 bits."""
+    """A call of grouped_mm of which w is quantised."""
 
     in_parts: ClassVar = {"w": 3}
     unwraps = "x", "w", "w_scale", "w_global_scale"
     settles = "rows", "transpose_w"
-    classes = frozenset((MXFP4Tensor, NVFP4Tensor))
+    classes = frozenset((MXFP8Tensor, FP8BlockTensor, MXFP4Tensor, NVFP4Tensor))
 
     op = "grouped_mm"
     torch_op = "grouped_mm_mxfp4"

@@ -30,7 +30,6 @@ from ..ops.grouped_glu import grouped_glu
 from ..ops.grouped_mlp import grouped_mlp
 from ..ops.grouped_mm import grouped_mm
 from ..ops.grouped_wgrad import grouped_wgrad
-from ..ops.quantized_mm import QuantizedMmCall
 from ..ops.quantized_weights import FORMS
 from ..recipes import BF16
 from .inputs import Routing, Size, routings, rows_of, scales_of, spread, total_rows, weights_of
@@ -72,7 +71,7 @@ def mm(spec: GroupedMmSpec, size: Size) -> Iterator[Trial]:
         yield from _in_halves(spec, size)
         return
     dtype, is_decoded = _dtype(spec), spec.operands != IN_16_BITS
-    if is_decoded and (spec.operands not in FORMS or FORMS[spec.operands].kind not in QuantizedMmCall.classes):
+    if is_decoded and (spec.operands not in FORMS or FORMS[spec.operands].kind.weight_only != spec.operands):
         return
     for sized in _sizes(size, size.in_blocks if is_decoded else size.hidden):
         routing, k, n = sized

@@ -41,7 +41,7 @@ class FP8BlockTensor(Stored):
     scale: Tensor
 
     format = "FP8 blocks"
-    recipe = "fp8_block"
+    recipe, weight_only = "fp8_block", "fp8_block_weight_only"
     scale_dtype = torch.float32
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class MXFP4Tensor(FourBits):
     scale: Tensor
 
     format = "MXFP4"
-    recipe = "mxfp4_weight_only"
+    recipe = weight_only = "mxfp4_weight_only"
     block = BLOCK
 
     def __post_init__(self) -> None:

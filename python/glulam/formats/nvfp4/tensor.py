@@ -40,7 +40,7 @@ class NVFP4Tensor(FourBits):
     global_scale: Tensor
 
     format = "NVFP4"
-    recipe = "nvfp4_weight_only"
+    recipe = weight_only = "nvfp4_weight_only"
     scale_dtype = SCALE_DTYPE
     block = BLOCK
 
