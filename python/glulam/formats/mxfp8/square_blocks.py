@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...calls.checks import shape_text
+from ...calls.checks import check_plain, shape_text
 from ..scaled import BLOCK, SCALE_DTYPE
 from .layout import DATA_DTYPE, num_blocks
 from .tensor import MXFP8Tensor
@@ -31,6 +31,9 @@ def mxfp8_of_square_blocks(data: Tensor, scale: Tensor) -> MXFP8Tensor:
         if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{OP}: {name} is {got}; give a tensor of {' or '.join(map(str, dtypes))}")
+        check_plain(OP, name, tensor)
+    if scale.device != data.device:
+        raise ValueError(f"{OP}: scale is on {scale.device} but data is on {data.device}; move it there")
     if data.dim() < 2:
         raise ValueError(f"{OP}: data has shape {shape_text(data.shape)}; give [..., N, K]")
     *lead, n, k = data.shape
@@ -40,4 +43,4 @@ def mxfp8_of_square_blocks(data: Tensor, scale: Tensor) -> MXFP8Tensor:
             f"{shape_text(wanted)}, a number for each {BLOCK} x {BLOCK}"
         )
     rows = scale.view(torch.uint8).repeat_interleave(BLOCK, dim=-2)[..., :n, :]
-    return MXFP8Tensor(data, rows.contiguous().view(SCALE_DTYPE))
+    return MXFP8Tensor(data.detach(), rows.contiguous().view(SCALE_DTYPE))

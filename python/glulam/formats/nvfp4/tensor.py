@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...calls.checks import shape_text
+from ...calls.checks import check_plain, shape_text
+from ...host import device as gpus
 from ..e2m1 import numbers_of
 from ..four_bits import FourBits
 
@@ -50,7 +51,8 @@ class NVFP4Tensor(FourBits):
         self.check_parts()
         self.check_shapes()
         check_global_scale("NVFP4Tensor: global_scale", self.global_scale, tuple(self.shape))
-        if not is_compiling() and not self.global_scale.is_meta:
+        if not is_compiling() and not gpus.is_traced(self.global_scale):
+            check_plain("NVFP4Tensor", "global_scale", self.global_scale)  # before it is read
             _check_positive(self.global_scale)
 
     def form_name(self) -> str:
