@@ -190,8 +190,8 @@ class TestOperators:
         [
             ({"glu_layout": "interleaved"}, "w1's global_scale has one number for each half"),
             ({"w2": MXFP4Tensor(torch.zeros(4, 96, 32, dtype=torch.uint8), torch.zeros(4, 96, 2, dtype=torch.uint8))},
-             "w2 is a MXFP4Tensor, but recipe 'nvfp4_weight_only' takes NVFP4Tensor"),
-            ({"recipe": "mxfp4_weight_only"}, "w1 is a NVFP4Tensor.*choose recipe 'nvfp4_weight_only'"),
+             "w2 is an MXFP4Tensor, but recipe 'nvfp4_weight_only' takes an NVFP4Tensor"),
+            ({"recipe": "mxfp4_weight_only"}, "w1 is an NVFP4Tensor.*choose recipe 'nvfp4_weight_only'"),
             ({"recipe": "bf16"}, "w1 is in NVFP4, and recipe is 'bf16'"),
             ({"x": torch.zeros(17, 96, requires_grad=True)}, "has no gradient"),
         ],

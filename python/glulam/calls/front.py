@@ -64,7 +64,8 @@ def text_of(kind: type[Call]) -> list[str]:
         if name not in prepared:
             find += [f"if {name}.__class__ is list:", f"    {name}_ = known({what!r}, {name})"]
     for name, parts in prepared.items():
-        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(parts)})"
+        told = [*parts, *(("activation", "glu_layout") if name == "w1" else ())]
+        found = f"{', '.join(f'{part}_' for part in parts)} = ready(recipe, {', '.join(told)})"
         scale = f"{name}_scale"
         find += [f"if {scale} is None or ({name}.dtype, {scale}.dim()) != ready_as[recipe]:", f"    {found}"]
     if prepared and kind.differentiable:  # what is trained is prepared by its plan

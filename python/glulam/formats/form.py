@@ -19,6 +19,7 @@ class Form:
         name: of it, and of tensors that are read as they are (`Scaled.reads_as`).
         kind: what callers hold. classes: all that is taken besides weights in 16 bits.
         multiple: what widths that scales run along are multiples of. block: elements of a row that share a scale.
+        elements: of a number of `kind`'s data.
         quantize: makes a `kind` of a matrix in 16 bits or float32, or of several.
         ready_as: the dtype of data and the dimensions of scales that kernels read.
     """
@@ -28,6 +29,7 @@ class Form:
     classes: ClassVar[tuple[type[Scaled], ...]]
     multiple: ClassVar[int]
     block: ClassVar[int]
+    elements: ClassVar[int] = 1
     quantize: ClassVar[Callable[..., Any]]
     ready_as: ClassVar[tuple[torch.dtype, int]]
 
@@ -73,6 +75,8 @@ class Form:
 
     def quantized(self, w: Any) -> Parts:
         """Of a weight in 16 bits, packed or a list, one expert after the other; of one that is transposed a copy."""
+        if w[0].is_meta:  # there is nothing to quantise
+            return self.on_meta(w[0], (len(w), *w[0].shape))
         whole: list[Tensor | None] = []
         for expert, matrix in enumerate(w):
             parts = self.quantize(matrix.detach().contiguous()).parts
@@ -82,6 +86,13 @@ class Form:
                 if to is not None:
                     to[expert] = part
         return Parts(*whole)
+
+    def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
+        """Parts without memory."""
+        *lead, k = shape
+        data = like.new_empty((*lead, k // self.elements), dtype=self.kind.data_dtypes[0])
+        scale = like.new_empty(self.scale_shape(shape, like.new_empty(0, 0, 0)), dtype=self.kind.scale_dtype)
+        return Parts(data, scale)
 
     def quantized_tensor(self, w: Any) -> Any:
         """A weight in 16 bits as a `kind`."""
@@ -108,10 +119,10 @@ class Form:
         return Parts(w)
 
     def _refuse(self, op: str, name: str, w: Scaled, recipe: str) -> NoReturn:
-        wanted = " or ".join(kind.__name__ for kind in self.classes)
+        wanted = " or ".join(map(_with_article, self.classes))
         raise TypeError(
-            f"{op}: {name} is a {type(w).__name__}, but recipe {recipe!r} takes {wanted} or the 16-bit weight; give "
-            f"{w.in_16_bits(name)}, or choose recipe {w.recipe!r}"
+            f"{op}: {name} is {_with_article(type(w))}, but recipe {recipe!r} takes {wanted} or the 16-bit weight; "
+            f"give {w.in_16_bits(name)}, or choose recipe {w.recipe!r}"
         )
 
     def check_dtype(self, op: str, name: str, parts: Parts, dtype: torch.dtype, recipe: str) -> None:
@@ -120,3 +131,8 @@ class Form:
         if dtype not in valid:
             kinds = ", ".join(kind.__name__ for kind in self.classes)
             raise TypeError(f"{op}: {name} is {dtype}; recipe {recipe!r} takes {kinds}, {', '.join(map(str, valid))}")
+
+
+def _with_article(kind: type) -> str:
+    """The name of a class; one that begins with an abbreviation is spelled: an MXFP8Tensor."""
+    return f"{'an' if kind.__name__[1].isupper() else 'a'} {kind.__name__}"

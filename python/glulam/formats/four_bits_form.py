@@ -18,6 +18,7 @@ class Words(Form):
     """As a tensor of `kind` that is prepared has them; references read bytes as well."""
 
     kind: ClassVar[type[FourBits]]
+    elements = 2
     ready_as = WORD_DTYPE, 3
 
     def has_values(self, parts: Parts) -> bool:

@@ -34,10 +34,16 @@ def weight_parts(op: str, name: str, w: Any, recipe: Recipe) -> Parts:
     return form.parts_of(op, name, w, recipe.name)
 
 
-def ready(recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None) -> Parts:
-    """The parts of a weight that kernels do not read, as they were prepared before, if they were; else as they are."""
-    parts = Parts(w, scale, global_scale)
-    return prepared.PREPARED.find(FORMS[recipe], parts) or parts
+def ready(
+    recipe: str, w: Any, scale: Tensor | None, global_scale: Tensor | None, activation: str = "", glu_layout: str = ""
+) -> Parts:
+    """The parts of a weight that kernels do not read, as they were prepared before, if they were; else as they are.
+    activation, glu_layout: of a w1.
+    """
+    parts, form = Parts(w, scale, global_scale), FORMS[recipe]
+    if scale is None and glu_layout == "concat" and activation in GATED:
+        form = form.of_gate((w if isinstance(w, Tensor) else w[0]).shape[-2])
+    return prepared.PREPARED.find(form, parts) or parts
 
 
 def form_of(call: Any, name: str) -> Form:

@@ -62,6 +62,10 @@ class Fp8Block(Form):
             f"the weight in 16 bits, or glulam.load_experts' weights"
         )
 
+    def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
+        scale = like.new_empty(grid_shape(shape, 2 if self.in_halves else 1), dtype=torch.float32)
+        return super().on_meta(like, shape)._replace(scale=scale)
+
     def tensor_of(self, parts: Parts) -> FP8BlockTensor:
         made: FP8BlockTensor = FP8BlockTensor.unchecked(parts.data.view(DATA_DTYPE), parts.scale)
         return made

@@ -22,6 +22,10 @@ class Nvfp4(Words):
     block, multiple = BLOCK, FourBits.multiple
     quantize = staticmethod(quantize_nvfp4)
 
+    def on_meta(self, like: Tensor, shape: tuple[int, ...]) -> Parts:
+        global_scale = like.new_empty(shape[:1], dtype=torch.float32)
+        return super().on_meta(like, shape)._replace(global_scale=global_scale)
+
     def tensor_of(self, parts: Parts) -> NVFP4Tensor:
         data, scale, global_scale = parts
         made: NVFP4Tensor = NVFP4Tensor.unchecked(data, scale.view(SCALE_DTYPE), global_scale)  # type: ignore[union-attr]
