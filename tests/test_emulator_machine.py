@@ -226,8 +226,12 @@ def test_misuse_of_mbarriers_is_a_fault():
         u.mbar_arrive(shared(0), np.uint32(1), False, lane(u))
         u.mbar_init(shared(0), np.uint32(2), lane(u))
 
-    with pytest.raises(Fault, match="where one is in use"):
+    with pytest.raises(Fault, match="where one is and was not invalidated"):
         launch(initialise((0, 2)), again)
+    with pytest.raises(Fault, match="where one is and was not invalidated"):
+        launch(lambda u, m: u.mbar_init(shared(0), np.uint32(2), lane(u) | lane(u, 1)))
+    with pytest.raises(Fault, match="parities are 0 and 1"):
+        launch(initialise((0, 2)), lambda u, m: u.mbar_try(shared(0), np.uint32(2), lane(u)))
 
     def invalidated(u, m):
         u.mbar_inval(shared(0), lane(u))

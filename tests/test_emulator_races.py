@@ -101,6 +101,22 @@ def test_a_launch_that_lets_the_next_one_begin_before_it_waits_leaves_it_the_lau
         chain((WRITE, False), (LET + AWAIT, True), (READ, True))
 
 
+def test_a_launch_that_follows_another_waits_before_it_touches_what_that_one_writes():
+    def follow(code: str, written: list[tuple[int, int]]) -> None:
+        races, memory, kernel = Races(), words(), parse(code)
+        machine = Machine(kernel, memory, (1, 1, 1), (64, 1, 1), 8192, memory.pointer.to_bytes(8, "little"),
+                          observer=races, program=translate.translate(kernel), unit_warps=1)  # fmt: skip
+        races.follow(machine, [(memory.pointer + begin, size) for begin, size in written])
+        machine.run()
+
+    follow(AWAIT + READ + WRITE, [(0, 2048)])
+    follow(READ + WRITE, [(128, 1920)])
+    for touch in (READ, WRITE):
+        with pytest.raises(Race, match="launch of .* before") as caught:
+            follow(touch, [(64, 64)])
+        assert caught.value.before is not None
+
+
 def beside(*launches: tuple[str, str]) -> None:
     """Launch kernels, each after those of its stream: (stream, code)."""
     races, memory = Races(), words()
@@ -188,6 +204,7 @@ def test_a_report_names_memory_both_agents_and_instructions_and_what_would_order
         ("writes of a bulk store", 0, "cp.async.bulk.wait_group by its thread"),
         ("cp.async", 0, "cp.async.wait_group by the copying warp"),
         ("a bulk load", 0, "wait for the mbarrier's phase"),
+        ("a lane that arrives for its warp", 0, "bar.warp.sync, before one lane arrives"),
     ],
 )
 def test_a_report_says_what_the_kind_of_access_needs(name, edit, words):
@@ -248,7 +265,7 @@ def broken(kernel: Kernel, at: int, ins: Ins) -> Kernel:
 
 @pytest.mark.parametrize(("name", "text", "how", "words"), BROKEN)
 def test_a_function_of_the_product_without_a_part_of_its_order_is_found(name, text, how, words):
-    launch = mutants.recorded(name)
+    launch = mutants.recorded(name)[-1]
     at = next(at for at, ins in enumerate(launch.kernel.code) if ins.text.startswith(text))
     kernel = broken(launch.kernel, at, changed(launch.kernel.code[at], how))
     with pytest.raises(Fault, match=words):

@@ -127,6 +127,8 @@ class Machine:
             for cta in cluster.ctas:
                 try:
                     cta.check_end()
+                    if self.observer is not None:
+                        self.observer.end(cta)
                 except Fault as fault:
                     raise fault.located(f"{self.kernel.name}, CTA {cta.id}, at its end") from None
 

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ import numpy as np
 
 from . import translate
 from .faults import Fault
-from .mutant_cases import recorded
-from .mutations import Mutant, mutants_of, sample
-from .ptx import Unsupported
+from .mutant_cases import Recorded, recorded
+from .mutations import Mutant, around, mutants_of, sample
+from .ptx import Kernel, Unsupported
 from .races import Race, Races
 
 SEEDS = (0, 1, 2)
@@ -42,34 +43,90 @@ class Found(NamedTuple):
     words: str
 
 
-@dataclasses.dataclass
+NOT_FOUND = Found("", SEEDS[0], "")
+
+
+class _Expected(NamedTuple):
+    """Memory after the kernel itself, which bytes of it all seeds agree on, and how many steps are too many."""
+
+    memory: np.ndarray
+    same: np.ndarray
+    most_steps: int
+
+
+class _Trial:
+    """A launch whose kernel is broken again and again. What that needs is found out when it is needed."""
+
+    def __init__(self, launch: Recorded) -> None:
+        self._launch = launch
+        self._program = launch.options["program"]
+        self.reached = set(_places(self._program.blocks, launch.reached))
+
+    @functools.cached_property
+    def _expected(self) -> _Expected:
+        runs, steps = [], []
+        for seed in SEEDS:
+            steps.append(self._launch.run(self._launch.kernel, self._program, seed).steps)
+            runs.append(self._launch.after())
+        same = np.logical_and.reduce([run == runs[0] for run in runs])
+        return _Expected(runs[0], same, 1000 + 4 * max(steps))
+
+    @functools.cached_property
+    def _written(self) -> list[tuple[int, int]]:
+        """Memory that a launch before may write while this one begins.
+
+        Not what the kernel itself touches before its griddepcontrol.wait: sizes of groups, and weights.
+        """
+        kernel = self._launch.kernel
+        waits = any(kernel.code[at].op == "griddepcontrol.wait" for at in self.reached)
+        written = self._launch.storages() if waits else []
+        while True:
+            try:
+                self._race(kernel, self._program, written)
+                return written
+            except Race as race:
+                if race.before is None:
+                    raise
+                at = race.before
+                written = [(begin, size) for begin, size in written if not begin <= at < begin + size]
+
+    def _race(self, kernel: Kernel, program: Any, written: list[tuple[int, int]]) -> None:
+        most_steps = self._expected.most_steps
+        self._launch.run(kernel, program, SEEDS[0], written, observer=Races(), most_steps=most_steps)
+
+    def run(self, kernel: Kernel, program: Any, seed: int) -> Found:
+        """Whether a run with a seed ends in a fault, or leaves other bytes."""
+        expected = self._expected
+        try:
+            self._launch.run(kernel, program, seed, most_steps=expected.most_steps)
+        except Fault as fault:
+            return Found(FAULT, seed, str(fault))
+        wrong = (self._launch.after() != expected.memory) & expected.same
+        return Found(DIFFERENCE, seed, f"{int(wrong.sum())} bytes differ") if wrong.any() else NOT_FOUND
+
+    def check_races(self, kernel: Kernel, program: Any) -> Found:
+        """Whether the race check finds something."""
+        try:
+            self._race(kernel, program, self._written)
+        except Race as race:
+            return Found(RACE, SEEDS[0], str(race))
+        return NOT_FOUND
+
+
 class Trier:
     """A case whose kernel is broken again and again.
 
     Attributes:
-        reached: places of instructions that ran. total: how many the kernel has.
+        reached: places of instructions that ran in any of the case's launches. total: how many the kernel has.
     """
 
-    name: str
-    checks_races: bool = True
-
-    def __post_init__(self) -> None:
-        self.launch = recorded(self.name)
-        self.kernel = self.launch.kernel
+    def __init__(self, name: str, checks_races: bool = True) -> None:
+        self.name, self._checks_races = name, checks_races
+        launches = recorded(name)
+        self._trials = [_Trial(launch) for launch in launches]
+        self.kernel = launches[0].kernel
         self.total = len(self.kernel.code)
-        program = self.launch.options["program"]
-        runs, steps, blocks = [], [], set()
-        for seed in SEEDS:
-            machine = self.launch.run(self.kernel, program, seed)
-            runs.append(self.launch.after())
-            steps.append(machine.steps)
-            blocks |= machine.reached
-        if self.checks_races:
-            self.launch.run(self.kernel, program, SEEDS[0], observer=Races())  # which finds nothing
-        self.most_steps = 1000 + 4 * max(steps)
-        self.want = runs[0]
-        self.same = np.logical_and.reduce([run == self.want for run in runs])
-        self.reached = set(_places(program.blocks, blocks))
+        self.reached = set[int]().union(*(trial.reached for trial in self._trials))
         self.mutants = mutants_of(self.kernel, self.reached)
 
     def try_out(self, mutant: Mutant) -> Found | None:
@@ -81,20 +138,11 @@ class Trier:
             program = translate.translate(kernel)
         except Unsupported:
             return None
-        for seed in SEEDS:
-            try:
-                self.launch.run(kernel, program, seed, most_steps=self.most_steps)
-            except Fault as fault:
-                return Found(FAULT, seed, str(fault))
-            wrong = (self.launch.after() != self.want) & self.same
-            if wrong.any():
-                return Found(DIFFERENCE, seed, f"{int(wrong.sum())} bytes differ")
-        if self.checks_races:
-            try:
-                self.launch.run(kernel, program, SEEDS[0], most_steps=self.most_steps, observer=Races())
-            except Race as race:
-                return Found(RACE, SEEDS[0], str(race))
-        return Found("", SEEDS[0], "")
+        trials = [trial for trial in self._trials if mutant.at in trial.reached]
+        tries = [partial(trial.run, kernel, program, seed) for seed in SEEDS for trial in trials]
+        if self._checks_races:
+            tries += [partial(trial.check_races, kernel, program) for trial in trials]
+        return next((found for found in (each() for each in tries) if found.how), NOT_FOUND)
 
 
 def _places(blocks: list[Any], reached: set[int]) -> Iterator[int]:
@@ -106,26 +154,37 @@ def _places(blocks: list[Any], reached: set[int]) -> Iterator[int]:
 
 
 class Reason(NamedTuple):
-    """Why mutants are equivalent to their kernel. case: of names; kind: empty for all; text: a regular expression."""
+    """Why mutants are equivalent to their kernel.
+
+    case: of names. kind: of mutant, empty for all; "one more 2": of operand 2 alone. text: a regular expression, of all
+    of the mutant's text. beside: one of a part of the neighbourhood, `mutations.around`, empty for any.
+    """
 
     case: str
     kind: str
     text: str
+    beside: str
     why: str
+
+    def fits(self, name: str, kernel: Kernel, mutant: Mutant) -> bool:
+        """Say whether this is a reason for a mutant of a case's kernel."""
+        return bool(
+            fnmatch(name, self.case)
+            and self.kind in ("", mutant.kind, f"{mutant.kind} {mutant.operand}")
+            and re.fullmatch(self.text, mutant.text)
+            and re.search(self.beside, around(kernel, mutant.at))
+        )
 
 
 @functools.cache
 def reasons() -> tuple[Reason, ...]:
-    return tuple(Reason(*entry) for entry in json.loads(REASONS.read_text())) if REASONS.exists() else ()
+    """All reasons of the file."""
+    return tuple(Reason(*entry) for entry in json.loads(REASONS.read_text()))
 
 
-def reason_for(name: str, mutant: Mutant) -> str:
+def reason_for(name: str, kernel: Kernel, mutant: Mutant) -> str:
     """Why a mutant changes nothing; empty where nobody has said."""
-    for reason in reasons():
-        fits = fnmatch(name, reason.case) and reason.kind in ("", mutant.kind)
-        if fits and re.fullmatch(reason.text, mutant.text):
-            return reason.why
-    return ""
+    return next((reason.why for reason in reasons() if reason.fits(name, kernel, mutant)), "")
 
 
 def main(name: str, count: int) -> None:
@@ -141,7 +200,7 @@ def main(name: str, count: int) -> None:
         if found is None:
             how["not an instruction"] += 1
             continue
-        why = "" if found.how else reason_for(name, mutant)
+        why = "" if found.how else reason_for(name, trier.kernel, mutant)
         how[found.how or ("equivalent" if why else "NOT FOUND")] += 1
         if not found.how:
             print(f"  {mutant.at} {mutant.kind}: {mutant.text}: {why or 'NOT FOUND'}", flush=True)

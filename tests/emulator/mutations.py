@@ -23,15 +23,21 @@ _COUNTED = ("mbarrier", "bar", "barrier", "cp", "wgmma", "shfl", "add", "sub", "
 _BYTES = re.compile(r"\.(?:b|u|s|f)(8|16|32|64)\b")
 _VECTOR = re.compile(r"\.v([248])\b")
 _ENDS = ("ret", "exit", "trap")
+NEAR = 12
+"""Instructions before and after one that are its neighbourhood."""
 
 
 class Mutant(NamedTuple):
-    """An instruction of a kernel in another form. at: its place in `kernel.code`; text: without names of registers."""
+    """An instruction of a kernel in another form.
+
+    at: its place in `kernel.code`. text: without names of registers. operand: which one is another; -1 for none.
+    """
 
     at: int
     kind: str
     text: str
     ins: Ins
+    operand: int = -1
 
 
 def normal(text: str) -> str:
@@ -43,25 +49,33 @@ def normal(text: str) -> str:
 def mutants_of(kernel: Kernel, reached: set[int]) -> list[Mutant]:
     """All mutants of a kernel that change an instruction of `reached`."""
     return [
-        Mutant(at, kind, normal(ins.text), changed)
+        Mutant(at, kind, normal(ins.text), changed, operand)
         for at, ins in enumerate(kernel.code)
         if at in reached
-        for kind, changed in _forms(ins)
+        for kind, changed, operand in _forms(ins)
     ]
 
 
-def _forms(ins: Ins) -> Iterator[tuple[str, Ins]]:
+def around(kernel: Kernel, at: int) -> str:
+    """The instruction at a place, marked by ">", with NEAR before and after it, a line each, as `normal` texts."""
+    texts = [normal(ins.text) for ins in kernel.code[max(at - NEAR, 0) : at + NEAR + 1]]
+    texts[min(at, NEAR)] = "> " + texts[min(at, NEAR)]
+    return "\n".join(texts)
+
+
+def _forms(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
+    """Yield (kind, instruction, which operand is another)."""
     opcode = ins.mods[0]
     if opcode in _ENDS:
         return
     if ins.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
-        yield LEFT_OUT, Ins("setp.eq.b32", [ins.args[0], Imm(0), Imm(0)], line=ins.line)
+        yield LEFT_OUT, Ins("setp.eq.b32", [ins.args[0], Imm(0), Imm(0)], line=ins.line), -1
     else:
-        yield LEFT_OUT, Ins("pragma", [], line=ins.line)
+        yield LEFT_OUT, Ins("pragma", [], line=ins.line), -1
     if ins.pred is not None:
-        yield OTHER_SENSE, dataclasses.replace(ins, negated=not ins.negated)
+        yield OTHER_SENSE, dataclasses.replace(ins, negated=not ins.negated), -1
     if opcode == "setp":
-        yield OTHER_BOUND, dataclasses.replace(ins, op=_other_bound(ins.op))
+        yield OTHER_BOUND, dataclasses.replace(ins, op=_other_bound(ins.op)), -1
     if opcode in _ORDERED and not _SYMMETRIC.match(ins.op):
         yield from _exchanges(ins)
     yield from _counts(ins)
@@ -71,16 +85,16 @@ def _other_bound(op: str) -> str:
     return ".".join(_BOUNDS.get(each, each) for each in op.split("."))
 
 
-def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins]]:
+def _exchanges(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
     """Two source operands exchanged; of fma and mad, a factor and the summand; of mma, A and B where they fit."""
     first, last = (2, 3) if ins.mods[0] in ("fma", "mad") else (1, 2)
     if len(ins.args) > last and repr(ins.args[first]) != repr(ins.args[last]):
         args = list(ins.args)
         args[first], args[last] = args[last], args[first]
-        yield EXCHANGED, dataclasses.replace(ins, args=args)
+        yield EXCHANGED, dataclasses.replace(ins, args=args), -1
 
 
-def _counts(ins: Ins) -> Iterator[tuple[str, Ins]]:
+def _counts(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
     """Each integer constant one larger, or another one that matters as much; each address one access further."""
     for place, operand in enumerate(ins.args):
         changed: Any = None
@@ -90,7 +104,7 @@ def _counts(ins: Ins) -> Iterator[tuple[str, Ins]]:
         elif isinstance(operand, Address) and not ins.op.startswith(("mbarrier.init", "prefetch")):
             changed = dataclasses.replace(operand, offset=operand.offset + _access_bytes(ins.op))
         if changed is not None:
-            yield ONE_MORE, dataclasses.replace(ins, args=[*ins.args[:place], changed, *ins.args[place + 1 :]])
+            yield ONE_MORE, dataclasses.replace(ins, args=[*ins.args[:place], changed, *ins.args[place + 1 :]]), place
 
 
 def _other_count(ins: Ins, place: int, value: int) -> int | None:

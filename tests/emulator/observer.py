@@ -38,3 +38,6 @@ class Observer:
 
     def fence(self, agent: Any, kind: str) -> None:
         """Called for fences and memory barriers; `kind` is the instruction with its modifiers."""
+
+    def end(self, cta: Any) -> None:
+        """Called when all threads of a cluster have exited, for each of its CTAs."""

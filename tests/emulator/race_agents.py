@@ -72,7 +72,10 @@ class Agent:
 class Warp(Agent):
     """A warp. `cta` and `index` name it.
 
+    What one lane does alone is its `lone`'s, so that this lane may hand it on without the others'.
+
     Attributes:
+        lone: the lane that acts alone. synced: the clock at the last synchronisation of all lanes.
         before_fence: the clock at the last fence; relaxed stores and atomics hand it on.
         unfenced: clocks that relaxed loads received; the next fence takes them.
         copier: the agent number of this warp's cp.async copies; copies: their clock; groups: the clock of each commit.
@@ -82,10 +85,11 @@ class Warp(Agent):
         issued: by instruction, when the warp last issued an operation, and as which agent.
     """
 
-    def __init__(self, number: int, copier: int, clock: np.ndarray, cta, index: int):
-        super().__init__(number, 1, longer(clock, copier + 1))
+    def __init__(self, number: int, copier: int, lone: int, clock: np.ndarray, cta, index: int):
+        super().__init__(number, 1, longer(clock, max(copier, lone) + 1))
         self.cta, self.index = cta, index
-        self.clock[ALL, number] = 1
+        self.lone, self.synced = LoneLane(self, lone), 0
+        self.clock[ALL, [number, lone]] = 1
         self.before_fence: np.ndarray | None = None
         self.unfenced: np.ndarray | None = None
         self.copier, self.copies, self.groups = copier, 1, []
@@ -97,14 +101,49 @@ class Warp(Agent):
     def tick(self) -> None:
         """Begin a new epoch, of which nobody knows yet."""
         self.now += 1
-        self.clock[ALL, self.number] = self.now
+        self.clock[ALL, [self.number, self.lone.number]] = self.now
         self.memo = {}
+
+    def synchronise(self) -> None:
+        """Order all that the warp's lanes did before all that they do."""
+        self.synced = self.now
+        self.tick()
+
+    def handed_on(self, alone: bool) -> np.ndarray:
+        """Return what the warp's lanes hand on; one lane alone: nothing that others did since they synchronised."""
+        if not alone:
+            return self.clock
+        clock = self.clock.copy()
+        np.minimum(clock[:, self.number], self.synced, out=clock[:, self.number])
+        return clock
 
     def fence_rows(self, rows: tuple[int, ...]) -> None:
         """Let the async proxy, or uses of mbarriers, be ordered after all that the warp knows."""
         for row in rows:
             np.maximum(self.clock[row], self.clock[ALL], out=self.clock[row])
         self.tick()
+
+
+class LoneLane(Agent):
+    """A lane that acts without the others of its warp, whatever lane it is: an agent that knows what the warp knows."""
+
+    def __init__(self, warp: Warp, number: int):
+        self.warp, self.number, self.cta = warp, number, warp.cta
+
+    @property
+    def now(self) -> int:
+        """Return the warp's clock."""
+        return self.warp.now
+
+    @property
+    def clock(self) -> np.ndarray:
+        """Return what the warp knows."""
+        return self.warp.clock
+
+    @property
+    def memo(self) -> dict[tuple, int]:
+        """Return the states after this lane's accesses, which the warp forgets with its own."""
+        return self.warp.memo.setdefault(LoneLane, {})
 
 
 class Copying(Agent):

@@ -130,6 +130,12 @@ class Shadow:
             touched = np.flatnonzero(level.state)
             level.state[touched] = numbers[level.state[touched]]
 
+    def fill(self, state: int, begin: int, end: int) -> None:
+        """Give untouched granules a state: those from address `begin` to `end`, as far as they lie here."""
+        size = len(self._level) * 16
+        first, last = max(begin - self.base, 0), min(end - self.base, size)
+        self._levels[0].state[first // 16 : (last + 15) // 16] = state
+
     def access(self, states: States, access: Access, at: np.ndarray, size: int) -> None:
         """Do an access of `size` bytes, at most 16, at each offset; raise Conflict if it races."""
         parts = len(access.agents)

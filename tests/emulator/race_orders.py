@@ -17,12 +17,14 @@ from .race_agents import (
     ALL,
     ASYNC_GLOBAL,
     ASYNC_SHARED,
+    CLOCK,
     FEWEST,
     FOREVER,
     INITS,
     ROWS,
     SHIFT,
     Agent,
+    LoneLane,
     Operating,
     Warp,
     join,
@@ -38,7 +40,13 @@ LAUNCH_BEFORE, LAUNCH_EARLIER = 1, 2  # numbers of agents that did all of the la
 
 
 class Race(Fault):
-    """Two accesses to one place that nothing orders."""
+    """Two accesses to one place that nothing orders.
+
+    Attributes:
+        before: where in global memory, if the earlier access is of the launch before; else None.
+    """
+
+    before: int | None = None
 
 
 class Place:
@@ -92,6 +100,8 @@ class Orders(Observer):
         self._phases: dict[Mbarrier, _Phases] = {}
         self._meetings: dict[Any, np.ndarray] = {}  # what arrived at a barrier of a CTA or cluster
         self._words: dict[tuple, np.ndarray] = {}
+        self._owners: dict[Mbarrier, Any] = {}  # an mbarrier -> its CTA
+        self._touched: dict[Any, dict[int, tuple[int, int]]] = {}  # by CTA and agent's number: last epoch, its place
 
     def launch(self, machine: Any, early: bool = False) -> None:
         """Begin a launch, after all others; if `early`, when all CTAs of the one before let it, or ended."""
@@ -139,7 +149,7 @@ class Orders(Observer):
             found = self.warps[unit] = []
             for index in range(unit.first_warp, unit.first_warp + unit.warps):
                 name = f"{unit.machine.kernel.name}, CTA {unit.cta.id} warp {index}"
-                numbers = self._number(name, False), self._number(f"cp.async of {name}", False)
+                numbers = [self._number(each, False) for each in (name, f"cp.async of {name}", name)]
                 base = self._begun[unit.machine][0] if unit.machine in self._begun else self._base
                 found.append(Warp(*numbers, base.copy(), unit.cta, index))
         return found
@@ -150,6 +160,11 @@ class Orders(Observer):
         if len(warps) == 1 or unit.acting is True:
             return warps
         return [warps[i] for i in np.flatnonzero(unit.mask(unit.acting).any(1))]
+
+    @staticmethod
+    def alone(unit: Any) -> bool:
+        """Say whether one lane of each warp acts, and others do not."""
+        return unit.acting is not True and int(unit.mask(unit.acting).sum(1).max()) == 1
 
     def place(self, unit: Any) -> int:
         """Number the instruction that runs: a line of the block's generated function."""
@@ -174,14 +189,21 @@ class Orders(Observer):
             self._arrive(agent, thing, False)
         elif thing[0] == "mbarrier":
             phases = self._phases_of(*thing[1:], agent)
-            for each in self._each(agent):
-                phases.arriving = join(phases.arriving, each.clock)
+            acting, cta = self._each(agent), self._owners[thing[1]]
+            if isinstance(agent, Operation):
+                self.touch(cta, acting, acting[0].place)
+            elif agent.cta is not cta:
+                self.touch(cta, [warp.lone for warp in acting] if self.alone(agent) else acting, self.place(agent))
+            for each in acting:
+                given = each.handed_on(self.alone(agent)) if isinstance(each, Warp) else each.clock
+                phases.arriving = join(phases.arriving, given)
                 each.tick()
         elif thing[0] == "grid":
             waited = all(warp.clock[ALL, LAUNCH_BEFORE] == FOREVER for warp in self.acting(agent))
             self._frees.setdefault(agent.cta, waited)
         elif thing[0] == "init":
             self._phases.setdefault(thing[1], _Phases()).init = self.acting(agent)[0].epoch
+            self._owners[thing[1]] = agent.cta
         elif thing[0] == "copies":
             for warp in self.acting(agent):
                 warp.groups.append(warp.copies)
@@ -214,7 +236,9 @@ class Orders(Observer):
     def fence(self, agent: Any, kind: str) -> None:
         """Order a warp's accesses, or its proxies'."""
         for warp in self.acting(agent):
-            if kind.startswith("wgmma"):
+            if kind == "bar.warp.sync":
+                warp.synchronise()
+            elif kind.startswith("wgmma"):
                 warp.may_multiply = True
             elif kind.startswith("fence.mbarrier_init"):
                 warp.fence_rows((INITS,))
@@ -226,6 +250,28 @@ class Orders(Observer):
                 if not kind.startswith("fence.acquire"):
                     warp.before_fence = warp.clock.copy()
                     warp.tick()
+
+    # the end of shared memory
+    def touch(self, cta: Any, agents: list[Any], place: int) -> None:
+        """Note accesses to a CTA's shared memory or mbarriers by agents that its end need not wait for."""
+        for agent in agents:
+            if not (isinstance(agent, (Warp, LoneLane)) and agent.cta is cta):
+                self._touched.setdefault(cta, {})[agent.number] = agent.epoch, place
+
+    def end(self, cta: Any) -> None:
+        """Raise Race if shared memory of a CTA whose threads have exited may be used after that, in some order."""
+        known = None
+        for unit in cta.units:
+            for warp in self.of(unit):
+                known = join(known, warp.clock)
+        for epoch, place in self._touched.pop(cta, {}).values():
+            number = epoch >> SHIFT
+            if number >= known.shape[1] or known.item(ALL, number) < epoch & CLOCK:
+                raise Race(
+                    f"race: shared memory of CTA {cta.id} is used by {self.name(epoch)} ({self.places[place].text}); "
+                    "not ordered before the CTA's end. A wait for the mbarrier's phase, or barrier.cluster, by a thread "
+                    "of the CTA before it exits would order them."
+                )
 
     def _each(self, agent: Any) -> list[Any]:
         return [self.operations[agent]] if isinstance(agent, Operation) else self.acting(agent)
@@ -256,7 +302,7 @@ class Orders(Observer):
                 clock = join(join(clock, inits), warp.before_fence)
             else:
                 clock = join(clock, warp.clock)
-            warp.tick()
+            warp.synchronise()
         self._meetings[thing] = clock
 
     # asynchronous work
@@ -271,7 +317,7 @@ class Orders(Observer):
         if first.issued.get(what, (None, None))[0] == issue:  # by another lane, whose instruction it is as well
             self.operations[operation] = first.issued[what][1]
             return
-        clock = first.clock.copy()
+        clock = first.handed_on(self.alone(unit)).copy()
         for warp in warps[1:]:
             clock = join(clock, warp.clock)
         if what.startswith("cp.async.mbarrier.arrive"):
@@ -317,6 +363,7 @@ class Orders(Observer):
     # words that strong accesses go through
     def through(self, agent: Agent, words: set, place: Place) -> None:
         """Hand clocks on through words that a warp's strong access is about to read or write."""
+        agent = agent.warp if isinstance(agent, LoneLane) else agent
         if not isinstance(agent, Warp):
             return
         for word in words if place.loads else ():

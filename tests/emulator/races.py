@@ -19,20 +19,26 @@ instruction is one. Memory is kept by granules of 16 bytes, split where accesses
     Ranks (`launch_beside`): launches of a stream are in order; those of others are ordered by words in memory.
     "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx.
     "wgmma.fence": a warp's first wgmma comes after one.
+    "Cluster": shared memory is there until all threads of its CTA have exited: what other CTAs and asynchronous
+        operations do to it comes before.
+    "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before the
+        last one, or before another barrier.
 Not modelled: scopes (.cta is as wide as .sys); registers' order with wgmma beyond the first fence; tcgen05.wait,
 tcgen05.fence, alloc and dealloc; .relaxed mbarrier instructions (taken for .release, .acquire); the tensormap proxy;
-divergent lanes of a warp, which bar.warp.sync orders; strong accesses to words that overlap in part; in units of
-several warps, mbarriers and operations (kernels that have them step warp by warp).
+accesses of two lanes of one warp, or by one lane through a word in memory, without a bar.warp.sync between them; strong
+accesses to words that overlap in part; in units of several warps, mbarriers and operations (kernels that have them step
+warp by warp).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from .engines.asynchronous import Operation
-from .race_agents import ALL, ASYNC_GLOBAL, ASYNC_SHARED, SHIFT, Agent, Copying, Operating, Warp
+from .race_agents import ALL, ASYNC_GLOBAL, ASYNC_SHARED, CLOCK, SHIFT, Agent, Copying, LoneLane, Operating, Warp
 from .race_memory import READ, STRONG_READ, STRONG_WRITE, WRITE, Access, Conflict, Shadow, States
 from .race_orders import LAUNCH_BEFORE, LAUNCH_EARLIER, Orders, Race
 
@@ -63,6 +69,14 @@ class Races(Orders):
             self._global.clear()
         self._states = states
         self._shadows.clear()
+
+    def follow(self, machine: Any, written: Iterable[tuple[int, int]]) -> None:
+        """Begin a launch during another one, which writes `written`: addresses and numbers of bytes."""
+        self.launch(machine, early=True)
+        state = self._states.number((LAUNCH_BEFORE << SHIFT | 1, (), (), ()))
+        for address, size in written:
+            for region in range(address >> REGION, (address + size - 1 >> REGION) + 1):
+                self._region(region).fill(state, address, address + size)
 
     def read(self, space: str, cta: Any, places: np.ndarray, size: int, agent: Any) -> None:
         """Check a read."""
@@ -99,6 +113,8 @@ class Races(Orders):
                     for one, mine in zip(access.agents, where.reshape(len(access.agents), -1), strict=True):
                         self.through(one, {(space, cta, word) for word in mine.tolist()}, place)
         for access, where in parts:
+            if space == "shared":
+                self.touch(cta, access.agents, access.place)
             for step in range(0, size, 16):
                 self._check(access, space, cta, where + step if step else where, min(size - step, 16))
         if place is not None and place.releases:
@@ -109,7 +125,8 @@ class Races(Orders):
         """Yield the accesses of the warps that act, and their places: of all at once if each has as many."""
         warps = self.of(unit)
         if len(warps) == 1:
-            yield access.by([warps[0] if agent is unit else Copying(warps[0])]), at
+            warp = warps[0]
+            yield access.by([Copying(warp) if agent is not unit else warp.lone if self.alone(unit) else warp]), at
             return
         acts = agent.acting if agent is not unit else np.arange(unit.n) if unit.acting is True else unit.acting
         lanes = np.flatnonzero(acts) if acts.dtype == bool else acts
@@ -144,13 +161,16 @@ class Races(Orders):
             region = at.item(0) >> REGION
             if int(at.min()) >> REGION != region or int(at.max()) >> REGION != region:
                 return None
-            found = self._global.get(region)
-            if found is None:
-                found = self._global[region] = Shadow(1 << REGION, region << REGION)
-        else:
-            found = self._shadows.get((space, cta))
-            if found is None:
-                found = self._shadows[space, cta] = Shadow(cta.size if space == "shared" else TENSOR_BYTES)
+            return self._region(region)
+        found = self._shadows.get((space, cta))
+        if found is None:
+            found = self._shadows[space, cta] = Shadow(cta.size if space == "shared" else TENSOR_BYTES)
+        return found
+
+    def _region(self, region: int) -> Shadow:
+        found = self._global.get(region)
+        if found is None:
+            found = self._global[region] = Shadow(1 << REGION, region << REGION)
         return found
 
     # reports
@@ -165,11 +185,13 @@ class Races(Orders):
         place_there = self.labels[other][1] if other in self.labels else conflict.place
         last = "the last such access: " if conflict.was_read and other not in self.labels else ""
         did = "written" if kind in (WRITE, STRONG_WRITE) else "read"
-        return Race(
+        race = Race(
             f"race: {where} is {did} by {self.name(agent.epoch)} ({self.places[place].text}); not ordered after "
             f"the {'read' if conflict.was_read else 'write'} by {self.name(other)} "
             f"({last}{self.places[place_there].text}). {self._remedy(conflict, agent)}"
         )
+        race.before = at if other >> SHIFT in (LAUNCH_BEFORE, LAUNCH_EARLIER) else None
+        return race
 
     def _remedy(self, conflict: Conflict, agent: Agent) -> str:
         """Say what would order the two accesses."""
@@ -183,10 +205,17 @@ class Races(Orders):
         if self.proxied[number]:
             return self._end_of(self.labels[conflict.epoch])
         issuer = agent.issuer if isinstance(agent, Operating) else agent
-        if isinstance(issuer, Warp) and issuer.number == number:  # the operation was under way already
+        issuer = issuer.warp if isinstance(issuer, LoneLane) else issuer
+        if isinstance(issuer, Warp) and number in (
+            issuer.number,
+            issuer.lone.number,
+        ):  # the operation was under way already
             return self._end_of(self.labels.get(agent.epoch, ("cp.async", 0)))
         here = issuer.cta if isinstance(issuer, Warp) else None
-        there = next((warp.cta for warps in self.warps.values() for warp in warps if warp.number == number), None)
+        warps = [warp for warps in self.warps.values() for warp in warps if number in (warp.number, warp.lone.number)]
+        there = warps[0].cta if warps else None
+        if warps and agent.knows(warps[0].lone.number << SHIFT | conflict.epoch & CLOCK):
+            return "bar.warp.sync, before one lane arrives or copies for the others, would order them."
         if there is not None and (here is None or here is there):
             return "bar.sync, or an mbarrier's arrival and a wait for its phase, would order them."
         if here is not None and there is not None and here.cluster is there.cluster:

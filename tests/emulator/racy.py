@@ -176,9 +176,26 @@ CASES = {
     "bytes of one word": Racy(
         "cvt.u16.u32 %rs0, %r0; add.u32 %r7, %r5, %r1; st.shared.u8 [%r7], %rs0;", ((", %r1;", ", 0;"),)
     ),
+    "the end of shared memory": Racy(
+        f"{INIT.format(1)} barrier.cluster.arrive; barrier.cluster.wait; xor.b32 %r10, %r9, 1; add.u32 %r7, %r2, 1024;"
+        "mapa.shared::cluster.u32 %r11, %r7, %r10; mov.u32 %r8, 1;"
+        "@%p2 mbarrier.arrive.shared::cluster.b64 _, [%r11], %r8;"
+        "LOOP: mbarrier.try_wait.parity.shared.b64 %p6, [%r2+1024], 0; @!%p6 bra LOOP;",
+        (("LOOP: mbarrier.try_wait.parity.shared.b64 %p6, [%r2+1024], 0; @!%p6 bra LOOP;", ""),),
+        "race: shared memory of CTA .* not ordered before the CTA's end|all of whose threads have exited",
+        CLUSTER,
+    ),
     "lanes of a warp": Racy(
         "@%p0 st.shared.b32 [%r5], %r0; bar.warp.sync -1; @%p0 ld.shared.b32 %r6, [%r2+64];",
         (("@%p0 ld", "@%p1 ld"),),
+    ),
+    "a lane that arrives for its warp": Racy(
+        f"{INIT.format(1)} {STORE} bar.warp.sync -1; @%p2 mbarrier.arrive.shared.b64 _, [%r2+1024]; {WAIT} {LOAD}",
+        without("bar.warp.sync -1;"),
+    ),
+    "a lane's own write before it arrives": Racy(
+        f"{INIT.format(1)} @%p2 st.shared.b32 [%r5], %r0; @%p2 mbarrier.arrive.shared.b64 _, [%r2+1024]; {WAIT} {LOAD}",
+        (("@%p2 mbarrier.arrive", "@%p3 mbarrier.arrive"),),
     ),
     "generic writes before a bulk store": Racy(
         f"{STORE} @%p0 fence.proxy.async.shared::cta; bar.sync 0; @!%p3 bra END; {BULK_STORE}"

@@ -153,6 +153,7 @@ def _warp_barrier(u: Unit, mask: int, at: int, lanes: np.ndarray) -> None:
         u.blocked.append(("bar.warp.sync", mask))
     else:
         u.groups.append([at, lanes])
+        _synchronised(u, lanes)
         return
     here = [item for item in u.warp_waiting if item[2] == mask]
     arrived = np.logical_or.reduce([item[1] for item in here])
@@ -160,8 +161,15 @@ def _warp_barrier(u: Unit, mask: int, at: int, lanes: np.ndarray) -> None:
     for item in here:
         goes = item[1] & ready
         if goes.any():
+            _synchronised(u, goes)
             u.groups.append([item[0], goes])
             item[1] = item[1] & ~ready
             if not item[1].any():
                 u.warp_waiting = [other for other in u.warp_waiting if other is not item]
                 u.blocked.remove(("bar.warp.sync", mask))
+
+
+def _synchronised(u: Unit, lanes: np.ndarray) -> None:
+    if u.observer is not None:
+        u.acting = lanes
+        u.observer.fence(u, "bar.warp.sync")

@@ -88,16 +88,15 @@ class Mbarriers:
         return found
 
     def mbar_init(self, address, count, m) -> None:
-        """Initialise; a Fault where an mbarrier is in use, since that one must be invalidated first."""
+        """Initialise; a Fault where an mbarrier is, be it by another lane: it must be invalidated first."""
         for a, c in zip(*self.active(m, address, count), strict=True):
             cta, at = self.cta.owner(int(a))
             if cta is not self.cta:
                 raise Fault(f"mbarrier.init at {int(a):#x}, in another CTA")
             if at % 8 or not 0 <= at <= cta.size - 8:
                 raise Fault(f"mbarrier.init at {int(a):#x}: misaligned, or outside of shared memory")
-            old = cta.mbarriers.get(at)
-            if old is not None and (old.phase or old.pending != old.count or old.bytes or old.count != int(c)):
-                raise Fault(f"mbarrier.init at {int(a):#x}, where one is in use: {old}")
+            if at in cta.mbarriers:
+                raise Fault(f"mbarrier.init at {int(a):#x}, where one is and was not invalidated: {cta.mbarriers[at]}")
             cta.mbarriers[at] = Mbarrier(int(c), f"mbarrier {int(a):#x}", self.observer)
             if self.observer is not None:
                 self.observer.release(self, ("init", cta.mbarriers[at]))
@@ -130,7 +129,10 @@ class Mbarriers:
             self.mbarrier(int(a)).complete(self, int(c))
 
     def mbar_try(self, address, parity, m) -> np.ndarray:
-        """Say for each lane whether the phase of a parity has ended."""
+        """Say for each lane whether the phase of a parity, which is 0 or 1, has ended."""
+        highest = int(np.max(parity if m is True else self.full(parity)[m]))
+        if highest > 1:
+            raise Fault(f"an mbarrier's phase of parity {highest}: parities are 0 and 1")
         return self._try(address, parity, m, lambda barrier, parity: barrier.phase & 1 != parity & 1)
 
     def mbar_test(self, address, state, m) -> np.ndarray:

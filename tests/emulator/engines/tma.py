@@ -13,6 +13,8 @@ from .tensor_maps import TensorMap, read_tensor_map
 
 RANK_SHIFT = 24
 TENSOR_MAP_BYTES = 128
+CACHE_POLICIES = (0, 0x10F0000000000000, 0x12F0000000000000, 0x14F0000000000000)
+"""guess: what createpolicy makes for L2::evict_normal, evict_first and evict_last, and the DSL's 0 for none."""
 MODIFIERS_OF_NO_EFFECT = {"L2::cache_hint", "noftz", "sync", "aligned"}
 
 
@@ -54,17 +56,29 @@ class BulkCopies:
                     raise Fault(f"{read.what} was not waited for: it may read shared memory of a CTA that has ended")
 
     def bulk(self, op: str, m, *args) -> None:
-        """Issue a copy for each lane that acts; addresses are (address, coordinates)."""
-        for lane in self.lanes(m):
-            self._bulk(op, int(lane), [self._pick(x, lane) for x in args])
+        """Issue a copy for each lane that acts; addresses are (address, coordinates).
+
+        Stores that are the same in all lanes, as those of the DSL are, are one that each lane waits for.
+        """
+        lanes = self.lanes(m)
+        together = len(lanes) > 1 and ".bulk_group" in op and "reduce" not in op and self._are_equal(args, lanes)
+        for of in [lanes] if together else np.split(lanes, len(lanes)):
+            self._bulk(op, [int(lane) for lane in of], [self._pick(x, of[0]) for x in args])
+
+    def _are_equal(self, x, lanes: np.ndarray) -> bool:
+        if isinstance(x, (list, tuple)):
+            return all(self._are_equal(y, lanes) for y in x)
+        return not isinstance(x, np.ndarray) or not x.ndim or bool((x[lanes] == x[lanes[0]]).all())
 
     def _pick(self, x, lane: int):
         if isinstance(x, (list, tuple)):
             return [self._pick(y, lane) for y in x]
-        return int(x if isinstance(x, int) else self.full(x)[lane])
+        return int(x[lane] if isinstance(x, np.ndarray) and x.ndim else x)
 
-    def _bulk(self, op: str, lane: int, a: list) -> None:
+    def _bulk(self, op: str, lanes: list[int], a: list) -> None:
         parts = op.split(".")
+        if "L2::cache_hint" in parts and a[-1] not in CACHE_POLICIES:
+            raise Fault(f"{op}: {a[-1]:#x} is no cache policy")
         if "prefetch" in parts:
             return self._prefetch(parts, a)
         for part in ("im2col", "im2col::w", "tile::gather4", "tile::scatter4", "cp_mask", "ignore_oob"):
@@ -76,12 +90,12 @@ class BulkCopies:
         to, source = spaces
         if "tensor" in parts:
             if to == "global":
-                return self._store_box(op, parts, lane, a)
+                return self._store_box(op, parts, lanes, a)
             return self._load_box(op, parts, a)
         if a[2] % 16 or a[0][0] % 16 or a[1][0] % 16:
             raise Fault(f"{op}: addresses {a[0][0]:#x}, {a[1][0]:#x} or size {a[2]} are not multiples of 16")
         if to == "global":
-            return self._store_bytes(op, parts, lane, a)
+            return self._store_bytes(op, parts, lanes, a)
         if source == "global":
             return self._load_bytes(op, parts, a)
         return self._send_bytes(op, parts, a)
@@ -161,7 +175,7 @@ class BulkCopies:
 
         post(self, op, run)
 
-    def _store_box(self, op: str, parts: list[str], lane: int, a: list) -> None:
+    def _store_box(self, op: str, parts: list[str], lanes: list[int], a: list) -> None:
         (descriptor, coords), (source, _) = a[:2]
         box = self.tensor_map(descriptor, op)
         places = box.places(source & 0xFFFFFF) - SHARED_BASE
@@ -172,9 +186,9 @@ class BulkCopies:
             self.read_shared(self.cta, places, box.size, operation, op)
             return self.cta.words[box.size][places // box.size][inside]
 
-        self._store(op, lane, values, address[inside], reduction, box.element)
+        self._store(op, lanes, values, address[inside], reduction, box.element)
 
-    def _store(self, op: str, lane: int, values, addresses, reduction: str, kind: str) -> None:
+    def _store(self, op: str, lanes: list[int], values, addresses, reduction: str, kind: str) -> None:
         """Post a store in two steps, of which wait_group.read waits for the first."""
         held: list[np.ndarray] = []
         read = Operation(self, f"{op}, its read", lambda operation: held.append(values(operation)))
@@ -185,7 +199,9 @@ class BulkCopies:
                 self.observer.acquire(operation, read)
             self._write_global(addresses, held[0], operation, op, reduction, kind)
 
-        self.bulk_open.setdefault(lane, []).append((read, post(self, op, write)))
+        written = post(self, op, write)
+        for lane in lanes:
+            self.bulk_open.setdefault(lane, []).append((read, written))
 
     # bytes
     def _load_bytes(self, op: str, parts: list[str], a: list) -> None:
@@ -225,7 +241,7 @@ class BulkCopies:
 
         post(self, op, run)
 
-    def _store_bytes(self, op: str, parts: list[str], lane: int, a: list) -> None:
+    def _store_bytes(self, op: str, parts: list[str], lanes: list[int], a: list) -> None:
         (to, _), (source, _), size = a[:3]
         reduction = parts[parts.index("bulk_group") + 1 :] if parts[1] == "reduce" else []
         reduction = [part for part in reduction if part not in MODIFIERS_OF_NO_EFFECT]
@@ -239,7 +255,7 @@ class BulkCopies:
             return cta.words[width][(at + step) // width].copy()
 
         addresses = np.uint64(to) + step.astype(np.uint64)
-        self._store(op, lane, values, addresses, reduction[0] if reduction else "", kind)
+        self._store(op, lanes, values, addresses, reduction[0] if reduction else "", kind)
 
     def _prefetch(self, parts: list[str], a: list) -> None:
         """Check what a prefetch names: a tensor map's box may lie outside, bytes may not."""

@@ -1,0 +1,237 @@
+"""Calls of operators whose launches are kept for mutants: small, and such that kernels use all that they have.
+
+Rings come round; more groups than a warp's lanes, some without rows; ragged tails of every kind; NaN after the last.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from support.fake_gpu import reference
+
+import glulam
+
+from .calls import F32, Inputs
+
+SIZES = (19, 0, 5)
+"""Rows of each expert: more than a tile of 16, none, and less than a tile."""
+FEW_ROWS = (19, 0, 5, 33, 3, 17, 2, 9)
+"""Rows of each expert of kernels whose tiles go through a ring, which they fill more than once."""
+SMALL = (3, 0, 17, 20, 0, 1, *(0, 0, 2, 0) * 4, *[0] * 9, 33, 0, 9, *[0] * 7, 1, *[0] * 11, 2, *[0] * 12, 18, 0, 5)
+"""Few rows in more groups than two times the lanes of a warp."""
+MANY = (40, 390, 0, 170, 75, 0, 5, 97, *(0, 17, 0, 1) * 5, 200, 0, 50, 161, 0, 170, 34, 3, 0, 0, 1, *[0] * 11, 163, 2)
+"""More groups than a warp has lanes, of one to seven k-tiles of 64 rows, which ends in more than half of 64 or less."""
+
+
+def offs_of(given: Inputs, sizes: tuple[int, ...]) -> torch.Tensor:
+    return given.given(np.cumsum(sizes), torch.int32)
+
+
+def rows_of(given: Inputs, sizes: tuple[int, ...], columns: int) -> torch.Tensor:
+    """Rows of all groups, and 3 of NaN after the last."""
+    x = given.normal(sum(sizes) + 3, columns)
+    x[sum(sizes) :] = torch.nan
+    return x
+
+
+def mxfp4(given: Inputs, experts: int, n: int, k: int) -> Any:
+    """Weights whose blocks have scales from 2^-8 to 2^12, and NaN in one."""
+    w = given.normal(experts, n, k) * torch.exp2(given.order(experts * n, 21) - 8.0).to(torch.bfloat16).view(-1, n, 1)
+    w[0, 5, 40] = torch.nan
+    with reference():
+        return glulam.quantize_mxfp4(w)
+
+
+# grouped_mm
+
+
+def mm(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 136, k: int = 264) -> Any:
+    x, w = rows_of(given, sizes, k), given.normal(len(sizes), n, k)
+    options = {"bias": given.normal(len(sizes), n), "bias_scale": given.normal(len(x), dtype=F32)}
+    return glulam.grouped_mm(x, w, offs=offs_of(given, sizes), **options)
+
+
+def mm_of_three_columns(given: Inputs) -> Any:
+    """An odd number of row tiles and of weight tiles, of five k-tiles."""
+    return mm(given, (300, 0, 150, 20), 264, 264)
+
+
+def mm_of_listed_experts(given: Inputs) -> Any:
+    sizes = (40, 150, 0, 20, 0, 129, *(0, 1, 0, 0) * 6, 3, 0, 70, 0, 9, 2)
+    x, w = rows_of(given, sizes, 200), [given.normal(72, 200) for _ in sizes]
+    return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int64))
+
+
+def mm_of_many_experts(given: Inputs) -> Any:
+    """Of rows by index."""
+    x, w = given.normal(50, 136), [given.normal(72, 136) for _ in SMALL]
+    splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
+    return glulam.grouped_mm(x, w, splits=splits, rows=rows)
+
+
+def mm_by_tickets(given: Inputs) -> Any:
+    """Of rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
+    sizes = (0, 140, 0, 20, *[0] * 9, 30, 0, 0, 0, 66, 0, 0, 5, *[0] * 12, 70, 9)
+    x, w = given.normal(70, 776), given.normal(len(sizes), 72, 776)
+    rows, bias = given.order(sum(sizes) + 3, 70), given.normal(len(sizes), 72)
+    return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int32), rows=rows, bias=bias)
+
+
+def mm_of_two_tiles(given: Inputs, k: int = 64) -> Any:
+    """A tile for each of a cluster's MMA warpgroups, and none for another cluster."""
+    return mm(given, (50, 0, 19), 64, k)
+
+
+mm_of_two_k_tiles, mm_of_three_k_tiles = partial(mm_of_two_tiles, k=72), partial(mm_of_two_tiles, k=136)
+
+
+def mm_of_bands(given: Inputs, rows: int = 2310) -> Any:
+    """Of so many row tiles that the scheduler takes them in two bands."""
+    return mm(given, (rows,), 136, 64)
+
+
+def mm_mxfp4(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 136, k: int = 288) -> Any:
+    x, w = rows_of(given, sizes, k), mxfp4(given, len(sizes), n, k)
+    options = {"bias": given.normal(len(sizes), n), "bias_scale": given.normal(len(x), dtype=F32)}
+    return glulam.grouped_mm(x, w, offs=offs_of(given, sizes), **options)
+
+
+def mm_mxfp4_of_many_tiles(given: Inputs) -> Any:
+    return mm_mxfp4(given, FEW_ROWS[:5])
+
+
+def mm_mxfp4_of_many_experts(given: Inputs) -> Any:
+    """Of whole k-tiles, so that kernels may tell L2 that weights are read once."""
+    x, w = rows_of(given, SMALL, 256), mxfp4(given, len(SMALL), 72, 256)
+    return glulam.grouped_mm(x, w, splits=given.given(SMALL, torch.int64))
+
+
+def mm_mxfp4_of_many_columns(given: Inputs) -> Any:
+    """More k-tiles than a ring has stages, in one tile; other CTAs have none."""
+    splits = given.given([0, 5], torch.int32)
+    return glulam.grouped_mm(rows_of(given, (5,), 1056), mxfp4(given, 2, 64, 1056), splits=splits)
+
+
+def mm_mxfp4_of_bands(given: Inputs) -> Any:
+    return mm_mxfp4(given, (150,), 136, 64)
+
+
+# others
+
+
+def glu(given: Inputs) -> Any:
+    w = given.normal(3, 256, 264, scale=0.1)
+    return glulam.grouped_glu(rows_of(given, SIZES, 264), w, offs=offs_of(given, SIZES), bias=given.normal(3, 256))
+
+
+def glu_of_many_experts(given: Inputs) -> Any:
+    """Of rows by index, with a factor for each row."""
+    x, w = given.normal(50, 136), [given.normal(256, 136, scale=0.1) for _ in SMALL]
+    splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
+    scale = given.normal(len(rows), dtype=F32)
+    return glulam.grouped_glu(x, w, splits=splits, rows=rows, row_scale=scale, activation="geglu")
+
+
+def glu_of_bands(given: Inputs) -> Any:
+    w, options = given.normal(1, 256, 64), {"activation": "clamped_swiglu", "limit": 1.0}
+    return glulam.grouped_glu(rows_of(given, (150,), 64), w, offs=offs_of(given, (150,)), **options)
+
+
+def wgrad(given: Inputs) -> Any:
+    sizes = (75, 0, 5)
+    dy, x = rows_of(given, sizes, 136), rows_of(given, sizes, 136)
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes))
+
+
+def wgrad_of_many(given: Inputs) -> Any:
+    """Groups of more than 160 rows, whose tiles come in another order than others'."""
+    dy, x = rows_of(given, MANY, 72), rows_of(given, MANY, 136)
+    return glulam.grouped_wgrad(dy, x, splits=given.given(MANY, torch.int64))
+
+
+def wgrad_by_index(given: Inputs) -> Any:
+    """Of rows by index, added to what experts of a mask have."""
+    sizes = (127, 0, 5, 164)
+    dy, x = rows_of(given, sizes, 136), given.normal(50, 136)
+    out, mask = given.normal(4, 136, 136), given.given([1, 1, 0, 1], torch.bool)
+    rows = given.order(len(dy), 50)
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes), x_rows=rows, out=out, mask=mask)
+
+
+def wgrad_added(given: Inputs) -> Any:
+    """Of so many rows that dw is added to in memory."""
+    dy, x = given.normal(70, 136), rows_of(given, (0, 790), 136)
+    out, splits = given.normal(2, 136, 136), given.given([0, 790], torch.int32)
+    return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=given.order(len(x), 70), out=out, accumulate=True)
+
+
+def wgrad_of_many_columns(given: Inputs, n: int = 72, k: int = 2312) -> Any:
+    """More tiles on one side than the scheduler takes before it goes on along the other."""
+    return glulam.grouped_wgrad(rows_of(given, (5,), n), rows_of(given, (5,), k), offs=offs_of(given, (5,)))
+
+
+def wgrad_of_many_rows(given: Inputs) -> Any:
+    return wgrad_of_many_columns(given, 1160, 136)
+
+
+def wgrad_of_ends(given: Inputs) -> Any:
+    """Five clusters of two tiles: their rings end at other places, and their last tiles have 5, 4 and 3 k-tiles."""
+    sizes = (161, 161, 330, 290, 330, 300, 240, 170, 290, 300)
+    dy, x = rows_of(given, sizes, 72), rows_of(given, sizes, 136)
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes))
+
+
+def mlp_mxfp8(given: Inputs, sizes: tuple[int, ...] = FEW_ROWS, h: int = 384, i: int = 128, **options: Any) -> Any:
+    x, experts = rows_of(given, sizes, h), len(sizes)
+    w1, w2 = given.normal(experts, 2 * i, h, scale=0.1), given.normal(experts, h, i, scale=0.1)
+    return glulam.grouped_mlp(x, w1, w2, recipe="mxfp8", **{"offs": offs_of(given, sizes), **options})
+
+
+def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
+    """More than a tile's rows, k-tiles than a ring has stages, and two weight tiles; and factors."""
+    sizes = (100, 0, 5)
+    scale, bias = given.normal(sum(sizes) + 3, dtype=F32), given.normal(3, 512)
+    return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
+
+
+def mlp_mxfp8_of_many_experts(given: Inputs) -> Any:
+    return mlp_mxfp8(given, SMALL, 128, 128, offs=None, splits=given.given(SMALL, torch.int64))
+
+
+def mlp_mxfp8_of_bands(given: Inputs) -> Any:
+    return mlp_mxfp8(given, (0, 600), 128, 256, offs=None, splits=given.given([0, 600], torch.int32))
+
+
+def quantize(given: Inputs) -> Any:
+    x = given.normal(226, 512) * given.scales(226, 1).to(torch.bfloat16)
+    for row in range(5, 226):  # NaN or inf in each place that a thread of the unrolled code looks at
+        x[row, 5 * row % 32 + 32 * (row % 3) :: 96] = torch.nan if row % 4 else torch.inf
+    x[3, :70], x[4, ::33], x[225] = 0, 3e38, 1e-38
+    return glulam.quantize_mxfp8(x)
+
+
+def route(given: Inputs) -> Any:
+    """By scores that are negative with their bias: keys of negative numbers have another form."""
+    logits, bias = given.normal(70, 100, dtype=F32), given.normal(100, dtype=F32) - 3
+    return glulam.route(logits, 20, score="sigmoid", bias=bias, scale=2.5)
+
+
+def route_in_groups(given: Inputs) -> Any:
+    logits = given.normal(9, 128, dtype=F32)
+    for row in range(4):
+        logits[row, 5 + 33 * row] = torch.nan
+    logits[4, 7], logits[4, 77], logits[5] = 0.0, -0.0, -torch.inf
+    return glulam.route(logits, 20, num_groups=8, top_groups=3)
+
+
+def route_to_most(given: Inputs) -> Any:
+    """32 of 40 experts, and fewer tokens than rows."""
+    logits, bias = given.normal(9, 40).half(), given.normal(40, dtype=F32)
+    return glulam.route(logits, 32, bias=bias, num_tokens=given.given([7], torch.int32))
+
+
+def route_to_one(given: Inputs) -> Any:
+    return glulam.route(given.normal(9, 128), 1, normalize=False, num_groups=4, top_groups=1)
