@@ -20,7 +20,8 @@ SIZES = (19, 0, 5)
 """Rows of each expert: more than a tile of 16, none, and less than a tile."""
 FEW_ROWS = (19, 0, 5, 33, 3, 17, 2, 9)
 """Rows of each expert of kernels whose tiles go through a ring, which they fill more than once."""
-SMALL = (3, 0, 17, 20, 0, 1, *(0, 0, 2, 0) * 4, *[0] * 9, 33, 0, 9, *[0] * 7, 1, *[0] * 11, 2, *[0] * 12, 18, 0, 5)
+SMALL = (3, 0, 17, 20, 0, 1, *(0, 0, 2, 0) * 4, *[0] * 9, 33, 0, 9, 1, 0, 7, *[0] * 4, 1, *[0] * 11, 2,
+         *[0] * 12, 18, 0, 5)  # fmt: skip
 """Few rows in more groups than two times the lanes of a warp."""
 MANY = (40, 390, 0, 170, 75, 0, 5, 97, *(0, 17, 0, 1) * 5, 200, 0, 50, 161, 0, 170, 34, 3, 0, 0, 1, *[0] * 11, 163, 2)
 """More groups than a warp has lanes, of one to seven k-tiles of 64 rows, which ends in more than half of 64 or less."""
@@ -38,11 +39,18 @@ def rows_of(given: Inputs, sizes: tuple[int, ...], columns: int) -> torch.Tensor
 
 
 def mxfp4(given: Inputs, experts: int, n: int, k: int) -> Any:
-    """Weights whose blocks have scales from 2^-8 to 2^12, and NaN in one."""
-    w = given.normal(experts, n, k) * torch.exp2(given.order(experts * n, 21) - 8.0).to(torch.bfloat16).view(-1, n, 1)
-    w[0, 5, 40] = torch.nan
+    """Weights with blocks of ordinary scales, and in some rows one block of each special scale."""
     with reference():
-        return glulam.quantize_mxfp4(w)
+        w = glulam.quantize_mxfp4(given.normal(experts, n, k) * 2.0 ** given.order(n, 21).view(-1, 1).sub(8))
+    row, scale = torch.arange(54), w.scale.view(torch.uint8)
+    block, turn = row % (k // 32), row // (k // 32)
+    scale[:, 8 + row, block] = torch.tensor(SCALES, dtype=torch.uint8)[(block + turn) % len(SCALES)]
+    scale[:, 63], w.data.view(torch.uint8)[:, 63] = 252, 0  # a zero must stay one
+    return w
+
+
+SCALES = (0, 1, 252, 253, 254, 255)
+"""E8M0 bytes: the least two, the largest of a weight that BF16 has, two larger ones, and NaN."""
 
 
 # grouped_mm
@@ -61,7 +69,7 @@ def mm_of_three_columns(given: Inputs) -> Any:
 
 def mm_of_listed_experts(given: Inputs) -> Any:
     sizes = (40, 150, 0, 20, 0, 129, *(0, 1, 0, 0) * 6, 3, 0, 70, 0, 9, 2)
-    x, w = rows_of(given, sizes, 200), [given.normal(72, 200) for _ in sizes]
+    x, w = rows_of(given, sizes, 200), [given.normal(136, 200) for _ in sizes]
     return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int64))
 
 
@@ -74,8 +82,9 @@ def mm_of_many_experts(given: Inputs) -> Any:
 
 def mm_by_tickets(given: Inputs) -> Any:
     """Of rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
-    sizes = (0, 140, 0, 20, *[0] * 9, 30, 0, 0, 0, 66, 0, 0, 5, *[0] * 12, 70, 9)
-    x, w = given.normal(70, 776), given.normal(len(sizes), 72, 776)
+    rows_of_group = {0: 20, 1: 140, 2: 5, 4: 30, 8: 66, 17: 9, 32: 70, 33: 12, 35: 3, 41: 1, 52: 2}
+    sizes = [rows_of_group.get(group, 0) for group in range(53)]
+    x, w = given.normal(70, 840), given.normal(len(sizes), 72, 840)
     rows, bias = given.order(sum(sizes) + 3, 70), given.normal(len(sizes), 72)
     return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int32), rows=rows, bias=bias)
 
@@ -129,21 +138,21 @@ def glu(given: Inputs) -> Any:
 
 def glu_of_many_experts(given: Inputs) -> Any:
     """Of rows by index, with a factor for each row."""
-    x, w = given.normal(50, 136), [given.normal(256, 136, scale=0.1) for _ in SMALL]
+    x, w = given.normal(50, 136), [given.normal(320, 136, scale=0.1) for _ in SMALL]
     splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
-    scale = given.normal(len(rows), dtype=F32)
-    return glulam.grouped_glu(x, w, splits=splits, rows=rows, row_scale=scale, activation="geglu")
+    options = {"row_scale": given.normal(len(rows), dtype=F32), "activation": "geglu", "glu_layout": "interleaved32"}
+    return glulam.grouped_glu(x, w, splits=splits, rows=rows, **options)
 
 
 def glu_of_bands(given: Inputs) -> Any:
-    w, options = given.normal(1, 256, 64), {"activation": "clamped_swiglu", "limit": 1.0}
+    w, options = given.normal(1, 320, 64), {"activation": "clamped_swiglu", "limit": 1.0, "glu_layout": "interleaved"}
     return glulam.grouped_glu(rows_of(given, (150,), 64), w, offs=offs_of(given, (150,)), **options)
 
 
 def wgrad(given: Inputs) -> Any:
-    sizes = (75, 0, 5)
-    dy, x = rows_of(given, sizes, 136), rows_of(given, sizes, 136)
-    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, sizes))
+    """Of all rows, so that a read behind the last one is a fault."""
+    dy, x = given.normal(192, 136), given.normal(192, 136)
+    return glulam.grouped_wgrad(dy, x, offs=offs_of(given, (0, 192)))
 
 
 def wgrad_of_many(given: Inputs) -> Any:
@@ -197,6 +206,11 @@ def mlp_mxfp8_of_many_rows(given: Inputs) -> Any:
     return mlp_mxfp8(given, sizes, 768, 256, row_scale=scale, b1=bias, b2=given.normal(3, 768), activation="geglu")
 
 
+def mlp_mxfp8_of_two_tiles(given: Inputs) -> Any:
+    """One for each of two CTAs, and none for others."""
+    return mlp_mxfp8(given, (5,), 128, 256)
+
+
 def mlp_mxfp8_of_many_experts(given: Inputs) -> Any:
     return mlp_mxfp8(given, SMALL, 128, 128, offs=None, splits=given.given(SMALL, torch.int64))
 
@@ -205,12 +219,26 @@ def mlp_mxfp8_of_bands(given: Inputs) -> Any:
     return mlp_mxfp8(given, (0, 600), 128, 256, offs=None, splits=given.given([0, 600], torch.int32))
 
 
-def quantize(given: Inputs) -> Any:
-    x = given.normal(226, 512) * given.scales(226, 1).to(torch.bfloat16)
-    for row in range(5, 226):  # NaN or inf in each place that a thread of the unrolled code looks at
-        x[row, 5 * row % 32 + 32 * (row % 3) :: 96] = torch.nan if row % 4 else torch.inf
-    x[3, :70], x[4, ::33], x[225] = 0, 3e38, 1e-38
-    return glulam.quantize_mxfp8(x)
+def quantize(given: Inputs, rows: int = 226, **options: Any) -> Any:
+    """In each place that a thread of the unrolled code looks at, inf or NaN, and a number that becomes subnormal.
+
+    A thread has 8 elements of rows 0, 1, 32, 33, 64, 65, 96 and 97 of its own, of a band of 128.
+    """
+    x = given.normal(rows, 512) * given.scales(rows, 1).to(torch.bfloat16)
+    row = torch.arange(rows)
+    place = 24 * row % 512 + row // 2 % 8
+    x[row, place] = torch.where(row % 32 < 16, torch.inf, torch.nan).to(x.dtype)
+    x[row, (place + 64) % 512] *= 2.0**-16
+    x[3, :70], x[4, ::33], x[rows - 1] = 0, 3e38, 1e-38
+    return glulam.quantize_mxfp8(x, **options)
+
+
+def quantize_to_an_end(given: Inputs) -> Any:
+    return quantize(given, 240, offs=given.given([40, 201], torch.int32))
+
+
+LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
+"""Rows of a band that end at each of a thread's rows, and before it."""
 
 
 def route(given: Inputs) -> Any:

@@ -32,8 +32,8 @@ Written = Sequence[tuple[int, int]]
 class Case(NamedTuple):
     """Calls of a shipped function.
 
-    calls: small ones first, each with a number of SMs: few, so that a CTA has many tiles, and its rings come round. kernel: how the name
-    of the kernel that is changed begins; empty: with the function's name.
+    calls: small ones first, each with a number of SMs: few, so that a CTA has many tiles, and its rings come round.
+    kernel: how the name of the kernel that is changed begins; empty: with the function's name.
     """
 
     spec: str
@@ -62,7 +62,14 @@ CASES = {
             "grouped_wgrad_bf16_bf16_t128x128x64_c1x1_warps_sm_90",
             ((calls.wgrad, 2), (calls.wgrad_by_index, 2), (calls.wgrad_added, 1), (calls.wgrad_of_many, 2)),
         ),
-        Case("quantize_mxfp8_bf16_row_sm_90", ((calls.quantize, 2),)),
+        Case(
+            "quantize_mxfp8_bf16_row_sm_90",
+            (
+                *((partial(calls.quantize, rows=rows), 2) for rows in calls.LAST_ROWS),
+                (calls.quantize, 2),
+                (calls.quantize_to_an_end, 2),
+            ),
+        ),
         Case(
             "layer_route_e128_sm_90",
             ((calls.route_to_one, 2), (calls.route_to_most, 2), (calls.route_in_groups, 2), (calls.route, 2)),
@@ -70,7 +77,7 @@ CASES = {
         ),
         Case(
             "grouped_mm_mxfp4w_bf16_nt_t16x128x64_c1x1_warps_sm_90",
-            ((calls.mm_mxfp4, 2), (calls.mm_mxfp4_of_bands, 1), (calls.mm_mxfp4_of_many_experts, 2)),
+            ((partial(calls.mm_mxfp4, k=544), 2), (calls.mm_mxfp4_of_bands, 1), (calls.mm_mxfp4_of_many_experts, 2)),
         ),
         Case(
             "grouped_mm_bf16_nt_t128x128x64_c2x1a_pp_sm_90a",
@@ -107,6 +114,7 @@ CASES = {
         Case(
             FP8,
             (
+                (calls.mlp_mxfp8_of_two_tiles, 3),
                 (calls.mlp_mxfp8, 1),
                 (calls.mlp_mxfp8_of_many_rows, 1),
                 (calls.mlp_mxfp8_of_many_experts, 2),

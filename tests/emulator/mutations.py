@@ -74,7 +74,7 @@ def _forms(ins: Ins) -> Iterator[tuple[str, Ins, int]]:
         yield LEFT_OUT, Ins("pragma", [], line=ins.line), -1
     if ins.pred is not None:
         yield OTHER_SENSE, dataclasses.replace(ins, negated=not ins.negated), -1
-    if opcode == "setp":
+    if opcode == "setp" and _other_bound(ins.op) != ins.op:
         yield OTHER_BOUND, dataclasses.replace(ins, op=_other_bound(ins.op)), -1
     if opcode in _ORDERED and not _SYMMETRIC.match(ins.op):
         yield from _exchanges(ins)

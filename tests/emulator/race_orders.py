@@ -269,8 +269,8 @@ class Orders(Observer):
             if number >= known.shape[1] or known.item(ALL, number) < epoch & CLOCK:
                 raise Race(
                     f"race: shared memory of CTA {cta.id} is used by {self.name(epoch)} ({self.places[place].text}); "
-                    "not ordered before the CTA's end. A wait for the mbarrier's phase, or barrier.cluster, by a thread "
-                    "of the CTA before it exits would order them."
+                    "not ordered before the CTA's end. A wait for the mbarrier's phase, or barrier.cluster, before a "
+                    "thread of the CTA exits would order them."
                 )
 
     def _each(self, agent: Any) -> list[Any]:

@@ -21,8 +21,8 @@ instruction is one. Memory is kept by granules of 16 bytes, split where accesses
     "wgmma.fence": a warp's first wgmma comes after one.
     "Cluster": shared memory is there until all threads of its CTA have exited: what other CTAs and asynchronous
         operations do to it comes before.
-    "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before the
-        last one, or before another barrier.
+    "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before
+        the last one, or before another barrier.
 Not modelled: scopes (.cta is as wide as .sys); registers' order with wgmma beyond the first fence; tcgen05.wait,
 tcgen05.fence, alloc and dealloc; .relaxed mbarrier instructions (taken for .release, .acquire); the tensormap proxy;
 accesses of two lanes of one warp, or by one lane through a word in memory, without a bar.warp.sync between them; strong
