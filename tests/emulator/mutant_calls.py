@@ -20,9 +20,9 @@ SIZES = (19, 0, 5)
 """Rows of each expert: more than a tile of 16, none, and less than a tile."""
 FEW_ROWS = (19, 0, 5, 33, 3, 17, 2, 9)
 """Rows of each expert of kernels whose tiles go through a ring, which they fill more than once."""
-SMALL = (3, 0, 17, 20, 0, 1, *(0, 0, 2, 0) * 4, *[0] * 9, 33, 0, 9, 1, 0, 7, *[0] * 4, 1, *[0] * 11, 2,
-         *[0] * 12, 18, 0, 5)  # fmt: skip
-"""Few rows in more groups than two times the lanes of a warp."""
+SMALL = (3, 0, 17, 20, 0, 1, *(0, 0, 2, 0) * 4, *[0] * 9, 33, 0, 9, 1, 0, 7, *[0] * 4, 1, *[0] * 11, 2, *[0] * 44,
+         18, 0, 5)  # fmt: skip
+"""Few rows in more groups than three times the lanes of a warp, of which some lanes' worth has none."""
 MANY = (40, 390, 0, 170, 75, 0, 5, 97, *(0, 17, 0, 1) * 5, 200, 0, 50, 161, 0, 170, 34, 3, 0, 0, 1, *[0] * 11, 163, 2)
 """More groups than a warp has lanes, of one to seven k-tiles of 64 rows, which ends in more than half of 64 or less."""
 
@@ -41,7 +41,9 @@ def rows_of(given: Inputs, sizes: tuple[int, ...], columns: int) -> torch.Tensor
 def mxfp4(given: Inputs, experts: int, n: int, k: int) -> Any:
     """Weights with blocks of ordinary scales, and in some rows one block of each special scale."""
     with reference():
-        w = glulam.quantize_mxfp4(given.normal(experts, n, k) * 2.0 ** given.order(n, 21).view(-1, 1).sub(8))
+        exponents = given.order(n, 21).view(-1, 1) - 8
+        exponents[64:].clamp_(max=0)  # kernels take other ways where all scales are small
+        w = glulam.quantize_mxfp4(given.normal(experts, n, k) * 2.0**exponents)
     row, scale = torch.arange(54), w.scale.view(torch.uint8)
     block, turn = row % (k // 32), row // (k // 32)
     scale[:, 8 + row, block] = torch.tensor(SCALES, dtype=torch.uint8)[(block + turn) % len(SCALES)]
@@ -102,7 +104,7 @@ def mm_of_bands(given: Inputs, rows: int = 2310) -> Any:
     return mm(given, (rows,), 136, 64)
 
 
-def mm_mxfp4(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 136, k: int = 288) -> Any:
+def mm_mxfp4(given: Inputs, sizes: tuple[int, ...] = SIZES, n: int = 152, k: int = 288) -> Any:
     x, w = rows_of(given, sizes, k), mxfp4(given, len(sizes), n, k)
     options = {"bias": given.normal(len(sizes), n), "bias_scale": given.normal(len(x), dtype=F32)}
     return glulam.grouped_mm(x, w, offs=offs_of(given, sizes), **options)
@@ -125,7 +127,7 @@ def mm_mxfp4_of_many_columns(given: Inputs) -> Any:
 
 
 def mm_mxfp4_of_bands(given: Inputs) -> Any:
-    return mm_mxfp4(given, (150,), 136, 64)
+    return mm_mxfp4(given, (150,), 152, 64)
 
 
 # others
@@ -138,10 +140,10 @@ def glu(given: Inputs) -> Any:
 
 def glu_of_many_experts(given: Inputs) -> Any:
     """Of rows by index, with a factor for each row."""
-    x, w = given.normal(50, 136), [given.normal(320, 136, scale=0.1) for _ in SMALL]
+    x, w = given.normal(50, 232), [given.normal(320, 232, scale=0.1) for _ in SMALL]
     splits, rows = given.given(SMALL, torch.int64), given.order(sum(SMALL) + 3, 50)
     options = {"row_scale": given.normal(len(rows), dtype=F32), "activation": "geglu", "glu_layout": "interleaved32"}
-    return glulam.grouped_glu(x, w, splits=splits, rows=rows, **options)
+    return glulam.grouped_glu(x, w, splits=splits, rows=rows, bias=given.normal(len(SMALL), 320), **options)
 
 
 def glu_of_bands(given: Inputs) -> Any:
@@ -172,18 +174,27 @@ def wgrad_by_index(given: Inputs) -> Any:
 
 def wgrad_added(given: Inputs) -> Any:
     """Of so many rows that dw is added to in memory."""
-    dy, x = given.normal(70, 136), rows_of(given, (0, 790), 136)
-    out, splits = given.normal(2, 136, 136), given.given([0, 790], torch.int32)
+    dy, x = given.normal(70, 136), rows_of(given, (3, 831), 136)
+    out, splits = given.normal(2, 136, 136), given.given([3, 831], torch.int32)
     return glulam.grouped_wgrad(dy, x, splits=splits, dy_rows=given.order(len(x), 70), out=out, accumulate=True)
 
 
-def wgrad_of_many_columns(given: Inputs, n: int = 72, k: int = 2312) -> Any:
+def wgrad_of_many_columns(given: Inputs, sizes: tuple[int, ...] = (5,), n: int = 136, k: int = 2312) -> Any:
     """More tiles on one side than the scheduler takes before it goes on along the other."""
-    return glulam.grouped_wgrad(rows_of(given, (5,), n), rows_of(given, (5,), k), offs=offs_of(given, (5,)))
+    return glulam.grouped_wgrad(rows_of(given, sizes, n), rows_of(given, sizes, k), offs=offs_of(given, sizes))
 
 
 def wgrad_of_many_rows(given: Inputs) -> Any:
-    return wgrad_of_many_columns(given, 1160, 136)
+    return wgrad_of_many_columns(given, (5, 161), 1160, 136)
+
+
+def wgrad_of_heavy_columns(given: Inputs) -> Any:
+    return wgrad_of_many_columns(given, (161,), 72)
+
+
+def wgrad_of_wraps(given: Inputs) -> Any:
+    """Tiles whose last k-tile, of each depth, is in a ring's last stage."""
+    return wgrad_of_many_columns(given, (330, 161, 170, 340, 161, 161), 72, 136)
 
 
 def wgrad_of_ends(given: Inputs) -> Any:
@@ -244,22 +255,28 @@ LAST_ROWS = (20, 21, 50, 51, 80, 81, 115)
 def route(given: Inputs) -> Any:
     """By scores that are negative with their bias: keys of negative numbers have another form."""
     logits, bias = given.normal(70, 100, dtype=F32), given.normal(100, dtype=F32) - 3
+    logits[torch.arange(8), 13 * torch.arange(8) + 2] = 0  # of a lane's every number
     return glulam.route(logits, 20, score="sigmoid", bias=bias, scale=2.5)
 
 
 def route_in_groups(given: Inputs) -> Any:
-    logits = given.normal(9, 128, dtype=F32)
+    logits = given.normal(15, 128, dtype=F32)
     for row in range(4):
-        logits[row, 5 + 33 * row] = torch.nan
+        logits.view(torch.int32)[row, 5 + 33 * row] = -0x3FFFFF  # a NaN whose sign is set
     logits[4, 7], logits[4, 77], logits[5] = 0.0, -0.0, -torch.inf
     return glulam.route(logits, 20, num_groups=8, top_groups=3)
 
 
 def route_to_most(given: Inputs) -> Any:
-    """32 of 40 experts, and fewer tokens than rows."""
-    logits, bias = given.normal(9, 40).half(), given.normal(40, dtype=F32)
+    """To as many experts as there may be, and fewer tokens than rows."""
+    logits, bias = given.normal(8, 120).half(), given.normal(120, dtype=F32)
     return glulam.route(logits, 32, bias=bias, num_tokens=given.given([7], torch.int32))
 
 
+def route_to_nearly_all(given: Inputs) -> Any:
+    """So many choices that a warp has more than its lanes."""
+    return glulam.route(given.normal(40, 40), 32, score="sigmoid")
+
+
 def route_to_one(given: Inputs) -> Any:
-    return glulam.route(given.normal(9, 128), 1, normalize=False, num_groups=4, top_groups=1)
+    return glulam.route(given.normal(64, 120), 1, normalize=False, num_groups=4, top_groups=1)

@@ -72,7 +72,13 @@ CASES = {
         ),
         Case(
             "layer_route_e128_sm_90",
-            ((calls.route_to_one, 2), (calls.route_to_most, 2), (calls.route_in_groups, 2), (calls.route, 2)),
+            (
+                (calls.route_to_one, 2),
+                (calls.route_to_most, 2),
+                (calls.route_in_groups, 2),
+                (calls.route_to_nearly_all, 2),
+                (calls.route, 2),
+            ),
             "layer_choose",
         ),
         Case(
@@ -104,8 +110,10 @@ CASES = {
             "grouped_wgrad_bf16_bf16_t128x128x64_c1x2_pp_sm_90a",
             (
                 (calls.wgrad_added, 2),
-                (calls.wgrad_by_index, 4),
+                (calls.wgrad_of_wraps, 2),
+                (calls.wgrad_by_index, 2),
                 (calls.wgrad_of_many_columns, 2),
+                (calls.wgrad_of_heavy_columns, 2),
                 (calls.wgrad_of_many_rows, 2),
                 (calls.wgrad_of_ends, 10),
                 (calls.wgrad_of_many, 4),

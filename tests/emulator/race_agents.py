@@ -96,7 +96,6 @@ class Warp(Agent):
         self.slots: dict[int, int] = {}
         self.last: dict[str, Operating] = {}
         self.issued: dict[str, tuple] = {}
-        self.may_multiply = False  # a wgmma.fence was
 
     def tick(self) -> None:
         """Begin a new epoch, of which nobody knows yet."""

@@ -30,6 +30,7 @@ from .race_agents import (
     join,
     longer,
 )
+from .race_registers import unfenced
 
 OPCODE = re.compile(r"(?:^|[\s{;])(ld|st|atom|red)\.(\S*)")
 ORDERED = re.compile(r"\b(volatile|relaxed|acquire|release|acq_rel|mmio)\b")
@@ -105,6 +106,7 @@ class Orders(Observer):
 
     def launch(self, machine: Any, early: bool = False) -> None:
         """Begin a launch, after all others; if `early`, when all CTAs of the one before let it, or ended."""
+        _check_registers(machine.kernel)
         self.begin(early)
         earlier_ended = all(self._frees.values())
         self._frees.clear()
@@ -117,6 +119,7 @@ class Orders(Observer):
 
     def launch_beside(self, machine: Any, early: bool, stream: Any) -> None:
         """Begin a launch after those of its stream, beside those of others: ranks that write to each other's memory."""
+        _check_registers(machine.kernel)
         last = self._streams.get(stream)
         begun, before = self._begun.pop(last, (self._base, self._base))
         done = before.copy()
@@ -238,8 +241,6 @@ class Orders(Observer):
         for warp in self.acting(agent):
             if kind == "bar.warp.sync":
                 warp.synchronise()
-            elif kind.startswith("wgmma"):
-                warp.may_multiply = True
             elif kind.startswith("fence.mbarrier_init"):
                 warp.fence_rows((INITS,))
             elif kind.startswith("fence.proxy.async"):
@@ -310,8 +311,6 @@ class Orders(Observer):
         warps = self.acting(unit)
         first, what = warps[0], operation.what
         kind = next((kind for kind in IN_ORDER if what.startswith(kind)), None)
-        if kind == "wgmma" and not all(warp.may_multiply for warp in warps):
-            raise Race(f"race: {what} by {self.names[first.number]} reads registers; no wgmma.fence is before it")
         place = self.place(unit)
         issue = unit.machine.steps, place
         if first.issued.get(what, (None, None))[0] == issue:  # by another lane, whose instruction it is as well
@@ -380,6 +379,15 @@ class Orders(Observer):
                 self._words[word] = join(self._words.get(word), given)
             else:
                 self._words[word] = join(None, given)
+
+
+def _check_registers(kernel: Any) -> None:
+    found = unfenced(kernel)
+    if found is not None:
+        raise Race(
+            f"race: {kernel.name}, line {found.line}: {found.text}: its registers may be accessed before it with no "
+            "wgmma.fence between, which would order them."
+        )
 
 
 def _last_of(unit: Any) -> str:

@@ -18,16 +18,15 @@ instruction is one. Memory is kept by granules of 16 bytes, split where accesses
         older ones if all CTAs of the launch before had waited when they let it begin (.launch_dependents).
     Ranks (`launch_beside`): launches of a stream are in order; those of others are ordered by words in memory.
     "tcgen05 memory consistency": operations that one warp issues are in order; commit is complete_tx.
-    "wgmma.fence": a warp's first wgmma comes after one.
+    "wgmma.fence": on no way through the code does an access to a wgmma's registers come before it without one.
     "Cluster": shared memory is there until all threads of its CTA have exited: what other CTAs and asynchronous
         operations do to it comes before.
     "bar.warp.sync": one lane that arrives at an mbarrier, or copies, hands on what other lanes of its warp did before
         the last one, or before another barrier.
-Not modelled: scopes (.cta is as wide as .sys); registers' order with wgmma beyond the first fence; tcgen05.wait,
-tcgen05.fence, alloc and dealloc; .relaxed mbarrier instructions (taken for .release, .acquire); the tensormap proxy;
-accesses of two lanes of one warp, or by one lane through a word in memory, without a bar.warp.sync between them; strong
-accesses to words that overlap in part; in units of several warps, mbarriers and operations (kernels that have them step
-warp by warp).
+Not modelled: scopes (.cta is as wide as .sys); tcgen05.wait, tcgen05.fence, alloc and dealloc; .relaxed mbarrier
+instructions (taken for .release, .acquire); the tensormap proxy; accesses of two lanes of one warp, or by one lane
+through a word in memory, without a bar.warp.sync between them; strong accesses to words that overlap in part; in units
+of several warps, mbarriers and operations (kernels that have them step warp by warp).
 """
 
 from __future__ import annotations

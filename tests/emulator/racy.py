@@ -263,6 +263,28 @@ CASES = {
         "race|no proxy fence followed",
         {"block": (128, 1, 1)},
     ),
+    "registers of wgmma": Racy(
+        MULTIPLY.replace("bar.sync 0; //after", f"""
+            mov.u32 %r13, 3;
+            LOOP: mov.u32 %r20, 0; //before
+            wgmma.fence.sync.aligned; //again
+            {WGMMA} {WGMMA}
+            wgmma.commit_group.sync.aligned;
+            wgmma.wait_group.sync.aligned 0;
+            add.u32 %r14, %r21, %r21;
+            sub.u32 %r13, %r13, 1;
+            setp.ne.u32 %p6, %r13, 0;
+            @%p6 bra LOOP;
+            bar.sync 0;"""),
+        (
+            ("wgmma.fence.sync.aligned; //again", ""),  # the loop before it reads r21, and writes r20
+            ("mov.u32 %r20, 0; //before\n            wgmma.fence.sync.aligned; //again", ""),
+            ("wgmma.fence.sync.aligned; //again", "wgmma.fence.sync.aligned; mov.u32 %r23, 0;"),
+            ("wgmma.fence.sync.aligned; //again", "@!%p6 bra GO; wgmma.fence.sync.aligned; GO:"),
+        ),
+        "its registers may be accessed before it with no wgmma.fence",
+        {"block": (128, 1, 1)},
+    ),
 }  # fmt: skip
 BY_CTA = ("bar.sync before a read", "bar.sync before a write", "bytes of one word", "cp.async",
           "release and acquire of a word", "atomics on one word", "lanes of a warp")  # fmt: skip

@@ -41,7 +41,8 @@ class WarpgroupMma:
     units of 16 bytes, swizzle in bits 62-63. Types bf16, f16, tf32 and e4m3 with float32 accumulators; A in shared
     memory or in registers. Each warp computes its 16 rows. A group is multiplied when it is committed, or as late as it
     is waited for, as the machine's order says; registers, too, are read and written then, so that a missing wait shows.
-    A missing wgmma.fence is not seen. guess: sums are float64, rounded once for each instruction; see WarpMma.
+    A missing wgmma.fence is for a race check to see. guess: sums are float64, rounded once for each instruction; see
+    WarpMma.
     """
 
     def begin(self) -> None:
