@@ -20,10 +20,19 @@ SIZES = (19, 0, 5)
 """Rows of each expert: more than a tile of 16, none, and less than a tile."""
 FEW_ROWS = (19, 0, 5, 33, 3, 17, 2, 9)
 """Rows of each expert of kernels whose tiles go through a ring, which they fill more than once."""
-SMALL = (3, 0, 17, 20, 0, 1, *(0, 0, 2, 0) * 4, *[0] * 9, 33, 0, 9, 1, 0, 7, *[0] * 4, 1, *[0] * 11, 2, *[0] * 44,
-         18, 0, 5)  # fmt: skip
+
+
+def spread(rows: dict[int, int]) -> tuple[int, ...]:
+    """Rows of each expert, of those that have some; others have none."""
+    return tuple(rows.get(expert, 0) for expert in range(max(rows) + 1))
+
+
+# Of each 32 experts, whose rows a warp adds up, those that tell its steps apart: steps too short, or a lane too few.
+SMALL = spread({0: 3, 1: 17, 2: 20, 4: 1, 8: 2, 16: 2, 21: 5, 31: 2, 32: 33, 33: 1, 34: 9, 36: 7, 40: 1, 48: 2, 53: 3,
+                96: 18, 98: 5})  # fmt: skip
 """Few rows in more groups than three times the lanes of a warp, of which some lanes' worth has none."""
-MANY = (40, 390, 0, 170, 75, 0, 5, 97, *(0, 17, 0, 1) * 5, 200, 0, 50, 161, 0, 170, 34, 3, 0, 0, 1, *[0] * 11, 163, 2)
+MANY = spread({0: 40, 1: 390, 2: 170, 4: 75, 8: 97, 16: 17, 21: 1, 28: 200, 31: 161, 32: 163, 33: 34, 34: 170, 36: 3,
+               40: 1, 48: 161, 53: 2})  # fmt: skip
 """More groups than a warp has lanes, of one to seven k-tiles of 64 rows, which ends in more than half of 64 or less."""
 
 
@@ -70,7 +79,7 @@ def mm_of_three_columns(given: Inputs) -> Any:
 
 
 def mm_of_listed_experts(given: Inputs) -> Any:
-    sizes = (40, 150, 0, 20, 0, 129, *(0, 1, 0, 0) * 6, 3, 0, 70, 0, 9, 2)
+    sizes = spread({0: 40, 1: 150, 2: 20, 4: 129, 8: 1, 16: 3, 32: 70, 33: 9, 34: 2, 36: 5, 40: 1, 48: 7})
     x, w = rows_of(given, sizes, 200), [given.normal(136, 200) for _ in sizes]
     return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int64))
 
@@ -84,8 +93,8 @@ def mm_of_many_experts(given: Inputs) -> Any:
 
 def mm_by_tickets(given: Inputs) -> Any:
     """Of rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
-    rows_of_group = {0: 20, 1: 140, 2: 5, 4: 30, 8: 66, 17: 9, 32: 70, 33: 12, 35: 3, 41: 1, 52: 2}
-    sizes = [rows_of_group.get(group, 0) for group in range(53)]
+    many, few = {1: 140, 8: 66, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 63, 16: 9, 33: 12, 36: 3, 53: 2}
+    sizes = spread({**many, **few})
     x, w = given.normal(70, 840), given.normal(len(sizes), 72, 840)
     rows, bias = given.order(sum(sizes) + 3, 70), given.normal(len(sizes), 72)
     return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int32), rows=rows, bias=bias)

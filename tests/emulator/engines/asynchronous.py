@@ -170,6 +170,7 @@ class Copies:
     def cp_mbarrier_arrive(self, address, m, noinc: bool = True) -> None:
         """Arrive at an mbarrier when the lanes' earlier copies are done; unless `noinc`, count one arrival more."""
         lanes = self.lanes(m)
+        self.copies = [copy for copy in self.copies if copy.due.any()]
         copies = list(self.copies)
         groups: dict[int, list[int]] = {}
         for lane in lanes:
@@ -180,8 +181,10 @@ class Copies:
                 barrier.expect_arrivals(len(members))
 
             def run(operation: Operation, barrier=barrier, members=members) -> None:
+                which = np.zeros(self.n, bool)
+                which[members] = True
                 for copy in copies:
-                    copy.do(self, np.isin(copy.lanes, members))
+                    copy.do(self, which[copy.lanes])
                 barrier.arrive(operation, len(members))
 
             post(self, "cp.async.mbarrier.arrive", run)
