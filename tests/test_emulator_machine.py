@@ -214,6 +214,18 @@ def test_an_mbarriers_phase_ends_when_arrivals_and_bytes_have_come():
     assert states == [(False, True), (False, True), (True, False), (True, False), (False, True)]
 
 
+def test_registers_that_were_not_written_differ_by_seed():
+    def read(seed: int) -> tuple:
+        seen = []
+        launch(lambda u, m: seen.append((u.p[0, 0], u.s16[0, 0], u.s32[0, 0], u.f32[0, 0], u.s64[0, 0])), seed=seed)
+        return tuple(seen[0])
+
+    (false, *positive), (true, *negative) = read(0), read(1)
+    assert not false and true
+    for one, other in zip(positive, negative, strict=True):
+        assert np.isnan(one) and np.isnan(other) if isinstance(one, np.float32) else one > 0 > other
+
+
 def test_misuse_of_mbarriers_is_a_fault():
     with pytest.raises(Fault, match="1 arrivals more than the 2 expected"):
         launch(initialise((0, 2)), lambda u, m: u.mbar_arrive(shared(0), np.uint32(3), False, lane(u)))

@@ -56,6 +56,7 @@ class Machine:
         self.blocks = self.program.blocks
         self.random = random.Random(seed)
         self.order, self.haste = ORDERS[seed % len(ORDERS)]
+        self.has_negative_registers = bool(seed % 2)  # before they are written
         self.reached: set[int] = set()  # blocks that ran
         self.steps = self.instructions = 0
         self.seconds = 0.0

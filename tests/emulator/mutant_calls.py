@@ -288,4 +288,4 @@ def route_to_nearly_all(given: Inputs) -> Any:
 
 
 def route_to_one(given: Inputs) -> Any:
-    return glulam.route(given.normal(64, 120), 1, normalize=False, num_groups=4, top_groups=1)
+    return glulam.route(given.normal(65, 120), 1, normalize=False, num_groups=4, top_groups=1)

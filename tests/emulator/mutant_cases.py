@@ -73,7 +73,7 @@ CASES = {
         Case(
             "layer_route_e128_sm_90",
             (
-                (calls.route_to_one, 2),
+                (calls.route_to_one, 5),
                 (calls.route_to_most, 2),
                 (calls.route_in_groups, 2),
                 (calls.route_to_nearly_all, 2),

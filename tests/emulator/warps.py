@@ -31,14 +31,17 @@ ENGINES = (Accesses, Copies, Mbarriers, BulkCopies, WarpMma, WarpgroupMma, Tenso
 class Registers:
     """Registers of a unit's lanes: an array [registers, lanes] a width, and views of it a type.
 
-    Registers begin as patterns that are NaN or far from any address, so that a missing write shows.
+    Registers begin as patterns that are NaN or far from any address, so that a missing write shows: positive or, with
+    `negative`, negative, and predicates true.
     """
 
-    def __init__(self, counts: dict[str, int], lanes: int):
-        self.p = np.zeros((max(counts["p"], 1), lanes), bool)
-        self.b16 = np.full((max(counts["b16"], 1), lanes), 0xDEAD, np.uint16)
-        self.b32 = np.full((max(counts["b32"], 1), lanes), 0x7FF0DEAD, np.uint32)
-        self.b64 = np.full((max(counts["b64"], 1), lanes), 0xDEADDEADDEADDEAD, np.uint64)
+    def __init__(self, counts: dict[str, int], lanes: int, negative: bool = False):
+        self.p = np.full((max(counts["p"], 1), lanes), negative)
+        self.b16 = np.full((max(counts["b16"], 1), lanes), 0xFFAD if negative else 0x7FAD, np.uint16)
+        self.b32 = np.full((max(counts["b32"], 1), lanes), 0xFFF0DEAD if negative else 0x7FF0DEAD, np.uint32)
+        self.b64 = np.full(
+            (max(counts["b64"], 1), lanes), (0xDEAD if negative else 0x7EAD) * 0x1000100010001, np.uint64
+        )
         self.s16, self.f16 = self.b16.view(np.int16), self.b16.view(np.float16)
         self.s32, self.f32 = self.b32.view(np.int32), self.b32.view(np.float32)
         self.s64, self.f64 = self.b64.view(np.int64), self.b64.view(np.float64)
@@ -52,7 +55,7 @@ class Unit(Registers, *ENGINES):
     """
 
     def __init__(self, cta: Cta, first_warp: int, warps: int):
-        super().__init__(cta.kernel.counts, warps * 32)
+        super().__init__(cta.kernel.counts, warps * 32, cta.machine.has_negative_registers)
         self.cta, self.first_warp, self.warps = cta, first_warp, warps
         self.machine, self.observer = cta.machine, cta.machine.observer
         self.acting: object = True  # the lanes of what the observer hears of, as `m`
