@@ -32,15 +32,15 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-OF_HOPPER = re.compile(r" mxfp8\b| folded\b|in_mxfp8|prepare_mxfp8")
-"""Tests of recipe "mxfp8" and of weights folded for it, by their names."""
+OF_HOPPER = re.compile(r" mxfp8\b| folded\b|in_mxfp8|prepare_mxfp8|in FP8 blocks")
+"""Tests of recipes "mxfp8" and "fp8_block", and of weights folded for the former, by their names."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Portable kernels have no FP8 MMA."""
     for item in items if config.getoption("--arch") == "portable" else ():
         recipe = getattr(item, "callspec", None) and item.callspec.params.get("recipe")  # type: ignore[attr-defined]
-        if recipe == "mxfp8" or OF_HOPPER.search(item.name):
+        if recipe in ("mxfp8", "fp8_block") or OF_HOPPER.search(item.name):
             item.add_marker(pytest.mark.skip(reason="of Hopper's own kernels"))
 
 

@@ -23,6 +23,13 @@ from glulam.host import experts, tickets, workspace
 
 pytestmark = pytest.mark.gpu
 
+
+@pytest.fixture(autouse=True)
+def no_graph_is_garbage() -> None:
+    """Destroyed while another one is captured, a graph of an earlier test would end the process."""
+    gc.collect()
+
+
 EXPERTS, HIDDEN, INTER = 8, 136, 96
 ROWS = {"few rows": 300, "many rows": 1200}
 

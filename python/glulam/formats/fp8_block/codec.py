@@ -26,7 +26,8 @@ def num_blocks(size: int) -> int:
 
 def scales_of_maxima(amax: Tensor) -> Tensor:
     """The scales of blocks whose greatest magnitudes are `amax`, float32."""
-    scale = (amax / E4M3_MAX).clamp(min=LEAST_SCALE)
+    # By a tensor: of a number torch's GPU operators multiply by the reciprocal, and round otherwise than kernels.
+    scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=LEAST_SCALE)
     return torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan)
 
 

@@ -68,7 +68,8 @@ def _quantized(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     pieces = matrix.split(CHUNK_ROWS)
     greatest = [torch.where(piece.isfinite(), piece, 0).abs().amax().float() for piece in pieces if piece.numel()]
     amax = torch.stack(greatest).amax() if greatest else matrix.new_zeros((), dtype=torch.float32)
-    global_scale = torch.where(amax > 0, amax / (MAGNITUDES[-1] * MOST_SCALE), 1.0)
+    # By tensors: of a number torch's GPU operators multiply by the reciprocal, and round otherwise than the CPU's.
+    global_scale = torch.where(amax > 0, amax / torch.full_like(amax, MAGNITUDES[-1] * MOST_SCALE), 1.0)
     made = [_rows(piece, global_scale) for piece in pieces]
     return torch.cat([data for data, _ in made]), torch.cat([scale for _, scale in made]), global_scale
 
@@ -76,7 +77,7 @@ def _quantized(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _rows(rows: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     amax = blocks.abs().amax(dim=2)  # NaN of a block that has one
-    scale = (amax / MAGNITUDES[-1] / global_scale).clamp(LEAST_SCALE, MOST_SCALE)
+    scale = (amax / torch.full_like(amax, MAGNITUDES[-1]) / global_scale).clamp(LEAST_SCALE, MOST_SCALE)
     scale = torch.where(amax == 0, 1.0, scale).masked_fill(~amax.isfinite(), torch.nan).to(SCALE_DTYPE)
     numbers = blocks / (scale.float() * global_scale)[:, :, None]
     return bytes_of_numbers(numbers.flatten(1)), scale
