@@ -95,8 +95,8 @@ def mm_by_tickets(given: Inputs) -> Any:
     """Of rows by index, so many columns that clusters draw tickets, and groups of few rows and of many."""
     many, few = {1: 140, 8: 66, 32: 70, 34: 140, 40: 66, 48: 66}, {0: 20, 2: 5, 4: 63, 16: 9, 33: 12, 36: 3, 53: 2}
     sizes = spread({**many, **few})
-    x, w = given.normal(70, 840), given.normal(len(sizes), 72, 840)
-    rows, bias = given.order(sum(sizes) + 3, 70), given.normal(len(sizes), 72)
+    x, w = given.normal(70, 840), given.normal(len(sizes), 136, 840)
+    rows, bias = given.order(sum(sizes) + 3, 70), given.normal(len(sizes), 136)
     return glulam.grouped_mm(x, w, splits=given.given(sizes, torch.int32), rows=rows, bias=bias)
 
 
@@ -194,7 +194,7 @@ def wgrad_of_many_columns(given: Inputs, sizes: tuple[int, ...] = (5,), n: int =
 
 
 def wgrad_of_many_rows(given: Inputs) -> Any:
-    return wgrad_of_many_columns(given, (5, 161), 1160, 136)
+    return wgrad_of_many_columns(given, (5, 161), 1160, 264)
 
 
 def wgrad_of_heavy_columns(given: Inputs) -> Any:

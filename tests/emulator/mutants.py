@@ -1,8 +1,9 @@
 """Broken kernels: one reached instruction of a kernel left out or changed, to see whether the emulator finds it.
 
-A case is one launch of a shipped function, kept with all memory that it may touch. A mutant of its kernel is found if a
-run with one of the seeds ends in a fault, or leaves other bytes than the kernel itself does with every seed.
-`python -m emulator.mutants CASE COUNT` in tests/ prints what became of a sample, or of every mutant if COUNT is 0.
+A case has launches of a shipped function, each kept with all memory that it may touch. A mutant of its kernel is found
+if a run of one of them, with one of the seeds, ends in a fault, or leaves other bytes than the kernel itself does with
+every seed; or if the race check finds a race. `python -m emulator.mutants CASE COUNT` in tests/ prints what became of a
+sample, or of every mutant if COUNT is 0; CASE may be all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from . import translate
 from .faults import Fault
-from .mutant_cases import Recorded, recorded
+from .mutant_cases import CASES, Recorded, recorded
 from .mutations import Mutant, around, mutants_of, sample
 from .ptx import Kernel, Unsupported
 from .races import Race, Races
@@ -33,6 +34,7 @@ SEEDS = (0, 1, 2)
 """One for each of the machine's orders."""
 REASONS = Path(__file__).with_name("equivalent_mutants.json")
 DIFFERENCE, FAULT, RACE = "difference", "fault", "race"
+EQUIVALENT, MISSED = "equivalent", "NOT FOUND"
 
 
 class Found(NamedTuple):
@@ -197,15 +199,15 @@ def main(name: str, count: int) -> None:
     begin = time.perf_counter()
     for mutant in chosen:
         found = trier.try_out(mutant)
-        if found is None:
-            how["not an instruction"] += 1
-            continue
-        why = "" if found.how else reason_for(name, trier.kernel, mutant)
-        how[found.how or ("equivalent" if why else "NOT FOUND")] += 1
-        if not found.how:
-            print(f"  {mutant.at} {mutant.kind}: {mutant.text}: {why or 'NOT FOUND'}", flush=True)
-    print(f"{dict(how)} in {time.perf_counter() - begin:.0f} s")
+        why = reason_for(name, trier.kernel, mutant) if found == NOT_FOUND else ""
+        how["not an instruction" if found is None else found.how or (EQUIVALENT if why else MISSED)] += 1
+        if found == NOT_FOUND:
+            print(f"  {mutant.at} {mutant.kind}: {mutant.text}: {why or MISSED}", flush=True)
+    number = sum(how[each] for each in (DIFFERENCE, FAULT, RACE))
+    percent = 100 * number / max(number + how[MISSED], 1)
+    print(f"{dict(how)} in {time.perf_counter() - begin:.0f} s: {percent:.1f} % found of those that are not equivalent")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for each in CASES if sys.argv[1] == "all" else sys.argv[1:2]:
+        main(each, int(sys.argv[2]))
