@@ -530,12 +530,12 @@ class TestRefusals:
         c = case()
         q = quantize_fp8_block(c.w1, in_halves=True), quantize_fp8_block(c.w2)
         with pytest.raises(
-            TypeError, match="w1 is a FP8BlockTensor, but recipe 'mxfp8' takes .*choose recipe 'fp8_block'"
+            TypeError, match="w1 is an FP8BlockTensor, but recipe 'mxfp8' takes .*choose recipe 'fp8_block'"
         ):
             glulam.grouped_mlp(c.x, *q, offs=c.offs, recipe="mxfp8")
         with pytest.raises(TypeError, match="w1 is in FP8 blocks, and recipe is 'bf16'; choose .*'fp8_block'"):
             glulam.grouped_mlp(c.x, *q, offs=c.offs)
-        with pytest.raises(TypeError, match="w2 is a MXFP8Tensor, but recipe 'fp8_block' takes FP8BlockTensor"):
+        with pytest.raises(TypeError, match="w2 is an MXFP8Tensor, but recipe 'fp8_block' takes an FP8BlockTensor"):
             glulam.grouped_mlp(
                 c.x, q[0], MXFP8Tensor(q[1].data, q[1].scale.new_ones(7, 272, 5).to(E8M0)), offs=c.offs, recipe=FP8
             )
